@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, SPLIT, Options, resolve
+from amp_patch.policy import CLOSED, LOW_PRECISION, OPT_LEVELS, Options, resolve
 from amp_patch.support.distributed import is_first_rank
 
 logger = logging.getLogger("amp_patch")
@@ -33,7 +33,7 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     """The level and the options that the environment makes of a script's; without it the very same.
 
     ``AMP_PATCH_OPT_LEVEL`` replaces the level, ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3;
-    ``AMP_PATCH_MASTER_WEIGHTS=split`` splits the masters of bfloat16 weights, at O5 and O2, and does nothing elsewhere.
+    ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") says how masters of bfloat16 weights are kept, at O5 and O2.
     All are read at each call, and an empty one is as none. At O0 by override nothing is left of the script's options.
     At a level that the script did not ask for an option is dropped if `resolve` refuses it there, or if it would undo
     the level (patch_torch_functions=False at O1, cast_model_type=torch.float32 at O2, torch.float16 at O5). What was
@@ -46,7 +46,7 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     level = opt_level if wanted is None else wanted
     if level not in _OF_EITHER_DTYPE:
         dtype = None
-    masters = _read(MASTERS, {SPLIT: SPLIT})
+    masters = _read(MASTERS, {form: form for form in CLOSED})
     if wanted is None and dtype is None and masters is None:
         return opt_level, options
     resolve(opt_level, options)  # raises for mistakes of the script, before the environment's
@@ -56,11 +56,11 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
         for name, value in given.items():
             if name not in kept and _accepts(level, {**kept, name: value}, undone=level == opt_level):
                 kept[name] = value
-    split = {**kept, "master_weights": masters}
-    if masters is None or not OPT_LEVELS[level].master_weights or not _accepts(level, split, undone=True):
+    closed = {**kept, "master_weights": masters}
+    if masters is None or not OPT_LEVELS[level].master_weights or not _accepts(level, closed, undone=True):
         masters = None
     else:
-        kept = split
+        kept = closed
     if wanted is None and dtype is None and masters is None:
         return opt_level, options
     by = {LEVEL: wanted, DTYPE: dtype, MASTERS: masters}
@@ -71,7 +71,7 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
             opt_level,
             " and ".join(name for name, value in by.items() if value is not None),
             level,
-            ("" if dtype is None else f" in {dtype}") + ("" if masters is None else ", masters split"),
+            ("" if dtype is None else f" in {dtype}") + ("" if masters is None else f", masters {masters}"),
             ", ".join(dropped) or "nothing",
         )
     nothing = {name: getattr(Options, name) for name in given}

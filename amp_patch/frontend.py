@@ -18,7 +18,7 @@ from amp_patch.model import fsdp, incoming
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.fsdp import no_masters
 from amp_patch.model.keep_fp32 import KeepFP32, kept_modules
-from amp_patch.policy import CpuHalf, Flag, LowName, Options, Policy, Split, resolve, scale_number
+from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, resolve, scale_number
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
@@ -88,7 +88,7 @@ def initialize(
     cast_model_type: torch.dtype | None = None,
     patch_torch_functions: Flag | None = None,
     keep_batchnorm_fp32: Flag | None = None,
-    master_weights: Flag | Split | None = None,
+    master_weights: Flag | Closed | None = None,
     loss_scale: float | str | None = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
@@ -117,8 +117,8 @@ def initialize(
 
     The environment has the last word, so that a script can be tried at another level without an edit:
     ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O5") takes the place of `opt_level`, ``AMP_PATCH_DTYPE`` ("float16", "bfloat16")
-    that of `dtype` at O1, O2 and O3, and ``AMP_PATCH_MASTER_WEIGHTS`` ("split") that of `master_weights` where the
-    weights are bfloat16. By it O0 is the plain FP32 script, whatever else is passed here; at another level
+    that of `dtype` at O1, O2 and O3, and ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") that of `master_weights`
+    where the weights are bfloat16. By it O0 is the plain FP32 script, whatever else is passed here; at another level
     the options that contradict it are dropped, and the log says which. All are read at each call; `enabled=False`
     stays off.
 
@@ -138,6 +138,8 @@ def initialize(
             level sets; None keeps it. Strings ("True", "dynamic", "128.0") are understood. master_weights="split" keeps
             of each FP32 master the 16 bits that its bfloat16 weight is not: 2 bytes a parameter in place of 4 (O5, and
             O2 in bfloat16; not for sharded parameters). Weights are then rounded to nearest with ties away from zero.
+            "stochastic" keeps nothing: each step reads the bfloat16 weight as FP32, and rounds what it becomes up or
+            down by chance, in proportion (for the same levels). `state_dict` has the seed of that chance.
         cast_model_outputs: dtype of the models' floating outputs. None: FP32 for a cast model, else untouched.
         num_losses: how many losses have a scale of their own; `scale_loss(loss_id=...)` chooses.
         verbosity: 0 silences the messages about overflow (logger "amp_patch"; only rank 0 speaks). 2: the next forward
@@ -290,7 +292,8 @@ def state_dict(
 ) -> dict[str, Any]:
     """The loss scales of the training that these optimizers belong to, in Apex's form. Syncs with the device.
 
-    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`; written into `destination` if given.
+    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`; written into `destination` if given. With
+    `master_weights="stochastic"` the first has "stochastic_rounding" too: the seed and the steps that it rounds by.
 
     Args:
         optimizers: the optimizer, or a list of those, of one `initialize` call. None: of the newest call, as in Apex.
@@ -330,10 +333,11 @@ def load_state_dict(state_dict: dict[str, Any], optimizers: Optimizers | None = 
     if len(scalers) != len(state_dict):
         logger.warning("load_state_dict: %d loss scalers in the state, %d here", len(state_dict), len(scalers))
     chosen = [(s, state_dict[f"loss_scaler{i}"]) for i, s in enumerate(scalers) if f"loss_scaler{i}" in state_dict]
-    for _, entry in chosen:
+    for scaler, entry in chosen:
         if not {"loss_scale", "unskipped"} <= set(entry):
             raise RuntimeError(f"load_state_dict: a loss scaler has {sorted(entry)}; wanted loss_scale and unskipped")
         scale_number("load_state_dict: loss_scale", entry["loss_scale"])
+        scaler.check_beside(entry)
     for scaler, entry in chosen:
         scaler.load_state_dict(entry)
 

@@ -13,11 +13,12 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 LowName = Literal["float16", "bfloat16"]
 CpuHalf = Literal["auto", "emulate", "native"]
-Split = Literal["split"]
+Closed = Literal["split", "stochastic"]
 Flag = bool | Literal["True", "False"]
 CPU_HALF = get_args(CpuHalf)
 EMULATING = ("emulate", "convolutions")  # of a policy that emulates on a CPU
-SPLIT = "split"  # of master_weights
+SPLIT, STOCHASTIC = "split", "stochastic"  # of master_weights
+CLOSED = (SPLIT, STOCHASTIC)  # masters that have no memory of their own
 
 # A scale and its FP32 inverse must both be normal numbers: gradients are multiplied by the inverse.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
@@ -35,7 +36,7 @@ class Policy:
         patch_torch_functions: casts around torch's functions, by the op lists (O1, O4).
         keep_batchnorm_fp32: whether batch norms stay FP32 in a cast model; None where the model is not cast.
         master_weights: whether the optimizer updates FP32 copies of low-precision weights; "split" keeps of each copy
-            the half that the bfloat16 weight is not; None as above.
+            the half that the bfloat16 weight is not, "stochastic" nothing; None as above.
         loss_scale: "dynamic", or a positive static scale.
         cast_model_outputs: dtype for floating outputs of the model; None gives FP32 for a cast model and
             leaves the outputs of any other alone.
@@ -86,14 +87,14 @@ class Policy:
         return self.cast_model_type is not None or self.patch_torch_functions
 
     @property
-    def splits_masters(self) -> bool:
-        """Whether masters are kept as halves."""
-        return self.master_weights == SPLIT
+    def closes_masters(self) -> bool:
+        """Whether masters have no memory of their own."""
+        return self.master_weights in CLOSED
 
     @property
     def keeps_fp32_weights(self) -> bool:
         """Whether there is an FP32 value of each weight: the weight itself, or a master."""
-        return self.cast_model_type is None or bool(self.master_weights)
+        return self.cast_model_type is None or (bool(self.master_weights) and self.master_weights != STOCHASTIC)
 
     @property
     def emulated(self) -> torch.dtype | None:
@@ -178,7 +179,7 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
     policy = _with_patching(policy, opt_level, boolean("patch_torch_functions", given.patch_torch_functions))
     keep = boolean("keep_batchnorm_fp32", given.keep_batchnorm_fp32)
     masters: Any = given.master_weights
-    masters = SPLIT if masters == SPLIT else boolean("master_weights", masters, f"{SPLIT!r}, ")
+    masters = masters if masters in CLOSED else boolean("master_weights", masters, f"{SPLIT!r}, {STOCHASTIC!r}, ")
     if keep is not None or masters is not None:
         _refuse_where_weights_stay_fp32(policy, opt_level, keep, masters)
     if keep is not None:
@@ -291,11 +292,15 @@ def _with_scale_range(policy: Policy, smallest: float | None, largest: float) ->
 
 
 def _with_masters(policy: Policy, masters: bool | str) -> Policy:
-    if masters == SPLIT and policy.cast_model_type is torch.float16:
+    if masters in CLOSED and policy.cast_model_type is torch.float16:
+        why = {
+            SPLIT: "a bfloat16 weight is the high half of its FP32 master, a float16 one is no part of it",
+            STOCHASTIC: "a bfloat16 weight has FP32's range, a float16 one would overflow and underflow in training",
+        }[str(masters)]
         raise ValueError(
-            f"initialize: master_weights={SPLIT!r} contradicts float16 weights, the type of opt_level "
-            f"{policy.opt_level!r} here: a bfloat16 weight is the high half of its FP32 master, a float16 one is no "
-            "part of it; use opt_level='O5' (or dtype=torch.bfloat16), or leave master_weights at None"
+            f"initialize: master_weights={masters!r} contradicts float16 weights, the type of opt_level "
+            f"{policy.opt_level!r} here: {why}; use opt_level='O5' (or dtype=torch.bfloat16), or leave master_weights "
+            "at None"
         )
     return replace(policy, master_weights=masters)
 

@@ -9,10 +9,10 @@ O2. Both begin with the same half gradients, which no backward has to make.
 `ratio` is our time over torch's; `clipped` the same with clip_grad_norm_ before the step, and `clip adds` its share of
 a step without. `bytes` are those a parameter that torch's allocator has given out at the most while the optimizer
 steps: weights, gradients, masters, the optimizer's state, temporaries. (FP32 training with AdamW has 16.) The type
-`split` is BF16 with split masters on our side.
+`split` is BF16 with split masters on our side, `stochastic` BF16 without masters, rounded stochastically.
 
     python benchmarks/optimizer.py [--threads N] [--device cuda] [--repeats N] [--size full|tiny] [--only "gpt AdamW"]
-                                   [--dtypes bf16 fp16 split] [--json PATH]
+                                   [--dtypes bf16 fp16 split stochastic] [--json PATH]
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from torch.optim import SGD, AdamW, NAdam, Optimizer, RMSprop
 
 from amp_patch import amp
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "split": torch.bfloat16}
+CLOSED = ("split", "stochastic")  # of master_weights
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(CLOSED, torch.bfloat16)}
 MAX_NORM = 1.0
 INITIAL_SCALE = 2.0**16  # of FP16's loss
 WIDTHS = dict(
@@ -146,7 +147,7 @@ class AmpPatch(Rival):
         model = nn.Module()
         model.weights = nn.ParameterList(weight.clone() for weight in weights)
         optimizer = work.optimizer(model.parameters())
-        options = {"dtype": DTYPES[kind], "master_weights": "split" if kind == "split" else None}
+        options = {"dtype": DTYPES[kind], "master_weights": kind if kind in CLOSED else None}
         self.model, self.optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **options)
         self.weights = list(self.model.parameters())
         self.loss = torch.zeros((), device=weights[0].device)

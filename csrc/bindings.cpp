@@ -120,10 +120,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(OP(adopt));           // params, masters
   m.def(OP(update_scale));    // scale, growth_tracker, found_inf, growth_factor, ..., hysteresis_tracker
 
-  m.def(STEP(adam));   // lists, lr, step, factors, found_inf, numbers, flags: as Steps::adam in step_ops.h
-  m.def(STEP(sgd));    // as Steps::sgd
-  m.def(STEP(split));  // masters, weights, halves
-  m.def(STEP(join));   // weights, halves, masters
+  m.def(STEP(adam));              // lists, lr, step, factors, found_inf, numbers, flags: as Steps::adam in step_ops.h
+  m.def(STEP(sgd));               // as Steps::sgd
+  m.def(STEP(split));             // masters, weights, halves
+  m.def(STEP(join));              // weights, halves, masters
+  m.def(STEP(stochastic_round));  // masters, weights, seed, draws
 
   m.def("cpu_has", &cpu_has);  // float16 or bfloat16 -> whether this CPU has arithmetic of the type
 

@@ -87,10 +87,16 @@ MUTATIONS = (
         ("test_edited_masters.py",),
     ),
     Mutation(
-        "split masters: one that was written keeps its memory until it is split",
-        "written = [(param, master) for param, master in opened if not _halves_count(master)]",
+        "closed masters: what was written into one is kept before its memory is given back",
+        "written = [(param, master) for param, master in opened if not _kept_counts(master)]",
         "written = []",
         ("test_split_masters.py",),
+    ),
+    Mutation(
+        "stochastic rounding: no two steps of a weight have the same chance",
+        "master.draw, master.edits = master.draw + 1, 0",
+        "pass",
+        ("test_stochastic_masters.py",),
     ),
     Mutation(
         "clipping: gradients within the norm stay as they are",

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import multi_tensor
-from amp_patch.masters import split_master
+from amp_patch.masters import closed_master
+from amp_patch.masters.closed_master import ClosedMaster, form_of, is_closed
 from amp_patch.masters.grad_field import GRAD, with_gradient
 from amp_patch.masters.grad_route import GradRoute, route_through
 from amp_patch.masters.master import Master, take_masters
 from amp_patch.masters.recycled_memory import Recycled
-from amp_patch.masters.split_master import SplitMaster, is_split, low_half
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import Installation
 from amp_patch.support.tensor_content import Again, hook_swaps, release_in_swaps
@@ -126,7 +126,7 @@ _links: dict[int, tuple[weakref.ref[Tensor], Link]] = {}
 _changes = 0  # how often a parameter got a master, lost it, or died with it
 
 # Classes of tensors that nobody else's `__torch_function__` acts on.
-PLAIN_TYPES = (Tensor, nn.Parameter, Master, SplitMaster)
+PLAIN_TYPES = (Tensor, nn.Parameter, Master, ClosedMaster)
 
 _FOREACH_TYPES = "_foreach_supported_types"  # torch's list of the classes that its optimizers choose foreach for
 _installation = Installation()
@@ -185,11 +185,11 @@ def _let_go(param: Tensor) -> Again | None:
     if entry is None:
         return None
     _, link = entry
-    split_master.weight_is(link.master, None)
+    closed_master.weight_is(link.master, None)
 
     def again() -> None:
         _hold(param, link)
-        split_master.weight_is(link.master, param)
+        closed_master.weight_is(link.master, param)
 
     del entry  # the reference
     return again
@@ -202,8 +202,8 @@ def disconnect(param: Tensor) -> None:
     if entry is not None:
         _changes += 1
         master = entry[1].master
-        if isinstance(master, SplitMaster):
-            split_master.unsplit(master)
+        if isinstance(master, ClosedMaster):
+            closed_master.make_whole(master)
         if type(master) is Master:
             stop_waiting(master)
             vars(master).pop("stepped_grads", None)
@@ -225,7 +225,7 @@ def _install() -> bool:
     module = importlib.import_module("torch.optim.optimizer")  # torch.optim has no attribute of this name
     types = getattr(module, _FOREACH_TYPES, None)
     if isinstance(types, list) and Master not in types:
-        _installation.add(lambda patches: patches.set(module, _FOREACH_TYPES, [*types, Master, SplitMaster]))
+        _installation.add(lambda patches: patches.set(module, _FOREACH_TYPES, [*types, Master, ClosedMaster]))
     return isinstance(types, list)
 
 
@@ -236,15 +236,35 @@ def links_of(params: Iterable[Tensor]) -> LinkList:
 
 def materialize(masters: Iterable[Tensor]) -> None:
     """Have the FP32 value of each of `masters` in its memory, for a step of the optimizer's own; in place, no sync."""
-    if split_master.used:
-        split_master.materialize(masters)
+    if closed_master.used:
+        closed_master.materialize(masters)
 
 
-def kernel_tensors(masters: list[Tensor]) -> list[Tensor]:
-    """What a kernel steps in the place of `masters`: each itself, or the half (int16) that is beside its weight."""
-    if not split_master.used:
-        return masters
-    return [master if (half := low_half(master)) is None else half for master in masters]
+def kernel_tensors(masters: list[Any]) -> tuple[list[Tensor], int, list[int]]:
+    """What a kernel steps in the place of `masters`: each itself, or what is kept of one without memory of its own.
+
+    That is the half (int16) beside the weight, or the weight.
+
+    Returns:
+        These tensors, and the seed and the draws by which the kernel rounds them; no draws unless all are weights.
+    """
+    if not closed_master.used:
+        return masters, 0, []
+    tensors: list[Tensor] = []
+    draws: list[Any] = []
+    seed = 0
+    for master in masters:
+        tensor = master
+        if type(master) is ClosedMaster and (form := master.form) is not None:
+            if (half := master.low_half) is not None:
+                tensor = half
+            elif (weight := master.weight()) is not None:
+                tensor, seed = weight, form.seed
+                if not draws:
+                    form.check_step()
+                draws.append(master.draw)
+        tensors.append(tensor)
+    return tensors, seed, draws if len(draws) == len(masters) else []
 
 
 def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) -> Result:
@@ -252,15 +272,15 @@ def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) 
 
     Where somebody else holds such memory it is written anew afterwards, exception or not.
     """
-    if not split_master.used:
+    if not closed_master.used:
         return call()
-    held = split_master.release(masters)
+    held = closed_master.release(masters)
     try:
         return call()
     finally:
         for master in held:  # a graph may have saved a view of it
             torch.autograd.graph.increment_version(master)
-        split_master.follow(held)
+        closed_master.follow(held)
 
 
 @without_grad
@@ -272,9 +292,9 @@ def publish(links: LinkList) -> None:
 
 def round_into_weights(links: LinkList) -> None:
     """`publish`, after which the masters still count as written; under no_grad."""
-    split, whole = _parted(links)
-    if split:
-        split_master.split_back(split)
+    closed, whole = _parted(links)
+    if closed:
+        closed_master.store(closed)
     for params, masters in _by_device(whole):
         multi_tensor.multi_tensor_scale(masters, params, 1.0)
 
@@ -296,16 +316,32 @@ def settle(links: LinkList) -> None:
     counter tells of edits through `.data`: an element of the parameter that is not its master's, rounded, was edited
     (weights clamped, initialized by hand), and the master adopts it. All other elements keep the master's precision.
 
-    Of a split master the parameter is a half, so an edit is in the master by itself. Those that are open are closed.
+    Of a closed master the parameter is a part, so an edit is in the master by itself. Those that are open are closed.
     """
     if written := publish_written(links):
         links = links.without(written)
-    split, whole = _parted(links)
-    if split:
-        split_master.drop_joined(master for _, master in split)
+    closed, whole = _parted(links)
+    if closed:
+        closed_master.drop_joined(master for _, master in closed)
     for params, masters in _by_device(whole):
         multi_tensor.multi_tensor_adopt(params, masters)
     links.versions.save()
+
+
+@without_grad
+def load(param: Tensor, link: Link, value: Tensor) -> None:
+    """Give a parameter and its master the value of a checkpoint, in place; no sync.
+
+    Where the weight is all that is kept, it is rounded to nearest: by chance would be an update.
+    """
+    form = form_of(link.master)
+    if form is not None and not form.is_exact:
+        closed_master.drop_joined([link.master])
+        param.copy_(value)
+        link.version.save()
+        return
+    link.master.copy_(value)
+    publish(LinkList([(param, link)]))  # one by one: publishing frees a split master's joined memory
 
 
 class ModelLinks:
@@ -343,9 +379,9 @@ def _forget(entries: dict[int, tuple[weakref.ref[Tensor], Link]], key: int, refe
 
 
 def _parted(links: LinkList) -> tuple[list[tuple[Tensor, Tensor]], LinkList]:
-    """The split masters (param, master), and the others."""
-    split = [(param, link.master) for param, link in links if is_split(link.master)] if split_master.used else []
-    return split, links.without({id(master) for _, master in split}) if split else links
+    """The closed masters (param, master), and the others."""
+    closed = [(param, link.master) for param, link in links if is_closed(link.master)] if closed_master.used else []
+    return closed, links.without({id(master) for _, master in closed}) if closed else links
 
 
 def _by_device(links: LinkList) -> list[tuple[list[Tensor], list[Tensor]]]:

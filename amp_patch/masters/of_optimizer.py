@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.masters import split_master
+from amp_patch.masters import closed_master
+from amp_patch.masters.closed_master import Form, form_of, is_closed, take_closed_masters
 from amp_patch.masters.grad_field import drop_gradients, own_grad, set_own_grad, with_gradient
 from amp_patch.masters.grad_route import GradRoute
 from amp_patch.masters.gradients import FoundInf, Groups
@@ -25,7 +26,6 @@ from amp_patch.masters.masters import (
     settle,
     stop_waiting,
 )
-from amp_patch.masters.split_master import take_split_masters
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.patches import Attempts
@@ -74,15 +74,21 @@ class Masters:
         self._params: dict[int, tuple[Tensor, Link]] = {}  # id(master) -> the parameter and its link to this master
         self._known: GroupParams | None = None
 
-    def __getstate__(self) -> list[tuple[Tensor, Tensor, bool]]:
-        return [(param, link.master, link.version.written()) for param, link in self.links]
+    def __getstate__(self) -> list[tuple[Tensor, Tensor, bool, int | None]]:
+        return [
+            (param, link.master, link.version.written(), getattr(link.master, "draw", None))
+            for param, link in self.links
+        ]
 
     def __setstate__(self, pairs: Iterable[Sequence[Any]]) -> None:
         self.__init__()  # type: ignore[misc]
-        for param, master, *written in pairs:
+        for param, master, *more in pairs:
             self._add(param, master)
-            if any(written):  # an unpublished edit; a new link would count it as published
+            written, draw = (*more, False, None)[:2]  # of older pickles
+            if written:  # an unpublished edit; a new link would count it as published
                 torch.autograd.graph.increment_version(master)
+            if draw is not None:  # `keep` finds it there
+                vars(master)["draw"] = draw
 
     def _add(self, param: Tensor, master: Tensor) -> Link:
         link = connect(param, master)
@@ -150,17 +156,16 @@ class Masters:
         """By the master's id the parameter that has it, and the link between the two."""
         return self._params
 
-    def keep(self, *, split: bool) -> None:
-        """Keep the masters of bfloat16 parameters as halves, or all of them whole, in place; no sync."""
-        if split:
-            whole = LinkList((param, link) for param, link in self.links if not split_master.is_split(link.master))
-            split_master.split(list(zip(whole.params, whole.masters, strict=True)))
-            take_split_masters()
-            whole.versions.save()  # one that was split before may have edits that nobody has published
-            return
+    def keep(self, form: Form | None) -> None:
+        """Keep the masters of bfloat16 parameters in this form, or all of them whole, in place; no sync."""
         for master in self.links.masters:
-            if split_master.is_split(master):
-                split_master.unsplit(master)
+            if is_closed(master) and form_of(master) is not form:
+                closed_master.make_whole(master)
+        if form is not None:
+            whole = LinkList((param, link) for param, link in self.links if not is_closed(link.master))
+            closed_master.close(list(zip(whole.params, whole.masters, strict=True)), form)
+            take_closed_masters()
+            whole.versions.save()  # one that was closed before may have edits that nobody has published
 
     def adopt(self) -> None:
         """Bring into the masters what somebody has written into their weights, in place; no sync.
@@ -207,13 +212,13 @@ class Masters:
         return {found_inf.device: found_inf}
 
     def attach(
-        self, optimizer: Any, group: dict[str, Any], about_to_be_cast: Collection[int] = (), *, split: bool = False
+        self, optimizer: Any, group: dict[str, Any], about_to_be_cast: Collection[int] = (), *, form: Form | None = None
     ) -> None:
         """Put masters into one of the optimizer's groups, in place.
 
         A parameter whose id is in `about_to_be_cast` gives its FP32 storage to its master: the caller gives the
         parameter a low-precision one next. A parameter that is float16 or bfloat16 already gets the master that it
-        has, or an FP32 copy; none if it is frozen, or quantized. With `split` the copies become halves one after the
+        has, or an FP32 copy; none if it is frozen, or quantized. With a `form` the copies are closed one after the
         other, so that they are never there at once. The optimizer's state and an existing gradient move to the master.
         """
         params = group["params"]
@@ -231,8 +236,8 @@ class Masters:
             link = self._add(param, master)
             self._serve(link)
             _replace(optimizer, params, index, master)
-            if split and made and low and id(param) not in about_to_be_cast:
-                split_master.split([(param, master)], exact=True)
+            if form is not None and made and low and id(param) not in about_to_be_cast:
+                closed_master.close([(param, master)], form, exact=True)
                 link.version.save()
             if (grad := own_grad(param)) is not None:
                 master.grad = grad.to(master.dtype)

@@ -1,10 +1,12 @@
-"""Memory of a CPU that successive gradients are made in, because fresh memory is slow there."""
+"""Memory that successive gradients are made in, because fresh memory is slow on a CPU; and who holds some memory."""
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +60,19 @@ class Recycled:
             and self._storage.data_ptr() == self._pointer  # neither resized nor moved into shared memory
             and self._storage.nbytes() == size
         )
+
+
+def holders(storage: Any) -> tuple[int, int]:
+    """How many tensors, views and the like hold this memory, and how many the object that Python has of it."""
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+@functools.cache
+def lone_holders() -> tuple[int, int]:
+    """The holders of a storage that is one tensor's, and that one variable has."""
+    alone = torch.empty(1, dtype=torch.float32, device="cpu")
+    storage = alone.untyped_storage()
+    return holders(storage)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -85,10 +85,10 @@ def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module])
 
 def _check_shard(name: str, policy: Policy, stays: bool, fsdp: Any, gathers: Any) -> None:
     low, level = policy.cast_model_type, policy.opt_level
-    if policy.splits_masters:
+    if policy.closes_masters:
         raise ValueError(
-            f"initialize: parameter {name!r} is sharded, and master_weights='split' is not for shards: these are FP32, "
-            "the masters themselves; leave master_weights at None"
+            f"initialize: parameter {name!r} is sharded, and master_weights={policy.master_weights!r} is not for "
+            "shards: these are FP32, the masters themselves; leave master_weights at None"
         )
     if low is not None and not policy.master_weights:
         raise ValueError(f"initialize: parameter {name!r} is sharded; {no_masters(policy)}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters.grad_field import own_grad, set_own_grad
-from amp_patch.masters.masters import LinkList, disconnect, link_of, master_of, publish
+from amp_patch.masters.masters import disconnect, link_of, load, master_of
 from amp_patch.model import buffers, fsdp, incoming
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import distributed
@@ -188,7 +188,7 @@ def uncast(param: nn.Parameter, name: str = "", *, give_back: bool = False) -> N
         value = master.data.to(param.device, torch.promote_types(param.dtype, torch.float32))
         rounds = give_back and low is not None and value.dtype is torch.float32 and _fits(value, low)
         set_data(param, value.to(low) if rounds else value)
-        del value  # a split master's joined value has memory of its own, which goes before the master does
+        del value  # a closed master's joined value has memory of its own, which goes before the master does
         disconnect(param)
     else:
         was_cast = param.dtype in LOW_PRECISION and param.dtype is not low and not is_quantized(param)
@@ -239,7 +239,5 @@ def load_masters(model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> Non
         value, link = state_dict.get(prefix + name), link_of(param)
         if link is None or value is param or not isinstance(value, Tensor) or value.shape != param.shape:
             continue
-        with torch.no_grad():
-            link.master.copy_(value)
-        publish(LinkList([(param, link)]))  # one by one: publishing frees a split master's joined memory
+        load(param, link, value)
         state_dict[prefix + name] = param

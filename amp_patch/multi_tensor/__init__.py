@@ -37,6 +37,7 @@ from amp_patch.multi_tensor.steps import multi_tensor_adam as multi_tensor_adam
 from amp_patch.multi_tensor.steps import multi_tensor_join as multi_tensor_join
 from amp_patch.multi_tensor.steps import multi_tensor_sgd as multi_tensor_sgd
 from amp_patch.multi_tensor.steps import multi_tensor_split as multi_tensor_split
+from amp_patch.multi_tensor.steps import multi_tensor_stochastic_round as multi_tensor_stochastic_round
 
 __all__ = [
     "backend",
@@ -51,6 +52,7 @@ __all__ = [
     "multi_tensor_scale",
     "multi_tensor_sgd",
     "multi_tensor_split",
+    "multi_tensor_stochastic_round",
     "multi_tensor_unscale",
     "multi_tensor_unscale_l2norm",
     "update_scale",

@@ -34,7 +34,7 @@ class TensorList:
         optional: it may be empty beside others that are not.
         is_counts: the tensors have one element each, and may lie on the CPU while the others lie elsewhere.
         weights: the name of the list with the bfloat16 weights of the int16 tensors here, which are halves of split
-            masters.
+            masters. A bfloat16 tensor here has no weight: it is one, rounded stochastically.
     """
 
     name: str
@@ -87,6 +87,8 @@ class Contract:
         lead: the place in `lists` of the one that the others are compared with.
         dense: the tensors at a place have one memory order, without gaps or overlaps, and no written one overlaps
             another. Else strides are free, and a written tensor may be the very one that is read.
+        rounds: the last two arguments are a seed and the draws by which bfloat16 tensors of the leading list are
+            rounded.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Contract:
     arguments: tuple[Argument, ...] = ()
     lead: int = 0
     dense: bool = False
+    rounds: bool = False
 
     @cached_property
     def op(self) -> str:
@@ -114,6 +117,8 @@ class Contract:
                 self._check_lists(dict(zip(self.lists, lists, strict=True)), device, flags)
             for argument, value in named.items():
                 self._check_argument(argument, value, device)
+            if self.rounds:
+                _check_draws(self.lists[self.lead].name, lists[self.lead], *arguments[-2:])
         except (ValueError, TypeError) as error:
             raise type(error)(f"{self.name}: {error}") from None
         return device
@@ -296,9 +301,34 @@ def _check_strides(which: str, t: Tensor, param: Tensor) -> None:
         )
 
 
-def _check_halves(halves: TensorList, tensors: Tensors, weights: Tensors) -> None:
-    """Raise where an int16 tensor, the half of a split master, has no bfloat16 weight beside it."""
+def _check_draws(name: str, tensors: Tensors, seed: object, draws: object) -> None:
+    """Raise unless there is a seed, and a draw for each tensor where one is bfloat16."""
+    if not _is_int64(seed):
+        raise TypeError(f"seed is {seed!r}, an int of 64 bits is wanted")
+    if not isinstance(draws, (list, tuple)) or not all(map(_is_int64, draws)):
+        raise TypeError(f"draws is {draws!r}, a list or tuple of ints of 64 bits is wanted")
+    if draws and len(draws) != len(tensors):
+        raise ValueError(f"there are {len(draws)} draws, {name} has {len(tensors)} tensors: one each is wanted")
     for i, t in enumerate(tensors):
+        if t.dtype == torch.bfloat16 and not draws:
+            raise ValueError(
+                f"tensor {i} of {name} is torch.bfloat16, to be rounded stochastically, and there are no draws: hand "
+                "over a seed and a draw for each tensor"
+            )
+
+
+def _is_int64(value: object) -> bool:
+    return isinstance(value, int) and -(2**63) <= value < 2**63
+
+
+def _check_halves(halves: TensorList, tensors: Tensors, weights: Tensors) -> None:
+    """Raise where an int16 tensor, the half of a split master, has no bfloat16 weight beside it; or a weight has."""
+    for i, t in enumerate(tensors):
+        if t.dtype == torch.bfloat16 and weights:
+            raise TypeError(
+                f"tensor {i} of {halves.name} is torch.bfloat16, a weight without master, and {halves.weights} has "
+                f"another: hand over None for {halves.weights}"
+            )
         weight = weights[i].dtype if weights else None
         if t.dtype == torch.int16 and weight != torch.bfloat16:
             raise TypeError(

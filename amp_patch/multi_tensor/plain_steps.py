@@ -17,6 +17,7 @@ from torch import Tensor
 
 from amp_patch.multi_tensor.checks import Number, Tensors
 from amp_patch.multi_tensor.plain import adopt
+from amp_patch.multi_tensor.plain_random import stochastically_rounded
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The kernels, on any device
@@ -54,8 +55,11 @@ def _write(targets: Sequence[Tensor], values: Sequence[Tensor], found_inf: Tenso
 
 
 def _masters(params: Tensors, low: Tensors) -> list[Tensor]:
-    """Copies of the FP32 masters: split ones joined, whole ones with the edits of their published weights adopted."""
-    masters = [param.clone() for param in params]
+    """Copies of the FP32 masters: split ones joined, whole ones with the edits of their published weights adopted.
+
+    A bfloat16 weight that has none is its own.
+    """
+    masters = [param.float() if param.dtype is torch.bfloat16 else param.clone() for param in params]
     for i, weight in enumerate(low):
         if params[i].dtype == torch.int16:
             masters[i] = _joined(weight, params[i])
@@ -91,12 +95,22 @@ def join(weights: Tensors, halves: Tensors, masters: Tensors) -> None:
         master.copy_(_joined(weight, half))
 
 
-def _published(params: Tensors, low: Tensors, masters: list[Tensor]) -> list[tuple[Tensors, Tensors]]:
+def stochastic_round(masters: Tensors, weights: Tensors, seed: int, draws: Sequence[int]) -> None:
+    """`multi_tensor_stochastic_round`: writes BF16 `weights` from FP32 `masters`, in place."""
+    for master, weight, draw in zip(masters, weights, draws, strict=True):
+        weight.copy_(stochastically_rounded(master, weight, seed, draw))
+
+
+def _published(
+    params: Tensors, low: Tensors, masters: list[Tensor], seed: int, draws: Sequence[int]
+) -> list[tuple[Tensors, Tensors]]:
     """Where stepped masters are stored, as (targets, values): into params, as FP32 or halves, and into low, rounded."""
     values, weights = list(masters), list(masters)
     for i, param in enumerate(params):
         if param.dtype == torch.int16:
             weights[i], values[i] = _halved(masters[i])
+        elif param.dtype == torch.bfloat16:
+            values[i] = stochastically_rounded(masters[i], param, seed, draws[i])
     return [(params, values), (low, weights if low else ())]
 
 
@@ -119,6 +133,8 @@ def adam(
     decoupled: bool,
     maximize: bool,
     bias_correction: bool,
+    seed: int,
+    draws: Sequence[int],
 ) -> None:
     """`multi_tensor_adam`: params, averages, `steps` and `low` in place, unless `found_inf` is not 0; no sync."""
     if not params:
@@ -144,7 +160,7 @@ def adam(
     torch._foreach_addcdiv_(p, _times_each(m, -rate / first), denominators)
     lists: list[tuple[Tensors, Tensors]]
     lists = [(exp_avgs, m), (exp_avg_sqs, v), (max_exp_avg_sqs, max_v), (steps, [step + 1 for step in steps])]
-    for targets, values in [*lists, *_published(params, low, p)]:
+    for targets, values in [*lists, *_published(params, low, p, seed, draws)]:
         _write(targets, values, found_inf)
 
 
@@ -162,6 +178,8 @@ def sgd(
     nesterov: bool,
     maximize: bool,
     first_run: bool,
+    seed: int,
+    draws: Sequence[int],
 ) -> None:
     """`multi_tensor_sgd`: params, momentum buffers and `low` in place, unless `found_inf` is not 0; no sync."""
     if not params:
@@ -179,7 +197,7 @@ def sgd(
         g = list(torch._foreach_add(g, buffers, alpha=momentum) if nesterov else buffers)
     rate = _number(lr, p[0])
     p = list(torch._foreach_sub(p, _times_each(g, rate.expand(len(g)))))
-    for targets, values in [(momentum_buffers, buffers), *_published(params, low, p)]:
+    for targets, values in [(momentum_buffers, buffers), *_published(params, low, p, seed, draws)]:
         _write(targets, values, found_inf)
 
 

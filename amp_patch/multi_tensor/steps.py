@@ -36,7 +36,7 @@ from amp_patch.multi_tensor.checks import (
 
 _state = partial(TensorList, dtypes=FP32, written=True)
 _GRADS = TensorList("grads", (*FP32, *LOW))
-_PARAMS = TensorList("params", (*FP32, *INT16), written=True, weights="low")
+_PARAMS = TensorList("params", (*FP32, *INT16, *BF16), written=True, weights="low")
 _LOW = TensorList("low", LOW, written=True, optional=True)
 _BUFFERS = _state("momentum_buffers")
 _AVERAGES = (_state("exp_avgs"), _state("exp_avg_sqs"), _state("max_exp_avg_sqs", optional=True))
@@ -48,6 +48,7 @@ _ADAM = Contract(
     (number("lr"), number("steps"), _FACTORS, _FOUND_INF, *floats("beta1", "beta2", "eps", "weight_decay")),
     lead=1,
     dense=True,
+    rounds=True,
 )
 _SGD = Contract(
     "multi_tensor_sgd",
@@ -55,6 +56,7 @@ _SGD = Contract(
     (number("lr"), _FACTORS, _FOUND_INF, *floats("momentum", "dampening", "weight_decay")),
     lead=1,
     dense=True,
+    rounds=True,
 )
 _SGD_WITHOUT_MOMENTUM = replace(_SGD, lists=(_GRADS, _PARAMS, replace(_BUFFERS, optional=True), _LOW))
 _MASTERS, _WEIGHTS, _HALVES = TensorList("masters", FP32), TensorList("weights", BF16), TensorList("halves", INT16)
@@ -62,6 +64,9 @@ _SPLIT = Contract(
     "multi_tensor_split", (_MASTERS, replace(_WEIGHTS, written=True), replace(_HALVES, written=True)), dense=True
 )
 _JOIN = Contract("multi_tensor_join", (_WEIGHTS, _HALVES, replace(_MASTERS, written=True)), lead=2, dense=True)
+_STOCHASTIC_ROUND = Contract(
+    "multi_tensor_stochastic_round", (_MASTERS, replace(_WEIGHTS, written=True)), lead=1, dense=True, rounds=True
+)
 
 
 def multi_tensor_adam(
@@ -83,6 +88,8 @@ def multi_tensor_adam(
     bias_correction: bool = True,
     factors: Sequence[Number] = (),
     found_inf: Tensor | None = None,
+    seed: int = 0,
+    draws: Sequence[int] = (),
 ) -> None:
     """One step of Adam (Kingma and Ba, arXiv:1412.6980), or of AdamW (arXiv:1711.05101) if ``decoupled``::
 
@@ -99,7 +106,8 @@ def multi_tensor_adam(
         grads: float32, float16 or bfloat16, mixed as you like; only read.
         params: float32, the masters; or int16, the low halves of split masters, whose weights, bfloat16, are in ``low``
             (`multi_tensor_split`). Written in place, as are all lists below. Nothing is adopted from a split master's
-            weight: it is a part of the master.
+            weight: it is a part of the master. Or bfloat16, weights without masters: p is the weight, and is rounded
+            stochastically into it (`multi_tensor_stochastic_round`).
         exp_avgs, exp_avg_sqs: m and v, float32.
         max_exp_avg_sqs: max_v, float32, for amsgrad; None or empty without it.
         steps: float32 tensors of one element, on the CPU or on the params' device, as in torch's ``state["step"]``: how
@@ -113,6 +121,7 @@ def multi_tensor_adam(
             other, each product rounded to FP32: the inverse loss scale, then the clipping coefficient.
         found_inf: a float32 tensor of one element on the lists' device. Where it is not 0 nothing changes, the steps
             neither. On CUDA it needs ``steps`` there.
+        seed, draws: of params that are bfloat16, as in `multi_tensor_stochastic_round`; there may be draws for others.
 
     Nothing syncs with the device.
 
@@ -131,9 +140,25 @@ def multi_tensor_adam(
         (grads, params, exp_avgs, exp_avg_sqs, max_v, counts, () if low is None else low),
         (
             *(lr, count, factors, found_inf, beta1, beta2, eps, weight_decay),
-            *(decoupled, maximize, bias_correction),
+            *(decoupled, maximize, bias_correction, seed, draws),
         ),
     )
+
+
+def multi_tensor_stochastic_round(masters: Tensors, weights: Tensors, seed: int, draws: Sequence[int]) -> None:
+    """FP32 ``masters`` into BF16 ``weights``, in place: up or down by chance, in proportion to how near each is.
+
+    So the mean of many roundings is the number. A number that BF16 has stays, a NaN or infinity too. Finite numbers
+    beyond the largest of BF16 become that one.
+
+    The chance comes from a counter: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+    2011) of the ``seed``, the tensor's number in ``draws``, and the element's place in memory. The same three give the
+    same bits: on every device, with any number of threads, at every replay. So no two roundings of one tensor may have
+    the same draw.
+
+    Both lists are as those of `multi_tensor_split`. ``seed`` and each of ``draws`` are ints of 64 bits.
+    """
+    run(_STOCHASTIC_ROUND, plain_steps.stochastic_round, (masters, weights), (seed, draws))
 
 
 def multi_tensor_split(masters: Tensors, weights: Tensors, halves: Tensors) -> None:
@@ -173,6 +198,8 @@ def multi_tensor_sgd(
     first_run: bool = False,
     factors: Sequence[Number] = (),
     found_inf: Tensor | None = None,
+    seed: int = 0,
+    draws: Sequence[int] = (),
 ) -> None:
     """One step of SGD as torch.optim.SGD has it::
 
@@ -194,5 +221,5 @@ def multi_tensor_sgd(
         _SGD if momentum != 0 else _SGD_WITHOUT_MOMENTUM,
         plain_steps.sgd,
         (grads, params, buffers, () if low is None else low),
-        (lr, factors, found_inf, momentum, dampening, weight_decay, nesterov, maximize, first_run),
+        (lr, factors, found_inf, momentum, dampening, weight_decay, nesterov, maximize, first_run, seed, draws),
     )

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypedDict, TypeVar
 import torch
 
 from amp_patch.model.keep_fp32 import KeepFP32
-from amp_patch.policy import CpuHalf, Flag, LowName, OptLevel, Split
+from amp_patch.policy import Closed, CpuHalf, Flag, LowName, OptLevel
 
 
 class Steps(Protocol):
@@ -32,7 +32,7 @@ class Keywords(TypedDict, total=False):
     cast_model_type: torch.dtype | None
     patch_torch_functions: Flag | None
     keep_batchnorm_fp32: Flag | None
-    master_weights: Flag | Split | None
+    master_weights: Flag | Closed | None
     loss_scale: float | str | None
     cast_model_outputs: torch.dtype | None
     num_losses: int

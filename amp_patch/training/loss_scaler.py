@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.policy import Policy
+from amp_patch.masters.stochastic_master import Rounding
+from amp_patch.policy import STOCHASTIC, Policy
 from amp_patch.support.distributed import is_first_rank
 
 logger = logging.getLogger("amp_patch")
+
+ROUNDING = "stochastic_rounding"  # the name in `state_dict` of what rounds the weights of a training
 
 # After this many skipped steps in a row a lower scale will hardly help: the message names the parameters.
 _MANY_SKIPS = 10
@@ -43,6 +46,7 @@ class LossScaler:
         growth_factor, backoff_factor: what it is multiplied by then, and at an overflow.
         updates, edits: how often `update` has run, and how often somebody has set the scale. The host counts both, so
             that it knows without a sync whether the scale can have changed.
+        beside: what else of the training is saved with the first of its scalers, by its name in the state dict.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class LossScaler:
         self.growth_interval = growth_interval
         self.verbosity = verbosity
         self.updates = self.edits = 0
+        self.beside: dict[str, Rounding] = {}
         self._scale = torch.tensor(start, dtype=torch.float32, device="cpu")
         self._growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
         self._found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
@@ -82,7 +87,10 @@ class LossScaler:
         """The scaler that a policy asks for."""
         names = ("min_loss_scale", "max_loss_scale", "init_scale", "growth_factor", "backoff_factor", "growth_interval")
         options = {name: getattr(policy, name) for name in (*names, "skip_nonfinite")}
-        return cls(policy.loss_scale, loss_id=loss_id, verbosity=verbosity, **options)
+        scaler = cls(policy.loss_scale, loss_id=loss_id, verbosity=verbosity, **options)
+        if policy.master_weights == STOCHASTIC and loss_id == 0:
+            scaler.beside[ROUNDING] = Rounding()
+        return scaler
 
     @property
     def checks(self) -> bool:
@@ -163,12 +171,23 @@ class LossScaler:
         logger.warning(message)
 
     def state_dict(self) -> dict[str, Any]:
-        """Apex's two fields. Syncs with the device."""
-        return {"loss_scale": self.loss_scale(), "unskipped": self.unskipped()}
+        """Apex's two fields, and what is `beside`. Syncs with the device."""
+        more = {name: part.state_dict() for name, part in self.beside.items()}
+        return {"loss_scale": self.loss_scale(), "unskipped": self.unskipped(), **more}
+
+    def check_beside(self, state: dict[str, Any]) -> None:
+        """Raise ValueError where `load_state_dict` could not take what `state` has for `beside`."""
+        for name, part in self.beside.items():
+            if name in state:
+                part.check(state[name])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the fields of `state_dict`; KeyError before anything is written if one is missing."""
+        """Take the fields of `state_dict`; KeyError before anything is written if one of Apex's is missing."""
         scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
+        self.check_beside(state)
+        for name, part in self.beside.items():
+            if name in state:
+                part.load_state_dict(state[name])
         self.edits += 1
         self._scale.fill_(scale)
         self._growth_tracker.fill_(unskipped)

@@ -30,6 +30,7 @@ from amp_patch.masters.masters import (
     settle,
     without_materialized,
 )
+from amp_patch.masters.stochastic_master import note_stepped
 from amp_patch.multi_tensor import backends
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.optimizers.adam import FusedAdam
@@ -70,6 +71,7 @@ class Batch:
         weights: the model's, which take the rounded results; empty where each master is its own.
         first_run: whether there is no momentum yet.
         stepped: what the kernel writes in the place of the masters.
+        seed, draws: by which it rounds the masters that are weights.
         version: of the first of these, before the step.
     """
 
@@ -80,14 +82,22 @@ class Batch:
     weights: list[Tensor] = field(default_factory=list)
     first_run: bool = False
     stepped: list[Tensor] = field(default_factory=list)
+    seed: int = 0
+    draws: Sequence[int] = ()
     version: int = -1
     state: BatchState = BatchState.NEW
 
     def ready(self) -> Batch:
         """The batch, with what its kernel will write."""
-        self.stepped = kernel_tensors(self.masters)
+        self.stepped, self.seed, self.draws = kernel_tensors(self.masters)
         self.version = self.stepped[0]._version
         return self
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What each kernel is given."""
+        low = None if self.draws else self.weights or None
+        return {"low": low, "factors": self.factors, "seed": self.seed, "draws": self.draws}
 
     @property
     def is_stepped(self) -> bool:
@@ -132,11 +142,9 @@ def _adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
         squares,
         largest[0] if largest else None,
         steps,
-        batch.weights or None,
         **_adam_settings(batch),
         decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
         maximize=group["maximize"],
-        factors=batch.factors,
         found_inf=found_inf,
     )
 
@@ -145,7 +153,7 @@ def _adam_settings(batch: Batch) -> dict[str, Any]:
     """What torch's Adams and ours call alike."""
     beta1, beta2 = batch.group["betas"]
     numbers = {name: batch.group[name] for name in ("eps", "weight_decay")}
-    return {"lr": _number(batch.group["lr"], batch), "beta1": beta1, "beta2": beta2, **numbers}
+    return {"lr": _number(batch.group["lr"], batch), "beta1": beta1, "beta2": beta2, **numbers, **batch.settings}
 
 
 def _sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
@@ -165,7 +173,6 @@ def _sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
             batch.grads,
             batch.stepped,
             buffers,
-            batch.weights or None,
             lr=_number(group["lr"], batch),
             momentum=group["momentum"],
             dampening=group["dampening"],
@@ -173,8 +180,8 @@ def _sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
             nesterov=group["nesterov"],
             maximize=group.get("maximize", False),
             first_run=batch.first_run,
-            factors=batch.factors,
             found_inf=found_inf,
+            **batch.settings,
         )
     finally:
         if batch.first_run and not batch.is_stepped:
@@ -203,11 +210,9 @@ def _fused_adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
         optimizer.averages(batch.masters, "exp_avg_sq"),
         None,
         float(count),
-        batch.weights or None,
         **_adam_settings(batch),
         decoupled=False,
         bias_correction=bool(group["bias_correction"]),
-        factors=batch.factors,
         found_inf=found_inf,
     )
 
@@ -351,13 +356,15 @@ def _run_kernels(step: Step, batches: list[Batch]) -> list[Batch]:
             try:
                 if kernel is None or not _is_ordinary(optimizer, batch.group, flag):
                     raise NotKnown
-                with torch._C.DisableTorchFunctionSubclass():  # split masters are asked for anything but their value
+                with torch._C.DisableTorchFunctionSubclass():  # closed masters are asked for anything but their value
                     kernel(optimizer, batch, None if flag is None else flag.to(batch.grads[0].device))
             except (NotKnown, TypeError, ValueError):  # before the first write
                 batch.state = BatchState.REFUSED
         if batch.state is BatchState.REFUSED:
             left.append(batch)
         else:
+            if batch.draws and batch.state is BatchState.NEW:
+                note_stepped(batch.masters)
             batch.state = BatchState.STEPPED
     return left
 

@@ -89,9 +89,9 @@ class AmpOptimizer(Generated):
         if stash.scales_loss:
             drop_gradients(group["params"])  # they are scaled: no optimizer had these parameters
         if stash.policy.master_weights:
-            stash.masters.attach(self, group, split=stash.policy.splits_masters)
+            stash.masters.attach(self, group, form=stash.master_form)
             stash.note_gathered()
-            stash.masters.keep(split=stash.policy.splits_masters)
+            stash.masters.keep(stash.master_form)
             zero_redundancy.repartition(self)
         thawed.watch(self, stash)
         note_sharing([other for other, _ in siblings(stash)])
@@ -153,7 +153,7 @@ def enter_training(
     """Give `optimizer` its class (the subclass for `mixin`), its stash, and the masters of its parameters."""
     if stash.policy.master_weights:
         for group in optimizer.param_groups:
-            stash.masters.attach(optimizer, group, about_to_be_cast, split=stash.policy.splits_masters)
+            stash.masters.attach(optimizer, group, about_to_be_cast, form=stash.master_form)
         stash.note_gathered()
         zero_redundancy.repartition(optimizer)
     give_stash(optimizer, stash)

@@ -11,17 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters import clipping
+from amp_patch.masters.closed_master import Form
 from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.masters.gradients import Aside
 from amp_patch.masters.of_optimizer import Masters
+from amp_patch.masters.split_master import HALVES
 from amp_patch.model import copies
 from amp_patch.multi_tensor import inverse_of
 from amp_patch.multi_tensor.checks import Number
-from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.policy import LOW_PRECISION, SPLIT, STOCHASTIC, Policy
 from amp_patch.support import device_sync
 from amp_patch.support.device_sync import DeviceNumbers
 from amp_patch.training import ddp
-from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.loss_scaler import ROUNDING, LossScaler
 
 _ATTRIBUTE = "_amp_stash"  # an attribute of optimizers; scripts read it by Apex's name
 
@@ -259,6 +261,13 @@ class Stash:
         return any(scaler.checks for scaler in self.scalers)
 
     @property
+    def master_form(self) -> Form | None:
+        """How the masters of bfloat16 weights are kept; None: whole."""
+        if self.policy.master_weights == SPLIT:
+            return HALVES
+        return self.scalers[0].beside.get(ROUNDING) if self.policy.master_weights == STOCHASTIC else None
+
+    @property
     def unobserved(self) -> bool:
         """Whether nobody but the optimizer needs the masters' gradients: no wrapper, scaler or other optimizer."""
         return not (self.wrapped or self.two_passes or self.neighbours.sharing)
@@ -285,8 +294,8 @@ class Stash:
             if isinstance(part.default_factory, type) and issubclass(part.default_factory, OfThisProcess):
                 setattr(self, part.name, part.default_factory())
         self.neighbours.siblings, self.neighbours.unowned = siblings, unowned
-        if self.policy.splits_masters:
-            self.masters.keep(split=True)
+        if (form := self.master_form) is not None:
+            self.masters.keep(form)
         if self.policy.master_weights:
             clipping.install()  # this may be another process
             ddp.install()

@@ -41,9 +41,9 @@ def take(optimizer: Any, stash: Stash) -> None:
         refuse(optimizer, stash)
         return
     for group in optimizer.param_groups:
-        stash.masters.attach(optimizer, group, split=stash.policy.splits_masters)
+        stash.masters.attach(optimizer, group, form=stash.master_form)
     stash.note_gathered()
-    stash.masters.keep(split=stash.policy.splits_masters)
+    stash.masters.keep(stash.master_form)
     zero_redundancy.repartition(optimizer)
     note_sharing([other for other, _ in siblings(stash)])
 

@@ -225,7 +225,7 @@ def enter(
     if policy.cast_model_type is not None:
         model_tensors.cast(params, policy.cast_model_type)
         for target in targets:
-            known_stash(target).masters.keep(split=policy.splits_masters)
+            known_stash(target).masters.keep(known_stash(target).master_form)
         model_forward.cast_buffers(models, buffers, policy.cast_model_type)
     ddp.reduce_anew(about_to_be_cast | retyped)
     for model in models:

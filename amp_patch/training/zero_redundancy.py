@@ -23,10 +23,11 @@ def check_zero(optimizer: Any, policy: Policy) -> None:
     """Raise unless `initialize` can take this optimizer, which may be any."""
     if not is_zero(optimizer):
         return
-    if policy.splits_masters:
+    if policy.closes_masters:
         raise ValueError(
-            "initialize: master_weights='split' is not for a ZeroRedundancyOptimizer, which sends whole FP32 masters "
-            "from process to process after each step; leave master_weights at None, or use torch's own optimizer"
+            f"initialize: master_weights={policy.master_weights!r} is not for a ZeroRedundancyOptimizer, which sends "
+            "whole FP32 masters from process to process after each step; leave master_weights at None, or use torch's "
+            "own optimizer"
         )
     if optimizer._overlap_with_ddp and (policy.checks_gradients or policy.cast_model_type is not None):
         raise ValueError(

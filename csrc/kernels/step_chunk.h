@@ -3,6 +3,7 @@
 #pragma once
 
 #include "chunk.h"
+#include "random.h"
 #include "step_rows.h"
 
 namespace amp_patch {
@@ -11,6 +12,7 @@ namespace amp_patch {
 struct StepBlocks : StepRow {
   uint32_t first;  // of the launch's blocks, the one that begins this row
   int32_t index;   // its place in the lists
+  int64_t before;  // elements of its tensor before the first one of this row
   uint8_t width;   // elements of one memory access: 4, or 1 where the tensors are not aligned for that
   bool begins;     // the first row of its tensor: that one counts the tensor's step
 
@@ -21,12 +23,13 @@ struct StepBlocks : StepRow {
       }
     }
     size -= from;
+    before += from;
     begins = from == 0;
   }
 };
 
 inline StepBlocks step_blocks(const StepRow& row, int64_t index) {
-  StepBlocks blocks{row, 0, static_cast<int32_t>(index), 4, true};
+  StepBlocks blocks{row, 0, static_cast<int32_t>(index), 0, 4, true};
   for (int k = 0; k < kPlaces; ++k) {
     const bool aligned =
         row.data[k] == nullptr || reinterpret_cast<uintptr_t>(row.data[k]) % (4 * c10::elementSize(row.dtype[k])) == 0;
@@ -76,7 +79,9 @@ C10_HOST_DEVICE inline MasterBits<V> read_masters(const StepRow& row, int64_t at
 }
 
 // The masters themselves: joined, or with what a user wrote into their weights.
-template <int V>
+// kRounds: there may be weights without masters. Without, the code that rounds them stochastically is no burden to
+// others: it takes registers.
+template <int V, bool kRounds>
 C10_HOST_DEVICE inline Pack<float, V> join_masters(const StepRow& row, const MasterBits<V>& bits) {
   if (row.dtype[kParam] == c10::ScalarType::Short) {
     const auto halves = bits.param.template as<int16_t>();
@@ -84,6 +89,13 @@ C10_HOST_DEVICE inline Pack<float, V> join_masters(const StepRow& row, const Mas
     Pack<float, V> p;
     AMP_PATCH_UNROLL
     for (int v = 0; v < V; ++v) p.element[v] = join(weights.element[v], halves.element[v]);
+    return p;
+  }
+  if (kRounds && row.dtype[kParam] == c10::ScalarType::BFloat16) {
+    const auto weights = bits.param.template as<c10::BFloat16>();
+    Pack<float, V> p;
+    AMP_PATCH_UNROLL
+    for (int v = 0; v < V; ++v) p.element[v] = static_cast<float>(weights.element[v]);
     return p;
   }
   auto p = bits.param.template as<float>();
@@ -101,8 +113,35 @@ C10_HOST_DEVICE inline Pack<float, V> join_masters(const StepRow& row, const Mas
   return p;
 }
 
+// The random bits of the elements of pack `at`: all of them are in one group.
 template <int V>
-C10_HOST_DEVICE inline void write_masters(const StepRow& row, int64_t at, const Pack<float, V>& p) {
+C10_HOST_DEVICE inline Pack<uint16_t, V> random_pack(const StepBlocks& row, uint64_t seed, int64_t at) {
+  static_assert(kDrawn % V == 0, "packs begin at multiples of V: chunks do");
+  const int64_t element = row.before + at * V;
+  const int within = static_cast<int>(element % kDrawn);
+  uint32_t words[4];
+  random_words(seed, row.draw, static_cast<uint64_t>(element / kDrawn), words);
+  Pack<uint16_t, V> bits;
+  AMP_PATCH_UNROLL
+  for (int v = 0; v < V; ++v) {
+    uint32_t word = words[0];  // an index known at run time would have the words in memory
+    AMP_PATCH_UNROLL
+    for (int w = 1; w < 4; ++w) word = (within + v) / 2 == w ? words[w] : word;
+    bits.element[v] = static_cast<uint16_t>(word >> 16 * ((within + v) % 2));
+  }
+  return bits;
+}
+
+template <int V, bool kRounds>
+C10_HOST_DEVICE inline void write_masters(const StepBlocks& row, uint64_t seed, int64_t at, const Pack<float, V>& p) {
+  if (kRounds && row.dtype[kParam] == c10::ScalarType::BFloat16) {
+    const Pack<uint16_t, V> random = random_pack<V>(row, seed, at);
+    Pack<c10::BFloat16, V> weights;
+    AMP_PATCH_UNROLL
+    for (int v = 0; v < V; ++v) weights.element[v] = round_stochastically(p.element[v], random.element[v]);
+    write_pack(row, kParam, at, weights);
+    return;
+  }
   if (row.dtype[kParam] == c10::ScalarType::Short) {
     Pack<int16_t, V> halves;
     Pack<c10::BFloat16, V> weights;
@@ -123,14 +162,15 @@ C10_HOST_DEVICE inline void write_masters(const StepRow& row, int64_t at, const 
   });
 }
 
-// Work of a thread on packs of V elements. The three kinds of work have operator()<V>(row, at).
-template <class F>
+// Work of a thread on packs of V elements. The three kinds of work have run<V>(row, at).
+template <class F, bool kRounds>
 struct StepWork {
   F f;
   typename F::Rates rates;
+  uint64_t seed;
 
   template <int V>
-  C10_HOST_DEVICE void run(const StepRow& row, int64_t at) const {
+  C10_HOST_DEVICE void run(const StepBlocks& row, int64_t at) const {
     constexpr int S = F::kStates;
     // Issue all loads before the first use: each would wait for memory by itself.
     const Bits<float, V> grads = read_bits<V>(row, kGrad, at);
@@ -145,7 +185,7 @@ struct StepWork {
       AMP_PATCH_UNROLL
       for (int v = 0; v < V; ++v) g.element[v] = static_cast<float>(pack.element[v]);
     });
-    Pack<float, V> p = join_masters<V>(row, masters);
+    Pack<float, V> p = join_masters<V, kRounds>(row, masters);
     AMP_PATCH_UNROLL
     for (int v = 0; v < V; ++v) {
       float own[S + 1];
@@ -155,23 +195,26 @@ struct StepWork {
       AMP_PATCH_UNROLL
       for (int s = 0; s < S; ++s) states[s].element[v] = own[s];
     }
-    write_masters<V>(row, at, p);
+    write_masters<V, kRounds>(row, seed, at, p);
     AMP_PATCH_UNROLL
     for (int s = 0; s < S; ++s) write_pack(row, kState + s, at, states[s]);
   }
 };
 
-// Whole masters, at kGrad, into split ones; and back.
-struct SplitWork {
+// Whole masters, at kGrad, into split ones or rounded weights; and split ones back.
+template <bool kRounds>
+struct StoreWork {
+  uint64_t seed;
+
   template <int V>
-  C10_HOST_DEVICE void run(const StepRow& row, int64_t at) const {
-    write_masters<V>(row, at, read_bits<V>(row, kGrad, at).template as<float>());
+  C10_HOST_DEVICE void run(const StepBlocks& row, int64_t at) const {
+    write_masters<V, kRounds>(row, seed, at, read_bits<V>(row, kGrad, at).template as<float>());
   }
 };
 struct JoinWork {
   template <int V>
-  C10_HOST_DEVICE void run(const StepRow& row, int64_t at) const {
-    write_pack(row, kGrad, at, join_masters<V>(row, read_masters<V>(row, at)));
+  C10_HOST_DEVICE void run(const StepBlocks& row, int64_t at) const {
+    write_pack(row, kGrad, at, join_masters<V, false>(row, read_masters<V>(row, at)));
   }
 };
 

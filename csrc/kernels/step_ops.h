@@ -4,6 +4,7 @@
 //   reads_late                      whether it reads numbers that lie in memory while it writes, not before
 //   step(StepJob, functor, rule)    functor over all tensors; the rule makes a tensor's rates
 //   split(StepJob), join(StepJob)   whole masters into split ones, and back
+//   stochastic_round(StepJob)       whole masters into weights
 #pragma once
 
 #include <ATen/ATen.h>
@@ -19,20 +20,28 @@ struct StepJob {
   bool host_steps;            // the steps lie on the CPU, the rest elsewhere
   UnscaleRule unscale;
   const float* found_inf;    // where it is not 0, nothing changes; null: never skipped
+  uint64_t seed;             // of what is rounded stochastically
   std::vector<Number> kept;  // owns the tensors that `unscale` points into
 };
+
+// The random bits of parameters without masters: a draw for each, which no two steps of one tensor share. Empty: there
+// is no such parameter.
+using DrawList = std::vector<int64_t>;
 
 template <class Loop>
 struct Steps {
   static void adam(const Tensors& grads, const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
                    const Tensors& max_exp_avg_sqs, const Tensors& steps, const Tensors& low, const Number& lr,
                    const Number& step, const std::vector<Number>& factors, const MaybeTensor& found_inf, double beta1,
-                   double beta2, double eps, double weight_decay, bool decoupled, bool maximize, bool bias_correction);
+                   double beta2, double eps, double weight_decay, bool decoupled, bool maximize, bool bias_correction,
+                   int64_t seed, const DrawList& draws);
+  static void stochastic_round(const Tensors& masters, const Tensors& weights, int64_t seed, const DrawList& draws);
   static void split(const Tensors& masters, const Tensors& weights, const Tensors& halves);
   static void join(const Tensors& weights, const Tensors& halves, const Tensors& masters);
   static void sgd(const Tensors& grads, const Tensors& params, const Tensors& momentum_buffers, const Tensors& low,
                   const Number& lr, const std::vector<Number>& factors, const MaybeTensor& found_inf, double momentum,
-                  double dampening, double weight_decay, bool nesterov, bool maximize, bool first_run);
+                  double dampening, double weight_decay, bool nesterov, bool maximize, bool first_run, int64_t seed,
+                  const DrawList& draws);
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -135,6 +144,7 @@ inline void check_place(const std::vector<StepList>& lists, size_t i, c10::Devic
     if (is_lazy(t)) lazy.store(true, std::memory_order_relaxed);
   }
   require(row.dtype[kParam] != at::kShort || row.dtype[kWeight] == at::kBFloat16, "split");
+  require(row.dtype[kParam] != at::kBFloat16 || row.data[kWeight] == nullptr, "rounded twice");
   if (contiguous || row.size == 0) return;
   for (const StepList& list : lists) {
     const at::Tensor& t = (*list.tensors)[i];
@@ -171,15 +181,18 @@ Number apart(const Number& number, const std::vector<StepList>& lists, const Ste
 
 template <class Loop>
 StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, const std::vector<Number>& factors,
-                    std::initializer_list<const Number*> numbers, const MaybeTensor& found_inf, bool maximize = false) {
+                    std::initializer_list<const Number*> numbers, const MaybeTensor& found_inf, bool maximize = false,
+                    int64_t seed = 0, const DrawList& draws = {}) {
   const Tensors& params = *lists[1].tensors;
   StepJob job{
-      c10::Device(Loop::device), {}, false, {{{1, nullptr, nullptr}, {1, nullptr, nullptr}}, maximize}, nullptr, {}};
+      c10::Device(Loop::device),   {}, false, {{{1, nullptr, nullptr}, {1, nullptr, nullptr}}, maximize}, nullptr,
+      static_cast<uint64_t>(seed), {}};
   if (!params.empty() && params[0].defined()) job.device = params[0].device();
   if (params.empty() && found_inf.has_value() && found_inf->defined()) job.device = found_inf->device();
   require(job.device.type() == Loop::device, "device");
   for (const StepList& list : lists) require(list.tensors->size() == params.size(), "length");
   require(steps.empty() || steps.size() == params.size(), "length");
+  require(draws.empty() || draws.size() == params.size(), "length");
   c10::Device counted_on = job.device;
   if (!steps.empty() && steps[0].defined() && steps[0].device().type() == c10::DeviceType::CPU) {
     counted_on = steps[0].device();
@@ -193,6 +206,8 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
   std::vector<Storages> storages(params.size());
   for_each_index(params.size(), [&](size_t i) {
     check_place(lists, i, job.device, recorded, job.rows[i], storages[i], lazy);
+    require(job.rows[i].dtype[kParam] != at::kBFloat16 || !draws.empty(), "draws");
+    if (!draws.empty()) job.rows[i].draw = static_cast<uint64_t>(draws[i]);
     if (!steps.empty()) {
       steps.prefetch(i + 8);
       check_step(steps[i], counted_on, recorded, job.rows[i].step, storages[i].back());
@@ -235,7 +250,7 @@ inline void bump_lists(const std::vector<StepList>& lists, const Tensors& steps)
 
 inline constexpr std::initializer_list<at::ScalarType> kAny{at::kFloat, at::kHalf, at::kBFloat16};
 inline constexpr std::initializer_list<at::ScalarType> kHalves{at::kHalf, at::kBFloat16};
-inline constexpr std::initializer_list<at::ScalarType> kMasters{at::kFloat, at::kShort};
+inline constexpr std::initializer_list<at::ScalarType> kMasters{at::kFloat, at::kShort, at::kBFloat16};
 inline constexpr std::initializer_list<at::ScalarType> kSingle{at::kFloat};
 inline constexpr std::initializer_list<at::ScalarType> kSplitHalf{at::kShort};
 inline constexpr std::initializer_list<at::ScalarType> kSplitWeight{at::kBFloat16};
@@ -256,6 +271,14 @@ void Steps<Loop>::split(const Tensors& masters, const Tensors& weights, const Te
 }
 
 template <class Loop>
+void Steps<Loop>::stochastic_round(const Tensors& masters, const Tensors& weights, int64_t seed,
+                                   const DrawList& draws) {
+  const std::vector<StepList> lists{{&masters, kGrad, false, kSingle}, {&weights, kParam, true, kSplitWeight}};
+  Loop::stochastic_round(check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt, false, seed, draws));
+  bump_lists(lists, Tensors());
+}
+
+template <class Loop>
 void Steps<Loop>::join(const Tensors& weights, const Tensors& halves, const Tensors& masters) {
   const std::vector<StepList> lists{
       {&masters, kGrad, true, kSingle}, {&halves, kParam, false, kSplitHalf}, {&weights, kWeight, false, kSplitWeight}};
@@ -268,13 +291,13 @@ void Steps<Loop>::adam(const Tensors& grads, const Tensors& params, const Tensor
                        const Tensors& max_exp_avg_sqs, const Tensors& steps, const Tensors& low, const Number& lr,
                        const Number& step, const std::vector<Number>& factors, const MaybeTensor& found_inf,
                        double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize,
-                       bool bias_correction) {
+                       bool bias_correction, int64_t seed, const DrawList& draws) {
   std::vector<StepList> lists = step_lists(grads, params, low);
   lists.push_back({&exp_avgs, kState, true, kSingle});
   lists.push_back({&exp_avg_sqs, StepPlace(kState + 1), true, kSingle});
   const bool amsgrad = !max_exp_avg_sqs.empty();
   if (amsgrad) lists.push_back({&max_exp_avg_sqs, StepPlace(kState + 2), true, kSingle});
-  const StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf, maximize);
+  const StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf, maximize, seed, draws);
   const Number rate = apart<Loop>(lr, lists, job), count = apart<Loop>(step, lists, job);
   const AdamRule rule{{beta1, beta2, weight_decay, decoupled, bias_correction},
                       scalar<Loop, double>(rate),
@@ -295,10 +318,10 @@ template <class Loop>
 void Steps<Loop>::sgd(const Tensors& grads, const Tensors& params, const Tensors& momentum_buffers, const Tensors& low,
                       const Number& lr, const std::vector<Number>& factors, const MaybeTensor& found_inf,
                       double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
-                      bool first_run) {
+                      bool first_run, int64_t seed, const DrawList& draws) {
   std::vector<StepList> lists = step_lists(grads, params, low);
   if (momentum != 0) lists.push_back({&momentum_buffers, kState, true, kSingle});
-  const StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf, maximize);
+  const StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf, maximize, seed, draws);
   const Number rate = apart<Loop>(lr, lists, job);
   const SgdRule rule{scalar<Loop, double>(rate)};
   const auto run = [&](auto functor) {

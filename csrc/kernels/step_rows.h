@@ -16,7 +16,10 @@ struct StepRow {
   void* data[kPlaces];  // null: there is none
   float* step;          // its count of steps; null: one count serves all rows
   int64_t size;
-  c10::ScalarType dtype[kPlaces];  // a parameter of int16 is the low half of a split one, whose weight is bfloat16
+  // A parameter of int16 is the low half of a split one, whose weight is bfloat16; one of bfloat16 is a weight that has
+  // no master, and is rounded stochastically.
+  c10::ScalarType dtype[kPlaces];
+  uint64_t draw;  // of the random bits, with the job's seed
 };
 
 // lr and the count of steps: numbers, or on the device.

@@ -16,6 +16,36 @@ inline Integers unless_zero(Integers high, Integers half) {
 }
 // One half of `v`, each element of 16 bits as one of 32 with its sign; and the low 16 bits of two registers, in order.
 inline Integers signed_from(Integers v, int which) { return _mm512_cvtepi16_epi32(half_of(v, which)); }
+inline Integers unsigned_from(Integers v, int which) { return _mm512_cvtepu16_epi32(half_of(v, which)); }
+// `v`, or 0 where the bits of `number`, its sign aside, are at least `bound`.
+inline Integers if_below(Integers number, int bound, Integers v) {
+  const Integers size = _mm512_and_si512(number, _mm512_set1_epi32(0x7FFFFFFF));
+  return _mm512_maskz_mov_epi32(_mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(bound)), v);
+}
+// The low and the high 32 bits of a * b, element by element.
+inline void multiply(Integers a, uint32_t b, Integers& low, Integers& high) {
+  const Integers factor = _mm512_set1_epi32(static_cast<int>(b)), even = _mm512_mul_epu32(a, factor);
+  const Integers odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), factor);
+  low = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+  high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+}
+inline Integers exclusive(Integers a, Integers b, uint32_t c) {
+  return _mm512_xor_si512(_mm512_xor_si512(a, b), _mm512_set1_epi32(static_cast<int>(c)));
+}
+// `first` and the numbers after it, in the order in which `transpose` gives quartets that follow one another.
+inline Integers counted(uint32_t first) {
+  return add(_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), static_cast<int>(first));
+}
+inline Integers fill_integers(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+// Four registers of words as four registers of quartets.
+inline void transpose(Integers (&w)[4]) {
+  const Integers a = _mm512_unpacklo_epi32(w[0], w[1]), b = _mm512_unpackhi_epi32(w[0], w[1]);
+  const Integers c = _mm512_unpacklo_epi32(w[2], w[3]), d = _mm512_unpackhi_epi32(w[2], w[3]);
+  w[0] = _mm512_unpacklo_epi64(a, c);
+  w[1] = _mm512_unpackhi_epi64(a, c);
+  w[2] = _mm512_unpacklo_epi64(b, d);
+  w[3] = _mm512_unpackhi_epi64(b, d);
+}
 inline Integers low_halves(Integers a, Integers b) { return join(_mm512_cvtepi32_epi16(a), _mm512_cvtepi32_epi16(b)); }
 #else
 inline Lanes root(Lanes a) { return {_mm256_sqrt_ps(a.v)}; }
@@ -26,6 +56,32 @@ inline Integers unless_zero(Integers high, Integers half) {
   return _mm256_andnot_si256(_mm256_cmpeq_epi32(_mm256_slli_epi32(high, 1), _mm256_setzero_si256()), half);
 }
 inline Integers signed_from(Integers v, int which) { return _mm256_cvtepi16_epi32(half_of(v, which)); }
+inline Integers unsigned_from(Integers v, int which) { return _mm256_cvtepu16_epi32(half_of(v, which)); }
+inline Integers if_below(Integers number, int bound, Integers v) {
+  const Integers size = _mm256_and_si256(number, _mm256_set1_epi32(0x7FFFFFFF));
+  return _mm256_and_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(bound), size), v);
+}
+inline void multiply(Integers a, uint32_t b, Integers& low, Integers& high) {
+  const Integers factor = _mm256_set1_epi32(static_cast<int>(b)), even = _mm256_mul_epu32(a, factor);
+  const Integers odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), factor);
+  low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+}
+inline Integers exclusive(Integers a, Integers b, uint32_t c) {
+  return _mm256_xor_si256(_mm256_xor_si256(a, b), _mm256_set1_epi32(static_cast<int>(c)));
+}
+inline Integers counted(uint32_t first) {
+  return add(_mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0), static_cast<int>(first));
+}
+inline Integers fill_integers(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+inline void transpose(Integers (&w)[4]) {
+  const Integers a = _mm256_unpacklo_epi32(w[0], w[1]), b = _mm256_unpackhi_epi32(w[0], w[1]);
+  const Integers c = _mm256_unpacklo_epi32(w[2], w[3]), d = _mm256_unpackhi_epi32(w[2], w[3]);
+  w[0] = _mm256_unpacklo_epi64(a, c);
+  w[1] = _mm256_unpackhi_epi64(a, c);
+  w[2] = _mm256_unpacklo_epi64(b, d);
+  w[3] = _mm256_unpackhi_epi64(b, d);
+}
 inline Integers low_halves(Integers a, Integers b) {
   const Integers low = _mm256_set1_epi32(0xFFFF);
   const Integers mixed = _mm256_packus_epi32(_mm256_and_si256(a, low), _mm256_and_si256(b, low));
@@ -40,6 +96,11 @@ inline Lanes times(Lanes a, Lanes b) { return a * b; }
 inline Lanes over(Lanes a, Lanes b) { return {a.v / b.v}; }
 inline Mask less(Lanes a, Lanes b) { return compare<_CMP_LT_OQ>(a.v, b.v); }
 inline Mask is_nan(Lanes a) { return !(a == a); }
+// The bits of numbers, each NaN as the one whose low half is 0.
+inline Integers numbers(Lanes p) {
+  const Lanes nan{same_bits<Register>(add(Integers(), 0x7FC00000))};
+  return same_bits<Integers>(where(is_nan(p), nan, p).v);
+}
 
 #endif
 
@@ -112,12 +173,68 @@ struct Loops {
       const Lanes master{same_bits<Register>(sum(high, unless_zero(high, half)))};
       return where(is_nan(master), Lanes{same_bits<Register>(high)}, master);
     }
-    static Integers numbers(Lanes p) {
-      const Lanes nan{same_bits<Register>(add(Integers(), 0x7FC00000))};
-      return same_bits<Integers>(where(is_nan(p), nan, p).v);
+#endif
+  };
+
+  // No master: the weight is read as FP32, and rounded stochastically by 16 random bits for each element.
+  struct Rounded {
+    c10::BFloat16* weights;
+    const uint16_t* random;
+
+    float read(int64_t i) const { return static_cast<float>(weights[i]); }
+    void write(int64_t i, float p) const { weights[i] = round_stochastically(p, random[i]); }
+#if AMP_PATCH_WIDTH > 1
+    Pair read_pair(int64_t i) const { return fetch(weights + i); }
+    void write_pair(int64_t i, Pair p) const {
+      const Integers bits = at<Integers>(random + i);
+      put<false>(static_cast<void*>(weights + i),
+                 high_halves(rounded_up(p.low, unsigned_from(bits, 0)), rounded_up(p.high, unsigned_from(bits, 1))));
+    }
+
+   private:
+    static Integers rounded_up(Lanes p, Integers bits) {
+      const Integers number = numbers(p);
+      return sum(number, if_below(number, kLargestBFloat16, bits));
     }
 #endif
   };
+
+  static constexpr int kGroups = 16;  // that fill_random makes at once, at most
+
+  // The random bits of `count` groups of kDrawn elements from `first` on. `out` has room for a multiple of kGroups.
+  __attribute__((flatten)) static void fill_random(uint64_t seed, uint64_t draw, int64_t first, int64_t count,
+                                                   uint16_t* out) {
+#if AMP_PATCH_WIDTH > 1
+    const auto high_word = [](uint64_t x) { return static_cast<uint32_t>(x >> 32); };
+    for (int64_t group = 0; group < count; group += AMP_PATCH_WIDTH) {
+      const uint64_t counter = first + group;  // a multiple of the width: its low word carries into no other
+      Integers words[4] = {counted(static_cast<uint32_t>(counter)), fill_integers(high_word(counter)),
+                           fill_integers(static_cast<uint32_t>(draw)), fill_integers(high_word(draw))};
+      uint32_t key0 = static_cast<uint32_t>(seed), key1 = high_word(seed);
+      for (int round = 0; round < kPhiloxRounds; ++round) {
+        Integers low0, high0, low1, high1;
+        multiply(words[0], kPhiloxFactors[0], low0, high0);
+        multiply(words[2], kPhiloxFactors[1], low1, high1);
+        words[0] = exclusive(high1, words[1], key0);
+        words[1] = low1;
+        words[2] = exclusive(high0, words[3], key1);
+        words[3] = low0;
+        key0 += kPhiloxKeys[0];
+        key1 += kPhiloxKeys[1];
+      }
+      transpose(words);
+      for (int w = 0; w < 4; ++w) {
+        put<false>(static_cast<void*>(out + group * kDrawn + 2 * AMP_PATCH_WIDTH * w), words[w]);
+      }
+    }
+#else
+    for (int64_t group = 0; group < count; ++group) {
+      uint32_t words[4];
+      random_words(seed, draw, first + group, words);
+      for (int i = 0; i < kDrawn; ++i) out[group * kDrawn + i] = static_cast<uint16_t>(words[i / 2] >> 16 * (i % 2));
+    }
+#endif
+  }
 
   struct Set {
     // One step of `f` on n elements; where n is no multiple of 8, they are the last of their tensor.

@@ -76,6 +76,17 @@ AMP_PATCH_ELEMENT float join(c10::BFloat16 weight, int16_t half) {
   return high << 1 == 0 || is_nan(master) ? from_bits(high) : master;
 }
 
+// Stochastic rounding: an FP32 number as the BF16 number below or above it, by 16 random bits, in proportion to how
+// near each is. So the mean is the number itself. One that BF16 has stays, and no finite number becomes an infinity:
+// beyond the largest BF16 number there is none to round to.
+constexpr uint32_t kLargestBFloat16 = 0x7F7F0000u;
+
+AMP_PATCH_ELEMENT c10::BFloat16 round_stochastically(float x, uint16_t random) {
+  const uint32_t bits = is_nan(x) ? 0x7FC00000u : bits_of(x);
+  const uint32_t up = (bits & 0x7FFFFFFFu) < kLargestBFloat16 ? random : 0u;
+  return c10::BFloat16(static_cast<uint16_t>((bits + up) >> 16), c10::BFloat16::from_bits());
+}
+
 // The gradient, FP32, times the inverse loss scale, times the clipping coefficient; or its negative, to maximize.
 struct Unscale {
   float factors[2];  // 1 where there is none: the product is exact

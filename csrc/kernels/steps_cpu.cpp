@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "cpu_chunks.h"
+#include "random.h"
 #include "step_ops.h"
 
 namespace amp_patch {
@@ -75,11 +76,15 @@ E* at(const StepRow& row, StepPlace place, int64_t begin) {
   return static_cast<E*>(row.data[place]) + begin;
 }
 
-// visit(masters) with the form that they have, from element `begin` on.
+// visit(masters) with the form that they have, from element `begin` on; `random` has 16 bits for each, if they are
+// rounded stochastically.
 template <class Loops, class Visit>
-void with_masters(const StepRow& row, int64_t begin, const Visit& visit) {
+void with_masters(const StepRow& row, int64_t begin, const uint16_t* random, const Visit& visit) {
   if (row.dtype[kParam] == at::kShort) {
     return visit(typename Loops::Split{at<int16_t>(row, kParam, begin), at<c10::BFloat16>(row, kWeight, begin)});
+  }
+  if (row.dtype[kParam] == at::kBFloat16) {
+    return visit(typename Loops::Rounded{at<c10::BFloat16>(row, kParam, begin), random});
   }
   float* const params = at<float>(row, kParam, begin);
   if (row.data[kWeight] == nullptr) {
@@ -91,16 +96,32 @@ void with_masters(const StepRow& row, int64_t begin, const Visit& visit) {
   }
 }
 
+// visit(begin, end, random) for parts of a chunk: the whole of it, or where its elements are rounded stochastically
+// such parts whose random bits stay in the innermost cache.
+template <class Loops, class Visit>
+void with_random(const StepRow& row, uint64_t seed, int64_t begin, int64_t end, const Visit& visit) {
+  if (row.dtype[kParam] != at::kBFloat16) return visit(begin, end, static_cast<const uint16_t*>(nullptr));
+  constexpr int64_t kPart = 2048;
+  static_assert(kChunk % kPart == 0 && kPart % (kDrawn * Loops::kGroups) == 0);
+  alignas(64) uint16_t random[kPart];
+  for (; begin < end; begin += kPart) {
+    const int64_t last = std::min(begin + kPart, end);
+    Loops::fill_random(seed, row.draw, begin / kDrawn, (last - begin + kDrawn - 1) / kDrawn, random);
+    visit(begin, last, static_cast<const uint16_t*>(random));
+  }
+}
+
 // Elements [begin, end) of one place.
 template <class F>
-void step_chunk(const F& f, const typename F::Rates& rates, const StepRow& row, int64_t begin, int64_t end) {
+void step_chunk(const F& f, const typename F::Rates& rates, const StepRow& row, int64_t begin, int64_t end,
+                const uint16_t* random) {
   float* states[F::kStates + 1] = {};
   for (int s = 0; s < F::kStates; ++s) states[s] = at<float>(row, StepPlace(kState + s), begin);
   on_set([&](auto loops) {
     with_dtype(row.dtype[kGrad], [&](auto element) {
       const auto* const grad = at<decltype(element)>(row, kGrad, begin);
       const auto run = [&](auto masters) { decltype(loops)::Set::step(f, rates, end - begin, grad, masters, states); };
-      with_masters<decltype(loops)>(row, begin, run);
+      with_masters<decltype(loops)>(row, begin, random, run);
     });
   });
 }
@@ -136,8 +157,14 @@ struct CpuSteps {
     if (job.found_inf != nullptr && *job.found_inf != 0) return false;
     f.unscale = job.unscale.unscale();
     const std::vector<typename F::Rates> rates = rates_of(rule, job);
-    for_each_chunk(
-        job, [&](int64_t slot, int64_t begin, int64_t end) { step_chunk(f, rates[slot], job.rows[slot], begin, end); });
+    for_each_chunk(job, [&](int64_t slot, int64_t begin, int64_t end) {
+      const StepRow& row = job.rows[slot];
+      on_set([&](auto loops) {
+        with_random<decltype(loops)>(row, job.seed, begin, end, [&](int64_t from, int64_t to, const uint16_t* random) {
+          step_chunk(f, rates[slot], row, from, to, random);
+        });
+      });
+    });
     return true;
   }
 
@@ -146,6 +173,18 @@ struct CpuSteps {
   }
   static void join(const StepJob& job) {
     convert(job, [](auto loops, int64_t n, auto whole, auto split) { decltype(loops)::Set::convert(n, split, whole); });
+  }
+  static void stochastic_round(const StepJob& job) {
+    for_each_chunk(job, [&](int64_t slot, int64_t begin, int64_t end) {
+      const StepRow& row = job.rows[slot];
+      on_set([&](auto loops) {
+        using Loops = decltype(loops);
+        with_random<Loops>(row, job.seed, begin, end, [&](int64_t from, int64_t to, const uint16_t* random) {
+          Loops::Set::convert(to - from, typename Loops::Whole{at<float>(row, kGrad, from)},
+                              typename Loops::Rounded{at<c10::BFloat16>(row, kParam, from), random});
+        });
+      });
+    });
   }
 
  private:

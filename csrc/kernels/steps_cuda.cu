@@ -24,10 +24,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class F, class Rule, int kBytes>
+template <class F, class Rule, int kBytes, bool kRounds>
 __global__ void __launch_bounds__(kThreads, 4)
     run_steps(const __grid_constant__ Arguments<StepBlocks, kBytes> arguments, const StepBlocks* buffer, int count,
-              int chunk, StepWork<F> work, Rule rule, UnscaleRule unscale, const float* found_inf,
+              int chunk, StepWork<F, kRounds> work, Rule rule, UnscaleRule unscale, const float* found_inf,
               const typename F::Rates* rates) {
   if (is_skipped(found_inf)) return;
   const StepBlocks* rows = buffer != nullptr ? buffer : arguments.rows;
@@ -44,9 +44,9 @@ __global__ void __launch_bounds__(kThreads, 4)
 template <class Work, int kBytes>
 __global__ void __launch_bounds__(kThreads, 4)
     run_conversion(const __grid_constant__ Arguments<StepBlocks, kBytes> arguments, const StepBlocks* buffer, int count,
-                   int chunk) {
+                   int chunk, Work work) {
   const StepBlocks* rows = buffer != nullptr ? buffer : arguments.rows;
-  run_step_chunk(Work(), rows[row_of(rows, count, blockIdx.x)], chunk, blockIdx.x, static_cast<int>(threadIdx.x));
+  run_step_chunk(work, rows[row_of(rows, count, blockIdx.x)], chunk, blockIdx.x, static_cast<int>(threadIdx.x));
 }
 
 // A copy on the device of steps that lie on the CPU: kernels cannot read those.
@@ -71,13 +71,15 @@ struct CudaSteps {
   // Whether anything may be written: only the device knows found_inf.
   template <class F, class Rule>
   static bool step(const StepJob& job, const F& f, const Rule& rule) {
-    static_assert(sizeof(StepWork<F>) + sizeof(Rule) + sizeof(UnscaleRule) + 32 <= 256, "beside the rows");
+    static_assert(sizeof(StepWork<F, true>) + sizeof(Rule) + sizeof(UnscaleRule) + 32 <= 256, "beside the rows");
     const c10::cuda::CUDAGuard guard(job.device);
     const c10::NoGradGuard no_grad;
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(job.device.index());
     require(!job.host_steps || !is_capturing(stream), "steps on the host in a capture");
     std::vector<StepBlocks> rows = blocks_of(job.rows);
     const bool all = rows.size() == job.rows.size();
+    const bool rounds = std::any_of(job.rows.begin(), job.rows.end(),
+                                    [](const StepRow& row) { return row.dtype[kParam] == at::kBFloat16; });
     at::Tensor steps, rates;
     if (job.host_steps) steps = copy_steps(job, rows);
     if constexpr (Rule::kCounts) {
@@ -101,10 +103,15 @@ struct CudaSteps {
                             [&](const auto& arguments, const StepBlocks* buffer, const Extent& extent) {
                               constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
                               count(arguments, buffer, extent);
-                              run_steps<F, Rule, kBytes><<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
-                                  arguments, buffer, extent.rows, extent.chunk, StepWork<F>{f, {}}, rule, job.unscale,
-                                  job.found_inf, own);
-                              C10_CUDA_KERNEL_LAUNCH_CHECK();
+                              const auto run = [&](auto rounds) {
+                                constexpr bool kRounds = decltype(rounds)::value;
+                                run_steps<F, Rule, kBytes, kRounds>
+                                    <<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
+                                        arguments, buffer, extent.rows, extent.chunk,
+                                        StepWork<F, kRounds>{f, {}, job.seed}, rule, job.unscale, job.found_inf, own);
+                                C10_CUDA_KERNEL_LAUNCH_CHECK();
+                              };
+                              rounds ? run(std::true_type()) : run(std::false_type());
                             });
     // Count last, when nothing can fail any more: steps are counted if and only if they are made.
     for (const StepRow& row : job.rows) {
@@ -113,12 +120,13 @@ struct CudaSteps {
     return true;
   }
 
-  static void split(const StepJob& job) { convert<SplitWork>(job); }
-  static void join(const StepJob& job) { convert<JoinWork>(job); }
+  static void split(const StepJob& job) { convert(job, StoreWork<false>{0}); }
+  static void join(const StepJob& job) { convert(job, JoinWork()); }
+  static void stochastic_round(const StepJob& job) { convert(job, StoreWork<true>{job.seed}); }
 
  private:
   template <class Work>
-  static void convert(const StepJob& job) {
+  static void convert(const StepJob& job, const Work& work) {
     const c10::cuda::CUDAGuard guard(job.device);
     const c10::NoGradGuard no_grad;
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(job.device.index());
@@ -127,7 +135,7 @@ struct CudaSteps {
                               constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
                               run_conversion<Work, kBytes>
                                   <<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
-                                      arguments, buffer, extent.rows, extent.chunk);
+                                      arguments, buffer, extent.rows, extent.chunk, work);
                               C10_CUDA_KERNEL_LAUNCH_CHECK();
                             });
   }

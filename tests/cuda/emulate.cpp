@@ -204,9 +204,13 @@ void run_places(const std::vector<StepBlocks>& rows, const Options& options, See
   });
 }
 
+// Of what is rounded stochastically: tensor i has draw kFirstDraw + i.
+constexpr uint64_t kSeed = 7, kFirstDraw = uint64_t{3} << 40;
+
 template <class F>
-StepWork<F> with_numbers(const double* numbers, bool flag) {
-  StepWork<F> work{};
+StepWork<F, true> with_numbers(const double* numbers, bool flag) {
+  StepWork<F, true> work{};
+  work.seed = kSeed;
   F& f = work.f;
   f.unscale = UnscaleRule{{{static_cast<float>(numbers[0]), nullptr, nullptr}, {1, nullptr, nullptr}}, flag}.unscale();
   f.weight_decay = static_cast<float>(numbers[1]);
@@ -230,6 +234,7 @@ extern "C" int emulate_step(const char* op, int64_t count, const Places* places,
       for (int64_t d = 0; d < t.dims; ++d) row.size *= t.sizes[d];
     }
     row.step = places->steps != nullptr ? places->steps[i] : nullptr;
+    row.draw = kFirstDraw + static_cast<uint64_t>(i);
   }
   const std::vector<StepBlocks> rows = blocks_of(given);
   for (const StepBlocks& row : rows) seen->widest = std::max<int64_t>(seen->widest, row.width);
@@ -272,7 +277,8 @@ extern "C" int emulate_step(const char* op, int64_t count, const Places* places,
       work.rates = SgdRule{lr}.rates();
       return plainly(work), 0;
     }
-    if (!std::strcmp(op, "split")) return plainly(SplitWork()), 0;
+    if (!std::strcmp(op, "split")) return plainly(StoreWork<false>{0}), 0;
+    if (!std::strcmp(op, "stochastic_round")) return plainly(StoreWork<true>{kSeed}), 0;
     if (!std::strcmp(op, "join")) return plainly(JoinWork()), 0;
     return 1;
   });

@@ -180,6 +180,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("sgd", bound(&Steps<CudaSteps>::sgd));
   m.def("split", bound(&Steps<CudaSteps>::split));
   m.def("join", bound(&Steps<CudaSteps>::join));
+  m.def("stochastic_round", bound(&Steps<CudaSteps>::stochastic_round));
   m.def("cuda_metadata", &choose_metadata);
   m.def("capture", [](bool on) { host::capturing = on; });
   m.def("steps_on_host", [](bool on) { host::steps_on_host = on; });

@@ -59,6 +59,7 @@ net, sgd = amp.initialize(net, sgd, opt_level="O2", loss_scale="dynamic", keep_f
 model: nn.Module
 optimizer: torch.optim.Optimizer
 model, optimizer = amp.initialize(net, sgd, opt_level="O5", master_weights="split", dtype=torch.bfloat16)
+model, optimizer = amp.initialize(net, sgd, opt_level="O5", master_weights="stochastic")
 
 # Lists for lists, and for tuples.
 other, its = make()

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from training import iterate
 
 from amp_patch import amp, optimizers
-from amp_patch.masters.split_master import SplitMaster
+from amp_patch.masters.closed_master import ClosedMaster, form_of
+from amp_patch.masters.split_master import HALVES
 
 OPTIM = torch.optim
 
@@ -59,8 +60,17 @@ def iterate_split(model: nn.Module, optimizer: Any, steps: range, device: str = 
     return iterate(optimizer, partial(loss_of, model, device=device), steps)
 
 
+def low_half(master: Tensor) -> Tensor | None:
+    """What a split master keeps beside the weight; None of any other."""
+    return getattr(master, "low_half", None)
+
+
+def is_split(master: Tensor) -> bool:
+    return form_of(master) is HALVES
+
+
 def opened(optimizer: Any) -> int:
-    return sum(isinstance(m, SplitMaster) and m.is_open for m in amp.master_params(optimizer))
+    return sum(isinstance(m, ClosedMaster) and m.is_open for m in amp.master_params(optimizer))
 
 
 def high_half(master: Tensor) -> Tensor:

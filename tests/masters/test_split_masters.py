@@ -16,8 +16,10 @@ from split_masters import (
     MAKERS,
     OPTIM,
     high_half,
+    is_split,
     iterate_split,
     loss_of,
+    low_half,
     net,
     opened,
     start_split,
@@ -28,7 +30,6 @@ from torch import Tensor, nn
 from training import ADAM, ADAMW, SGD, backward, images, masters_of, same, through_pickle
 
 from amp_patch import amp, multi_tensor
-from amp_patch.masters.split_master import is_split, low_half
 from amp_patch.support import tree
 
 every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -354,7 +355,7 @@ def test_shapes_and_orders_of_all_kinds():
         ({"opt_level": "O2"}, ValueError, "master_weights='split' contradicts float16 weights.*opt_level='O5'"),
         ({"opt_level": "O5", "cast_model_type": torch.float16}, ValueError, "float16"),
         ({"opt_level": "O4"}, ValueError, "master_weights=split contradicts opt_level 'O4'"),
-        ({"opt_level": "O5", "master_weights": "halves"}, TypeError, "'halves'; wanted 'split', True, False"),
+        ({"opt_level": "O5", "master_weights": "halves"}, TypeError, "wanted 'split', 'stochastic', True, False"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(options, error, match):

@@ -122,6 +122,22 @@ def test_halves(way):
     assert all(map(torch.equal, masters, back))
 
 
+def test_stochastic_rounding_has_the_cpus_bits(way):
+    masters = draw(SIZES * 70, 4)
+    draws = [number << 40 | 5 for number in range(len(masters))]
+    ours, theirs = ([torch.empty_like(m, dtype=torch.bfloat16) for m in masters] for _ in range(2))
+    mt.multi_tensor_stochastic_round(masters, ours, 3, draws)
+    with mt.use_backend("torch"):
+        mt.multi_tensor_stochastic_round(masters, theirs, 3, draws)
+    assert all(map(torch.equal, ours, theirs))
+    grads, whole = draw(SIZES * 70, 5), [weight.float() for weight in ours]
+    options = SGD | {"momentum": 0.0}
+    mt.multi_tensor_sgd(grads, ours, None, **options, seed=3, draws=draws)
+    mt.multi_tensor_sgd(grads, whole, None, **options)
+    mt.multi_tensor_stochastic_round(whole, theirs, 3, draws)
+    assert all(map(torch.equal, ours, theirs))
+
+
 @pytest.mark.parametrize("shapes", [[], [0], [(3, 0), 0]])
 def test_nothing_to_do(way, gpu, shapes):
     state, found = State(shapes, torch.bfloat16), torch.zeros(())
@@ -129,6 +145,7 @@ def test_nothing_to_do(way, gpu, shapes):
     halves = [torch.empty(p.shape, dtype=torch.int16) for p in state.params]
     mt.multi_tensor_split(state.params, state.low, halves)
     mt.multi_tensor_join(state.low, halves, state.params)
+    mt.multi_tensor_stochastic_round(state.params, state.low, 0, [0] * len(shapes))
     state.sgd(**SGD)
     mt.multi_tensor_scale(state.grads, state.params, 2.0, found)
     mt.multi_tensor_adopt(state.low, state.params)

@@ -11,6 +11,8 @@ from conftest import DTYPES
 from emulated import Given, Options, Seen, given
 from reference_steps import ADAM, SGD, State
 
+from amp_patch import multi_tensor
+
 if emulated.COMPILER is None:
     pytest.skip("no C++ compiler here to build tests/cuda/emulate.cpp with", allow_module_level=True)
 
@@ -118,8 +120,30 @@ def test_a_step_of_split_masters(step):
     assert torch.equal(joined, master)
 
 
+SEED, FIRST_DRAW = 7, 3 << 40  # of emulate.cpp
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("options", [{}, {"backwards": True}, {"max_rows": 2, "max_blocks": 3}])
+def test_stochastic_rounding_has_the_same_bits_in_any_blocks(step, offset, options):
+    masters = [torch.randn(n + offset)[offset:] for n in SIZES]
+    weights = [torch.empty(n + offset, dtype=torch.bfloat16)[offset:] for n in SIZES]
+    wanted = [torch.empty_like(w) for w in weights]
+    draws = [FIRST_DRAW + i for i in range(len(SIZES))]
+    step("stochastic_round", {"grads": masters, "params": weights}, **options)
+    multi_tensor.multi_tensor_stochastic_round(masters, wanted, SEED, draws)
+    assert all(map(torch.equal, weights, wanted))
+    grads, buffers = [torch.randn(n) for n in SIZES], [torch.zeros(n) for n in SIZES]
+    stepped = [weight.float() for weight in weights]
+    lists = {"grads": grads, "m": buffers}
+    step("sgd", {**lists, "params": weights}, numbers=(1, 0, 0.1, 0.9), **options)
+    step("sgd", {**lists, "params": stepped, "m": [torch.zeros(n) for n in SIZES]}, numbers=(1, 0, 0.1, 0.9))
+    multi_tensor.multi_tensor_stochastic_round(stepped, wanted, SEED, draws)
+    assert all(map(torch.equal, weights, wanted))
+
+
 @pytest.mark.parametrize("sizes", [[], [0], [0, 0]])
-@pytest.mark.parametrize("op", ["split", "join", "sgd", "adam", "amsgrad"])
+@pytest.mark.parametrize("op", ["split", "join", "stochastic_round", "sgd", "adam", "amsgrad"])
 def test_nothing_to_do(step, op, sizes):
     """A GPU refuses a launch of no blocks. The steps of parameters without elements are counted."""
     lists = {name: [torch.empty(n) for n in sizes] for name in PLACES}

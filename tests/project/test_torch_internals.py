@@ -56,7 +56,7 @@ OTHERS = {
     "_cuda",  # names of Apex's extensions end so
 }
 # Ours, though an object of torch's has an attribute of the same name.
-OURS_TOO = {"_base", "_device", "_native", "_verbose", "_warn"}
+OURS_TOO = {"_base", "_device", "_native", "_print", "_verbose", "_warn"}
 
 PRIVATE = re.compile(r"(?<![\w.])_[a-zA-Z]\w*")
 DOTTED = re.compile(r"torch(?:\.[a-zA-Z]\w*)*\._[a-zA-Z]\w*(?:\.\w+)*")

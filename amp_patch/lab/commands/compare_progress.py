@@ -66,7 +66,7 @@ class Progress:
             return
         self._shown = time.monotonic()
         columns = shutil.get_terminal_size().columns
-        self._print(_CLEAR + self.line(run)[: columns - 1], end="")
+        self._put_words(_CLEAR + self.line(run)[: columns - 1], end="")
 
     def line(self, run: Run) -> str:
         """The line for a run that trains: which of how many runs, and its newest figures."""
@@ -90,12 +90,12 @@ class Progress:
     def say(self, line: str) -> None:
         """Print a line that stays, in the place of the terminal's."""
         self.close()
-        self._print(line)
+        self._put_words(line)
 
     def close(self) -> None:
         """Take the terminal's line away."""
         if self._alive:
-            self._print(_CLEAR, end="")
+            self._put_words(_CLEAR, end="")
 
     def _left(self) -> list[str]:
         """The time left, in words; empty where it is not known, or nothing is left."""
@@ -132,7 +132,7 @@ class Progress:
         steps, total = next(((steps, total) for steps, total in known if total < _LONG), known[-1])
         return f"--steps {steps} would take {about(total)} for {'all ' * (runs > 1)}{counted(runs, 'run')}"
 
-    def _print(self, words: str, end: str = "\n") -> None:
+    def _put_words(self, words: str, end: str = "\n") -> None:
         if self._is_gone:
             return
         try:

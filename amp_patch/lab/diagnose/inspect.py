@@ -17,6 +17,7 @@ from amp_patch.lab.diagnose.culprit import Call, StepLog
 from amp_patch.lab.diagnose.found_scaler import FoundScaler
 from amp_patch.lab.diagnose.histogram import Histogram
 from amp_patch.lab.diagnose.inspection import Inspection, NotFinite
+from amp_patch.lab.diagnose.lost_updates import UpdateMeter
 from amp_patch.lab.diagnose.module_error import floats, is_random, relative_error
 from amp_patch.model.forward import KeptModule
 from amp_patch.policy import LOW_PRECISION
@@ -70,6 +71,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
                 yield seen
         finally:
             log.conclude()
+            log.read_updates()
             stashes = [stash for t in targets if (stash := stash_of(t)) is not None and stash.scalers]
             if log.scale is not None:
                 seen.scale = float(log.scale)
@@ -109,6 +111,8 @@ class _NumberLog(CallLog):
         self.scale: Tensor | None = None  # loss scale of the last backward
         self.stepping = False  # inside of an optimizer's step, or of one that an exception has ended
         self.handles: list[Any] = []
+        self.meters: dict[int, UpdateMeter] = {}  # of the optimizers whose steps have begun, by their ids
+        self.updates: dict[str, Tensor] = {}
         self.forget()
         for name, param in model.named_parameters():
             name = _plain(name)
@@ -264,13 +268,29 @@ class _NumberLog(CallLog):
             for tensor in floats((args, kwargs, [*self.model.buffers()])):
                 self.outside.add(self._key(tensor))
 
-    def _conclude_step(self, *_: Any) -> None:
+    def _conclude_step(self, optimizer: Any, *_: Any) -> None:
         self.conclude()
         self.stepping = True
+        with _unlogged():
+            names = {id(param): _plain(name) for name, param in self.model.named_parameters()}
+            self.meters[id(optimizer)] = UpdateMeter(optimizer, names)
 
-    def _stepped(self, *_: Any) -> None:
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        if (meter := self.meters.pop(id(optimizer), None)) is not None:
+            self.seen.updates.dtype = str(meter.dtype).removeprefix("torch.")
+            with _unlogged():
+                for name, count in meter.counts().items():
+                    self.updates[name] = self.updates[name] + count if name in self.updates else count
         self.stepping = False
         self.seen.step += 1
+
+    def read_updates(self) -> None:
+        """Read what the steps changed, and what of that would be lost. One sync for a device."""
+        with _unlogged():
+            for device in {count.device for count in self.updates.values()}:
+                names = [name for name, count in self.updates.items() if count.device == device]
+                read = torch.stack([self.updates[name] for name in names]).tolist()
+                self.seen.updates.counts |= dict(zip(names, read, strict=True))
 
     def _scaler_begins(self, steps: bool) -> None:
         self.stepping = True  # the scaler's calls are not the model's

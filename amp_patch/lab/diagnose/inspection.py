@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from amp_patch.lab.diagnose.histogram import Histogram
+from amp_patch.lab.diagnose.lost_updates import Updates
 from amp_patch.lab.diagnose.tables import Part, Table, as_html, as_text
 from amp_patch.lab.wording import percent, power_in_ascii, short, two
 
@@ -60,6 +61,8 @@ class Inspection:
             write to their input, or cannot be computed in FP32, are left out.
         not_finite: where the first number that is not finite appeared; None if all were finite. Infinities that are
             asked for, as in `masked_fill(mask, -inf)`, do not count, nor do those that come in from outside.
+        updates: what the optimizers' steps changed in FP32 weights or masters, and what of that would be lost without:
+            `updates.lost()`, or of a module `updates.lost("blocks.0")`.
         scale: the loss scale of the last backward; without one, the one that the next would have.
         step: how many optimizer steps it saw.
         too_large: modules whose output FP16 cannot hold, however it is computed.
@@ -72,6 +75,7 @@ class Inspection:
     activation_gradients: dict[str, Histogram] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     not_finite: NotFinite | None = None
+    updates: Updates = field(default_factory=Updates)
     scale: float = 1.0
     step: int = 0
     too_large: set[str] = field(default_factory=set)
@@ -121,6 +125,10 @@ class Inspection:
         cells = [(name, two(error)) for name, error in errors]
         yield Table(cells[:rows], (("module", "error"),), "relative error against FP32", numbers=True)
         yield self._losses(best, rows)
+        if (share := self.updates.lost()) is not None:
+            low = f"without FP32 weights or masters, in {self.updates.dtype}"
+            yield f"{low}, {percent(share)} of the updates would be lost"
+            yield self._lost_updates(rows)
         lost = [name for name in self.gradients if self._lost(name)]
         if lost:
             more = "" if rows is None else " ..." * (len(lost) > rows)
@@ -156,6 +164,14 @@ class Inspection:
         header = (("gradient of", "flushed:", "", "", "overflowed:"), ("", *["now", "at 1", "best"] * 2))
         title = "share of gradients that FP16 loses, at the loss scale now, at 1 and at the best"
         return Table([(n, *(percent(s) for s in shares[n])) for n in worst[:rows]], header, title, numbers=True)
+
+    def _lost_updates(self, rows: int | None) -> Table:
+        """The modules by the share of updates that low precision would lose, the most first."""
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in self.updates.counts)
+        shares = [(name, lost) for name in modules if (lost := self.updates.lost(name)) is not None]
+        cells = [(name, percent(lost)) for name, lost in sorted(shares, key=lambda item: -item[1])]
+        title = f"share of updates that weights in {self.updates.dtype} would lose"
+        return Table(cells[:rows], (("module", "lost"),), title, numbers=True)
 
     def _lost(self, name: str) -> bool:
         """Whether a parameter's gradient is 0 throughout though that of its module's output is not."""

@@ -24,6 +24,7 @@ from amp_patch.lab.recording.forward_hooks import ForwardHooks
 from amp_patch.lab.recording.outbox import Outbox, UnreadEvent
 from amp_patch.lab.recording.peak_memory import PeakMemory
 from amp_patch.lab.recording.run import NATIVE, Event, Run
+from amp_patch.lab.recording.sampled_updates import SampledUpdates
 from amp_patch.lab.recording.scaler_losses import ScalerLosses, body_of
 from amp_patch.lab.recording.single_steps import SingleSteps
 from amp_patch.lab.recording.sinks import Sink, sinks_for
@@ -176,6 +177,7 @@ class Recorder(Observer):
         self._ended = False
         self._sizes_given: list[int] = []
         self._looks = SingleSteps(self._inspect, self._weigh_after, self._outbox.put)
+        self._updates = SampledUpdates()
         self._peak = PeakMemory()
         self._clock = StepClock()
         self._hooks = ForwardHooks(self._forward_begins)
@@ -389,6 +391,8 @@ class Recorder(Observer):
         self._outbox.put_unread(step.unread_event(optimizer, skipped, was_looked_at))
         if was_looked_at:
             self._looks.end()
+        if (updates := self._updates.step_ended(optimizer, self.steps)) is not None:
+            self._outbox.put_unread(updates)
         if self.steps == self._measure_after:  # at the end of the recording the models may be freed
             self._measure_after *= 4
             self._sizes.measure()

@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from amp_patch.lab.diagnose.lost_updates import Updates, share_lost
 from amp_patch.lab.wording import figure
 
 # The parts of a step, in order: until the model's first forward; from there to scale_loss; its body and the
@@ -97,6 +98,8 @@ class Run:
             over what it held when the recording began. None where the system does not tell.
         logged: name -> [step, value] of what the script gave to `amp.log`.
         looks: what `amp.inspect` saw, a step each.
+        updates: what some of the steps changed in FP32 weights or masters, and what of that would be lost without:
+            `lost_updates`. Empty where there are none.
         advice: sizes of layers that would better be other ones, in words, a line each; on a GPU alone.
     """
 
@@ -130,11 +133,19 @@ class Run:
     peak_memory: int | None = None
     logged: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     looks: list[Look] = field(default_factory=list)
+    updates: list[Updates] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         last = f", last loss {figure(self.loss[-1])}" if self.loss else ""
         return f"Run({self.level} seed {self.seed}: {self.steps} steps{last}{', ' + self.error if self.error else ''})"
+
+    def lost_updates(self, module: str = "") -> float | None:
+        """Which share of the changes that the measured steps made to FP32 weights low-precision ones would lose.
+
+        Of the whole model, or of one of its modules by name; None where no step was measured, or none changed anything.
+        """
+        return share_lost(self.updates, module)
 
     @property
     def error_in_full(self) -> str:
@@ -172,7 +183,8 @@ class Run:
 
         "begin" (once initialize was called), "end" and "outcome" (what the process that started the run says of it)
         carry attributes of this class by their names; "step" one entry of each list; "log" a step, a name and a value;
-        "look" the attributes of a `Look`; "memory" what one step took; "advice" lines; "note" a text.
+        "look" the attributes of a `Look`, "updates" those of an `Updates`; "memory" what one step took; "advice" lines;
+        "note" a text.
         """
         event = dict(event)
         kind = event.pop("event")
@@ -189,6 +201,8 @@ class Run:
             self.logged.setdefault(event["name"], []).append((event["step"], event["value"]))
         elif kind == "look":
             self.looks.append(Look(**event))
+        elif kind == "updates":
+            self.updates.append(Updates(**event))
         elif kind == "memory":
             self.activations, self.step_peak = event["activations"], event["step_peak"]
         elif kind == "advice":
@@ -196,7 +210,7 @@ class Run:
         elif kind == "note":
             self.notes.append(event["text"])
         else:
-            kinds = "begin, step, log, look, memory, advice, note, end or outcome"
+            kinds = "begin, step, log, look, updates, memory, advice, note, end or outcome"
             raise ValueError(f"Run.add: event is {kind!r}; wanted {kinds}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -208,6 +222,7 @@ class Run:
         """The run that `to_dict` was called on, also after JSON."""
         values = dict(values)
         values["looks"] = [Look(**look) for look in values.get("looks", [])]
+        values["updates"] = [Updates(**each) for each in values.get("updates", [])]
         values["logged"] = {name: [(s, v) for s, v in pairs] for name, pairs in values.get("logged", {}).items()}
         return cls(**values)
 

@@ -59,7 +59,9 @@ class Sizes:
         states = [getattr(zero_redundancy.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
         self.bytes["weights"] = _bytes(param for param, _ in pairs)
         masters = [master for param, master in pairs if master is not param]
-        self.bytes["masters"] = _bytes(kernel_tensors(masters))
+        stepped, _, _ = kernel_tensors(masters)
+        weights = {id(param) for param, _ in pairs}  # what a master that is rounded by chance is kept in
+        self.bytes["masters"] = _bytes(tensor for tensor in stepped if id(tensor) not in weights)
         kept = [tensor for state in states for tensor in tree.tensors([*state.values()])]
         self.bytes["state"] = _bytes(kept)
         trained = [param for param, _ in pairs if param.requires_grad]

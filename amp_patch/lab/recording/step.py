@@ -109,7 +109,9 @@ def sizes_of(args: Any, kwargs: Any) -> list[int]:
     """Of the first tensor that a forward is given; nothing where that is not known."""
     try:
         tensor = args[0] if args and isinstance(args[0], Tensor) else next(iter(tree.tensors((args, kwargs))), None)
-        return [] if tensor is None else list(tensor.shape)
+        if tensor is None:
+            return []
+        return [tensor.size(0)] if tensor.is_nested else list(tensor.shape)  # a nested one has no other size
     except RuntimeError:  # a container that holds itself, or a tensor without sizes
         return []
 

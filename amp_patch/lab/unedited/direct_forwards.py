@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Patches
@@ -31,7 +30,8 @@ class DirectForwards:
 
     def __init__(self, outermost: Outermost) -> None:
         self._outermost = outermost
-        self._owners = WeakIdKeyDictionary()  # a parameter -> the modules that own it, weakly
+        # By id. Parameters are not referred to: torch swaps none (`swap_tensors`) that has a weak reference.
+        self._owners = weakref.WeakValueDictionary[int, nn.Module]()
         self._wrapped: dict[
             type, tuple[Callable[..., Any], Callable[..., Any]]
         ] = {}  # a class -> its forward, and ours
@@ -48,16 +48,16 @@ class DirectForwards:
         def register_parameter(module: nn.Module, name: str, param: Tensor | None) -> None:
             original(module, name, param)
             if param is not None:
-                self._owners.setdefault(param, []).append(weakref.ref(module))
+                self._owners[id(module)] = module
 
         return register_parameter
 
     def tell_of(self, params: Iterable[Tensor]) -> None:
         """An optimizer holds these parameters: tell of the modules that own them."""
-        for param in params:
-            for ref in self._owners.get(param, ()):
-                if (module := ref()) is not None:
-                    self._wrap(base_class(module))
+        held = {id(param) for param in params}
+        for module in list(self._owners.values()):
+            if any(id(param) in held for param in module._parameters.values()):
+                self._wrap(base_class(module))
 
     def _wrap(self, kind: type) -> None:
         owner = next((cls for cls in kind.__mro__ if "forward" in vars(cls)), nn.Module)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 from torch import Tensor, nn
 
 from amp_patch.lab.unedited.reach import Reach
@@ -28,7 +26,7 @@ class HandmadeSteps:
     def __init__(self) -> None:
         self.backwards = 0
         self._seen = False
-        self._before: list[tuple[weakref.ref[Tensor], Tensor]] = []
+        self._before: list[tuple[Tensor, Tensor]] = []  # a leaf, and its value then
 
     def backward_begins(self, reach: Reach) -> None:
         """A loss that reaches these leaves has its backward now.
@@ -37,14 +35,13 @@ class HandmadeSteps:
             ScriptRefused: the script has written into parameters of the last backward, as an optimizer would.
         """
         self.backwards += 1
-        for ref, value in self._before:
-            leaf = ref()
-            if leaf is not None and id(leaf) in reach.leaves and not leaf.detach().equal(value):
+        for leaf, value in self._before:
+            if id(leaf) in reach.leaves and not leaf.detach().equal(value):
                 self._seen = True
                 if isinstance(leaf, nn.Parameter):  # any other may be an input, as of an attack on a model
                     raise self.refused(line=True)
         leaves = sorted(reach.leaves.values(), key=lambda leaf: (not isinstance(leaf, nn.Parameter), leaf.numel()))
-        self._before = [(weakref.ref(leaf), leaf.detach().clone()) for leaf in leaves[:_LOOKED_AT]]
+        self._before = [(leaf, leaf.detach().clone()) for leaf in leaves[:_LOOKED_AT]]
 
     def refused(self, *, line: bool) -> ScriptRefused:
         """The refusal, which shows how to make an optimizer."""

@@ -52,6 +52,9 @@ class Pickles:
         self._models = models
         self._optimizer_loaded = optimizer_loaded
         self._loading = _Loading()
+        self._lock = threading.Lock()  # held while `_noted` counts
+        self._loads = 0
+        self._noting_patches = Patches()
 
     def install(self, patches: Patches) -> None:
         """Replace functions of torch and pickle, until `patches` are removed."""
@@ -63,8 +66,6 @@ class Pickles:
             patches.set(pickle, name, self._pickling(name))
         for name in "load", "loads":
             patches.set(pickle, name, self._taking(getattr(pickle, name)))
-        for kind in (nn.Module, torch.optim.Optimizer):
-            patches.set(kind, "__setstate__", self._noting(vars(kind)["__setstate__"]))
 
     def _saving(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -103,7 +104,8 @@ class Pickles:
         def load(*args: Any, **kwargs: Any) -> Any:
             outer, self._loading.found = self._loading.found, []
             try:
-                loaded = original(*args, **kwargs)
+                with self._noted():
+                    loaded = original(*args, **kwargs)
                 found = self._loading.found
             finally:
                 self._loading.found = outer
@@ -111,6 +113,24 @@ class Pickles:
             return loaded
 
         return load
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Take note of modules and optimizers that are unpickled; loads of several threads may overlap.
+
+        Not for longer: trainings at O0 replace `Optimizer.__setstate__` too, until `restore`.
+        """
+        with self._lock:
+            self._loads += 1
+            for kind in (nn.Module, torch.optim.Optimizer) if self._loads == 1 else ():
+                self._noting_patches.set(kind, "__setstate__", self._noting(vars(kind)["__setstate__"]))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loads -= 1
+                if not self._loads:
+                    self._noting_patches.remove()
 
     def _noting(self, original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         @functools.wraps(original)

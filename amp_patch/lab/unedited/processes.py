@@ -53,10 +53,10 @@ def refuse_copies_of_shared(model: nn.Module, policy: Policy) -> None:
     With masters it does not: a master takes over the weight's FP32 memory, and is what the optimizers of all processes
     step. Each process rounds it into weights of its own.
     """
-    own = policy.cast_model_type is not None and (not policy.master_weights or policy.splits_masters)
+    own = policy.cast_model_type is not None and (not policy.master_weights or policy.closes_masters)
     if own and any(map(_is_shared, model.parameters())):
         others = ", ".join(level for level, each in OPT_LEVELS.items() if each.keeps_fp32_weights)
-        masters = "split masters" if policy.master_weights else "no FP32 weights"
+        masters = f"master_weights={policy.master_weights!r}" if policy.master_weights else "no FP32 weights"
         raise ScriptRefused(
             f"processes share the weights of {type(model).__name__} (share_memory()), and {policy.opt_level} with "
             f"{masters} would train a copy in each",

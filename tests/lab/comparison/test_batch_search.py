@@ -211,7 +211,7 @@ def test_what_cannot_be_searched_is_said_once(options, message, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("told", [[], ["--batch-dim", "1"]])
 def test_a_batch_that_is_not_the_first_dimension(told, tmp_path):
-    options = ["--batch-search", "32MiB", "--batch-flag", "--rows", "--levels", "O0,O4", *told]
+    options = ["--batch-search", "2MiB", "--batch-flag", "--rows", "--levels", "O0,O4", *told]
     done = compare(tmp_path, *options, script=RECURRENT)
     assert done.returncode == 0 and "the data gave" not in done.stdout, done.stdout + done.stderr
     for level in json.loads((tmp_path / "report" / "batch_search.json").read_text())["levels"]:

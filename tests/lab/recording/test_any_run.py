@@ -46,6 +46,12 @@ events = st.lists(
             not_finite=st.none() | words,
             keep_fp32=st.lists(words, max_size=2),
         ),
+        of_kind(
+            "updates",
+            step=counts,
+            dtype=st.sampled_from(["float16", "bfloat16"]),
+            counts=st.dictionaries(words, st.lists(counts, min_size=2, max_size=2), max_size=2),
+        ),
         of_kind("memory", activations=st.none() | counts, step_peak=st.none() | counts),
         of_kind("advice", lines=st.lists(words, max_size=3)),
         of_kind("note", text=words),

@@ -236,7 +236,7 @@ def test_lines_of_json_are_the_run_and_are_there_while_it_goes_on(tmp_path):
         amp.log(accuracy=math.nan)
         one_step(model, optimizer)
         killed = read_lines(path.read_text().splitlines())
-    assert sum(event["event"] == "step" for event in killed) >= 49
+    assert sum(event["event"] == "step" for event in killed) >= 40, "a batch is 50 events"
     again = Run("")
     for event in read_lines(path.read_text().splitlines()):
         again.add(event)
@@ -301,7 +301,7 @@ def test_between_two_steps_the_caller_finds_their_events_written_and_its_time_is
         model, optimizer = started()
         for _ in range(2):
             one_step(model, optimizer)
-    assert written == [["begin", "step"], ["begin", "step", "step"]], "and not when the recording ends"
+    assert written == [["begin", "step"], ["begin", "step", "step", "updates"]], "and not when the recording ends"
     assert run.seconds == [0.0, 0.0]
     recorder.close()
 
@@ -343,4 +343,4 @@ def test_a_forked_process_does_not_write(tmp_path):
         os.waitpid(child, 0)
         one_step(model, optimizer)
     kinds = [event["event"] for event in read_lines(path.read_text().splitlines())]
-    assert kinds == ["begin", "step", "step", "end"] and run.steps == 2 and not run.logged
+    assert kinds == ["begin", "step", "step", "updates", "end"] and run.steps == 2 and not run.logged

@@ -9,6 +9,7 @@ import math
 import pytest
 from recordings import read_lines
 
+from amp_patch.lab.diagnose.lost_updates import Updates
 from amp_patch.lab.recording.run import PARTS, Look, Run, dumps, loads
 
 
@@ -68,6 +69,7 @@ RUN = Run(
     peak_memory=5,
     logged={"accuracy": [(1, 0.5), (7, math.nan)]},
     looks=[LOOK],
+    updates=[Updates("float16", {"a.weight": [9, 4], "b": [0, 0]}, 2), Updates("float16", {"a.weight": [1, 1]}, 4)],
     advice=["pad it"],
 )
 
@@ -144,7 +146,8 @@ def test_a_failed_run_says_why_and_where_in_one_line():
 
 def test_an_event_of_no_known_kind_is_refused():
     with pytest.raises(
-        ValueError, match=r"event is 'stop'; wanted begin, step, log, look, memory, advice, note, end or outcome"
+        ValueError,
+        match=r"event is 'stop'; wanted begin, step, log, look, updates, memory, advice, note, end or outcome",
     ):
         Run("O0").add({"event": "stop"})
 

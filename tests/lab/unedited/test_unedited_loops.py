@@ -112,6 +112,17 @@ def test_a_class_has_its_own_forward_for_torch_jit_and_in_the_end(monkeypatch):
     assert seen == [names["while_trained"].__wrapped__] == [vars(names["Net"])["forward"]]
 
 
+def test_parameters_can_be_swapped_as_without_a_level():
+    with UneditedScript("O0"):
+        model = nn.Linear(2, 2)
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            assert model.to(torch.float64).weight.dtype is torch.float64
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 # --- steps by hand ----------------------------------------------------------------------------------------------------
 
 BY_HAND = """

@@ -1,0 +1,44 @@
+"""The lost updates of a recording: sampled between the ends of two steps, so that no step is timed with it."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from amp_patch.lab.diagnose.lost_updates import UpdateMeter
+from amp_patch.lab.recording.outbox import UnreadEvent
+from amp_patch.lab.recording.run import Event
+from amp_patch.support.compiled import eager_only
+
+_EVERY = 100
+
+
+class SampledUpdates:
+    """Measures the step after 1, 2, 4, 8, ... steps, and after each hundred."""
+
+    def __init__(self) -> None:
+        self._meter: UpdateMeter | None = None
+        self._of: weakref.ref[Any] | None = None
+
+    @eager_only
+    def step_ended(self, optimizer: Any, steps: int) -> UnreadEvent | None:
+        """The "updates" event of the step that has ended, the `steps`-th, if it was measured; no sync."""
+        meter, of = self._meter, None if self._of is None else self._of()
+        self._meter = self._of = None
+        event = None
+        if meter is not None and of is optimizer and (counts := meter.counts()):
+            dtype = str(meter.dtype).removeprefix("torch.")
+            values: list[Tensor | float] = [count for both in counts.values() for count in both.unbind()]
+            event = UnreadEvent(values, partial(_event, steps - 1, dtype, [*counts]))
+        if steps & (steps - 1) == 0 or steps % _EVERY == 0:
+            self._meter, self._of = UpdateMeter(optimizer), weakref.ref(optimizer)
+        return event
+
+
+def _event(step: int, dtype: str, names: list[str], values: list[float]) -> Event:
+    pairs = zip(values[::2], values[1::2], strict=True)
+    counts = {name: [int(changed), int(lost)] for name, (changed, lost) in zip(names, pairs, strict=True)}
+    return {"event": "updates", "step": step, "dtype": dtype, "counts": counts}

@@ -1,0 +1,128 @@
+"""Masters that are nothing beside their BF16 weights: what is written into one is rounded into the weight by chance.
+
+So an update smaller than half the distance to the next BF16 number is made in a part of the steps, as often as it is
+large, where rounding to nearest would lose it in all of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from amp_patch import multi_tensor
+from amp_patch.masters.closed_master import ClosedMaster, Form
+from amp_patch.support import device_sync
+
+# A draw, from the low bits: the steps of this master; what was written into it since the last step, for which kernels
+# that make the step need no draw; its number in the training.
+_EDITS, _NUMBER = 32, 40
+_MOST_EDITS = (1 << _NUMBER - _EDITS) - 1
+_STEPS = (1 << _EDITS) - 1
+
+
+class Rounding(Form):
+    """The chance by which one training's weights are rounded: a seed, and how often each was.
+
+    The bits of a step depend on the seed, on the number of the master (in the order in which optimizers got them), and
+    on how many steps that master has had. So they are the same on each process of a DDP training, in portions and in
+    one pass, and after a checkpoint with `state_dict`.
+
+    Attributes:
+        seed: of 63 bits; 0 unless somebody has loaded another, for processes that seed torch differently must agree.
+    """
+
+    is_exact = False
+
+    def __init__(self) -> None:
+        self.seed = 0
+        self._masters: dict[int, weakref.ref[ClosedMaster]] = {}  # by their number
+        self._later: dict[int, int] = {}  # steps that were loaded for masters that are not there yet, by their number
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"seed": self.seed, "_masters": {}, "_later": {**self._later, **self._steps()}}
+
+    def _alive(self) -> dict[int, ClosedMaster]:
+        found = {number: ref() for number, ref in self._masters.items()}
+        return {number: m for number, m in found.items() if m is not None and m.form is self}
+
+    def _steps(self) -> dict[int, int]:
+        return {number: _known(master) & _STEPS for number, master in self._alive().items()}
+
+    def check_step(self) -> None:
+        """Raise in the capture of a CUDA graph: each replay would round by the draws of now, and lose the same part."""
+        if device_sync.is_capturing():
+            raise RuntimeError(
+                "a step with master_weights='stochastic' cannot be captured in a CUDA graph: each replay would round "
+                "with the random bits of the capture; leave the step out of the graph, or use master_weights='split'"
+            )
+
+    def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
+        if value is not None:  # to the nearest: that this is no update, which might get lost
+            multi_tensor.multi_tensor_scale([value], [param], 1.0)
+        if master.draw is None:  # a copy has that of the original
+            number = max(self._masters, default=-1) + 1
+            master.draw = number << _NUMBER | self._later.pop(number, 0)
+        self._masters[master.draw >> _NUMBER] = weakref.ref(master)
+        master.edits = 0
+
+    def read(self, masters: list[tuple[Tensor, ClosedMaster, Tensor]]) -> None:
+        multi_tensor.multi_tensor_scale([weight for weight, _, _ in masters], [value for _, _, value in masters], 1.0)
+
+    def write(self, masters: list[tuple[Tensor, ClosedMaster, Tensor]]) -> None:
+        self.check_step()
+        draws = [self._draw(master) for _, master, _ in masters]
+        multi_tensor.multi_tensor_stochastic_round(
+            [value for _, _, value in masters], [weight for weight, _, _ in masters], self.seed, draws
+        )
+
+    def _draw(self, master: ClosedMaster) -> int:
+        """The draw for what was written into an open master, which moves on: the step, or an edit of somebody's."""
+        draw = _known(master)
+        if master.joined is None:
+            note_stepped([master])
+            return draw
+        master.edits = master.edits % _MOST_EDITS + 1
+        return draw | master.edits << _EDITS
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seed, and the steps of each master, by its number."""
+        steps = {**self._later, **self._steps()}
+        return {"seed": self.seed, "steps": [steps.get(number, 0) for number in range(max(steps, default=-1) + 1)]}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take what `state_dict` gave."""
+        seed, steps = _checked(state)
+        self.seed, self._later = seed, dict(enumerate(steps))
+        for number, master in self._alive().items():
+            master.draw, master.edits = number << _NUMBER | self._later.pop(number, 0), 0
+
+    def check(self, state: Any) -> None:
+        """Raise ValueError where `load_state_dict` could not take `state`."""
+        _checked(state)
+
+
+def note_stepped(masters: list[Any]) -> None:
+    """Let the next steps of `masters`, which a kernel has stepped, have other draws."""
+    for master in masters:
+        master.draw, master.edits = master.draw + 1, 0
+
+
+def _known(master: ClosedMaster) -> int:
+    assert master.draw is not None
+    return master.draw
+
+
+def _checked(state: Any) -> tuple[int, list[int]]:
+    try:
+        seed, steps = state["seed"], list(state["steps"])
+        right = all(type(number) is int and number >= 0 for number in (seed, *steps)) and seed < 2**63
+    except (KeyError, TypeError, IndexError):
+        right = False
+    if not right:
+        raise ValueError(
+            f"load_state_dict: stochastic_rounding is {state!r}; wanted {{'seed': a whole number from 0 to 2**63 - 1, "
+            "'steps': a list of whole numbers}}"
+        )
+    return seed, steps

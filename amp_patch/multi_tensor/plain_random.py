@@ -1,0 +1,48 @@
+"""Stochastic rounding in plain torch, with the bits of csrc/kernels/random.h; no sync."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GROUP = 8  # elements that one counter serves, 16 bits for each
+_LARGEST_BF16 = 0x7F7F0000
+_WORD = 0xFFFFFFFF
+
+
+def philox(words: list[Tensor], key: int) -> list[Tensor]:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+    Args:
+        words: the four of the counters, int64 tensors of 32 bits each, of one shape.
+        key: of 64 bits.
+
+    Returns:
+        Four random words, in such tensors.
+    """
+    c0, c1, c2, c3 = words
+    key0, key1 = key & _WORD, key >> 32 & _WORD
+    for _ in range(10):
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # of 64 bits: that the sign is one of them matters to none
+        c0, c1 = (second >> 32 & _WORD) ^ c1 ^ key0, second & _WORD
+        c2, c3 = (first >> 32 & _WORD) ^ c3 ^ key1, first & _WORD
+        key0, key1 = key0 + 0x9E3779B9 & _WORD, key1 + 0xBB67AE85 & _WORD
+    return [c0, c1, c2, c3]
+
+
+def random_bits(like: Tensor, seed: int, draw: int) -> Tensor:
+    """16 random bits for each element of `like`, which is dense, as int32 of its layout."""
+    bits = torch.empty_like(like, dtype=torch.int32, requires_grad=False)
+    groups = torch.arange(-(-like.numel() // _GROUP), dtype=torch.int64, device=like.device)
+    counters = [groups & _WORD, groups >> 32, *(torch.full_like(groups, draw >> shift & _WORD) for shift in (0, 32))]
+    halves = [half for word in philox(counters, seed) for half in (word & 0xFFFF, word >> 16)]
+    in_order = torch.stack(halves, 1).reshape(-1)[: like.numel()]
+    bits.as_strided((like.numel(),), (1,)).copy_(in_order)  # elements are counted as they lie in memory
+    return bits
+
+
+def stochastically_rounded(master: Tensor, like: Tensor, seed: int, draw: int) -> Tensor:
+    """FP32 `master` as BF16, laid out as `like`: see `multi_tensor_stochastic_round`."""
+    bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
+    up = torch.where((bits & 0x7FFFFFFF) < _LARGEST_BF16, random_bits(like, seed, draw), 0)
+    return (bits + up >> 16).to(torch.int16).view(torch.bfloat16)
