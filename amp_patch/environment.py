@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from amp_patch.support.distributed import is_first_rank
 logger = logging.getLogger("amp_patch")
 
 LEVEL, DTYPE, MASTERS = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MASTER_WEIGHTS"
+BANNED, METHODS = "AMP_PATCH_ALLOW_BANNED", "AMP_PATCH_METHODS"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
 _OF_EITHER_DTYPE = ("O1", "O2", "O3")
 
@@ -29,11 +30,24 @@ def asked_level() -> str | None:
     return _read(LEVEL, {level: level for level in OPT_LEVELS})
 
 
+def with_asked_methods(methods: Iterable[str], models: Iterable[Any]) -> tuple[str, ...]:
+    """A script's `methods`, and those that ``AMP_PATCH_METHODS`` names ("encode,decode") and one of `models` has."""
+    methods, models = tuple(methods), list(models)
+    names = (each.strip() for each in os.environ.get(METHODS, "").split(","))
+    asked = [name for name in names if name and name not in methods]
+    found = [name for name in asked if any(callable(getattr(model, name, None)) for model in models)]
+    if (missing := [name for name in asked if name not in found]) and is_first_rank():
+        kinds = ", ".join(type(model).__name__ for model in models)
+        logger.info("amp_patch: %s names %s, which %s does not have", METHODS, ", ".join(missing), kinds)
+    return (*methods, *found)
+
+
 def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     """The level and the options that the environment makes of a script's; without it the very same.
 
     ``AMP_PATCH_OPT_LEVEL`` replaces the level, ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3;
     ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") says how masters of bfloat16 weights are kept, at O5 and O2.
+    ``AMP_PATCH_ALLOW_BANNED`` ("1", "0") says whether banned functions run in FP32, or are refused.
     All are read at each call, and an empty one is as none. At O0 by override nothing is left of the script's options.
     At a level that the script did not ask for an option is dropped if `resolve` refuses it there, or if it would undo
     the level (patch_torch_functions=False at O1, cast_model_type=torch.float32 at O2, torch.float16 at O5). What was
@@ -43,6 +57,8 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
         ValueError, TypeError: a variable that names no level or dtype; what `resolve` refuses at the script's own.
     """
     wanted, dtype = asked_level(), _read(DTYPE, _DTYPES)
+    if (banned := _read(BANNED, {"1": True, "0": False})) is not None:
+        options = replace(options, allow_banned=banned)
     level = opt_level if wanted is None else wanted
     if level not in _OF_EITHER_DTYPE:
         dtype = None

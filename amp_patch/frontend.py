@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import renamed, resolve_cpu_half
-from amp_patch.environment import overridden
+from amp_patch.environment import overridden, with_asked_methods
 from amp_patch.model import fsdp, incoming
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.fsdp import no_masters
@@ -230,6 +230,7 @@ def initialize_as(
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
+    methods = with_asked_methods(methods, model_list)
     policy = resolve_cpu_half(policy, on_cpu=model_tensors.use_cpu(model_list))
 
     leave_earlier(model_list, targets, kept, policy)

@@ -28,6 +28,7 @@ from amp_patch.casts.wrappers import (
     wrapped_by,
     wrapper_at,
 )
+from amp_patch.support import held_names
 from amp_patch.support.imports import when_imported
 from amp_patch.support.patches import Installation, Patches
 
@@ -75,7 +76,8 @@ def install(op_lists: str = "torch") -> None:
     ``"apex"`` also replaces those that only Apex's lists have (arithmetic, comparisons): a policy with that `op_lists`
     needs them, and a process without one does not pay for them. Without a policy (`region`, `set_default`) the wrappers
     call straight through. If anything fails, nothing is replaced. A name that this torch does not have is left out, and
-    one of a module that nobody has imported waits until somebody does.
+    one of a module that nobody has imported waits until somebody does. Modules that have imported a function by name
+    hold its wrapper too (`support/held_names.py`).
     """
     if op_lists in _installed:
         dynamo.hook()
@@ -100,8 +102,23 @@ def _replace_listed(patches: Patches, op_lists: str, first: bool) -> None:
         _keep_default_in_replicas(patches)
         for owner, name, rule in _registered.values():
             _replace(patches, owner, name, rule, rule)
+    held_names.replace_in_modules(patches, _listed())
     dynamo.hook()
     _installed.update(("torch", op_lists))
+
+
+def _listed() -> held_names.Replaced:
+    """The functions of the op lists, and the wrappers that stand in their places now."""
+    found = [place for place in places() if not place.registered]
+    return {id(place.wrapped.original): (place.wrapped.original, place.wrapper) for place in found}
+
+
+def replace_in_attributes(modules: Iterable[torch.nn.Module]) -> Patches:
+    """Put wrappers in the place of listed functions in these modules' attributes (`self.act = F.softplus`).
+
+    The caller removes the patches when the modules leave their training. Nothing is replaced without installed casts.
+    """
+    return held_names.replace_in_attributes(modules, _listed())
 
 
 def _replace_names(patches: Patches, names: Iterable[tuple[str, str]]) -> None:

@@ -5,9 +5,11 @@ add what torch's reference leaves to other mechanisms; apex_oplists.py says wher
 
     lower       FP32 (and the other half type) tensors become `policy.dtype`: products, which are fast in it and are
                 summed in FP32.
-    einsum      the same, for two operands and more: of one nothing is multiplied.
-    fused       the same, of attention's fused operators.
-    rnn         the same for fused recurrent networks, whose weights form one buffer.
+    sparse      products with a sparse tensor: FP32, and a dense result becomes `policy.dtype`. So does what `lower`
+                lists where it is given one.
+    einsum      as lower, for two operands and more: of one nothing is multiplied.
+    fused       as lower, of attention's fused operators.
+    rnn         as lower, for fused recurrent networks, whose weights form one buffer.
     fp32        FP16 and BF16 tensors become FP32: exponentials, logarithms and powers overflow soon (exp(12) in FP16),
                 sums over many elements (softmax, norms, losses) lose the small ones among large ones.
     norm        as fp32; with `policy.low_precision_norms` the result has the type of an FP16 or BF16 input.
@@ -152,6 +154,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "rnn_relu_cell",
             "rnn_tanh_cell",
         ),
+        "sparse": ("dsmm", "spmm"),
         "einsum": ("einsum",),
         "fused": ("_grouped_mm",),  # called by F.grouped_mm
         "rnn": ("gru", "lstm", "rnn_relu", "rnn_tanh"),
@@ -166,6 +169,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "ctc_loss",
             "frobenius_norm",
             "hinge_embedding_loss",
+            "hspmm",
             "kl_div",
             "log_softmax",
             "margin_ranking_loss",
@@ -173,7 +177,10 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "pairwise_distance",
             "pdist",
             "poisson_nll_loss",
+            "saddmm",
+            "smm",
             "softmax",
+            "sspaddmm",
             "std_mean",
             "triplet_margin_loss",
             "var_mean",
@@ -248,7 +255,9 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "__rpow__",
             "__rtruediv__",
             "log_softmax",
+            "smm",
             "softmax",
+            "sspaddmm",
         ),
         "widest": (*_WIDEST, *_DOTS),
         "match_self": (
@@ -304,6 +313,10 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "vector_norm",
         ),
         "widest": ("cross",),
+    },
+    "torch.sparse": {
+        "sparse": ("addmm", "mm"),
+        "fp32": ("log_softmax", "sampled_addmm", "softmax"),
     },
     "torch.special": {
         "fp32": ("erfinv", "exp2", "expm1", "log1p", "log_softmax", "logsumexp", "softmax"),

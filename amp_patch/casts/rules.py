@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts.state import cast_weight, outside
 from amp_patch.casts.thread_state import is_enabled, set_enabled
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     CastOne = Callable[[Tensor, torch.dtype], Tensor]
 
 _FLOAT16, _BFLOAT16, _FLOAT32 = torch.float16, torch.bfloat16, torch.float32
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _WIDTH = {_FLOAT16: 1, _BFLOAT16: 1, _FLOAT32: 2, torch.float64: 3}
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -131,7 +133,17 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     low = policy.dtype
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.layout in _SPARSE:
+            return _sparse(function, args, kwargs, policy)
     return function(*_cast_args(args, _lowered, low), **_cast_kwargs(kwargs, _lowered, low))
+
+
+def _sparse(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    # torch has low-precision kernels for some layouts and products only, and those of CPUs add up in the low type.
+    result = _fp32(function, args, kwargs, policy)
+    dense = isinstance(result, Tensor) and result.layout is torch.strided and result.dtype is _FLOAT32
+    return result.to(policy.dtype) if dense else result
 
 
 def _of_several(apply: Apply) -> Apply:
@@ -233,15 +245,24 @@ INSTEAD_OF_BANNED = (
 )
 
 
+# Told the name of each banned function that is run in FP32 because the policy allows it.
+banned_subscribers: list[Callable[[str], Any]] = []
+
+
 def _banned(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    if not policy.allow_banned:
-        for tensor in _tensors((args, kwargs)):
-            if _is_low(tensor):
+    if policy.allow_banned and (is_dynamo_compiling() or not banned_subscribers):
+        return _fp32(function, args, kwargs, policy)
+    for tensor in _tensors((args, kwargs)):
+        if _is_low(tensor):
+            if not policy.allow_banned:
                 # Apex raises NotImplementedError, torch RuntimeError, its base class: handlers of either catch this.
                 raise NotImplementedError(
                     f"{function.__name__}: got a {tensor.dtype} tensor; the logarithms of low-precision probabilities "
                     f"overflow. {INSTEAD_OF_BANNED}"
                 )
+            for subscriber in tuple(banned_subscribers):
+                subscriber(function.__name__)
+            break
     return _fp32(function, args, kwargs, policy)
 
 
@@ -353,6 +374,7 @@ _HALF = "register_half_function"
 _TABLE = (
     Rule("none", _none, shown="none", registered_by="register_without_rule", in_cpp=True),
     Rule("lower", _lower, shown="lower", registered_by=_HALF, in_cpp=True),
+    Rule("sparse", _sparse, shown="fp32 (sparse)"),
     Rule("einsum", _of_several(_lower), shown="lower (einsum)", registered_by=_HALF),
     Rule("fused", _lower, shown="lower"),
     Rule("rnn", _rnn, shown="lower (rnn)", registered_by=_HALF),

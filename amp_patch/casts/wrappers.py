@@ -149,7 +149,7 @@ _registered: list[Any] = []  # wrappers in torch.jit's table by id, which no wea
 
 
 def register_with_jit(wrapper: Any, original: Any) -> None:
-    """Let torch.jit.script see the operator behind a wrapped builtin (it runs there without casts).
+    """Let torch.jit.script see the operator behind a wrapped function, if it is one (it runs there without casts).
 
     Torch knows a builtin by its id, which may be another function's when the wrapper is gone: it is forgotten then.
     """
@@ -183,6 +183,6 @@ def wrapper_at(owner: Any, name: str, original: Any, rule: str, apex_rule: str) 
         wrapper.__module__, wrapper.__qualname__ = module, path
     if backend() == "cpp" and isinstance(original, _COMPILED) and not RULES[rule].for_users:
         wrapper = state().wrap(original, wrapper, rule, apex_rule)
-    if isinstance(original, types.BuiltinFunctionType):
+    if isinstance(original, (types.BuiltinFunctionType, types.FunctionType)):  # torch.einsum is one in Python
         register_with_jit(wrapper, original)
     return wrapper

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch.casts import regions
+from amp_patch.casts import install, regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, links_of, master_of, settle
 from amp_patch.model import buffers, copies, fsdp, incoming
@@ -195,6 +195,13 @@ def enter_training(
         give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
 
 
+def cast_held_functions(models: list[nn.Module]) -> None:
+    """Cast torch's functions that models hold in attributes (`self.act = F.softplus`), until `restore`."""
+    for model in models:
+        if isinstance(model, AmpModel):
+            vars(model)["_amp"].handles.append(install.replace_in_attributes(model.modules()))
+
+
 def restore(model: nn.Module, *, give_back: bool = True) -> None:
     """Undo the cast and `enter_training`: FP32 weights (the masters' values), FP32 buffers, the model's own class.
 
@@ -306,6 +313,13 @@ def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tupl
     vars(module)["_amp"] = state
 
 
+def cast_method(model: nn.Module, name: str) -> None:
+    """Have the method `name` of a model of a training run under the policy from now on, as `forward` does."""
+    if isinstance(model, AmpModel):
+        key = generated_class.key_of(model)
+        give(model, AmpModel, vars(model)["_amp"], key if name in key else (*key, name))
+
+
 def take(module: nn.Module) -> None:
     """Take the state of `give` away, and the class, unless `fully_shard` has subclassed that."""
     # Without `_amp` the module behaves as its base class, also where the generated class stays.
@@ -378,13 +392,14 @@ def _cast_in(args: Any, kwargs: Any, low: torch.dtype) -> tuple[Any, Any, _Edits
 
 
 class _Edits:
-    """The dict arguments of which forward got cast copies: edits of a copy are done to the caller's own dict too."""
+    """The dicts and objects of which forward got cast copies: edits of a copy are done to the caller's own too."""
 
     def __init__(self, given: tuple[Any, ...], passed: tuple[Any, ...]) -> None:
         self.copies = [
             (mine, copy, dict(copy))
-            for mine, copy in zip(given, passed, strict=True)
-            if copy is not mine and isinstance(copy, dict)
+            for whole, cast in zip(given, passed, strict=True)
+            if cast is not whole and not isinstance(cast, Tensor)
+            for mine, copy in tree.edited_places(whole, cast)
         ]
 
     def give_back(self, cast_out: Callable[[Any], Any]) -> None:

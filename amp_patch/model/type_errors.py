@@ -14,6 +14,7 @@ from amp_patch.model.keep_fp32 import is_batch_norm
 from amp_patch.model.state import followed_policy, running
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support.compiled import wraps
+from amp_patch.support.scripts_line import frames_of, raised_at
 
 _DTYPE_ERROR = re.compile(
     r"same dtype|scalar type|should be the same|dtype mismatch|mixed dtype|must have the same type", re.I
@@ -38,8 +39,8 @@ def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Poli
 
 
 def explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
-    """Raise `error` with the tensors that lost the type of the cast after `initialize`, if it is about types."""
-    if policy.cast_model_type is None or not _DTYPE_ERROR.search(str(error)) or fsdp.is_fsdp(model):
+    """Raise `error`, if it is about types, with what mixes them: weights that got another one, or the line."""
+    if policy.cast_model_type is None or not is_about_types(error) or fsdp.is_fsdp(model):
         return
     norms = bool(policy.keep_batchnorm_fp32)
     kept = (m for m in model.modules() if isinstance(m, kept_class) or (norms and is_batch_norm(m)))
@@ -52,15 +53,39 @@ def explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError, 
         if f"{path}.{name}".lstrip(".") not in vars(model)["_amp"].wide
         if tensor.dtype is not (torch.float32 if id(module) in stay else policy.cast_model_type)
     ]
-    if names:
-        shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        raise RuntimeError(
-            f"{error}\n{type(model).__name__} was cast to {policy.cast_model_type} by initialize(), and {shown} "
-            "got another type since: by .float(), .half() or .to(dtype) of a part, by torch.func.functional_call "
-            "with values of another type, or as a new tensor. Name what is to stay FP32 in initialize(..., "
-            "keep_fp32=...), give functional_call values of the types that model.named_parameters() has, or run "
-            "amp.fp32_copy(model)"
-        ) from error
+    if not names:
+        raise RuntimeError(f"{error}\n{_of_mixed_operands(model, policy, error)}") from error
+    shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    raise RuntimeError(
+        f"{error}\n{type(model).__name__} was cast to {policy.cast_model_type} by initialize(), and {shown} "
+        "got another type since: by .float(), .half() or .to(dtype) of a part, by torch.func.functional_call "
+        "with values of another type, or as a new tensor. Name what is to stay FP32 in initialize(..., "
+        "keep_fp32=...), give functional_call values of the types that model.named_parameters() has, or run "
+        "amp.fp32_copy(model)"
+    ) from error
+
+
+# Asked, with the model and a method's name, whether the method shall be called again, which was called by itself and
+# failed on types: whoever says so has had it cast.
+method_subscribers: list[Callable[[nn.Module, str], bool]] = []
+
+
+def is_about_types(error: RuntimeError) -> bool:
+    """Whether the words of torch's error say that tensors of two types met."""
+    return _DTYPE_ERROR.search(str(error)) is not None
+
+
+def _of_mixed_operands(model: nn.Module, policy: Policy, error: RuntimeError) -> str:
+    """Where a forward of `model` has given a function FP32 beside the type of the cast, and the ways out."""
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = [names[id(own)] for frame, _ in frames_of(error) if id(own := frame.f_locals.get("self")) in names]
+    where = f"module {inside[-1]!r} of {type(model).__name__}" if inside and inside[-1] else type(model).__name__
+    return (
+        f"The forward of {where}{raised_at(error)} mixes types: initialize() cast the model to "
+        f"{policy.cast_model_type}, and a tensor here is another type, such as one that forward makes (torch.arange, "
+        "torch.ones, a mask). Make it in the type of an input (x.new_ones(8), dtype=x.dtype), register it as a buffer, "
+        "name the module in initialize(..., keep_fp32=...), or take O1 or O4, whose functions cast what they are given"
+    )
 
 
 def advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,8 +99,10 @@ def advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             policy = followed_policy(self)
             if policy is None or policy.cast_model_type is None or running.policy is not None:
                 raise
-            if not _DTYPE_ERROR.search(str(error)):
+            if not is_about_types(error):
                 raise
+            if any(subscriber(self, name) for subscriber in tuple(method_subscribers)):
+                return getattr(self, name)(*args, **kwargs)
             raise RuntimeError(
                 f"{error}\n{type(self).__name__}.{name}() was called by itself, so its inputs were not cast to "
                 f"{policy.cast_model_type} as those of forward() are; name it: initialize(..., methods=({name!r},))"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 _NOT_THE_USERS = ("torch", __name__.partition(".")[0])
@@ -28,3 +29,19 @@ def place(frame: FrameType, line: int) -> str | None:
 
 def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """The frames that the first of the errors behind `error` went through, and their lines; innermost last."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    found = error.__traceback__
+    while found is not None:
+        yield found.tb_frame, found.tb_lineno
+        found = found.tb_next
+
+
+def raised_at(error: BaseException) -> str:
+    """ " (net.py, line 31)": the innermost line behind `error` that is neither torch's nor ours; empty if none is."""
+    lines = [(frame, line) for frame, line in frames_of(error) if _package(frame) not in _NOT_THE_USERS]
+    return f" ({os.path.basename(lines[-1][0].f_code.co_filename)}, line {lines[-1][1]})" if lines else ""

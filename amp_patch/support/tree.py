@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
+import types
 from collections import UserDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import is_
 from typing import Any
 
@@ -48,7 +50,9 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
     Integer, boolean and complex tensors are left alone, and so are floating ones outside `only` where that is given.
     A tensor that occurs twice is cast once: two references to one tensor stay two references to one. An object that is
     no container, tensor or module but has a method `.to` (a batch class of the user's) is replaced by
-    `object.to(dtype)`, as in Apex; where that raises TypeError the object is left as it is.
+    `object.to(dtype)`, as in Apex. Where that raises TypeError, and of other objects of people's own classes that hold
+    tensors in attributes (PyTorch Geometric's `Data`, a `SimpleNamespace`), a copy with cast attributes takes its
+    place; what cannot be copied is left as it is.
     """
     wanted = None if only is None else frozenset(only)
     if isinstance(value, Tensor):  # the common case: no walk
@@ -68,15 +72,40 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
             done[id(tensor)] = tensor.to(dtype)
         return done[id(tensor)]
 
+    inside: list[Any] = []  # the objects that the walk is in
+
     def convert(other: Any) -> Any:
-        if isinstance(other, (nn.Module, type)) or not callable(getattr(other, "to", None)):
+        if isinstance(other, (nn.Module, type)):
             return other
+        if callable(getattr(other, "to", None)):
+            try:
+                return other.to(dtype)
+            except TypeError:  # `.to` takes something else, for instance a device only
+                pass
+        if is_dynamo_compiling() or not _has_attributes(other) or len(inside) == _DEEP or _is_among(other, inside):
+            return other
+        inside.append(other)
         try:
-            return other.to(dtype)
-        except TypeError:  # `.to` takes something else, for instance a device only
-            return other
+            return _object(other, cast, convert)
+        finally:
+            inside.pop()
 
     return _map(value, cast, convert)
+
+
+def edited_places(given: Any, passed: Any) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """The dicts of `given`, a dict or an object, beside those of `passed`, the cast copy: keys and values, attributes.
+
+    A callee's edits of the copy are found there. Dicts in dicts are passed over.
+    """
+    if isinstance(given, dict):
+        yield given, passed
+    elif not isinstance(given, (Tensor, tuple, list)) and type(given) is type(passed) and hasattr(given, "__dict__"):
+        mine, copied = vars(given), vars(passed)
+        yield mine, copied
+        for name, value in list(mine.items()):
+            if name in copied and copied[name] is not value and type(copied[name]) is type(value):
+                yield from edited_places(value, copied[name])
 
 
 def _map(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
@@ -104,6 +133,52 @@ def _map(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
         return _fields(value, value, fn, other)
     return other(value)
+
+
+_DEEP = 3  # objects in objects
+# Classes of these packages are no batches: what they hold is their own.
+_NO_BATCHES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "pandas", __name__.partition(".")[0])) - {
+    "__main__",
+    "argparse",
+    "types",
+}
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether `value` is an object of somebody's own class, whose attributes may be tensors."""
+    cls = type(value)
+    return (
+        type(getattr(value, "__dict__", None)) is dict
+        and any(each.__module__.partition(".")[0] not in _NO_BATCHES for each in cls.__mro__)  # a made class is abc's
+        and not issubclass(cls, (types.FunctionType, types.ModuleType, type))
+    )
+
+
+def _is_among(value: Any, values: list[Any]) -> bool:
+    return any(value is each for each in values)
+
+
+def _object(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
+    """`value`, or a copy of it with the attributes that `_map` changed."""
+    attributes = vars(value)
+    found = [(name, item, _map(item, fn, other)) for name, item in list(attributes.items())]
+    changed = [(name, item, new) for name, item, new in found if new is not item]
+    if not changed:
+        return value
+    try:
+        result = copy.copy(value)
+    except Exception:
+        return value
+    if result is value or type(getattr(result, "__dict__", None)) is not dict:
+        return value
+    for name, item, new in changed:
+        own = vars(result).get(name)
+        if own is not item and type(own) is type(new) is type(item) and _has_attributes(own):
+            # The copy has a copy of the attribute by itself, which may know whose it is: PyTorch Geometric's stores do.
+            vars(own).update((key, each) for key, each in vars(new).items() if each is not vars(item).get(key))
+        else:
+            vars(result)[name] = new
+    return result
 
 
 def _same(items: Iterable[Any], originals: Iterable[Any]) -> bool:

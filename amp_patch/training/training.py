@@ -243,6 +243,7 @@ def enter(
     emulate(policy)
     if policy.patch_torch_functions:
         install.install(policy.op_lists)
+        model_forward.cast_held_functions(models)
         casts_state.set_default(policy)
         fp32_copies.shield()
         untouched.shield()

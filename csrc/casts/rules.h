@@ -157,7 +157,11 @@ using Decide = Route (*)(const Acting& acting, const Arguments& given, Cast& cas
 
 inline Route leave(const Acting&, const Arguments&, Cast&) { return Route::original; }
 
-inline Route to_low(const Acting& acting, const Arguments&, Cast& cast) {
+inline Route to_low(const Acting& acting, const Arguments& given, Cast& cast) {
+  for (Py_ssize_t i = 0; i < given.size(); ++i) {
+    PyObject* value = given.values[i];
+    if (is_tensor(value) && THPVariable_Unpack(value).layout() != at::kStrided) return Route::python;
+  }
   cast = {acting.low, true};
   return Route::cast;
 }

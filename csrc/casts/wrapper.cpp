@@ -54,11 +54,15 @@ const Known* known_product(const py::object& original) {
   return nullptr;
 }
 
+bool is_operand(PyObject* object) {
+  return is_plain(object) && THPVariable_Unpack(object).layout() == at::kStrided;  // sparse ones have a rule in Python
+}
+
 bool are_operands(const Arguments& given, bool takes_bias) {
   const Py_ssize_t size = given.positional();
   if (given.names != nullptr || (size != 2 && !(takes_bias && size == 3))) return false;
-  return is_plain(given.values[0]) && is_plain(given.values[1]) &&
-         (size == 2 || given.values[2] == Py_None || is_plain(given.values[2]));
+  return is_operand(given.values[0]) && is_operand(given.values[1]) &&
+         (size == 2 || given.values[2] == Py_None || is_operand(given.values[2]));
 }
 
 PyObject* multiply(Product product, const Arguments& given, const Cast& cast) {

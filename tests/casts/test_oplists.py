@@ -63,6 +63,7 @@ def test_optional_names_and_samples_are_about_the_lists() -> None:
     assert not {key for key in SAMPLES if key not in names and key not in addresses}, "samples of nothing"
     tested = {
         "lower",
+        "sparse",
         "einsum",
         "fused",
         "fused_input",

@@ -38,10 +38,11 @@ def initialize(request, amp):
 
 @pytest.fixture
 def environment(monkeypatch):
-    names = ("AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MASTER_WEIGHTS")
+    names = ("AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MASTER_WEIGHTS", "AMP_PATCH_ALLOW_BANNED")
 
-    def set_to(level=None, dtype=None, masters=None):
-        for name, value in zip(names, (level, dtype, masters), strict=True):
+    def set_to(level=None, dtype=None, masters=None, banned=None):
+        monkeypatch.delenv("AMP_PATCH_METHODS", raising=False)
+        for name, value in zip(names, (level, dtype, masters, banned), strict=True):
             monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
 
     set_to()
@@ -212,3 +213,33 @@ def test_a_cast_in_the_other_type_does_not_make_of_o5_what_it_is_not(initialize,
     assert policy(initialize, opt_level="O2", cast_model_type=BF16).dtype is BF16
     environment("O3", "float16")
     assert policy(initialize, opt_level="O2", cast_model_type=BF16) == resolve("O3")
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_banned_functions_by_the_environment(initialize, environment, level):
+    environment(banned="1")
+    assert policy(initialize, opt_level=level).allow_banned
+    environment(banned="0")
+    assert not policy(initialize, opt_level=level, allow_banned=True).allow_banned
+    environment("O4", banned="1")
+    assert policy(initialize, opt_level=level).allow_banned
+    environment(banned="yes")
+    with pytest.raises(ValueError, match="AMP_PATCH_ALLOW_BANNED is 'yes'; wanted 1, 0"):
+        policy(initialize, opt_level=level)
+
+
+class Coder(nn.Linear):
+    def encode(self, x):
+        return self(x)
+
+    def decode(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+def test_methods_by_the_environment_join_the_scripts(initialize, environment, monkeypatch, caplog):
+    environment()
+    caplog.set_level(logging.INFO, "amp_patch")
+    monkeypatch.setenv("AMP_PATCH_METHODS", "decode, nothing")
+    net = initialize(Coder(2, 2), opt_level="O2", methods=("encode",), verbosity=0)
+    assert (net.decode(torch.ones(1, 2)).dtype, net.encode(torch.ones(1, 2)).dtype) == (torch.float32, torch.float32)
+    assert "AMP_PATCH_METHODS names nothing, which Coder does not have" in caplog.text

@@ -139,6 +139,11 @@ SAMPLES: dict[str, Sample] = {
     "tensorsolve": lambda t: (t(2, 3, 6), t(2, 3)),
     "stft": lambda t: (t(16), 4, {"window": t(4), "return_complex": True}),
     **dict.fromkeys(("quantile", "nanquantile"), lambda t: (t(3, 3), 0.5)),
+    # sparse
+    **dict.fromkeys(("smm", "hspmm"), lambda t: (t(3, 3).to_sparse(), t(3, 3))),
+    **dict.fromkeys(("sspaddmm", "saddmm"), lambda t: (t(3, 3).to_sparse(), t(3, 3).to_sparse(), t(3, 3))),
+    **dict.fromkeys(("torch.sparse.softmax", "torch.sparse.log_softmax"), lambda t: (t(3, 3).to_sparse(), 1)),
+    "sampled_addmm": lambda t: (t(3, 3).to_sparse_csr(), t(3, 3), t(3, 3)),
     # widest
     **dict.fromkeys(("addcdiv", "addcmul"), lambda t: (t(3), t(3), t(3))),
     **dict.fromkeys(("allclose", "isclose", "atan2", "arctan2", "dot", "vdot", "inner", "heaviside", "polar"), vectors),
@@ -193,9 +198,9 @@ def sample(owner: str, name: str, dtypes: list[torch.dtype], device: str) -> tup
 
 
 def call(owner: str, name: str, dtypes: list[torch.dtype], device: str) -> Any:
-    args, kwargs = sample(owner, name, dtypes, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some of these are deprecated or in beta; they are listed all the same
+        args, kwargs = sample(owner, name, dtypes, device)
         result = getattr(resolve(owner), name)(*args, **kwargs)
     return args[0] if result is None else result  # __setitem__
 

@@ -103,7 +103,7 @@ _UNLISTED = {
         quantized_rnn_tanh_cell
         """,
     "sparse matrices: torch's lists leave them out": """
-        dsmm hsmm hspmm saddmm smm spmm sspaddmm sparse_mask coalesce indices values ccol_indices col_indices
+        hsmm sparse_mask coalesce indices values ccol_indices col_indices
         crow_indices row_indices sparse_dim dense_dim is_coalesced
         """,
     "no kernels for 16 bits: torch says so by the type's name, and its lists leave them out": """

@@ -12,6 +12,7 @@ from amp_patch.lab.commands import batch_search, compare_folder, compare_launche
 from amp_patch.lab.commands.compare_arguments import defaults, plan_of
 from amp_patch.lab.commands.interrupts import Interrupts
 from amp_patch.lab.commands.report import comparison_of, print_any_letter, show
+from amp_patch.lab.commands.run import set_casts
 from amp_patch.lab.commands.turn_scheduler import ComparisonRefused, ScriptFailed, TurnScheduler
 from amp_patch.lab.comparison.machine import lacking, machine
 from amp_patch.lab.comparison.other_work import OtherWork
@@ -27,6 +28,7 @@ def compare(args: argparse.Namespace) -> None:
         compare_launcher.refuse_ranks()
         if args.resume is not None:
             args = compare_folder.resumed(args, defaults())
+        set_casts(args)
         plan = _checked(args)
         found = [] if args.resume is None else compare_folder.runs_in(args.out, plan)
         compare_folder.prepare(args.out)

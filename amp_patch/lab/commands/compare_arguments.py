@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_patch.lab.commands import batch_search
+from amp_patch.lab.commands.run import add_cast_arguments
 from amp_patch.lab.comparison.plan import LEVELS, MIN_GAIN, Plan, quick_levels
 from amp_patch.policy import OPT_LEVELS
 
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
     add("--out", type=Path, default=Path("amp_compare"), help="folder of the report (default %(default)s)")
     add("--resume", type=Path, metavar="FOLDER", help="make the runs that a comparison in this folder lacks")
+    add_cast_arguments(parser)
     add("-m", dest="module", action="store_true", help="script is a module, as in python -m")
     add("script", nargs="?", help="a script, or a folder or zip file with a __main__.py, or with -m a module")
 

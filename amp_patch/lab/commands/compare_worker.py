@@ -62,9 +62,10 @@ def recorded(
                 refused = script.missing()
             if refused is not None:
                 failed = Failure(str(refused))
-            note = None if client is None else client.note()
-            last: list[Event] = [] if note is None else [{"event": "note", "text": note}]
-            if failed is not None or note is not None or script.native.seen:
+            turn_note = None if client is None else client.note()
+            notes = [*([] if turn_note is None else [turn_note]), *script.notes]
+            last: list[Event] = [{"event": "note", "text": note} for note in notes]
+            if failed is not None or notes or script.native.seen:
                 words, kind, where = failed or (None, "", "")
                 told = {"refused": refused is not None, "native": script.native.seen}
                 last.append({"event": "end", "error": words, "error_kind": kind, "error_where": where, **told})

@@ -28,7 +28,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import amp_patch.apex
-from amp_patch.environment import asked_level
+from amp_patch.environment import BANNED, METHODS, asked_level
 from amp_patch.lab.commands import no_cuda
 from amp_patch.lab.commands.run_summary import RunSummary, told
 from amp_patch.lab.unedited.script import UneditedScript
@@ -37,11 +37,30 @@ from amp_patch.training import observers
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `run`, also for a compared run."""
-    parser.usage = "python -m amp_patch run [-h] [--device cpu] [-m] script ..."
+    parser.usage = "python -m amp_patch run [-h] [--device cpu] [--methods NAMES] [--allow-banned] [-m] script ..."
     parser.add_argument("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
+    add_cast_arguments(parser)
     parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module, as in python -m")
     parser.add_argument("script", help="a script, or a folder or zip file with a __main__.py, or after -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, --help included")
+
+
+def add_cast_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of what `initialize` is given beside the level; `environment.py` reads them."""
+    words = "cast these methods of the models too, encode,decode say; sets AMP_PATCH_METHODS"
+    parser.add_argument("--methods", metavar="NAMES", help=words)
+    words = (
+        "run functions that are refused in low precision (binary_cross_entropy) in FP32; sets AMP_PATCH_ALLOW_BANNED"
+    )
+    parser.add_argument("--allow-banned", action="store_true", help=words)
+
+
+def set_casts(args: argparse.Namespace) -> None:
+    """Have this process and those that it starts follow the flags of `add_cast_arguments`."""
+    if args.methods is not None:
+        os.environ[METHODS] = args.methods
+    if args.allow_banned:
+        os.environ[BANNED] = "1"
 
 
 def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = None) -> None:
@@ -66,6 +85,7 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
         if _leave_working_directory():
             sys.path.insert(0, os.path.dirname(os.path.realpath(loader.path)))
         execute = partial(_run_file, loader, source, main)
+    set_casts(args)
     sys.argv = ["-m" if args.module else args.script, *args.arguments]
     begin(args.device)  # after the change of sys.path: `install` looks for a real Apex beside the script
     if args.device == "cpu":

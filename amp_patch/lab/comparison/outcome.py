@@ -59,7 +59,8 @@ def interrupted(run: Run) -> Failure:
 
 
 def _one_line(text: str) -> str:
-    return textwrap.shorten(without_control_codes(text), 300, placeholder=" ...")
+    # Our refusals end with the way out, within 500 characters.
+    return textwrap.shorten(without_control_codes(text), 500, placeholder=" ...")
 
 
 def _where(error: BaseException) -> str:

@@ -37,7 +37,7 @@ class ScriptRefused(SystemExit):
     def __init__(
         self, why: str, hint: str = "", *, line: bool = True, lines: str | None = None, then: str = "Add to it"
     ) -> None:
-        self.why = f"{why}{_where() if line else ''}"
+        self.why = f"{why}{where() if line else ''}"
         if lines is None:
             lines = _lightnings_lines() or _LINES + (f"\n{hint}" if hint else "")
             self.way_out = ""
@@ -49,18 +49,18 @@ class ScriptRefused(SystemExit):
 
 def _lightnings_lines() -> str:
     """The lines for a script whose training Lightning runs now; empty where it does not."""
-    packages = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in _frames()}
+    packages = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames()}
     package = next((name for name in ("lightning", "pytorch_lightning") if name in packages), None)
     return "" if package is None else _LIGHTNING_LINES.format(package=package)
 
 
-def _where() -> str:
+def where() -> str:
     """ " (train.py, line 31)": the innermost line that is neither an installed package's nor ours; empty if none."""
-    found = next(filter(None, (place(frame, frame.f_lineno) for frame in _frames())), None)
+    found = next(filter(None, (place(frame, frame.f_lineno) for frame in frames())), None)
     return "" if found is None else f" ({found})"
 
 
-def _frames() -> Iterator[FrameType]:
+def frames() -> Iterator[FrameType]:
     """The frames of this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -6,9 +6,9 @@ is a module that is called with gradients enabled while no other module's call i
 which an optimizer holds; of DistributedDataParallel and its kin it is the module inside. Optimizers are seen as they
 are made. Models with optimizers of their own (a GAN's two) are trainings of their own. Where one optimizer holds
 several models (an encoder's and a decoder's), these come one after another in the first forward; each time they are
-initialized again, together, which keeps the masters' values. O1's casts are installed with the first optimizer, where
-`initialize` would do it, and do nothing yet: in `F.mse_loss(model(x), y)` Python looks the loss function up before it
-calls the model.
+initialized again, together, which keeps the masters' values. O1's casts are installed before the script's first line,
+and do nothing yet: a script binds functions by `from torch import einsum`, in class bodies and in defaults, and in
+`F.mse_loss(model(x), y)` Python looks the loss function up before it calls the model.
 
 `torch.autograd.backward`, to which `Tensor.backward` leads, runs in a `scale_loss` of all optimizers that hold what the
 loss reaches: as in torch, a GAN's loss leaves gradients of both networks. What is no parameter (the image of an
@@ -33,6 +33,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from amp_patch.casts import install
 from amp_patch.environment import overridden
 from amp_patch.frontend import initialize, load_state_dict, loss_scale, state_dict
+from amp_patch.lab.unedited.banned_calls import BannedCalls
+from amp_patch.lab.unedited.called_alone import CalledAlone
+from amp_patch.lab.unedited.closures import refuse_lbfgs, refuse_unknown_use
 from amp_patch.lab.unedited.direct_forwards import DirectForwards
 from amp_patch.lab.unedited.exports import Exports
 from amp_patch.lab.unedited.handmade import HandmadeSteps
@@ -75,6 +78,7 @@ class UneditedScript(Observer):
     Attributes:
         backwards: how many losses a `scale_loss` of ours has scaled.
         native: the script's own autocasts and GradScalers, in whose place a level stands.
+        notes: what was done for the script that lines of ours would have said, a sentence each; on stderr too.
         processes: those that the script has started.
 
     Raises:
@@ -88,7 +92,10 @@ class UneditedScript(Observer):
                 f"UneditedScript: level {level!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero)"
             )
         self.level = level
-        self.native = NativePrecision(native, lambda: not (self._left_alone or self._is_of_ours()))
+        self.native = NativePrecision(native, self._applies)
+        self.notes: list[str] = []
+        self._banned = BannedCalls(self._say)
+        self._alone = CalledAlone(self._models, self._join, self._say)
         self._scale: Tensor | None = None  # the script's own GradScaler's, of the loss of this backward
         self._policy = resolve(*overridden(level, Options()))
         self.backwards = 0
@@ -111,14 +118,15 @@ class UneditedScript(Observer):
 
     def __enter__(self) -> UneditedScript:
         optimizer, patches = torch.optim.Optimizer, self._patches
+        if self._policy.patch_torch_functions and not install.installed():
+            patches.on_remove(lambda: None if self._initialized or self._left_alone else install.uninstall())
+            install.install(self._policy.op_lists)
         patches.set(optimizer, "__init__", self._wrap_init(optimizer.__init__))
         patches.set(optimizer, "add_param_group", self._wrap_add_param_group(optimizer.add_param_group))
         patches.set(nn.Module, "__call__", self._wrap_call(nn.Module.__call__))
         patches.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
-        self.native.install(patches)
-        self._pickles.install(patches)
-        self._direct_forwards.install(patches)
-        self.processes.install(patches)
+        for part in (self.native, self._banned, self._alone, self._pickles, self._direct_forwards, self.processes):
+            part.install(patches)
         if not self._policy.changes_nothing:
             Exports(self._models, self._direct_forwards.undone).install(patches)
         if not ddp.installed():  # now: a `no_sync()` may be entered before the first forward, which initializes
@@ -173,9 +181,6 @@ class UneditedScript(Observer):
         self._optimizers_made.append(weakref.ref(optimizer))
         self._groups_version += 1
         self._direct_forwards.tell_of(_params(innermost(optimizer)))
-        if self._policy.patch_torch_functions and not (install.installed() or self._is_of_ours()):
-            install.install(self._policy.op_lists)
-            self._patches.on_remove(lambda: None if self._initialized else install.uninstall())
 
     def _wrap_add_param_group(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -212,6 +217,14 @@ class UneditedScript(Observer):
             self._script_imports_us = imports_us(sys.modules.get("__main__"))
         return self._script_imports_us
 
+    def _applies(self) -> bool:
+        return not (self._left_alone or self._is_of_ours())
+
+    def _say(self, note: str) -> None:
+        if self._applies():
+            self.notes.append(note)
+            print(f"amp_patch: {note}", file=sys.stderr)
+
     # Models.
 
     def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,7 +246,7 @@ class UneditedScript(Observer):
         thread.inside = True
         try:
             self._forward_begins(module)
-            return call()
+            return call() if self._left_alone else self._alone.call(module, _inside(module), call)
         finally:
             thread.inside = False
 
@@ -265,7 +278,7 @@ class UneditedScript(Observer):
     def _initialize(self, model: nn.Module, optimizers: list[Any]) -> None:
         """Initialize these, and the models that share an optimizer with them once more; the loss scale goes on."""
         for optimizer in optimizers:
-            _refuse_lbfgs(innermost(optimizer))
+            refuse_lbfgs(innermost(optimizer))
         refuse_copies_of_shared(model, self._policy)
         held = {id(innermost(optimizer)) for optimizer in optimizers}
         joined = [t for t in self._initialized if any(id(innermost(o)) in held for o in _alive(t.optimizers))]
@@ -281,7 +294,8 @@ class UneditedScript(Observer):
         self._initializing = True
         try:
             scales = state_dict(earlier) if len(joined) == 1 else None
-            initialize(models, optimizers, opt_level=self.level)
+            methods = self._alone.methods_of(models)
+            initialize(models, optimizers, opt_level=self.level, allow_banned=True, methods=methods)
             if scales is not None:
                 load_state_dict(scales, optimizers)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -293,6 +307,11 @@ class UneditedScript(Observer):
         self._groups_version += 1
         for each in models:
             self._checked[each] = self._groups_version
+
+    def _join(self, part: nn.Module, model: nn.Module) -> None:
+        """`part`, a module inside of `model`, is a model of its own too from now on."""
+        given = (taken for taken in self._initialized if any(model is each for each in _alive(taken.models)))
+        self._initialize(part, [optimizer for taken in given for optimizer in _alive(taken.optimizers)])
 
     def _models(self) -> list[nn.Module]:
         return [model for taken in self._initialized for model in _alive(taken.models)]
@@ -390,7 +409,7 @@ class UneditedScript(Observer):
         name, result = base_class(optimizer).__name__, None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None and not isinstance(closure, ClosureAlreadyRun):
-            _refuse_unknown_use(optimizer)
+            refuse_unknown_use(optimizer)
             with torch.enable_grad():
                 done = ClosureAlreadyRun(closure())
             result = ((args[0], done, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": done})
@@ -407,25 +426,6 @@ def _inside(module: nn.Module) -> nn.Module:
     if isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
         inner = inner.module
     return module if inner is module else _inside(inner)
-
-
-def _refuse_lbfgs(optimizer: Any) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ScriptRefused(
-            "LBFGS evaluates its closure again and again inside of step()",
-            "inside of the closure, and compare --levels O0,O4: no other level can train so",
-        )
-
-
-def _refuse_unknown_use(optimizer: Any) -> None:
-    """Raise unless the optimizer is known to call its closure once, before all else, as torch's do save for LBFGS."""
-    _refuse_lbfgs(optimizer)
-    base = base_class(optimizer)
-    if base.__module__.partition(".")[0] != "torch":
-        raise ScriptRefused(
-            f"step() is given a closure, and what a {base.__name__} does with it is not known",
-            "and call what the closure does before step(), and step() without it",
-        )
 
 
 def _params(optimizer: Any) -> Iterator[Tensor]:

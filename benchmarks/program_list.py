@@ -1,0 +1,298 @@
+"""Which public programs public_programs.py tries: where they are, how they are run, what data they want."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from program_data import Prepare, cora, images, masks, mnist, names, text
+
+# Repository -> the commit that is tried.
+COMMITS = {
+    "eriklindernoren/PyTorch-GAN": "36d3c77e5ff20ebe0aeefd322326a134a279b93e",
+    "karpathy/makemore": "988aa59e4d8fefa526d06f3b453ad116258398d4",
+    "karpathy/minGPT": "37baab71b9abea1b76ab957409a1cc2fbfba8a26",
+    "karpathy/nanoGPT": "3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
+    "locuslab/TCN": "2f8c2b817050206397458dfd1f5a25ce8a32fe65",
+    "milesial/Pytorch-UNet": "21d7850f2af30a9695bbeea75f3136aa538cfc4a",
+    "pytorch/examples": "77f55b912142e11fcfdf5b530231fb9c52f181e8",
+    "pytorch/opacus": "4d0ebc84613d214fbfd37fbfd1390e3747a625ce",
+    "rtqichen/torchdiffeq": "657943acefa826ef04c025ebeb1ff5e9d60dc268",
+    "spro/char-rnn.pytorch": "282bcb6b15ab3929d6a588b455cfc0f19f32add4",
+    "tkipf/pygcn": "1600b5b748b3976413d1e307540ccc62605b4d6d",
+    "vwxyzjn/cleanrl": "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
+    "yunjey/pytorch-tutorial": "0500d3df5a2a8080ccfccbc00aca0eacc21818db",
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script, and what it wants.
+
+    Attributes:
+        name, kind: of the table.
+        repository: "owner/name" of COMMITS; "" for a script of library_scripts/, in the shape of a library's pages.
+        script: its path in the repository. It runs in its own folder, or in `cwd`.
+        arguments: its own.
+        prepare: writes its data.
+        before: a script of the repository, in the same folder, that makes what it needs of those.
+        packages: what pip installs for it, beside torch and NumPy.
+        path: folders of the repository that are importable.
+        offline: whether stand_ins/ stands for what downloads and uploads.
+    """
+
+    name: str
+    kind: str
+    repository: str
+    script: str
+    arguments: str = ""
+    prepare: Prepare = field(default=lambda folder: None)
+    before: str = ""
+    packages: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()
+    cwd: str | None = None
+    offline: bool = False
+
+    @property
+    def folder(self) -> str:
+        """Where it runs, in the repository."""
+        return str(Path(self.script).parent) if self.cwd is None else self.cwd
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({self.kind})"
+
+
+def example(name: str, kind: str, arguments: str = "", script: str = "main.py", **others: Any) -> Program:
+    shown = f"examples/{name}" if script == "main.py" else f"examples/{name}/{script.removesuffix('.py')}"
+    return Program(shown, kind, "pytorch/examples", f"{name}/{script}", arguments, **others)
+
+
+def of_library(name: str, kind: str, script: str, *packages: str) -> Program:
+    return Program(name, kind, "", f"{script}.py", packages=packages)
+
+
+VISION = ("torchvision",)
+GYM = ("gymnasium",)
+SMALL_GPT = (
+    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=1 --block_size=64 --n_layer=2 "
+    "--n_head=4 --n_embd=64 --log_interval=1 --max_iters=20"
+)
+WIKITEXT = text(*(f"data/wikitext-2/{name}.txt" for name in ("train", "valid", "test")), size=40_000)
+WORDS = "--epochs 1 --emsize 64 --nhid 64 --nlayers 2"
+CLEANRL: dict[str, Any] = {
+    "repository": "vwxyzjn/cleanrl",
+    "packages": (*GYM, "tyro", "tensorboard"),
+    "path": (".",),
+    "cwd": "cleanrl",
+}
+GAN = "--n_epochs 1 --n_cpu 0"
+
+PROGRAMS = [
+    Program(
+        "nanoGPT",
+        "GPT, autocast and a GradScaler",
+        "karpathy/nanoGPT",
+        "train.py",
+        SMALL_GPT,
+        text("data/shakespeare_char/input.txt"),
+        "data/shakespeare_char/prepare.py",
+        offline=True,
+    ),
+    *(
+        Program(
+            f"makemore --type {kind}",
+            f"{kind} over characters",
+            "karpathy/makemore",
+            "makemore.py",
+            f"--type {kind} --max-steps 20 --num-workers 0",
+            names(),
+            packages=("tensorboard",),
+        )
+        for kind in ("transformer", "rnn", "bow")
+    ),
+    Program(
+        "minGPT/chargpt",
+        "GPT",
+        "karpathy/minGPT",
+        "projects/chargpt/chargpt.py",
+        "--model.model_type=gpt-nano --data.block_size=32 --trainer.max_iters=20 --trainer.num_workers=0 "
+        "--trainer.batch_size=16",
+        text("input.txt"),
+        path=(".",),
+        offline=True,
+    ),
+    Program(
+        "minGPT/adder",
+        "GPT",
+        "karpathy/minGPT",
+        "projects/adder/adder.py",
+        "--trainer.max_iters=20 --trainer.num_workers=0",
+        path=(".",),
+        offline=True,
+    ),
+    example("mnist", "convnet", "--epochs 1", prepare=mnist(), packages=VISION),
+    example("mnist_hogwild", "processes of its own", "--epochs 1", prepare=mnist(), packages=VISION),
+    example(
+        "mnist_forward_forward",
+        "an optimizer a layer",
+        "--epochs 12 --train_size 200 --test_size 100",
+        prepare=mnist("data"),
+        packages=VISION,
+    ),
+    example("mnist_rnn", "LSTM", "--epochs 1", prepare=mnist(), packages=VISION),
+    example("siamese_network", "two branches, BCE", "--epochs 1 --batch-size 4", prepare=mnist(), packages=VISION),
+    example("vae", "VAE, BCE", "--epochs 2", prepare=mnist(), packages=VISION),
+    example(
+        "dcgan",
+        "GAN, BCE",
+        "--dataset fake --batchSize 8 --imageSize 64 --ngf 16 --ndf 16 --niter 1 --workers 0",
+        packages=VISION,
+    ),
+    example(
+        "word_language_model", "Transformer, SGD by hand", f"--model Transformer --nhead 2 {WORDS}", prepare=WIKITEXT
+    ),
+    example("word_language_model", "LSTM, SGD by hand", f"--model LSTM {WORDS}", prepare=WIKITEXT),
+    example("word_language_model", "LSTM, AdamW", f"--model LSTM --use-optimizer {WORDS}", prepare=WIKITEXT),
+    example(
+        "time_sequence_prediction",
+        "LSTM, LBFGS, FP64",
+        "--steps 1",
+        "train.py",
+        before="generate_sine_wave.py",
+        packages=("matplotlib",),
+    ),
+    example("reinforcement_learning", "policy gradient", "", "reinforce.py", packages=GYM),
+    example("reinforcement_learning", "policy gradient", "", "actor_critic.py", packages=GYM),
+    example("regression", "SGD by hand"),
+    example(
+        "super_resolution",
+        "convnet",
+        "--upscale_factor 2 --batchSize 4 --nEpochs 3 --threads 0",
+        prepare=images("dataset/BSDS300/images/train", "dataset/BSDS300/images/test", size=96),
+        packages=(*VISION, "six"),
+    ),
+    example("gcn", "graph, sparse products", "--epochs 20", prepare=cora(), offline=True),
+    example("gat", "graph attention", "--epochs 20 --hidden-dim 16 --num-heads 2", prepare=cora(), offline=True),
+    example("imagenet", "ResNet-18", "--dummy -a resnet18 -b 2 -j 0 --epochs 1", packages=VISION),
+    of_library("timm, ViT", "vision transformer", "timm_vit", "torchvision", "timm"),
+    of_library("timm, ConvNeXt", "convnet, average of weights", "timm_convnext", "torchvision", "timm"),
+    of_library("PyTorch Geometric, GCN", "graph, forward(data)", "pyg_gcn", "torch-geometric"),
+    of_library("PyTorch Geometric, batches", "graphs, forward(batch)", "pyg_batches", "torch-geometric"),
+    of_library("diffusers", "diffusion, U-Net", "diffusers_unet", "diffusers"),
+    of_library("denoising-diffusion-pytorch", "diffusion, U-Net", "ddpm", "torchvision", "denoising-diffusion-pytorch"),
+    of_library("denoising-diffusion-pytorch, 1D", "diffusion", "ddpm_1d", "torchvision", "denoising-diffusion-pytorch"),
+    of_library("x-transformers, decoder", "GPT", "x_transformers_decoder", "x-transformers"),
+    of_library("x-transformers, encoder and decoder", "Transformer", "x_transformers_encoder", "x-transformers"),
+    of_library("vit-pytorch, ViT", "vision transformer", "vit", "torchvision", "vit-pytorch"),
+    of_library("vit-pytorch, DeepViT", "vision transformer", "deepvit", "torchvision", "vit-pytorch"),
+    of_library("Lightning", "autoencoder", "lightning_autoencoder", "lightning"),
+    of_library("transformers, Trainer", "BERT", "transformers_trainer", "transformers", "accelerate"),
+    of_library("transformers, a loop", "GPT-2", "transformers_loop", "transformers"),
+    of_library("accelerate", "MLP", "accelerate_loop", "accelerate"),
+    # Ten more, and what came of trying them.
+    Program(
+        "pygcn",
+        "graph, sparse products",
+        "tkipf/pygcn",
+        "pygcn/train.py",
+        "--epochs 20",
+        cora("../data/cora"),
+        packages=("scipy",),
+        path=(".",),
+    ),
+    Program(
+        "char-rnn.pytorch",
+        "GRU over characters",
+        "spro/char-rnn.pytorch",
+        "train.py",
+        "input.txt --n_epochs 20 --chunk_len 40 --batch_size 8",
+        text("input.txt"),
+        packages=("unidecode", "tqdm"),
+    ),
+    Program(
+        "Pytorch-UNet",
+        "U-Net, autocast and a GradScaler",
+        "milesial/Pytorch-UNet",
+        "train.py",
+        "--epochs 1 --batch-size 1 --scale 0.5",
+        masks,
+        packages=("torchvision", "tqdm"),
+        offline=True,
+    ),
+    Program(
+        "cleanrl dqn",
+        "Q-learning",
+        script="cleanrl/dqn.py",
+        arguments="--total-timesteps 400 --learning-starts 100 --batch-size 32",
+        **CLEANRL,
+    ),
+    Program(
+        "cleanrl ppo",
+        "actor and critic",
+        script="cleanrl/ppo.py",
+        arguments="--total-timesteps 1024 --num-envs 2",
+        **CLEANRL,
+    ),
+    Program(
+        "PyTorch-GAN gan",
+        "GAN, BCE",
+        "eriklindernoren/PyTorch-GAN",
+        "implementations/gan/gan.py",
+        GAN,
+        mnist("../../data/mnist"),
+        packages=VISION,
+    ),
+    Program(
+        "PyTorch-GAN wgan_gp",
+        "GAN, penalty on gradients",
+        "eriklindernoren/PyTorch-GAN",
+        "implementations/wgan_gp/wgan_gp.py",
+        GAN,
+        mnist("../../data/mnist"),
+        packages=VISION,
+    ),
+    Program(
+        "TCN adding_problem",
+        "dilated convolutions, weight norm",
+        "locuslab/TCN",
+        "TCN/adding_problem/add_test.py",
+        "--cuda --epochs 1 --seq_len 40 --levels 3",
+    ),
+    Program(
+        "torchdiffeq ode_demo",
+        "ODE solver",
+        "rtqichen/torchdiffeq",
+        "examples/ode_demo.py",
+        "--niters 12 --data_size 100",
+        packages=("torchdiffeq",),
+    ),
+    Program(
+        "pytorch-tutorial bidirectional RNN",
+        "LSTM",
+        "yunjey/pytorch-tutorial",
+        "tutorials/02-intermediate/bidirectional_recurrent_neural_network/main.py",
+        prepare=mnist("../../data"),
+        packages=VISION,
+    ),
+    Program(
+        "pytorch-tutorial VAE",
+        "VAE, BCE",
+        "yunjey/pytorch-tutorial",
+        "tutorials/03-advanced/variational_autoencoder/main.py",
+        prepare=mnist("../../data"),
+        packages=VISION,
+    ),
+    Program(
+        "opacus mnist",
+        "private SGD, gradients a sample",
+        "pytorch/opacus",
+        "examples/mnist.py",
+        "--device cpu -n 1 -b 32 --data-root data",
+        mnist("data"),
+        packages=(*VISION, "opacus", "tqdm"),
+    ),
+    of_library("GPyTorch", "Gaussian process", "gpytorch_regression", "gpytorch"),
+    of_library("pytorch-metric-learning", "triplets", "metric_learning", "pytorch-metric-learning"),
+]

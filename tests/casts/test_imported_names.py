@@ -1,0 +1,111 @@
+"""Functions of torch's that a script has bound before the casts exist, by `from torch import einsum` and its like."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from conftest import WRAPPERS
+from torch import nn
+from torch.nn import functional as F
+
+from amp_patch import amp
+from amp_patch.casts import install
+
+LOW = torch.bfloat16
+SOURCE = """
+import torch
+from torch import einsum, nn
+from torch.nn import functional as F
+from torch.nn.functional import linear, softmax
+
+class Net(nn.Module):
+    soft = staticmethod(F.softmax)
+    product = torch.mm
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.act = nn.Parameter(torch.ones(4, 4)), F.softmax
+
+    def forward(self, x, last=F.softmax):
+        low = [einsum("ij,jk->ik", x, self.weight), linear(x, self.weight), self.product(x, self.weight)]
+        raised = [softmax(low[0], -1), self.soft(low[0], -1), self.act(low[0], -1), last(low[0], -1)]
+        self.types = [[each.dtype for each in both] for both in (low, raised)]
+        return sum(raised).sum() + sum(low).sum()
+"""
+O1S = [[LOW] * 3, [torch.float32] * 4]
+
+
+@pytest.fixture
+def script() -> Iterator[Any]:
+    module = types.ModuleType("script_with_imported_names")
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+@pytest.mark.parametrize("backend", WRAPPERS)
+@pytest.mark.parametrize("first", ["script", "casts"])
+def test_bound_functions_are_cast_at_o4_and_torchs_own_after_restore(script: Any, backend: str, first: str) -> None:
+    with install.use_backend(backend):
+        if first == "casts":
+            install.install()
+        exec(SOURCE, vars(script))
+        if first == "casts":
+            install.uninstall()  # what was imported meanwhile keeps its wrappers, which call straight through
+        net = script.Net()
+        net(torch.ones(2, 4))
+        assert net.types == [[torch.float32] * 3, [torch.float32] * 4]
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer = amp.initialize(net, optimizer, opt_level="O4")
+        net(torch.ones(2, 4)).backward()
+        assert net.types == O1S
+        amp.restore()
+        net(torch.ones(2, 4))
+        assert net.types == [[torch.float32] * 3, [torch.float32] * 4]
+        if first == "script":
+            assert [script.einsum, script.linear, script.softmax] == [torch.einsum, F.linear, F.softmax]
+            assert [net.act, net.soft, script.Net.product] == [F.softmax, F.softmax, torch.mm]
+            assert script.Net.forward.__defaults__ == (F.softmax,)
+
+
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_levels_without_casts_leave_bound_functions_alone(script: Any, level: str) -> None:
+    exec(SOURCE, vars(script))
+    names = dict(vars(script))
+    net = script.Net()
+    amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level=level)
+    assert dict(vars(script)) == names and net.act is F.softmax
+
+
+def test_copies_of_a_model_go_on_with_the_functions_that_it_holds() -> None:
+    net = nn.Linear(2, 2)
+    net.act, net.bound = F.softmax, partial(F.softmax, dim=-1)
+    amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level="O4")
+    low = torch.ones(2, 2, dtype=LOW)
+    for each in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert each.act(low, -1).dtype is each.bound(low).dtype is torch.float32
+    twin = copy.deepcopy(net)
+    amp.restore()
+    assert net.act is net.bound.func is F.softmax and twin.act(low, -1).dtype is LOW
+
+
+def products(x: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("ij,jk->ik", [x, x]) + F.softmax(x, -1) + F.linear(x, x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("backend", WRAPPERS)
+def test_torch_jit_compiles_functions_while_wrappers_are_there(backend: str) -> None:
+    x = torch.rand(4, 4)
+    with install.use_backend(backend):
+        install.install()
+        scripted = torch.jit.script(products)
+        assert torch.equal(scripted(x), products(x))

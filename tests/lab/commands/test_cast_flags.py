@@ -1,0 +1,75 @@
+"""--methods and --allow-banned of `run` and `compare`: what an edited script has not said to `initialize`."""
+
+from __future__ import annotations
+
+import pytest
+from scripts import start_script
+
+from amp_patch.lab.comparison.outcome import failure
+from amp_patch.lab.recording.recorder import Recorder
+from amp_patch.lab.recording.run import Run, loads
+
+CODER = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from amp_patch import amp
+
+class Coder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enc, self.dec = nn.Linear(4, 2), nn.Linear(2, 4)
+
+    def decode(self, z):
+        return torch.sigmoid(self.dec(z))
+
+    def forward(self, x):
+        return self.decode(self.enc(x))
+
+torch.manual_seed(0)
+net = Coder()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net, optimizer = amp.initialize(net, optimizer, opt_level="O1", verbosity=0)
+for step in range(2):
+    out, made = net(torch.rand(8, 4)), net.decode(torch.rand(8, 2))
+    loss = F.binary_cross_entropy(out, torch.ones(8, 4)) + made.float().mean()
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("flag, level", [("--methods=decode", "O5"), ("--allow-banned", "O4")])
+def test_run(flag, level, tmp_path):
+    refused = start_script(tmp_path, CODER, "-m", "amp_patch", "run", AMP_PATCH_OPT_LEVEL=level)
+    assert refused.returncode == 1 and ("methods=" if level == "O5" else "allow_banned=True") in refused.stderr
+    done = start_script(tmp_path, CODER, "-m", "amp_patch", "run", flag, AMP_PATCH_OPT_LEVEL=level)
+    assert done.returncode == 0 and "runs in FP32" not in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_compare(tmp_path):
+    command = ["-m", "amp_patch", "compare", "--levels", "O4,O5", "--seeds", "1"]
+    start_script(tmp_path, CODER, *command)
+    o0, o4, o5 = [Run.from_dict(run) for run in loads((tmp_path / "amp_compare/report.json").read_text())["runs"]]
+    assert o0.error is None and "pass allow_banned=True to initialize() to run it in FP32" in o4.error
+    assert "name it: initialize(..., methods=('decode',))" in o5.error
+    done = start_script(tmp_path, CODER, *command, "--methods", "decode", "--allow-banned")
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [Run.from_dict(run) for run in loads((tmp_path / "amp_compare/report.json").read_text())["runs"]]
+    assert [(run.level, run.error, run.steps) for run in runs] == [(level, None, 2) for level in ("O0", "O4", "O5")]
+
+
+def test_a_refusal_is_whole_in_the_words_of_a_failed_run():
+    import torch
+
+    from amp_patch import amp
+
+    net = torch.nn.Linear(2, 2)
+    amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level="O4")
+    with pytest.raises(NotImplementedError) as caught:
+        torch.nn.functional.binary_cross_entropy(net(torch.ones(1, 2)).sigmoid(), torch.ones(1, 2))
+    with Recorder([]) as recorder:
+        words = failure(recorder, Run("O4"), caught.value).words
+    assert words == f"NotImplementedError: {caught.value}" and words.endswith("to initialize() to run it in FP32")

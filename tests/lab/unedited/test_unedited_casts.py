@@ -1,0 +1,252 @@
+"""What torch.autocast casts by itself in scripts that know torch alone, and our levels cast too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from training import LEVELS
+from unedited import edited, run_source
+
+from amp_patch import amp
+from amp_patch.casts import install
+from amp_patch.lab.unedited.script import UneditedScript
+
+IMPORTS = """
+import torch
+from torch import einsum, nn
+from torch.nn import functional as F
+from torch.nn.functional import linear, softmax
+
+torch.manual_seed(0)
+losses, types = [], []
+
+class Net(nn.Module):
+    soft = staticmethod(F.softmax)
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.act = nn.Parameter(torch.randn(4, 4) / 4), F.softplus
+
+    def forward(self, x, last=torch.exp):
+        x = linear(einsum("ij,jk->ik", x, self.weight), self.weight)
+        types.append([x.dtype, softmax(x, -1).dtype, self.act(x).dtype])
+        return softmax(x, -1) + self.soft(x, -1) + self.act(x) + last(x)
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(3):
+    loss = F.mse_loss(net(torch.randn(8, 4)), torch.ones(8, 4))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.detach())
+"""
+BY_ATTRIBUTE = IMPORTS.replace("linear(einsum(", "F.linear(torch.einsum(").replace("softmax(x", "F.softmax(x")
+BY_ATTRIBUTE = BY_ATTRIBUTE.replace("self.soft(", "F.softmax(").replace("self.act(", "F.softplus(")
+BY_ATTRIBUTE = BY_ATTRIBUTE.replace("last(x)", "torch.exp(x)").replace("F.F.", "F.")
+
+
+def run(script: str, level: str) -> dict[str, object]:
+    with UneditedScript(level):
+        return run_source(script)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_functions_imported_by_name_are_those_of_torchs_namespace(level: str) -> None:
+    found, wanted = run(IMPORTS, level), run(BY_ATTRIBUTE, level)
+    assert found["types"] == wanted["types"] and torch.equal(
+        torch.stack(found["losses"]), torch.stack(wanted["losses"])
+    )
+    if level in ("O1", "O4"):
+        low = torch.float16 if level == "O1" else torch.bfloat16
+        assert found["types"] == [[low, torch.float32, torch.float32]] * 3
+
+
+def test_casts_are_there_for_the_imports_and_gone_after_a_script_that_trained_nothing() -> None:
+    functional = torch.nn.functional
+    before = functional.linear
+    with UneditedScript("O1"):
+        assert functional.linear is not before
+        assert functional.linear(torch.ones(1, 2), torch.ones(1, 2)).dtype is torch.float32, "no level acts yet"
+    assert functional.linear is before and not install.installed()
+    for level in ("O0", "O2"):
+        with UneditedScript(level):
+            assert functional.linear is before
+
+
+BANNED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+losses = []
+net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid())
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    out = net(torch.rand(16, 4))
+    loss = F.binary_cross_entropy(out, torch.ones(16, 8)) + nn.BCELoss()(out, torch.zeros(16, 8))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.detach())
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_binary_cross_entropy_runs_in_fp32_and_is_told_of_once(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    in_fp32 = BANNED.replace("out = net(torch.rand(16, 4))", "out = net(torch.rand(16, 4)).float()")
+    script = UneditedScript(level)
+    with script:
+        found = run_source(BANNED)["losses"]
+    told = capsys.readouterr().err.splitlines()
+    assert torch.equal(torch.stack(found), torch.stack(run(in_fp32, level)["losses"]))
+    if level in ("O1", "O4"):
+        (note,) = script.notes
+        assert note.startswith("binary_cross_entropy runs in FP32 (train.py, line 12)") and told == [
+            f"amp_patch: {note}"
+        ]
+    else:
+        assert script.notes == told == []
+
+
+def test_the_environment_may_have_it_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMP_PATCH_ALLOW_BANNED", "0")
+    with pytest.raises(NotImplementedError, match="binary_cross_entropy: got"):
+        run(BANNED, "O1")
+
+
+METHODS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enc, self.dec, self.seen = nn.Linear(8, 4), nn.Linear(4, 8), 0
+
+    def encode(self, x):
+        return self.enc(x)
+
+    def decode(self, z):
+        return torch.sigmoid(self.dec(F.relu(z)))
+
+    def loss(self, out, x):
+        types.append((out.dtype, self.enc.weight.dtype))
+        return F.mse_loss(out, x) + 0 * self.dec(self.enc(self(x))).sum().detach() if self.seen else F.mse_loss(out, x)
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+torch.manual_seed(0)
+losses, types = [], []
+net = VAE()
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL, methods=("decode", "encode"))
+for step in range(4):
+    x = torch.rand(16, 8)
+    loss = net.loss(net(x), x) + net.decode(torch.randn(3, 4)).mean()
+    optimizer.zero_grad()
+    loss.backward() #optimizer
+    optimizer.step()
+    losses.append(loss.detach())
+    with torch.no_grad():
+        losses.append(net.decode(torch.randn(2, 4)).sum())
+        losses.append(net.encode(torch.randn(2, 8)).sum())
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_methods_called_by_themselves_are_cast_as_forward_is(level: str) -> None:
+    found = run(METHODS, level)
+    with_lines = run_source(edited(METHODS), amp=amp, LEVEL=level)
+    assert torch.equal(torch.stack(found["losses"]), torch.stack(with_lines["losses"]))
+    if level not in ("O1", "O4"):  # what works as it is, `loss`, is not cast
+        assert {out for out, _ in found["types"]} == {torch.float32}
+
+
+PARTS = METHODS.replace("net.decode(torch.randn(3, 4))", "net.dec(torch.randn(3, 4))")
+PARTS = PARTS.replace("net.decode(torch.randn(2, 4))", "net.dec(torch.randn(2, 4))")
+PARTS = PARTS.replace("net.encode(torch.randn(2, 8))", "net.enc(torch.randn(2, 8))")
+PARTS = PARTS.replace(
+    'initialize(net, optimizer, opt_level=LEVEL, methods=("decode", "encode"))',
+    "initialize([net, net.dec, net.enc], optimizer, opt_level=LEVEL); net = net[0]",
+)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_modules_of_a_model_that_are_called_by_themselves_are_cast(level: str) -> None:
+    found = run(PARTS, level)
+    with_lines = run_source(edited(PARTS), amp=amp, LEVEL=level)
+    assert torch.equal(torch.stack(found["losses"]), torch.stack(with_lines["losses"]))
+
+
+def test_errors_that_are_not_about_types_are_the_scripts_own() -> None:
+    broken = METHODS.replace("torch.randn(3, 4)", "torch.randn(3, 5)")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        run(broken, "O5")
+
+
+MADE = """
+import math
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Denoiser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.time, self.body, self.out = nn.Linear(8, 16), nn.Linear(4, 16), nn.Linear(16, 4)
+        self.norm, self.mixer = nn.LayerNorm(8), nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x, t):
+        angles = t[:, None].float() * torch.exp(-math.log(1e4) * torch.arange(4) / 4)
+        made = self.norm(torch.cat([angles.sin(), angles.cos()], 1))
+        h = self.body(x) + self.time(made)
+        mixed, _ = self.mixer(h[None], (h + torch.linspace(0, 1, 16))[None], h[None], need_weights=False)
+        types.append(h.dtype)
+        return self.out(F.silu(h + mixed[0]))
+
+torch.manual_seed(0)
+losses, types = [], []
+net = Denoiser()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    x, t = torch.randn(8, 4), torch.randint(100, (8,))
+    loss = F.mse_loss(net(x, t), x)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.detach())
+"""
+BY_HAND = MADE.replace("self.norm(torch.cat([angles.sin(), angles.cos()], 1))", "F.layer_norm(CAT, (8,), *NORM)")
+BY_HAND = BY_HAND.replace("CAT", "torch.cat([angles.sin(), angles.cos()], 1)")
+BY_HAND = BY_HAND.replace("*NORM", "self.norm.weight.float(), self.norm.bias.float()")
+BY_HAND = BY_HAND.replace("self.time(made)", "self.time(made.to(self.time.weight.dtype))")
+BY_HAND = BY_HAND.replace("torch.linspace(0, 1, 16))[None]", "torch.linspace(0, 1, 16)).to(h.dtype)[None]")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tensors_that_a_forward_makes_are_cast_where_they_meet_low_weights(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = UneditedScript(level)
+    with script:
+        found = run_source(MADE)
+    told = capsys.readouterr().err.splitlines()
+    wanted = run(BY_HAND, level)
+    assert torch.equal(torch.stack(found["losses"]), torch.stack(wanted["losses"]))
+    if level in ("O2", "O3", "O5"):
+        assert "train.py, line 15" in script.notes[0] and told == [f"amp_patch: {note}" for note in script.notes]
+        assert len(script.notes) == 1 and capsys.readouterr().err == "", "by hand nothing is mixed"
+    else:
+        assert script.notes == told == []
+
+
+def test_with_lines_of_ours_the_error_names_module_line_and_way_out() -> None:
+    lines = "net, optimizer = amp.initialize(net, optimizer, opt_level='O5')\nfor step in range(3):"
+    with pytest.raises(RuntimeError) as caught:
+        run_source(MADE.replace("for step in range(3):", lines), amp=amp)
+    words = str(caught.value)
+    assert "module 'norm' of Denoiser (train.py, line 15) mixes types" in words and "keep_fp32" in words

@@ -1,0 +1,131 @@
+"""held_names.py: a replaced function is replaced wherever a module that uses torch holds it, and put back exactly."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_patch.support.held_names import replace_in_attributes, replace_in_modules
+from amp_patch.support.patches import Patches
+
+SOURCE = """
+import functools
+import torch
+from torch import einsum
+
+ACTS = {"a": einsum, "b": functools.partial(einsum, "ij->ji")}
+KEYS = {einsum: 1}
+TUPLE = (einsum,)
+LIST = [einsum]
+PARTIAL = functools.partial(einsum, "ij->ji")
+
+def decorate(function):
+    @functools.wraps(function)
+    def call(*args):
+        return function(*args)
+    return call
+
+named = decorate(einsum)
+
+def by_default(x, f=einsum, *, g=einsum):
+    return f, g
+
+class Net:
+    act = staticmethod(einsum)
+
+    @classmethod
+    def made(cls, f=einsum):
+        return f
+
+    @property
+    def shown(self, f=einsum):
+        return f
+
+    def method(self, f=einsum):
+        return f
+"""
+
+
+def other(*args: Any) -> str:
+    return "other"
+
+
+REPLACED = {id(torch.einsum): (torch.einsum, other)}
+
+
+@pytest.fixture
+def holder() -> Iterator[Any]:
+    module = types.ModuleType("holder_of_names")
+    sys.modules[module.__name__] = module
+    exec(SOURCE, vars(module))
+    yield module
+    del sys.modules[module.__name__]
+
+
+def held(module: Any) -> list[Any]:
+    """What the module holds in each place that is served."""
+    net = module.Net()
+    places = [module.einsum, module.ACTS["a"], module.ACTS["b"].func, module.PARTIAL.func, *module.by_default(0)]
+    return [*places, module.named.__closure__[0].cell_contents, net.act, net.made(), net.shown, net.method()]
+
+
+def test_each_place_is_replaced_and_put_back(holder: Any) -> None:
+    patches = Patches()
+    before = dict(vars(holder)), dict(vars(holder.Net)), holder.ACTS["b"], holder.PARTIAL
+    replace_in_modules(patches, REPLACED)
+    assert held(holder) == [other] * 11
+    assert holder.PARTIAL is before[3] and holder.PARTIAL(torch.ones(1, 1)) == "other"
+    assert [*holder.KEYS, *holder.TUPLE, *holder.LIST] == [torch.einsum] * 3
+    patches.remove()
+    assert held(holder) == [torch.einsum] * 11
+    assert (dict(vars(holder)), dict(vars(holder.Net)), holder.ACTS["b"], holder.PARTIAL) == before
+    assert holder.PARTIAL.args == ("ij->ji",)
+
+
+def test_what_somebody_assigned_meanwhile_stays(holder: Any) -> None:
+    patches = Patches()
+    replace_in_modules(patches, REPLACED)
+    holder.einsum, holder.ACTS["a"], holder.Net.act = 1, 2, 3
+    del holder.by_default
+    patches.remove()
+    assert (holder.einsum, holder.ACTS["a"], holder.Net.act) == (1, 2, 3)
+
+
+def test_lazy_modules_and_those_of_torch_are_left_alone(holder: Any) -> None:
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"{name} of a lazy module was looked at")
+
+    class Proxy:
+        @property
+        def __class__(self) -> Any:
+            raise AssertionError("a proxy was asked for its class")
+
+    sys.modules["lazy_of_names"] = Lazy("lazy_of_names")
+    sys.modules["no_module_of_names"] = Proxy()  # type: ignore[assignment]
+    holder.proxy = Proxy()
+    patches = Patches()
+    try:
+        replace_in_modules(patches, REPLACED)
+        assert holder.einsum is other and torch.functional.einsum is not other
+    finally:
+        patches.remove()
+        del sys.modules["lazy_of_names"], sys.modules["no_module_of_names"]
+
+
+def test_attributes_of_modules() -> None:
+    net = nn.Sequential(nn.Linear(1, 1))
+    net[0].act, net[0].acts = torch.einsum, [torch.einsum, {"a": torch.einsum}]
+    net.table, net.bound = {"a": torch.einsum}, functools.partial(torch.einsum, "ij->ji")
+    patches = replace_in_attributes(net.modules(), REPLACED)
+    found = [net[0].act, net[0].acts[0], net.table["a"], net.bound.func]
+    patches.remove()
+    after = [net[0].act, net[0].acts[0], net.table["a"], net.bound.func]
+    assert (found, after) == ([other] * 4, [torch.einsum] * 4)
