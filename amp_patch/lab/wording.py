@@ -171,6 +171,11 @@ def percent(share: float) -> str:
     return "<0.1 %" if share < 0.001 else ">99 %" if share > 0.99 else f"{two(100 * share)} %"
 
 
+def fine_percent(share: float) -> str:
+    """A small share in a sentence: "0.4 %"."""
+    return f"{100 * share:.1g} %" if share < 0.01 else f"{100 * share:.2g} %"
+
+
 def whole_percent(share: float) -> str:
     """A share in a sentence, without digits behind the point; more than 1, too."""
     return f"{100 * share:.0f} %"

@@ -8,7 +8,7 @@ from typing import Any
 
 from amp_patch.lab.commands import batch_search
 from amp_patch.lab.commands.run import add_cast_arguments
-from amp_patch.lab.comparison.plan import LEVELS, Plan, quick_levels
+from amp_patch.lab.comparison.plan import LEVELS, MIN_GAIN, Plan, quick_levels
 from amp_patch.policy import OPT_LEVELS
 
 _EPILOG = """
@@ -56,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed-flag", metavar="FLAG", help="the script's own option for a seed")
     add("--metric", default="loss", help="compare by this name of amp.log's (default: the training loss)")
     add("--maximize", action="store_true", help="more of the metric is better")
+    add(
+        "--min-gain",
+        type=float,
+        default=100 * MIN_GAIN,
+        metavar="PERCENT",
+        help="recommend no level for its memory that saves less of all that the training takes (default %(default)g)",
+    )
     add("--inspect", action="store_true", help="look at exponents, overflows and errors with amp.inspect; costs time")
     add("--one-by-one", action="store_true", help="let each run end before the next begins")
     batch_search.add_arguments(parser)
@@ -103,4 +110,5 @@ def plan_of(args: argparse.Namespace) -> Plan:
         metric=args.metric,
         maximize=args.maximize,
         inspect=args.inspect,
+        min_gain=args.min_gain,
     )

@@ -64,6 +64,7 @@ def comparison_of(
         told,
         to_judge=f"--levels {levels} --seeds {SEEDS}" if args.quick else "",
         asked_runs=asked,
+        min_gain=plan.min_gain / 100,
         command=shlex.join([*device, *script, *args.arguments]),
     )
 

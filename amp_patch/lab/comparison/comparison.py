@@ -7,14 +7,14 @@ from functools import cached_property
 from typing import Any
 
 from amp_patch.lab.comparison import measures
-from amp_patch.lab.comparison.judge import SIGNIFICANCE, SKIPPED_SHARE, SKIPPED_STEPS, judge
+from amp_patch.lab.comparison.judge import COLLAPSED_RANGES, SIGNIFICANCE, SKIPPED_SHARE, SKIPPED_STEPS, judge
 from amp_patch.lab.comparison.level_result import LevelResult, level_dict, measured, seeds_change_nothing, went_well
 from amp_patch.lab.comparison.measures import ALIKE, LOSS
-from amp_patch.lab.comparison.plan import BASELINE
+from amp_patch.lab.comparison.plan import BASELINE, MIN_GAIN
 from amp_patch.lab.comparison.recommendation import Recommendation, recommend, summary
 from amp_patch.lab.comparison.verdict import failures_in_words, verdict
 from amp_patch.lab.recording.run import INTERRUPTED, Run
-from amp_patch.lab.wording import counted, lacks, listed, metric_in_words, whole_percent
+from amp_patch.lab.wording import counted, fine_percent, lacks, listed, metric_in_words, type_name, whole_percent
 
 FEW_STEPS = 30  # fewer tell little of a loss, of a loss scale that finds its height, or of a step's time
 
@@ -34,6 +34,7 @@ class Comparison:
         machine: what it ran on, as `machine()` tells.
         to_judge: of a first look with one seed the options of `compare` that judge it; else "".
         asked_runs: how many runs there should be, if that was said.
+        min_gain: the share of the memory that a level must save to be recommended for it.
         command: what `python -m amp_patch run` is given to train the same; "" where that is no script.
 
     Raises:
@@ -49,6 +50,7 @@ class Comparison:
     to_judge: str = ""
     asked_runs: int | None = None
     command: str = ""
+    min_gain: float = MIN_GAIN
 
     def __post_init__(self) -> None:
         for level in self._groups:
@@ -108,14 +110,24 @@ class Comparison:
                 f"result of {base}'s seeds; a difference smaller than this spread is not seen.",
                 "Differs: it lies outside, and Student's paired t-test over the seeds (two-sided) rejects at",
                 f"{whole_percent(SIGNIFICANCE)} that there is no difference; each level is tested by itself.",
-                "Undecided: it lies outside, and the test does not reject that, or there is only one seed.",
-                "To lie outside on the better side is no reason against a level. One of which a run diverged (its",
-                "result is missing or not finite) is not to be used; one of which a run skipped more than half of its",
-                f"steps, or more than {whole_percent(SKIPPED_SHARE)} and {SKIPPED_STEPS} of them, is not recommended.",
+                "Undecided: it lies outside on the worse side, and the test does not reject that, or there is only one",
+                "seed. No worse: it lies outside on the better side, and the test does not reject that. Better is held",
+                "to the test that worse is. A level of which a run diverged (its result is missing or not finite) or",
+                "collapsed is not to be used, whatever the test says: collapsed is one whose result is worse than all",
+                f"of {base}'s by more than {COLLAPSED_RANGES} times their range and by more than half of what",
+                f"{base}'s training gained, from where it began to its worst result (of a metric that is logged once",
+                "by more than 10 % of it; with one seed, by its training loss: by more than that loss ever moved).",
+                "Losses that a model returns in BF16 or FP16 are rounded to steps before they are recorded: a mean",
+                "that is off by less than a step is within. Not recommended is a level of which a run skipped more",
+                "than half of its",
+                f"steps, or more than {whole_percent(SKIPPED_SHARE)} and {SKIPPED_STEPS} of them.",
                 "Times: the median step of each run, without the first tenth of the steps; the speed is the ratio of",
                 "the runs' medians, its range that of the ratios of each seed. A level is faster or slower only if it",
                 "is with all seeds (with one: if the quartiles of its step times are), slower only by more than",
                 f"{whole_percent(ALIKE - 1)} in the median; within that memory counts more than time.",
+                f"Memory counts where every run saves more than {fine_percent(self.min_gain)} of all that the training",
+                "takes (on a CPU of the process, where that is known), and where the speed is not clear, more than the",
+                "share of time that the level may cost.",
                 "O3, which keeps no FP32 weights, is recommended only where it is compared alone.",
             ]
         )
@@ -123,7 +135,8 @@ class Comparison:
     @cached_property
     def recommendation(self) -> Recommendation | None:
         """None where there is nothing to compare."""
-        return recommend(self.levels, self.baseline) if self.baseline is not None and self.comparable else None
+        base = self.baseline
+        return None if base is None or not self.comparable else recommend(self.levels, base, self.min_gain)
 
     @property
     def recommended(self) -> LevelResult | None:
@@ -202,11 +215,23 @@ class Comparison:
         lines += [f"{'all runs' if len(names) == len(well) else listed(names)}: {t}" for t, names in notes.items()]
         if self.metric == LOSS and len({run.steps for run in well}) > 1:
             lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
+        lines += self._rounded_losses
         base = self._base
         if base is not None and base.level != BASELINE and any(level.level == BASELINE for level in self._groups):
             lines.append(f"{BASELINE} gave no results; the others are compared with {base.name}")
         if base is not None and seeds_change_nothing(base):
             lines.append(f"all seeds of {base.name} gave the same losses to the bit: they are one seed to the test")
+        return lines
+
+    @property
+    def _rounded_losses(self) -> list[str]:
+        """Of the levels whose losses were rounded before they were recorded: to which type, and to which steps."""
+        lines = []
+        for level in self._groups:
+            dtype = measures.loss_type(level.runs)
+            if dtype is not None and self.metric == LOSS and level.mean:
+                step = fine_percent(measures.loss_step(level.runs, level.mean) / abs(level.mean))
+                lines.append(f"{level.name}'s losses were recorded in {type_name(dtype)}: steps of {step}")
         return lines
 
     @property
@@ -240,6 +265,7 @@ class Comparison:
             "to_judge": self.to_judge,
             "asked_runs": self.asked_runs,
             "command": self.command,
+            "min_gain": self.min_gain,
             "comparable": self.comparable,
             "summary": self.summary,
             "test": self.test,
@@ -253,7 +279,7 @@ class Comparison:
     def from_dict(cls, values: dict[str, Any]) -> Comparison:
         """The comparison of which `to_dict` gave `values`; what is computed is computed again, from the runs."""
         given = {name: values[name] for name in ("title", "metric", "maximize", "asked_steps", "machine")}
-        later = ("to_judge", "asked_runs", "command")  # which reports of before do not have
+        later = ("to_judge", "asked_runs", "command", "min_gain")  # which reports of before do not have
         given.update((name, values[name]) for name in later if name in values)
         return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
 

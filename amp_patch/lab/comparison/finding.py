@@ -34,6 +34,19 @@ class Skips(NamedTuple):
     seed: int
 
 
+class Collapse(NamedTuple):
+    """Runs whose results are finite and beyond what chance or rounding explain (`judge.COLLAPSED_RANGES`).
+
+    Attributes:
+        seeds, figures: of these runs.
+        of_seeds: whether that was judged by the range of the baseline's seeds; else, with one seed, by its curve.
+    """
+
+    seeds: list[int]
+    figures: list[float]
+    of_seeds: bool
+
+
 class Distance(NamedTuple):
     """The means over the seeds that a level and the baseline both have a figure of."""
 
@@ -47,12 +60,16 @@ class Finding:
     """What is found of a level, by the test that `Comparison.test` puts in words.
 
     Attributes:
-        kind: "baseline"; "within" the baseline's spread; "differs" (`better`, or not to be used); "undecided", which
-            may be chance; "unjudged", where the loss is a sum over several optimizers, as a GAN's, and tells nothing of
-            quality; "failed", without a run that went well; "alone", with nothing to compare it with.
-        better: whether the level lies outside of the baseline's spread on the better side.
+        kind: "baseline"; "within" the baseline's spread; "differs" (`better`, or not to be used); outside where the
+            test does not reject chance "undecided" on the worse side and "no worse" on the better one; "unjudged",
+            where the loss is a sum over several optimizers, as a GAN's, and tells nothing of quality; "failed",
+            without a run that went well; "alone", with nothing to compare it with.
+        better: whether it differs on the better side: by the test that "worse" is held to.
         to_the_bit: whether every loss is the baseline's.
         diverged: the runs without a figure.
+        collapsed: None unless runs ended with a finite figure that no chance explains.
+        rounding: the steps in which losses recorded in a low-precision type lie apart, where these are what the mean
+            is "within": it is off by less than one.
         skips: None unless a run skipped more than a dynamic loss scale does that looks for its height.
         fallen_scale: what the loss scale ended at, where it fell below 1.
         faults: the runs that failed by themselves.
@@ -64,6 +81,8 @@ class Finding:
     better: bool = False
     to_the_bit: bool = False
     diverged: list[Lost] = field(default_factory=list)
+    collapsed: Collapse | None = None
+    rounding: float | None = None
     skips: Skips | None = None
     fallen_scale: float | None = None
     faults: list[Run] = field(default_factory=list)
@@ -73,11 +92,11 @@ class Finding:
     @property
     def usable(self) -> bool:
         """Whether nothing found speaks against the level's accuracy."""
-        return self.kind in ("baseline", "within") or self.better
+        return self.kind in ("baseline", "within", "no worse") or self.better
 
     @property
     def rejected(self) -> bool:
-        """Whether the level is not to be used: it diverged, or is worse than chance would make it."""
+        """Whether the level is not to be used: it diverged or collapsed, or is worse than chance would make it."""
         return self.kind == "differs" and not self.better
 
     @property

@@ -39,7 +39,7 @@ def gains(comparison: Comparison) -> str:
     if "smaller" in found.because:
         said.reverse()
     seeds = best.finding.distance.seeds if best.finding.distance is not None else 0
-    how = "better" if best.finding.better else "same"
+    how = "better" if best.finding.better else "no worse" if best.finding.kind == "no worse" else "same"
     said.append(f"{how} {comparison.metric_in_words} over {counted(seeds, 'seed')}")
     return _capital(", ".join(filter(None, said)))
 
@@ -90,6 +90,8 @@ def _result(comparison: Comparison, best: LevelResult, base: LevelResult) -> str
         return f"every loss is {base.name}'s, to the bit."
     mean, low, high = shortest_distinct(best.mean or 0.0, min(base.finite.values()), max(base.finite.values()))
     where = "better than" if best.finding.better else "within"
+    if best.finding.kind == "no worse":
+        where = "no worse than (what it is better by may be chance)"
     span = f"the range of {base.name}'s seeds ({low} to {high})"
     return f"its final {comparison.metric_in_words}, {mean}, is {where} {span}."
 
@@ -157,7 +159,7 @@ def why_failed(level: LevelResult) -> str:
 
 def in_short(level: LevelResult, comparison: Comparison) -> str:
     """The `outcome`, and why a level is not to be used."""
-    what = "diverged" if level.finding.diverged else "worse"
+    what = "diverged" if level.finding.diverged else "collapsed" if level.finding.collapsed else "worse"
     return outcome(level, comparison) + (f": {what}" if level.finding.rejected else "")
 
 
@@ -174,7 +176,7 @@ def outcome(level: LevelResult, comparison: Comparison) -> str:
         return "the baseline"
     if found.rejected:
         return "do not use"
-    if found.kind == "undecided" and not found.better:
+    if found.kind == "undecided":
         return "undecided"
     if found.kind == "unjudged":
         return "not judged"

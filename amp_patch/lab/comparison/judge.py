@@ -7,15 +7,23 @@ import statistics
 from dataclasses import replace
 
 from amp_patch.lab.comparison import measures
-from amp_patch.lab.comparison.finding import Distance, Finding, Lost, Skips
+from amp_patch.lab.comparison.finding import Collapse, Distance, Finding, Lost, Skips
 from amp_patch.lab.comparison.level_result import LevelResult, same_losses, seeds_change_nothing
 from amp_patch.lab.comparison.measures import LOSS
-from amp_patch.lab.recording.run import INTERRUPTED
+from amp_patch.lab.recording.run import INTERRUPTED, Run
 
 SIGNIFICANCE = 0.05
 # A level is not recommended if a run skipped more than half of its steps, or more than this share and this number: as
 # many halvings take the largest dynamic scale, 2**24, to 1.
 SKIPPED_SHARE, SKIPPED_STEPS = 0.1, 24
+# A run has collapsed if its result is worse than that of every seed of the baseline, by more than so many times the
+# range of these and by more than COLLAPSED_SHARE of what the baseline's training gained. Seeds of one normal
+# distribution are so far apart in a few of a thousand comparisons where a training gains nothing, and in none where
+# it gains much.
+COLLAPSED_RANGES, COLLAPSED_SHARE = 10, 0.5
+# Of a metric that is logged once it is not known where the training began: this share of the baseline's mean counts.
+_COLLAPSED_BY = 0.1
+_CURVE = 10  # so many losses tell how far a loss moves at all
 
 
 def judge(level: LevelResult, base: LevelResult | None, metric: str, maximize: bool, comparable: bool) -> Finding:
@@ -43,26 +51,69 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, metric: str, 
     mean, of_base = statistics.mean(ours), statistics.mean(theirs)
     p = measures.paired_t_test(ours, theirs) if len(seeds) > 1 else None
     found = replace(found, distance=Distance(mean, of_base, len(seeds)), p=p)
-    if found.diverged:
+    sums = metric == LOSS and any(run.objectives > 1 for run in (*level.runs, *base.runs))
+    if not sums:
+        found = replace(found, collapsed=_collapsed(level, base, metric, -1 if maximize else 1))
+    if found.diverged or found.collapsed:
         return replace(found, kind="differs")
     of_seed = {run.seed: run for run in base.runs}
     if ours == theirs and all(same_losses(run, of_seed[run.seed]) for run in level.runs if run.seed in seeds):
         return replace(found, kind="within", to_the_bit=True)
-    if metric == LOSS and any(run.objectives > 1 for run in (*level.runs, *base.runs)):
+    if sums:
         return replace(found, kind="unjudged")
     if has_no_spread(base):
         return replace(found, kind="undecided")
     if min(base.finite.values()) <= mean <= max(base.finite.values()):
         return replace(found, kind="within")
-    if p is None:
-        return replace(found, kind="undecided")
-    better = (mean > of_base) is maximize and mean != of_base
-    return replace(found, kind="differs" if p < SIGNIFICANCE else "undecided", better=better)
+    rounding = max(measures.loss_step(each, mean) for each in (level.runs, base.runs)) if metric == LOSS else 0.0
+    if abs(mean - of_base) <= rounding:
+        return replace(found, kind="within", rounding=rounding)
+    better = (mean > of_base) is maximize
+    if p is not None and p < SIGNIFICANCE:
+        return replace(found, kind="differs", better=better)
+    return replace(found, kind="no worse" if better and p is not None else "undecided")
 
 
 def has_no_spread(base: LevelResult) -> bool:
     """Whether the baseline's seeds do not tell how far chance alone moves a result."""
     return len(base.finite) < 2 or seeds_change_nothing(base)
+
+
+def _collapsed(level: LevelResult, base: LevelResult, metric: str, sign: int) -> Collapse | None:
+    """
+    Args:
+        sign: 1 where more of the metric is worse, -1 where less is.
+    """
+    of_seeds, bound = not has_no_spread(base), None
+    if not of_seeds and metric == LOSS:
+        bound = _bound_of_curve(base, sign)
+    elif of_seeds:
+        figures = [sign * figure for figure in base.finite.values()]
+        worst, width = max(figures), max(figures) - min(figures)
+        starts = [run.loss[:1] if metric == LOSS else _first_logged(run, metric) for run in base.runs]
+        known = [sign * value for start in starts for value in start if math.isfinite(value)]
+        if known:
+            lost = COLLAPSED_SHARE * max(0.0, statistics.median(known) - worst)
+        else:
+            lost = _COLLAPSED_BY * abs(statistics.mean(figures))
+        by = max(COLLAPSED_RANGES * width, lost)
+        bound = worst + by if by > 0 else None
+    if bound is None:
+        return None
+    beyond = {seed: figure for seed, figure in level.finite.items() if sign * figure > bound}
+    return Collapse([*beyond], [*beyond.values()], of_seeds) if beyond else None
+
+
+def _bound_of_curve(base: LevelResult, sign: int) -> float | None:
+    """With one seed: as far beyond the worst loss of any step as that is from the best."""
+    losses = [sign * loss for run in base.runs for loss in run.loss if math.isfinite(loss)]
+    return 2 * max(losses) - min(losses) if len(losses) >= _CURVE and max(losses) > min(losses) else None
+
+
+def _first_logged(run: Run, metric: str) -> list[float]:
+    """The first of the values that a run has logged, where there are several."""
+    values = [value for _, value in run.logged.get(metric, [])]
+    return values[:1] if len(values) > 1 else []
 
 
 def _lost(level: LevelResult, base: LevelResult | None, metric: str) -> list[Lost]:

@@ -15,8 +15,6 @@ from amp_patch.lab.recording.run import Run
 from amp_patch.lab.wording import level_name, listed, type_name
 from amp_patch.policy import OPT_LEVELS
 
-_LESS_MEMORY = 0.95  # a level is recommended for its memory only below this share of the baseline's
-
 
 @dataclass(frozen=True)
 class LevelResult:
@@ -152,15 +150,18 @@ def seeds_change_nothing(base: LevelResult) -> bool:
     return len(base.runs) > 1 and len(set(base.final)) == 1 and all(same_losses(run, base.runs[0]) for run in base.runs)
 
 
-def is_smaller(level: LevelResult, base: LevelResult) -> bool:
-    """Whether all runs took less than all of the baseline's, by more than a little; where that is not known of one, by
-    what they hold between steps.
+def saved_memory(level: LevelResult, base: LevelResult) -> float:
+    """What the run that saves least takes less than any of the baseline's, as a share of all that those take.
+
+    That is the process itself on a CPU, where it is known: a small model is little of it. Where a size is not known of
+    one of the runs, it is the share of what they hold between steps. Less than 0 where one takes more.
     """
     sizes = [[measures.memory_bytes(run) for run in each.runs] for each in (level, base)]
     ours, theirs = ([size for size in each if size is not None] for each in sizes)
-    if sizes == [ours, theirs]:
-        return max(ours) < _LESS_MEMORY * min(theirs)
-    return level.bytes_ratio is not None and level.bytes_ratio < _LESS_MEMORY
+    if sizes != [ours, theirs]:
+        return 0.0 if level.bytes_ratio is None else 1 - level.bytes_ratio
+    whole = max(*theirs, *(run.peak_memory or 0 for run in base.runs))
+    return (min(theirs) - max(ours)) / whole if whole else 0.0
 
 
 def level_dict(level: LevelResult) -> dict[str, Any]:

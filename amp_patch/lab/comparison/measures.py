@@ -7,11 +7,13 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from amp_patch.lab.recording.run import PARTS, Look, Run
+from amp_patch.lab.recording.run import LOW_TYPES, PARTS, Look, Run
 
 T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has
 ALIKE = 1.05  # the ratio of times up to which a level is "as fast": what memory it takes counts more then
+
+_ROUNDED = 8  # so many different losses are all exact in BF16 once in 2**128 recordings in FP32
 
 
 class Ratio(NamedTuple):
@@ -111,6 +113,25 @@ def speedup(pairs: Sequence[tuple[Run, Run]]) -> Ratio | None:
         return Ratio(whole, base_low / high, base_high / low)
     ratios = [base / run for base, run in medians]
     return Ratio(whole, min(ratios), max(ratios))
+
+
+def loss_type(runs: Sequence[Run]) -> str | None:
+    """The low-precision type in which all losses of the runs were recorded: "bfloat16" or "float16"; None if in FP32.
+
+    It takes as many different losses as chance does not round.
+    """
+    several = {loss for run in runs for loss in run.loss if math.isfinite(loss) and loss}
+    if len(several) < _ROUNDED:
+        return None
+    return next((each for each in LOW_TYPES if all(each in (run.loss_types or ()) for run in runs)), None)
+
+
+def loss_step(runs: Sequence[Run], loss: float) -> float:
+    """How far apart the losses near `loss` lie in the type in which those of the runs were recorded; 0 for FP32."""
+    dtype = loss_type(runs)
+    if dtype is None or not loss:
+        return 0.0
+    return math.ldexp(1.0, math.frexp(loss)[1] - LOW_TYPES[dtype])
 
 
 def held_bytes(run: Run) -> int:

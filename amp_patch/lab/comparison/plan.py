@@ -16,6 +16,9 @@ BASELINE = next(level for level, policy in OPT_LEVELS.items() if policy.changes_
 # The levels compared unless others are asked for. O3 shows what it costs to keep no FP32 weights: it is asked for.
 LEVELS = tuple(level for level, policy in OPT_LEVELS.items() if policy.keeps_fp32_weights)
 
+# The share of the memory that a level must save to be recommended for it, unless another is asked for.
+MIN_GAIN = 0.05
+
 _MOST_SEEDS = 1000
 
 
@@ -36,6 +39,7 @@ class Plan:
         dtype: "float16" or "bfloat16" for the levels O1 to O3; None leaves it to the script.
         metric: what is compared: "loss", or a name that is given to `amp.log`.
         maximize: whether more of it is better.
+        min_gain: what a level must save of the memory to be recommended for it, in per cent.
         inspect: look at exponents and errors with `amp.inspect`.
     """
 
@@ -46,6 +50,7 @@ class Plan:
     metric: str = "loss"
     maximize: bool = False
     inspect: bool = False
+    min_gain: float = 100 * MIN_GAIN
 
     def __post_init__(self) -> None:
         unknown = [level for level in self.levels if level not in OPT_LEVELS]
@@ -63,6 +68,8 @@ class Plan:
         for name, value in ("seeds", self.seeds), ("steps", self.steps):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"compare: {name} is {value!r}; wanted a positive integer")
+        if isinstance(self.min_gain, bool) or not 0 <= self.min_gain < 100:
+            raise ValueError(f"compare: min_gain is {self.min_gain!r}; wanted per cent of the memory, 0 to below 100")
         if self.seeds > _MOST_SEEDS:
             raise ValueError(f"compare: seeds is {self.seeds}; wanted at most {_MOST_SEEDS} repetitions")
         names = [str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION]

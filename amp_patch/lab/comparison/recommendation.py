@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from amp_patch.lab.comparison import measures
-from amp_patch.lab.comparison.level_result import LevelResult, is_smaller
+from amp_patch.lab.comparison.level_result import LevelResult, saved_memory
 from amp_patch.lab.comparison.measures import Ratio
+from amp_patch.lab.comparison.plan import MIN_GAIN
 from amp_patch.lab.comparison.verdict import UNJUDGED, memory_beside, more_seeds
-from amp_patch.lab.wording import listed, times
+from amp_patch.lab.wording import listed, ratio, times, whole_percent
 
 # Why the baseline is recommended: a phrase for each reason against the other levels.
 _OF_OTHERS = {
     "slower": "{} would do as well",
     "no gain": "{} would do as well, but not faster, nor in much less memory",
+    "not clear": "{} would do as well, but may cost more time than it saves memory",
     "not timed": "{} would do as well, but how fast is not known",
     "undecided": "{} cannot be told from chance yet, {more}",
     "unjudged": "whether {} would do as well its loss does not say ({unjudged})",
@@ -37,16 +39,22 @@ class Recommendation:
         because: "faster" or "smaller", of another level than the baseline; of the baseline the names in _OF_OTHERS ->
             the other levels of which this is so.
         sure: whether no level is undecided, or cannot be judged.
+        min_gain: as of `recommend`.
     """
 
     level: LevelResult
     because: dict[str, list[LevelResult]]
     sure: bool
+    min_gain: float = MIN_GAIN
 
 
-def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendation:
+def recommend(levels: Sequence[LevelResult], base: LevelResult, min_gain: float = MIN_GAIN) -> Recommendation:
     """The fastest sound level; where none is by much, the smallest that is as fast; else the baseline, and why not the
     others.
+
+    Args:
+        min_gain: the share of all memory (`saved_memory`) that a level must save to be recommended for it. One whose
+            speed is not clear must save more than the share of time that it may cost.
     """
     others = [level for level in levels if level is not base and level.runs]
     sure = not any(level.finding.kind in _OPEN for level in levels)
@@ -58,20 +66,23 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendatio
     faster = [level for level in usable if level.speedup is not None and level.speedup.pace == "faster"]
     fastest = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0), default=base)
     if fastest.speedup is not None and fastest.speedup.gains_much:
-        return Recommendation(fastest, {"faster": [fastest]}, sure)
-    smaller = [level for level in usable if is_smaller(level, base)]
-    as_fast = [level for level in smaller if level.speedup is None or level.speedup.pace != "slower"]
+        return Recommendation(fastest, {"faster": [fastest]}, sure, min_gain)
+    smaller = [level for level in usable if saved_memory(level, base) > min_gain]
+    unclear = [level for level in smaller if _may_cost(level) > saved_memory(level, base)]
+    slower = [level for level in smaller if level.speedup is not None and level.speedup.pace == "slower"]
+    as_fast = [level for level in smaller if level not in slower and level not in unclear]
     if as_fast:
         best = min(as_fast, key=lambda level: level.memory or 1.0)
-        return Recommendation(best, {"smaller": [best]}, sure)
+        return Recommendation(best, {"smaller": [best]}, sure, min_gain)
     if faster:
-        return Recommendation(fastest, {"faster": [fastest]}, sure)
+        return Recommendation(fastest, {"faster": [fastest]}, sure, min_gain)
     timed = [level for level in usable if level.speedup is not None]
     because = {
-        "slower": smaller,
+        "slower": slower,
+        "not clear": unclear,
         "no gain": [level for level in timed if level not in smaller],
         "not timed": [level for level in usable if level not in timed],
-        "undecided": [level for level in others if level.finding.kind == "undecided" and not level.finding.better],
+        "undecided": [level for level in others if level.finding.kind == "undecided"],
         "unjudged": [level for level in others if level.finding.kind == "unjudged"],
         "no FP32 weights": [level for level in well if level not in usable],
         "skips": [level for level in sound if level not in well],
@@ -79,7 +90,7 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendatio
         "failed with some": [level for level in others if level.finding.usable and level.finding.faults],
         "failed": [level for level in levels if not level.runs],
     }
-    return Recommendation(base, {why: found for why, found in because.items() if found}, sure)
+    return Recommendation(base, {why: found for why, found in because.items() if found}, sure, min_gain)
 
 
 def summary(found: Recommendation, base: LevelResult) -> str:
@@ -96,6 +107,12 @@ def summary(found: Recommendation, base: LevelResult) -> str:
     return f"Stay with {base.name}{for_now}: {of_others(found, base)}."
 
 
+def _may_cost(level: LevelResult) -> float:
+    """The share of time that a level whose speed is not clear may cost, by its slowest pair; else 0."""
+    unclear = level.speedup is not None and level.speedup.pace == "not clear"
+    return 1 / level.speedup.low - 1 if unclear and level.speedup is not None else 0.0
+
+
 def larger_batch(level: LevelResult, base: LevelResult) -> str:
     """ "In the memory that O0 takes at batch 16, it has a batch of 29"; "" where nothing tells."""
     batch = measures.batch_in_memory_of(level.runs, base.runs)
@@ -110,20 +127,26 @@ def of_others(found: Recommendation, base: LevelResult) -> str:
 
     return "; ".join(
         _OF_OTHERS[why].format(
-            listed([_with_promise(level, base, why) for level in levels]), more=more_seeds(base), unjudged=UNJUDGED
+            listed([_with_promise(level, base, why, found.min_gain) for level in levels]),
+            more=more_seeds(base),
+            unjudged=UNJUDGED,
         )
         for why, levels in found.because.items()
     )
 
 
-def _with_promise(level: LevelResult, base: LevelResult, why: str) -> str:
+def _with_promise(level: LevelResult, base: LevelResult, why: str, min_gain: float) -> str:
     """The name, and what the level would win: where its memory costs time, or where it may yet be recommended."""
     pace = level.speedup.pace if level.speedup is not None else ""
     median = level.speedup.median if level.speedup is not None else 1.0
     said = []
     if why == "slower":
         said = [memory_beside(level), f"but {times(1 / median)[0]}x slower"]
+    elif why == "not clear" and level.speedup is not None:
+        said = [memory_beside(level), f"{ratio(level.speedup.low)}x to {ratio(level.speedup.high)}x of its speed"]
+    elif why == "no gain" and (level.memory or 1.0) < 1 - min_gain and saved_memory(level, base) > 0:
+        said = [f"saves {whole_percent(saved_memory(level, base))} of all that the training takes"]
     elif level.finding.kind in _OPEN and pace in ("faster", "as fast"):
         said = [f"{times(median)[0]}x faster"] if pace == "faster" else []
-        said += [memory_beside(level)] if is_smaller(level, base) else []
+        said += [memory_beside(level)] if saved_memory(level, base) > min_gain else []
     return f"{level.name} ({', '.join(said)})" if said else level.name

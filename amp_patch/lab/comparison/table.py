@@ -18,7 +18,14 @@ _WIDTH = 80
 _NAMES = ("level", "module")
 _MODULES = 3  # of each level, the worst
 _COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}  # ECMA-48's numbers
-_STYLES = {"within": "green", "differs": "red", "failed": "red", "undecided": "yellow", "unjudged": "yellow"}
+_STYLES = {
+    "within": "green",
+    "differs": "red",
+    "failed": "red",
+    "no worse": "green",
+    "undecided": "yellow",
+    "unjudged": "yellow",
+}
 
 
 def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:

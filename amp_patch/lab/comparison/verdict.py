@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import statistics
 
-from amp_patch.lab.comparison.finding import Finding, Lost, Verdict
-from amp_patch.lab.comparison.judge import has_no_spread
+from amp_patch.lab.comparison.finding import Collapse, Finding, Lost, Verdict
+from amp_patch.lab.comparison.judge import COLLAPSED_RANGES, has_no_spread
 from amp_patch.lab.comparison.level_result import LevelResult, failures, seeds_change_nothing, seeds_in_words
-from amp_patch.lab.wording import metric_in_words, ratio, relative_distance, shortest_distinct, times, two
+from amp_patch.lab.wording import (
+    fine_percent,
+    metric_in_words,
+    ratio,
+    relative_distance,
+    shortest_distinct,
+    times,
+    two,
+)
 
 UNJUDGED = (
     "a sum of the losses of several optimizers, as a GAN's, tells nothing of quality; give a figure to amp.log, and "
@@ -27,11 +35,14 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
     if level is base:
         own = f"{what} {_mean_and_spread(base)}"
         return Verdict(found.kind, _joined(own, lost, skips, failed), reason=_joined(lost, skips, failed))
-    accuracy = lost or _accuracy(found, base, what)
+    collapsed = _collapsed(found.collapsed, base, what) if found.collapsed else ""
+    accuracy = _joined(lost, collapsed) or _accuracy(found, base, what)
     if found.rejected:
         text = _joined("do not use: " + accuracy, skips, _cost(level, base), failed)
     else:
         text = _joined(_cost(level, base), accuracy, skips, failed)
+    if found.collapsed:  # `Comparison.test` has the rule, which stands on the page
+        accuracy = _joined(lost, _collapsed_seeds(found.collapsed, what))
     if found.kind == "within":
         accuracy = f"every loss as {base.name}'s, to the bit" if found.to_the_bit else ""
     return Verdict(found.kind, text, found.better, _joined(accuracy, skips, failed))
@@ -72,6 +83,10 @@ def _accuracy(found: Finding, base: LevelResult, figure: str) -> str:
     if has_no_spread(base):
         what = "the seeds change nothing" if len(base.finite) > 1 else "one seed"
         return f"{what}: {figure} {distance} {base.name}'s; {more_seeds(base)} to judge it"
+    if found.rounding is not None:
+        step = fine_percent(found.rounding / abs(mean))
+        off = f"{figure} {shortest_distinct(mean, of_base)[0]}, {distance} {base.name}'s"
+        return f"{off}: less than the steps of {step} in which losses were recorded"
     low, high = min(base.finite.values()), max(base.finite.values())
     text, low_, high_ = shortest_distinct(mean, low, high)
     spread = f"the spread of {base.name}'s {len(base.finite)} seeds ({low_} to {high_})"
@@ -79,12 +94,29 @@ def _accuracy(found: Finding, base: LevelResult, figure: str) -> str:
         return f"{figure} {text} within {spread}"
     if found.p is None:
         return f"{figure} {text} outside {spread}, with one seed; run more seeds"
-    better = ", better: " if found.better else ", "
+    better = ", better: " if found.better else ", no worse: " if found.kind == "no worse" else ", "
     outside = f"{figure} {text}{better}{distance} {base.name}'s {shortest_distinct(of_base)[0]}, outside {spread}"
     test = f"paired t-test p {'< 0.001' if found.p < 0.001 else f'= {two(found.p)}'}"
     if found.kind == "differs":
         return f"{outside}, {test}"
-    return f"{outside}, which may be chance ({test})" + ("" if found.better else "; run more seeds")
+    return f"{outside}, which may be chance ({test})" + ("" if found.kind == "no worse" else "; run more seeds")
+
+
+def _collapsed(collapsed: Collapse, base: LevelResult, what: str) -> str:
+    said = _collapsed_seeds(collapsed, what)
+    if not collapsed.of_seeds:
+        return f"{said}, further above every loss of {base.name}'s than those lie apart"
+    low, high = shortest_distinct(min(base.finite.values()), max(base.finite.values()))
+    return (
+        f"{said}, where {base.name}'s {len(base.finite)} seeds end at {low} to {high}: further off than "
+        f"{COLLAPSED_RANGES} times their range, and than half of what {base.name}'s training gained"
+    )
+
+
+def _collapsed_seeds(collapsed: Collapse, what: str) -> str:
+    least, most = shortest_distinct(min(collapsed.figures), max(collapsed.figures))
+    ended = least if least == most else f"{least} to {most}"
+    return f"collapsed with {seeds_in_words(collapsed.seeds)}: {what} {ended}"
 
 
 def _lost(lost: Lost, metric: str, base: LevelResult | None) -> str:

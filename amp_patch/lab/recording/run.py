@@ -22,6 +22,9 @@ NATIVE = "native"
 # status.
 INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED = "interrupted", "out of memory", "killed", "exited"
 
+# Low-precision types, the coarser first -> their significant bits.
+LOW_TYPES = {"bfloat16": 8, "float16": 11}
+
 Event = dict[str, Any]
 
 
@@ -79,6 +82,8 @@ class Run:
         native: whether the script has mixed precision of torch's own (torch.autocast, GradScaler).
         notes: what the reader should know of a run that went well, a line each.
         loss: the sum over the loss_ids of the mean over the micro-batches of what went into `scale_loss`, unscaled.
+        loss_types: of "bfloat16" and "float16" those that have every loss exactly: it was rounded to such a type before
+            it was recorded, as in a model that computes it by itself. None where that is not known.
         objectives: how many sets of optimizers a step's losses were for, at most: of a GAN's, two.
         seconds: the time of a step.
         parts: name in PARTS -> the part of that time.
@@ -117,6 +122,7 @@ class Run:
     native: bool = False
     notes: list[str] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
+    loss_types: list[str] | None = None
     objectives: int = 1
     seconds: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
@@ -195,6 +201,9 @@ class Run:
             for name in ("loss", "seconds", "scale", "skipped", "samples"):
                 getattr(self, name).append(event[name])
             self.objectives = max(self.objectives, event.get("objectives", 1))
+            if (types := event.get("loss_types")) is not None:
+                kept = types if self.loss_types is None else self.loss_types
+                self.loss_types = [each for each in kept if each in types]
             for part in PARTS:
                 self.parts[part].append(event["parts"][part])
         elif kind == "log":

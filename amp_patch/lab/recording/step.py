@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from amp_patch.lab.recording.outbox import UnreadEvent
-from amp_patch.lab.recording.run import PARTS, Event
+from amp_patch.lab.recording.run import LOW_TYPES, PARTS, Event
 from amp_patch.support import distributed, tree
 from amp_patch.training.scaled_backward import ScaledBackward
 
@@ -88,6 +90,7 @@ class Step:
         return {
             "event": "step",
             "objectives": len({key[1:] for key in losses}) or 1,
+            "loss_types": [name for name in LOW_TYPES if all(_is_exact(loss, name) for loss in given)],
             "loss": sum(sum(each) / len(each) for each in losses.values()) if losses else _NAN,
             "seconds": sum(parts.values()),
             "parts": parts,
@@ -97,6 +100,19 @@ class Step:
                 samples.values(), default=self.unclaimed_samples
             ),  # several losses (a GAN's) are of the same samples
         }
+
+
+def _is_exact(loss: float, dtype: str) -> bool:
+    """Whether the type has the number; of those that are not finite it has."""
+    if not math.isfinite(loss):
+        return True
+    try:
+        if dtype == "float16":
+            return bool(struct.unpack("<e", struct.pack("<e", loss))[0] == loss)
+        single = struct.pack("<f", loss)
+    except OverflowError:
+        return False
+    return single[:2] == b"\0\0" and bool(struct.unpack("<f", single)[0] == loss)
 
 
 def single_value(loss: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def test_within_five_per_cent_memory_decides():
 
 def test_where_speed_is_equal_the_batch_that_memory_has_room_for_is_said():
     """40 bytes a sample and 1600 between steps; O5 20 a sample: 8 * 40 bytes are room for 16 of them."""
-    fields = {"device": "cpu", "weights": 400, "gradients": 400, "state": 800}
+    fields = {"device": "cpu", "peak_memory": None, "weights": 400, "gradients": 400, "state": 800}
     base = seeds("O0", *BASE, **fields, activations=8 * 400)
     made = compare(base, seeds("O5", *SAME, dtype="bfloat16", **fields, activations=8 * 200))
     room = "In the memory that O0 takes at batch 8, O5 takes a batch of some 16"

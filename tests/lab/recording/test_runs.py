@@ -48,6 +48,7 @@ RUN = Run(
     error_kind="killed",
     error_where="train.py, line 3",
     log="runs/O2-seed3.log",
+    loss_types=["bfloat16"],
     objectives=2,
     refused=True,
     native=True,
