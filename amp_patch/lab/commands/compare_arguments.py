@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=100 * MIN_GAIN,
         metavar="PERCENT",
-        help="recommend no level for its memory that saves less of all that the training takes (default %(default)g)",
+        help="recommend no level for its memory that saves less of the training's (default %(default)g)",
     )
     add("--inspect", action="store_true", help="look at exponents, overflows and errors with amp.inspect; costs time")
     add("--one-by-one", action="store_true", help="let each run end before the next begins")

@@ -125,9 +125,8 @@ class Comparison:
                 "the runs' medians, its range that of the ratios of each seed. A level is faster or slower only if it",
                 "is with all seeds (with one: if the quartiles of its step times are), slower only by more than",
                 f"{whole_percent(ALIKE - 1)} in the median; within that memory counts more than time.",
-                f"Memory counts where every run saves more than {fine_percent(self.min_gain)} of all that the training",
-                "takes (on a CPU of the process, where that is known), and where the speed is not clear, more than the",
-                "share of time that the level may cost.",
+                f"Memory counts where every run saves more than {fine_percent(self.min_gain)} of the training's",
+                "memory, and where the speed is not clear, more than the share of time that the level may cost.",
                 "O3, which keeps no FP32 weights, is recommended only where it is compared alone.",
             ]
         )

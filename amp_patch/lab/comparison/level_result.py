@@ -151,17 +151,16 @@ def seeds_change_nothing(base: LevelResult) -> bool:
 
 
 def saved_memory(level: LevelResult, base: LevelResult) -> float:
-    """What the run that saves least takes less than any of the baseline's, as a share of all that those take.
+    """What the run that saves least takes less than any of the baseline's, as a share of what those take.
 
-    That is the process itself on a CPU, where it is known: a small model is little of it. Where a size is not known of
-    one of the runs, it is the share of what they hold between steps. Less than 0 where one takes more.
+    Of the training's own memory: what Python and torch take beside it does not grow with the model. Where a size is not
+    known of one of the runs, it is the share of what they hold between steps. Less than 0 where one takes more.
     """
     sizes = [[measures.memory_bytes(run) for run in each.runs] for each in (level, base)]
     ours, theirs = ([size for size in each if size is not None] for each in sizes)
     if sizes != [ours, theirs]:
         return 0.0 if level.bytes_ratio is None else 1 - level.bytes_ratio
-    whole = max(*theirs, *(run.peak_memory or 0 for run in base.runs))
-    return (min(theirs) - max(ours)) / whole if whole else 0.0
+    return (min(theirs) - max(ours)) / max(theirs) if max(theirs) else 0.0
 
 
 def level_dict(level: LevelResult) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def compare(
             of `evaluate`.
         maximize: whether more of the metric is better.
         inspect: look at exponents, overflows and errors with `amp.inspect`.
-        min_gain: recommend no level for its memory that saves less of all that the training takes, in per cent.
+        min_gain: recommend no level for its memory that saves less of the training's, in per cent.
         evaluate: called with the trained model, in eval mode, under no_grad: returns a number, which is logged as
             "evaluation", or a dict of numbers, which are logged by their names. For models that are trained here.
         verbosity: 0 prints no line when a run has finished.

@@ -10,7 +10,7 @@ from amp_patch.lab.comparison.level_result import LevelResult, saved_memory
 from amp_patch.lab.comparison.measures import Ratio
 from amp_patch.lab.comparison.plan import MIN_GAIN
 from amp_patch.lab.comparison.verdict import UNJUDGED, memory_beside, more_seeds
-from amp_patch.lab.wording import listed, ratio, times, whole_percent
+from amp_patch.lab.wording import listed, ratio, times
 
 # Why the baseline is recommended: a phrase for each reason against the other levels.
 _OF_OTHERS = {
@@ -144,8 +144,6 @@ def _with_promise(level: LevelResult, base: LevelResult, why: str, min_gain: flo
         said = [memory_beside(level), f"but {times(1 / median)[0]}x slower"]
     elif why == "not clear" and level.speedup is not None:
         said = [memory_beside(level), f"{ratio(level.speedup.low)}x to {ratio(level.speedup.high)}x of its speed"]
-    elif why == "no gain" and (level.memory or 1.0) < 1 - min_gain and saved_memory(level, base) > 0:
-        said = [f"saves {whole_percent(saved_memory(level, base))} of all that the training takes"]
     elif level.finding.kind in _OPEN and pace in ("faster", "as fast"):
         said = [f"{times(median)[0]}x faster"] if pace == "faster" else []
         said += [memory_beside(level)] if saved_memory(level, base) > min_gain else []

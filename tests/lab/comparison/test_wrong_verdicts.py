@@ -129,18 +129,13 @@ def test_three_megabytes_are_no_gain_where_the_speed_is_not_clear():
     assert small((10 / 0.8, 10, 8), 7, process=None).summary.startswith("Use O2 FP16 for its memory"), "30 % for 25 %"
 
 
-@pytest.mark.parametrize(("process", "used"), [(None, True), (50, True), (61, False), (400, False)])
-def test_memory_that_matters_is_a_share_of_the_whole(process, used):
-    """3 MiB are 30 % of the tensors, 6 % of 50 MiB and 4.9 % of 61."""
-    made = small((10, 10, 10), 7, process)
+@pytest.mark.parametrize(("megabytes", "used"), [(7, True), (9.4, True), (9.6, False)])
+def test_memory_that_matters_is_a_share_of_the_training_s(megabytes, used):
+    """Of the process on a CPU it would be less: what Python and torch take there does not grow with the model."""
+    made = small((10, 10, 10), megabytes, process=400)
     assert (made.recommended is not made.baseline) is used
-    if process == 400:
-        assert made.summary == (
-            "Stay with O0: O2 FP16 (saves 1 % of all that the training takes) would do as well, but not faster, nor in "
-            "much less memory."
-        )
     again = Comparison.from_dict({**made.to_dict(), "min_gain": 0.005})
-    assert again.recommended is not again.baseline and "more than 0.5 % of all that the training takes" in again.test
+    assert again.recommended is not again.baseline and "more than 0.5 % of the training's memory" in again.test
     strict = Comparison.from_dict({**made.to_dict(), "min_gain": 0.31})
     assert strict.recommended is strict.baseline
 
