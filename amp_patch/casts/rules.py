@@ -133,9 +133,10 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     low = policy.dtype
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and value.layout in _SPARSE:
-            return _sparse(function, args, kwargs, policy)
+    if not is_dynamo_compiling():  # Dynamo refuses to read a layout in the backward of an autograd function
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.layout in _SPARSE:
+                return _sparse(function, args, kwargs, policy)
     return function(*_cast_args(args, _lowered, low), **_cast_kwargs(kwargs, _lowered, low))
 
 
