@@ -15,6 +15,8 @@ _LEFT = 24
 _NAMES = 150.0  # what the levels' names take
 _COLUMNS = {"speed": (190.0, "Speed", "longer is faster"), "memory": (190.0, "Memory", "")}
 _DOTS = 250.0
+_TITLE = 1350.0  # a title of so many characters would fit at a size of 1: bold letters are 0.61 wide on the mean
+_FOOT = 18.0
 _GAP = 22.0
 
 
@@ -29,8 +31,9 @@ def poster(comparison: Comparison, *, dark: bool = False, about: str = "", machi
     best = comparison.recommended is not comparison.baseline
     gains = headline.gains(comparison)
     title = headline.headline(comparison) + (f": {gains}" if gains else "")
+    size = round(min(20.0, _TITLE / len(title)), 1)
     words = [
-        text(_LEFT, 44, title, "good" if best else "ink", size=20, more=' font-weight="700"'),
+        text(_LEFT, 44, title, "good" if best else "ink", size=size, more=' font-weight="700"'),
         text(_LEFT, 68, about, "soft", size=13),
     ]
     return _file(comparison, [*_COLUMNS], 92.0, words, title, machine, dark=dark)
@@ -56,7 +59,7 @@ def _file(
         ("dots", x, _DOTS, f"Final {comparison.metric_in_words}", f"{better} is better; grey: {base}'s seeds")
     )
     wide, first = x + _DOTS + _LEFT, top + 44
-    tall = first + _ROW * len(made) + 34
+    tall = first + _ROW * len(made) + 34 + (_FOOT if foot else 0.0)
     words = [*words, text(_LEFT, tall - 14, foot, "soft", size=12)]
     parts = [rect(0.5, 0.5, wide - 1, tall - 1, "card", ' rx="12" stroke="var(--line)"'), *words]
     for _, x, _, head, hint in places:
