@@ -16,7 +16,7 @@ from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support.compiled import wraps
 from amp_patch.support.scripts_line import frames_of, raised_at
 
-# The last is oneDNN's word on a recurrent network in BF16 with an FP32 state.
+# oneDNN names no types: without its words a recurrent network in BF16 with an FP32 state would fail unexplained.
 _DTYPE_ERROR = re.compile(
     r"same dtype|scalar type|should be the same|dtype mismatch|mixed dtype|must have the same type"
     r"|could not create a primitive descriptor for the (LSTM|GRU|RNN|vanilla)",

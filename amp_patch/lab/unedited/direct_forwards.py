@@ -32,9 +32,8 @@ class DirectForwards:
         self._outermost = outermost
         # By id. Parameters are not referred to: torch swaps none (`swap_tensors`) that has a weak reference.
         self._owners = weakref.WeakValueDictionary[int, nn.Module]()
-        self._wrapped: dict[
-            type, tuple[Callable[..., Any], Callable[..., Any]]
-        ] = {}  # a class -> its forward, and ours
+        # A class -> its own forward, and the one that tells of direct calls.
+        self._wrapped: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._patches = Patches()
 
     def install(self, patches: Patches) -> None:
