@@ -21,6 +21,11 @@ def tensors(*values: float) -> tuple[Tensor, ...]:
     return tuple(map(torch.tensor, values))
 
 
+def memory_of(tensors: Any) -> int:
+    """The bytes of their storages, each once."""
+    return sum({s.data_ptr(): s.nbytes() for t in tensors if (s := t.untyped_storage()).nbytes()}.values())
+
+
 # In one pass; in portions; by itself, with torch's functions and with our kernels.
 MAKERS = {
     "AdamW": lambda p: OPTIM.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),

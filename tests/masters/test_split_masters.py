@@ -20,6 +20,7 @@ from split_masters import (
     iterate_split,
     loss_of,
     low_half,
+    memory_of,
     net,
     opened,
     start_split,
@@ -204,10 +205,6 @@ def test_a_master_whose_model_is_gone_says_so():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
-
-
-def memory_of(tensors: Any) -> int:
-    return sum({s.data_ptr(): s.nbytes() for t in tensors if (s := t.untyped_storage()).nbytes()}.values())
 
 
 def test_a_parameter_takes_14_bytes_with_adamw(monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankError
-from split_masters import MAKERS, OPTIM, iterate_split, loss_of, net, opened
+from split_masters import MAKERS, OPTIM, iterate_split, loss_of, memory_of, net, opened
 from three_ways import rounds_as_torch
 from torch import Tensor, nn
 from training import ADAMW, SGD, backward, masters_of, same, through_pickle
@@ -200,10 +200,6 @@ def test_whoever_looks_finds_the_weight_in_fp32_and_writes_are_rounded_by_chance
     assert (next(amp.master_params(optimizer)) == 0.5).all()
     iterate_split(model, optimizer, range(2, 3))
     assert opened(optimizer) == 0 and chance()["steps"] == [3] * 6
-
-
-def memory_of(tensors: Any) -> int:
-    return sum({s.data_ptr(): s.nbytes() for t in tensors if (s := t.untyped_storage()).nbytes()}.values())
 
 
 def test_a_parameter_takes_12_bytes_with_adamw():
