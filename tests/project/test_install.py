@@ -125,8 +125,8 @@ def test_without_torch_archive_and_wheel_are_installed_and_every_file_compiles(n
     environment.run(f"python -W error -m compileall -q -f {package}", tmp_path)
     assert (package / "lab" / "comparison" / "templates" / "report.html").is_file()
     assert "requires torch, which is not installed" in environment.run("pip check", tmp_path, ok=False)
-    assert environment.run("python -c 'import amp_patch'", tmp_path, ok=False).splitlines()[-1] == (
-        "ModuleNotFoundError: No module named 'torch'"
-    )
+    refusal = environment.run("python -c 'import amp_patch'", tmp_path, ok=False).splitlines()[-1]
+    assert refusal.startswith("ModuleNotFoundError: amp_patch: there is no torch in this Python (")
+    assert "`pip install torch`" in refusal
     shown = environment.run("pip show amp_patch", tmp_path)
     assert f"Version: {__version__}\n" in shown and "License: BSD-3-Clause\n" in shown
