@@ -278,7 +278,7 @@ class Training:
 
     def skips(self) -> int:
         self.optimizer._amp_stash.collect_device_skips(wait=True)
-        return sum(scaler._skips for scaler in self.optimizer._amp_stash.scalers)
+        return sum(scaler.skips for scaler in self.optimizer._amp_stash.scalers)
 
 
 def to(device: str, batch: Batch) -> Batch:

@@ -181,7 +181,7 @@ def training_of(task: Task) -> Training:
 
     def skips() -> int:
         optimizer._amp_stash.collect_device_skips(wait=True)
-        return sum(scaler._skips for scaler in optimizer._amp_stash.scalers)
+        return sum(scaler.skips for scaler in optimizer._amp_stash.scalers)
 
     return Training(level, skips)
 

@@ -160,7 +160,7 @@ def test_a_capture_takes_no_memory_of_the_host_and_refuses_steps_there(gpu):
     state.gradients(1)
     gpu.capture(True)
     state.adam(**ADAM)
-    assert gpu.seen() == (1, 2 * 3)  # the rates; 369 rows a launch
+    assert gpu.seen() == (1, 2 * 4)  # the rates; 1,000 rows are four launches, two kernels each
     gpu.steps_on_host(True)
     before = [t.clone() for t in state.everything()]
     with pytest.raises(ValueError, match="steps on the host in a capture"):
