@@ -1,14 +1,19 @@
-"""An opt level from outside: the environment variables that override what a script passes to `initialize`."""
+"""An opt level from outside: by its name with rungs ("O5+split"), and the environment variables that override a script's.
+
+A rung is an option of `initialize` that keeps masters or the optimizer's state in fewer bytes; `RUNGS` has them.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, TypeVar
 
-from amp_patch.policy import CLOSED, LOW_PRECISION, OPT_LEVELS, Options, resolve
+import torch
+
+from amp_patch.policy import CLOSED, LOW_PRECISION, OPT_LEVELS, SPLIT, STOCHASTIC, Options, Policy, resolve
 from amp_patch.support.distributed import is_first_rank
 
 logger = logging.getLogger("amp_patch")
@@ -18,16 +23,111 @@ BANNED, METHODS = "AMP_PATCH_ALLOW_BANNED", "AMP_PATCH_METHODS"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
 _OF_EITHER_DTYPE = ("O1", "O2", "O3")
 
+# What may stand behind a level's name and a "+" -> the option of `initialize` that it gives a value.
+RUNGS = {
+    SPLIT: ("master_weights", SPLIT),
+    STOCHASTIC: ("master_weights", STOCHASTIC),
+    "8bit": ("optimizer_state", "8bit"),
+}
+# The environment variables of the same options.
+RUNG_VARIABLES = {MASTERS: "master_weights", "AMP_PATCH_OPTIMIZER_STATE": "optimizer_state"}
+
 Choice = TypeVar("Choice")
 
 
+class NamedLevel(NamedTuple):
+    """A level by its name, with what its rungs give to `initialize`; `str` is the name, its rungs in the table's order.
+
+    Attributes:
+        level: of `OPT_LEVELS`.
+        options: the name of an option -> its value.
+    """
+
+    level: str
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        rungs = [rung for rung, (option, value) in RUNGS.items() if self.options.get(option) == value]
+        return "+".join([self.level, *rungs])
+
+    def policy(self, dtype: torch.dtype | None = None) -> Policy:
+        """The level's policy, of this type at the levels that have either.
+
+        Raises:
+            ValueError: the level does not take the rung.
+        """
+        wanted = dtype if self.level in _OF_EITHER_DTYPE else None
+        if "master_weights" in self.options and not OPT_LEVELS[self.level].master_weights:
+            why = "keeps no masters of its weights" if OPT_LEVELS[self.level].loses_updates else "has FP32 weights"
+            rung = self.options["master_weights"]
+            raise ValueError(
+                f"level {str(self)!r} cannot be: {self.level} {why}, and +{rung} says how masters of BF16 weights "
+                f"are kept; take O5+{rung}, or {self.level} as it is"
+            )
+        try:
+            return resolve(self.level, dtype=wanted, **self.options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"level {str(self)!r} cannot be: {error}") from error
+
+
+def named_level(name: str) -> NamedLevel:
+    """The level that a name like "O5" or "O5+split" means.
+
+    Raises:
+        ValueError: it names no level, no rung, or two that contradict each other.
+    """
+    level, *rungs = name.split("+")
+    if level not in OPT_LEVELS:
+        raise ValueError(f"level {name!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero)")
+    options: dict[str, Any] = {}
+    for rung in rungs:
+        if rung not in RUNGS:
+            raise ValueError(f"level {name!r} has {rung!r} behind its +; wanted {', '.join(RUNGS)}, as in 'O5+split'")
+        option, value = RUNGS[rung]
+        if option in options:
+            raise ValueError(f"level {name!r} has both {options[option]} and {rung}, which set {option}; give one")
+        if option not in {field.name for field in fields(Options)}:
+            raise ValueError(f"level {name!r}: this version of amp_patch has no {option}; leave out +{rung}")
+        options[option] = value
+    return NamedLevel(level, options)
+
+
+def name_of(policy: Policy) -> str:
+    """The name of a policy's level, with its rungs."""
+    found = {option: getattr(policy, option, None) for option, _ in RUNGS.values()}
+    if policy.cast_model_type is None:
+        found["master_weights"] = None  # an FP32 model's weights have no masters, whatever was asked for
+    return str(NamedLevel(policy.opt_level, {option: value for option, value in found.items() if value is not None}))
+
+
 def asked_level() -> str | None:
-    """What ``AMP_PATCH_OPT_LEVEL`` is; None where it is not set, or empty.
+    """The level that ``AMP_PATCH_OPT_LEVEL`` names, without its rungs; None where it is not set, or empty.
 
     Raises:
         ValueError: it names no level.
     """
-    return _read(LEVEL, {level: level for level in OPT_LEVELS})
+    named = _asked_level()
+    return None if named is None else named.level
+
+
+def _asked_level() -> NamedLevel | None:
+    name = os.environ.get(LEVEL, "")
+    if "+" not in name:
+        level = _read(LEVEL, {level: level for level in OPT_LEVELS})
+        return None if level is None else NamedLevel(level, {})
+    try:
+        named = named_level(name)
+        named.policy(torch.bfloat16)  # O2's type may be the script's: `overridden` has it
+    except ValueError as error:
+        raise ValueError(f"initialize: the environment variable {LEVEL}: {error}") from error
+    for variable, option in RUNG_VARIABLES.items():
+        other = os.environ.get(variable, "")
+        if other and other != named.options.get(option, other):
+            raise ValueError(
+                f"initialize: the environment variables {LEVEL}={name} and {variable}={other} contradict each other; "
+                "give one"
+            )
+    return named
 
 
 def with_asked_methods(methods: Iterable[str], models: Iterable[Any]) -> tuple[str, ...]:
@@ -45,7 +145,8 @@ def with_asked_methods(methods: Iterable[str], models: Iterable[Any]) -> tuple[s
 def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     """The level and the options that the environment makes of a script's; without it the very same.
 
-    ``AMP_PATCH_OPT_LEVEL`` replaces the level, ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3;
+    ``AMP_PATCH_OPT_LEVEL`` replaces the level, and with rungs behind it ("O5+split") the options that these stand for;
+    ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3;
     ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") says how masters of bfloat16 weights are kept, at O5 and O2.
     ``AMP_PATCH_ALLOW_BANNED`` ("1", "0") says whether banned functions run in FP32, or are refused.
     All are read at each call, and an empty one is as none. At O0 by override nothing is left of the script's options.
@@ -54,9 +155,11 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     dropped is logged.
 
     Raises:
-        ValueError, TypeError: a variable that names no level or dtype; what `resolve` refuses at the script's own.
+        ValueError, TypeError: a variable that names no level or dtype, or variables that contradict each other; what
+        `resolve` refuses at the script's own.
     """
-    wanted, dtype = asked_level(), _read(DTYPE, _DTYPES)
+    named, dtype = _asked_level(), _read(DTYPE, _DTYPES)
+    wanted = None if named is None else named.level
     if (banned := _read(BANNED, {"1": True, "0": False})) is not None:
         options = replace(options, allow_banned=banned)
     level = opt_level if wanted is None else wanted
@@ -67,7 +170,8 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
         return opt_level, options
     resolve(opt_level, options)  # raises for mistakes of the script, before the environment's
     given = options.given()
-    kept: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    kept: dict[str, Any] = {} if named is None else dict(named.options)
+    kept.update({} if dtype is None else {"dtype": dtype})
     if level != "O0":
         for name, value in given.items():
             if name not in kept and _accepts(level, {**kept, name: value}, undone=level == opt_level):
@@ -79,14 +183,14 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
         kept = closed
     if wanted is None and dtype is None and masters is None:
         return opt_level, options
-    by = {LEVEL: wanted, DTYPE: dtype, MASTERS: masters}
+    by = {LEVEL: named, DTYPE: dtype, MASTERS: masters}
     if is_first_rank():
         dropped = [f"{name}={value!r}" for name, value in given.items() if kept.get(name) is not value]
         logger.info(
             "amp_patch: the script asked for %s, by %s it is %s%s; dropped: %s",
             opt_level,
             " and ".join(name for name, value in by.items() if value is not None),
-            level,
+            level if named is None else named,
             ("" if dtype is None else f" in {dtype}") + ("" if masters is None else f", masters {masters}"),
             ", ".join(dropped) or "nothing",
         )

@@ -97,6 +97,11 @@ class Policy:
         return self.cast_model_type is None or (bool(self.master_weights) and self.master_weights != STOCHASTIC)
 
     @property
+    def loses_updates(self) -> bool:
+        """Whether steps are rounded to nearest into low-precision weights: small ones change nothing, ever."""
+        return self.cast_model_type is not None and not self.master_weights
+
+    @property
     def emulated(self) -> torch.dtype | None:
         """The type of which sums of products on a CPU are computed in FP32 and rounded; None for none."""
         return self.dtype if self.cpu_half in EMULATING else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import amp_patch as native
 from amp_patch import frontend
 from amp_patch.casts.cpu_half import resolve_cpu_half
+from amp_patch.environment import asked_level, name_of, named_level
 from amp_patch.integrations.opt_level import OptLevel
 from amp_patch.model.forward import policy_of
 from amp_patch.policy import resolve
@@ -82,6 +84,67 @@ def test_the_masters_of_the_environment_act_where_weights_are_bfloat16(initializ
     with caplog.at_level(logging.INFO, logger="amp_patch"):
         assert policy(initialize, opt_level="O1", master_weights=None) == resolve("O2", **split)
     assert any("O2 in torch.bfloat16, masters split" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("form", ["split", "stochastic"])
+def test_a_rung_behind_the_level_is_its_option(initialize, environment, form, caplog):
+    environment(f"O5+{form}")
+    with caplog.at_level(logging.INFO, logger="amp_patch"):
+        assert policy(initialize, opt_level="O1", dtype=HALF) == resolve("O5", master_weights=form)
+    assert any(f"by AMP_PATCH_OPT_LEVEL it is O5+{form};" in record.getMessage() for record in caplog.records)
+    assert policy(initialize, opt_level="O5", master_weights=True) == resolve("O5", master_weights=form)
+    assert asked_level() == "O5"
+    environment(f"O2+{form}")  # the type of O2 may be the script's, or the environment's
+    assert policy(initialize, opt_level="O2", dtype=BF16) == resolve("O2", dtype=BF16, master_weights=form)
+    environment(f"O2+{form}", "bfloat16", form)
+    assert policy(initialize, opt_level="O1") == resolve("O2", dtype=BF16, master_weights=form)
+    environment(f"O2+{form}")
+    with pytest.raises(ValueError, match=f"initialize: master_weights='{form}' contradicts float16 weights"):
+        policy(initialize, opt_level="O2")
+
+
+@pytest.mark.parametrize(
+    ("level", "masters", "said"),
+    [
+        ("O5+splt", None, "level 'O5+splt' has 'splt' behind its +; wanted split, stochastic, 8bit, as in 'O5+split'"),
+        ("O9+split", None, "level 'O9+split' is none of O0, O1, O2, O3, O4, O5 (the letter O, not zero)"),
+        (
+            "O5+split+stochastic",
+            None,
+            "level 'O5+split+stochastic' has both split and stochastic, which set master_weights; give one",
+        ),
+        ("O5+split+split", None, "level 'O5+split+split' has both split and split, which set master_weights; give one"),
+        (
+            "O1+split",
+            None,
+            "level 'O1+split' cannot be: O1 has FP32 weights, and +split says how masters of BF16 weights are kept; "
+            "take O5+split, or O1 as it is",
+        ),
+        (
+            "O3+stochastic",
+            None,
+            "level 'O3+stochastic' cannot be: O3 keeps no masters of its weights, and +stochastic says how masters of "
+            "BF16 weights are kept; take O5+stochastic, or O3 as it is",
+        ),
+        (
+            "O5+split",
+            "stochastic",
+            "the environment variables AMP_PATCH_OPT_LEVEL=O5+split and AMP_PATCH_MASTER_WEIGHTS=stochastic contradict "
+            "each other; give one",
+        ),
+    ],
+)
+def test_a_rung_that_cannot_be_is_refused_with_the_way_out(environment, level, masters, said):
+    environment(level, None, masters)
+    with pytest.raises(ValueError, match=f"^initialize: .*{re.escape(said)}$"):
+        policy(opt_level="O5")
+
+
+def test_the_name_of_a_policy_is_that_of_its_level_and_rungs():
+    for name in (*training.LEVELS, "O5+split", "O5+stochastic"):
+        assert name_of(named_level(name).policy()) == name
+    assert name_of(resolve("O2", dtype=BF16, master_weights="split")) == "O2+split"
+    assert name_of(resolve("O0", master_weights="split")) == "O0", "an FP32 model has no masters"
 
 
 def test_at_o0_nothing_is_left_of_the_scripts_options(initialize, environment):

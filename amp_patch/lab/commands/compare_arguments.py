@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from amp_patch.environment import RUNGS
 from amp_patch.lab.commands import batch_search
 from amp_patch.lab.commands.run import add_cast_arguments
 from amp_patch.lab.comparison.plan import LEVELS, MIN_GAIN, Plan, quick_levels
@@ -43,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--levels",
-        help=f"of {', '.join(OPT_LEVELS)}; O0 is always there (default {','.join(LEVELS)})",
+        help=f"of {', '.join(OPT_LEVELS)}, with {', '.join(f'+{rung}' for rung in RUNGS)} behind them (O5+split); "
+        f"O0 is always there (default {','.join(LEVELS)})",
     )
     add(
         "--quick",

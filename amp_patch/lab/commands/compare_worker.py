@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+from amp_patch.environment import LEVEL, asked_level
 from amp_patch.lab.commands import run as runner
 from amp_patch.lab.commands.turn_client import TurnClient
 from amp_patch.lab.comparison.outcome import failure
@@ -34,14 +35,13 @@ def recorded(
     The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED. `turns`: number of the socket by
     which the process takes turns with those of other levels.
     """
-    level, seed = os.environ["AMP_PATCH_OPT_LEVEL"], int(os.environ["AMP_PATCH_SEED"])
-    run, recorder, error = Run(level, seed), None, None
-    script = UneditedScript(level, native=native)
+    run, recorder, error = Run(os.environ[LEVEL], int(os.environ["AMP_PATCH_SEED"])), None, None
+    script = UneditedScript(asked_level() or run.level, native=native)
     client = None
     if turns is not None:
         client = TurnClient(turns, path, lambda: script.native.seen, lambda: 0 if recorder is None else recorder.steps)
     try:
-        with seeded(seed, shift=shift):
+        with seeded(run.seed, shift=shift):
             recorder = Recorder(
                 [JsonLines(path), run],
                 stop_after=steps,

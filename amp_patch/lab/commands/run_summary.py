@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from amp_patch.environment import name_of
 from amp_patch.lab import wording
 from amp_patch.lab.recording.activations import WeighedStep
 from amp_patch.lab.recording.peak_memory import PeakMemory
@@ -62,7 +63,7 @@ class RunSummary(Observer):
         self._optimizers.update(_name(each) for each in alive(training.optimizers) if id(each) not in steppers)
         policy = training.policy
         dtype = None if policy.changes_nothing else str(policy.dtype).removeprefix("torch.")
-        level = wording.level_name(policy.opt_level, dtype)
+        level = wording.level_name(name_of(policy), dtype)
         self._levels += [level] if level not in self._levels else []
         self._scalers.update({id(scaler): scaler for scaler in training.scalers})
         self._trainings.append(training)

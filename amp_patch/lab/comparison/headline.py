@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import replace
 
+from amp_patch.environment import named_level
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.level_result import LevelResult, seeds_change_nothing
 from amp_patch.lab.comparison.recommendation import larger_batch, of_others
@@ -136,12 +137,14 @@ def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
     best = comparison.recommended
     if best is None or best is comparison.baseline or best.level == NATIVE:
         return [], ""
-    other = best.dtype if best.dtype != str(OPT_LEVELS[best.level].dtype).removeprefix("torch.") else None
-    also = f", dtype=torch.{other}" if other else ""
+    level, options = named_level(best.level)
+    other = best.dtype if best.dtype != str(OPT_LEVELS[level].dtype).removeprefix("torch.") else None
+    also = "".join([f", {option}={value!r}".replace("'", '"') for option, value in options.items()])
+    also += f", dtype=torch.{other}" if other else ""
     edit = [
         "from amp_patch import amp",
         "# behind the line that makes the optimizer:",
-        f'model, optimizer = amp.initialize(model, optimizer, opt_level="{best.level}"{also})',
+        f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}"{also})',
         "# in place of loss.backward():",
         "with amp.scale_loss(loss, optimizer) as scaled_loss:",
         "    scaled_loss.backward()",
@@ -191,7 +194,7 @@ def outcome(level: LevelResult, comparison: Comparison) -> str:
         return f"{good}, slower"
     if level.speedup.pace != "faster":
         return f"{good}, {speed_in_words(level)}"
-    return f"{good}, faster" if level.keeps_fp32_weights else f"{good}; no FP32 weights"
+    return f"{good}; no FP32 weights" if level.loses_updates else f"{good}, faster"
 
 
 def state(level: LevelResult, comparison: Comparison) -> str:

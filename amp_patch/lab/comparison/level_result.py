@@ -21,7 +21,7 @@ class LevelResult:
     """The runs of one level. Ratios are to the baseline's, None where one of the two is not known.
 
     Attributes:
-        level, dtype: "O2", "float16"; the dtype is None at O0.
+        level, dtype: "O2" (or "O5+split"), "float16"; the dtype is None at O0.
         runs: those that went well, by seed.
         failed: the others.
         final: a figure for each of `runs`; NaN if the run diverged or has none.
@@ -65,10 +65,10 @@ class LevelResult:
         return type_name(self.dtype) if self.dtype else ""
 
     @property
-    def keeps_fp32_weights(self) -> bool:
-        """Whether what is trained has FP32 weights, or masters: torch's own mixed precision has."""
-        policy = OPT_LEVELS.get(self.level)
-        return policy is None or policy.keeps_fp32_weights
+    def loses_updates(self) -> bool:
+        """Whether small updates of its weights change nothing, as at O3."""
+        policy = OPT_LEVELS.get(self.level.partition("+")[0])  # torch's own mixed precision has FP32 weights
+        return policy is not None and policy.loses_updates
 
     @property
     def advice(self) -> list[str]:

@@ -6,6 +6,9 @@ import math
 import statistics
 from dataclasses import dataclass
 
+import torch
+
+from amp_patch.environment import DTYPE, LEVEL, RUNG_VARIABLES, named_level
 from amp_patch.lab.recording.run import NATIVE, Run
 from amp_patch.lab.wording import figure, short
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
@@ -33,7 +36,8 @@ class Plan:
     """What to compare: each level from each seed.
 
     Attributes:
-        levels: of "O0" to "O5", each once, and one at least beside O0, which comes first where it is not named.
+        levels: of "O0" to "O5", with rungs or without ("O5+split"), each once, and one at least beside O0, which comes
+            first where it is not named.
         seeds: how many repetitions.
         steps: after how many optimizer steps a run ends; None lets it end by itself.
         dtype: "float16" or "bfloat16" for the levels O1 to O3; None leaves it to the script.
@@ -53,18 +57,23 @@ class Plan:
     min_gain: float = 100 * MIN_GAIN
 
     def __post_init__(self) -> None:
-        unknown = [level for level in self.levels if level not in OPT_LEVELS]
-        if unknown:
-            raise ValueError(
-                f"compare: level {unknown[0]!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero)"
-            )
-        twice = [level for level in OPT_LEVELS if self.levels.count(level) > 1]
+        names = [str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION]
+        if self.dtype is not None and self.dtype not in names:
+            raise ValueError(f"compare: dtype is {self.dtype!r}; wanted {' or '.join(names)}")
+        try:
+            named = [named_level(level) for level in self.levels]
+            for each in named:
+                each.policy(None if self.dtype is None else getattr(torch, self.dtype))
+        except ValueError as error:
+            raise ValueError(f"compare: {error}") from error
+        object.__setattr__(self, "levels", tuple(map(str, named)))  # the dataclass is frozen
+        twice = [level for level in self.levels if self.levels.count(level) > 1]
         if twice:
             raise ValueError(f"compare: {twice[0]} is in levels twice; give each once (seeds=N repeats them)")
         if not set(self.levels) - {BASELINE}:
             raise ValueError(f"compare: levels is {','.join(self.levels) or 'empty'}; wanted one beside O0, as O0,O2")
         if BASELINE not in self.levels:
-            object.__setattr__(self, "levels", (BASELINE, *self.levels))  # the dataclass is frozen
+            object.__setattr__(self, "levels", (BASELINE, *self.levels))
         for name, value in ("seeds", self.seeds), ("steps", self.steps):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"compare: {name} is {value!r}; wanted a positive integer")
@@ -72,9 +81,6 @@ class Plan:
             raise ValueError(f"compare: min_gain is {self.min_gain!r}; wanted per cent of the memory, 0 to below 100")
         if self.seeds > _MOST_SEEDS:
             raise ValueError(f"compare: seeds is {self.seeds}; wanted at most {_MOST_SEEDS} repetitions")
-        names = [str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION]
-        if self.dtype is not None and self.dtype not in names:
-            raise ValueError(f"compare: dtype is {self.dtype!r}; wanted {' or '.join(names)}")
 
     def runs(self) -> list[Run]:
         """Those to be made, in order: every level of a seed, then the next seed: levels share the machine's moods."""
@@ -82,7 +88,7 @@ class Plan:
 
     def type_of(self, level: str) -> str | None:
         """The level's low-precision type, as far as the plan knows: a script may give O1 to O3 another."""
-        policy = OPT_LEVELS[level]
+        policy = OPT_LEVELS[named_level(level).level]
         if policy.changes_nothing:
             return None
         own = str(policy.dtype).removeprefix("torch.")
@@ -91,8 +97,10 @@ class Plan:
     def environment(self, run: Run) -> dict[str, str]:
         """What tells a run's `initialize` its level."""
         level = BASELINE if run.level == NATIVE else run.level
-        named = {"AMP_PATCH_OPT_LEVEL": level, "AMP_PATCH_SEED": str(run.seed)}
-        return named if self.dtype is None else {**named, "AMP_PATCH_DTYPE": self.dtype}
+        environment = {LEVEL: level, "AMP_PATCH_SEED": str(run.seed)}
+        if any(named_level(each).options for each in self.levels):
+            environment.update(dict.fromkeys(RUNG_VARIABLES, ""))  # the names say it, of each level its own
+        return environment if self.dtype is None else {**environment, DTYPE: self.dtype}
 
 
 def progress_line(run: Run, asked_steps: int | None) -> str:

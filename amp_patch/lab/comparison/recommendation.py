@@ -61,8 +61,8 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult, min_gain: float 
     sound = [level for level in others if level.finding.sound]
     well = [level for level in sound if level.finding.skips is None]
     # A level without FP32 weights (O3) is usable only where the user compares it alone with the baseline.
-    asked = not any(level.keeps_fp32_weights and level.level != base.level for level in levels)
-    usable = [level for level in well if asked or level.keeps_fp32_weights]
+    asked = not any(not level.loses_updates and level.level != base.level for level in levels)
+    usable = [level for level in well if asked or not level.loses_updates]
     faster = [level for level in usable if level.speedup is not None and level.speedup.pace == "faster"]
     fastest = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0), default=base)
     if fastest.speedup is not None and fastest.speedup.gains_much:

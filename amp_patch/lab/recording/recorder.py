@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.environment import name_of
 from amp_patch.lab.recording import size_advice
 from amp_patch.lab.recording.forward_hooks import ForwardHooks
 from amp_patch.lab.recording.outbox import Outbox, UnreadEvent
@@ -253,7 +254,7 @@ class Recorder(Observer):
             self._outbox.put(
                 {
                     "event": "begin",
-                    "level": begun.opt_level,
+                    "level": name_of(begun),
                     "dtype": dtype,
                     "policy": str(begun),
                     "device": self._device,

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from amp_patch import amp
+from amp_patch.environment import named_level
 from amp_patch.lab.commands import run_summary
 from amp_patch.lab.commands.run_summary import told
 
-LINE = r"amp_patch: (?P<level>O\d(?: \w+)?) trained (?P<what>.+): (?P<steps>\d+) steps?, (?P<skipped>\d+) skipped"
+LINE = r"amp_patch: (?P<level>O\d[+\w]*(?: \w+)?) trained (?P<what>.+): (?P<steps>\d+) steps?, (?P<skipped>\d+) skipped"
 MEMORY = r"(?:; peak memory (?P<own>[\d.]+) (?P<unit>\w+), in FP32 about (?P<fp32>[\d.]+))?\n"
 
 
@@ -25,7 +26,9 @@ def train(level: str, steps: int = 4, overflow_at: int | None = None) -> None:
     torch.manual_seed(0)
     model = Net(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.ReLU())))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, max_loss_scale=2.0**10)
+    named = named_level(level)
+    given = {"opt_level": named.level, **named.options, "verbosity": 0, "max_loss_scale": 2.0**10}
+    model, optimizer = amp.initialize(model, optimizer, **given)
     for step in range(steps):
         loss = model(torch.randn(256, 64)).float().square().mean() * (1e38 if step == overflow_at else 1)
         optimizer.zero_grad()
@@ -41,7 +44,13 @@ def line_of(capsys) -> re.Match[str]:
     return found
 
 
-@pytest.mark.parametrize(("level", "name"), [("O0", "O0"), ("O1", "O1 FP16"), ("O2", "O2 FP16"), ("O5", "O5 BF16")])
+@pytest.mark.parametrize(
+    ("level", "name"),
+    [
+        *(("O0", "O0"), ("O1", "O1 FP16"), ("O2", "O2 FP16"), ("O5", "O5 BF16")),
+        *(("O5+split", "O5+split BF16"), ("O5+stochastic", "O5+stochastic BF16")),
+    ],
+)
 def test_the_line_has_level_models_optimizers_steps_and_skips(level, name, capsys):
     with told():
         train(level, overflow_at=1)

@@ -1,0 +1,120 @@
+"""Rungs as levels of a comparison: O5+split, O5+stochastic, each a level by one string, everywhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from compared import importable_fixture  # noqa: F401  the fixture `importable`
+from compared_runs import compare, seeds
+from torch import nn
+
+from amp_patch import amp
+from amp_patch.__main__ import main
+from amp_patch.environment import RUNG_VARIABLES
+from amp_patch.lab.comparison import headline, page, table
+from amp_patch.lab.comparison.plan import Plan
+from amp_patch.lab.recording.run import NATIVE, Run, dumps, loads
+
+LEVELS = ["O5", "O5+split", "O5+stochastic"]
+BF16 = {"dtype": "bfloat16"}
+BASE, SAME = (1.0, 1.25, 1.5), (1.25, 1.0, 1.5)
+
+
+def build() -> tuple:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    batches = [(torch.randn(8, 64), torch.randint(0, 8, (8,))) for _ in range(4)]
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), nn.functional.cross_entropy, batches
+
+
+@pytest.fixture(scope="module", name="compared")
+def compared_fixture():
+    return amp.compare(build, LEVELS, seeds=2, steps=8, verbosity=0)
+
+
+def test_a_rung_is_a_level_with_figures_of_its_own(compared):
+    assert [level.name for level in compared.levels] == ["O0", *(f"{level} BF16" for level in LEVELS)]
+    _, whole, split, stochastic = compared.levels
+    assert [run.error or run.notes for run in compared.runs] == [[]] * len(compared.runs)
+    assert [level.runs[0].masters for level in (whole, split, stochastic)] == [4 * 4680, 2 * 4680, 0]
+    assert whole.memory > split.memory > stochastic.memory
+    # Split masters are FP32's numbers but for ties of their weights; chance moves what is rounded by it.
+    for one, other in zip(whole.runs, split.runs, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-3)
+    assert stochastic.runs[0].loss != whole.runs[0].loss
+
+
+def test_table_page_json_and_notebook_call_a_rung_by_its_name(compared, tmp_path):
+    assert "O5+stochastic BF16" in "\n".join(table.lines(compared)) and "O5+split BF16: " in repr(compared)
+    text = page.write(compared, tmp_path).read_text()
+    assert "<b>O5+split</b> BF16" in text and "O5+stochastic BF16" in text
+    told = loads((tmp_path / "report.json").read_text())
+    assert [level["level"] for level in told["levels"]] == ["O0", *LEVELS]
+    assert [run["level"] for run in told["runs"]] == 2 * ["O0", *LEVELS]
+    again = type(compared).from_dict(loads(dumps(compared.to_dict())))
+    assert again.summary == compared.summary and [level.name for level in again.levels][2] == "O5+split BF16"
+
+
+def test_the_way_to_use_a_rung_is_an_edit_and_a_command():
+    small = seeds("O5+split", *SAME, ms=5, **BF16)
+    edit, command = headline.how_to_use(compare(seeds("O0", *BASE), small, command="train.py"))
+    assert 'opt_level="O5", master_weights="split")' in edit[2]
+    assert command == "AMP_PATCH_OPT_LEVEL=O5+split python -m amp_patch run train.py"
+    edit, command = headline.how_to_use(
+        compare(seeds("O0", *BASE), seeds("O2+stochastic", *SAME, ms=5, **BF16), command="train.py")
+    )
+    assert 'opt_level="O2", master_weights="stochastic", dtype=torch.bfloat16)' in edit[2]
+    assert command == "AMP_PATCH_OPT_LEVEL=O2+stochastic AMP_PATCH_DTYPE=bfloat16 python -m amp_patch run train.py"
+
+
+def test_stochastic_rounding_is_recommended_as_any_level_and_o3_is_not():
+    base = seeds("O0", *BASE)
+    whole, chance = (seeds(level, *SAME, ms=ms, **BF16) for level, ms in (("O5", 5), ("O5+stochastic", 4)))
+    assert compare(base, whole, chance).summary.startswith("Use O5+stochastic BF16: 2.5x faster")
+    assert compare(base, whole, seeds("O3", *SAME, ms=4, **BF16)).summary.startswith("Use O5 BF16: 2.0x faster")
+
+
+def test_a_plan_tells_a_run_its_rung_and_no_other(monkeypatch):
+    for variable in RUNG_VARIABLES:
+        monkeypatch.setenv(variable, "")
+    plan = Plan(("O5", "O5+split"), seeds=1)
+    nothing = dict.fromkeys(RUNG_VARIABLES, "")
+    seed = {"AMP_PATCH_SEED": "0"}
+    assert plan.environment(Run("O5")) == {"AMP_PATCH_OPT_LEVEL": "O5", **seed, **nothing}
+    assert plan.environment(Run("O5+split")) == {"AMP_PATCH_OPT_LEVEL": "O5+split", **seed, **nothing}
+    assert plan.environment(Run(NATIVE)) == {"AMP_PATCH_OPT_LEVEL": "O0", **seed, **nothing}
+    # Without a rung in the plan what is in the environment holds, for every level alike.
+    assert Plan(("O5",)).environment(Run("O5")) == {"AMP_PATCH_OPT_LEVEL": "O5", **seed}
+    assert plan.type_of("O5+split") == "bfloat16" and Plan(("O2+split",), dtype="bfloat16").levels == ("O0", "O2+split")
+
+
+PLAIN = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 16)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_knows_torch_alone_is_compared_at_rungs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(PLAIN)
+    # Of the environment nothing is left where the levels say it.
+    monkeypatch.setenv("AMP_PATCH_MASTER_WEIGHTS", "split")
+    main(["compare", "train.py", "--levels", ",".join(LEVELS), "--seeds", "1", "--out", "out"])
+    runs = [Run.from_dict(run) for run in loads(Path("out/report.json").read_text())["runs"]]
+    assert {run.level: run.masters for run in runs} == {"O0": 0, "O5": 4 * 676, "O5+split": 2 * 676, "O5+stochastic": 0}
+    assert all(run.error is None and not run.notes for run in runs)
+    names = Counter(path.name.partition("-seed")[0] for path in Path("out/runs").iterdir())
+    assert names == dict.fromkeys(["O0", *LEVELS], 2)
+    main(["compare", "train.py", "--levels", "O2", "--seeds", "1", "--out", "out"])
+    assert {path.name.partition("-seed")[0] for path in Path("out/runs").iterdir()} == {"O0", "O2"}, "and taken away"
