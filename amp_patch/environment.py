@@ -1,4 +1,4 @@
-"""An opt level from outside: by its name with rungs ("O5+split"), and the environment variables that override a script's.
+"""An opt level from outside: its name with rungs ("O5+split"), and environment variables that override a script's.
 
 A rung is an option of `initialize` that keeps masters or the optimizer's state in fewer bytes; `RUNGS` has them.
 """

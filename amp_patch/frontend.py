@@ -118,9 +118,9 @@ def initialize(
     The environment has the last word, so that a script can be tried at another level without an edit:
     ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O5", "O5+split") takes the place of `opt_level`, ``AMP_PATCH_DTYPE`` ("float16",
     "bfloat16") that of `dtype` at O1, O2 and O3, and ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") that of
-    `master_weights` where the weights are bfloat16. By it O0 is the plain FP32 script, whatever else is passed here; at another level
-    the options that contradict it are dropped, and the log says which. All are read at each call; `enabled=False`
-    stays off.
+    `master_weights` where the weights are bfloat16. By it O0 is the plain FP32 script, whatever else is passed here; at
+    another level the options that contradict it are dropped, and the log says which. All are read at each call;
+    `enabled=False` stays off.
 
     Args:
         models: a module, or a list or tuple of them (a module and its child may both be in it). FP32, FP16 or BF16, in
