@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from amp_patch.lab.comparison import measures
+from amp_patch.lab.comparison import lost_without_masters, measures
 from amp_patch.lab.comparison.judge import COLLAPSED_RANGES, SIGNIFICANCE, SKIPPED_SHARE, SKIPPED_STEPS, judge
 from amp_patch.lab.comparison.level_result import LevelResult, level_dict, measured, seeds_change_nothing, went_well
 from amp_patch.lab.comparison.measures import ALIKE, LOSS
@@ -214,6 +214,7 @@ class Comparison:
         if self.metric == LOSS and len({run.steps for run in well}) > 1:
             lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
         lines += self._rounded_losses
+        lines += lost_without_masters.notes(self.levels)
         base = self._base
         if base is not None and base.level != BASELINE and any(level.level == BASELINE for level in self._groups):
             lines.append(f"{BASELINE} gave no results; the others are compared with {base.name}")

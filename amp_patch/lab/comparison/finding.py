@@ -73,6 +73,8 @@ class Finding:
         skips: None unless a run skipped more than a dynamic loss scale does that looks for its height.
         fallen_scale: what the loss scale ended at, where it fell below 1.
         faults: the runs that failed by themselves.
+        lost_updates: of a level without masters (O3) the share of updates that its weights lose; None where that is
+            not known.
         p: of the paired t-test; None for fewer than two pairs.
         distance: None without a pair, and for the baseline.
     """
@@ -86,6 +88,7 @@ class Finding:
     skips: Skips | None = None
     fallen_scale: float | None = None
     faults: list[Run] = field(default_factory=list)
+    lost_updates: float | None = None
     p: float | None = None
     distance: Distance | None = None
 

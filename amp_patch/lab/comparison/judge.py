@@ -39,6 +39,7 @@ def judge(level: LevelResult, base: LevelResult | None, metric: str, maximize: b
         skips=_skips(level),
         fallen_scale=_fallen_scale(level),
         faults=[run for run in level.failed if run.error_kind != INTERRUPTED],
+        lost_updates=level.lost_updates if level.loses_updates else None,
     )
     return found if not level.runs or base is None or level is base else _beside(level, base, found, metric, maximize)
 

@@ -11,6 +11,7 @@ from typing import Any
 from amp_patch.lab.comparison import measures
 from amp_patch.lab.comparison.finding import Finding, Verdict
 from amp_patch.lab.comparison.measures import Ratio, median
+from amp_patch.lab.diagnose.lost_updates import share_lost
 from amp_patch.lab.recording.run import Run
 from amp_patch.lab.wording import level_name, listed, type_name
 from amp_patch.policy import OPT_LEVELS
@@ -34,6 +35,8 @@ class LevelResult:
         samples_per_second: the median over the runs.
         skips: how many steps each of `runs` skipped.
         scales: the loss scale at the end of each of `runs`.
+        lost_updates: the share of updates that weights of this type would lose without masters (BF16 at O0), as the
+            runs' FP32 values tell; where they have none, the baseline's. None where neither was measured.
         finding, verdict: what they say beside the baseline's, as data and in words.
     """
 
@@ -51,6 +54,7 @@ class LevelResult:
     samples_per_second: float | None = None
     skips: list[int] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
+    lost_updates: float | None = None
     finding: Finding = field(default_factory=lambda: Finding("alone"))
     verdict: Verdict = field(default_factory=lambda: Verdict("alone", ""))
 
@@ -113,13 +117,20 @@ def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
         "activations": median(run.activations for run in runs),
         "memory_bytes": median(map(measures.memory_bytes, runs)),
     }
+    found["lost_updates"] = _lost_updates(runs, level.dtype)
     if base is not None:
+        if found["lost_updates"] is None:
+            found["lost_updates"] = _lost_updates(base.runs, level.dtype)
         of_seed = {run.seed: run for run in base.runs}
         pairs = [(of_seed[run.seed], run) for run in runs if run.seed in of_seed]
         found["speedup"] = measures.speedup(pairs)
         found["memory_ratio"] = _ratio(map(measures.memory_bytes, runs), map(measures.memory_bytes, base.runs))
         found["bytes_ratio"] = _ratio(map(measures.held_bytes, runs), map(measures.held_bytes, base.runs))
     return replace(level, **found)
+
+
+def _lost_updates(runs: Sequence[Run], dtype: str | None) -> float | None:
+    return share_lost([updates for run in runs for updates in run.updates], dtype=dtype or "bfloat16")
 
 
 def went_well(run: Run) -> bool:

@@ -103,7 +103,8 @@ def _levels(comparison: Comparison) -> Table | None:
     of_base = f"from {base.name}" if base is not None else "difference"
     unit, sizes = wording.sizes([level.memory_bytes or 0 for level in levels])
     head = ["level", "finding", f"final {comparison.metric_in_words}", of_base, "step, ms", "speed", "samples/s"]
-    head += [f"memory, {unit}", "last loss scale", "skipped steps", "failed runs"]
+    head += [f"memory, {unit}", "last loss scale", "skipped steps", "updates lost without masters"]
+    head += ["failed runs"]
     lines: list[Entries] = []
     for level, size in zip(levels, sizes, strict=True):
         other = base is not None and level is not base
@@ -119,6 +120,7 @@ def _levels(comparison: Comparison) -> Table | None:
                 size if level.memory_bytes else "",
                 _several(level.scales, wording.power) if any(scale != 1 for scale in level.scales) else "",
                 _several(level.skips, str) if any(level.skips) else "",
+                wording.percent(level.lost_updates) if level.lost_updates is not None else "",
                 f"{len(level.failed)} of {len(level.failed) + len(level.runs)}" if level.failed else "",
             ]
         )

@@ -7,6 +7,7 @@ import statistics
 from amp_patch.lab.comparison.finding import Collapse, Finding, Lost, Verdict
 from amp_patch.lab.comparison.judge import COLLAPSED_RANGES, has_no_spread
 from amp_patch.lab.comparison.level_result import LevelResult, failures, seeds_change_nothing, seeds_in_words
+from amp_patch.lab.comparison.lost_without_masters import lost_by_weights
 from amp_patch.lab.wording import (
     fine_percent,
     metric_in_words,
@@ -31,21 +32,21 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
         return Verdict(found.kind, failed, reason=failed)
     if base is None:
         return Verdict(found.kind, lost, reason=lost)
-    skips = _skips(found)
+    skips, without = _skips(found), lost_by_weights(found.lost_updates)
     if level is base:
         own = f"{what} {_mean_and_spread(base)}"
         return Verdict(found.kind, _joined(own, lost, skips, failed), reason=_joined(lost, skips, failed))
     collapsed = _collapsed(found.collapsed, base, what) if found.collapsed else ""
     accuracy = _joined(lost, collapsed) or _accuracy(found, base, what)
     if found.rejected:
-        text = _joined("do not use: " + accuracy, skips, _cost(level, base), failed)
+        text = _joined("do not use: " + accuracy, without, skips, _cost(level, base), failed)
     else:
-        text = _joined(_cost(level, base), accuracy, skips, failed)
+        text = _joined(_cost(level, base), accuracy, without, skips, failed)
     if found.collapsed:  # `Comparison.test` has the rule, which stands on the page
         accuracy = _joined(lost, _collapsed_seeds(found.collapsed, what))
     if found.kind == "within":
         accuracy = f"every loss as {base.name}'s, to the bit" if found.to_the_bit else ""
-    return Verdict(found.kind, text, found.better, _joined(accuracy, skips, failed))
+    return Verdict(found.kind, text, found.better, _joined(accuracy, without, skips, failed))
 
 
 def failures_in_words(level: LevelResult) -> str:

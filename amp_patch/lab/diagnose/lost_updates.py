@@ -7,7 +7,7 @@ masters (O3) would lose at each step; it needs FP32 values, the weights' own or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.masters.closed_master import drop_joined, form_of, is_closed
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.training.stash import Stash, stash_of
 
@@ -42,11 +43,12 @@ class Updates:
         return share_lost([self], module)
 
 
-def share_lost(several: list[Updates], module: str = "") -> float | None:
-    """`Updates.lost` over several of them."""
+def share_lost(several: Iterable[Updates], module: str = "", dtype: str | None = None) -> float | None:
+    """`Updates.lost` over several of them, or over those of one low-precision type."""
     found = [
         count
         for each in several
+        if dtype in (None, each.dtype)
         for name, count in each.counts.items()
         if not module or name == module or name.startswith(f"{module}.")
     ]
@@ -62,20 +64,30 @@ class UpdateMeter:
 
     Attributes:
         dtype: the low-precision type: the training's, and where it has none bfloat16.
+        dtypes: all that can be counted in: one, or both where the training has none.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[int, str] = MappingProxyType({})) -> None:
         stash = stash_of(optimizer)
         self.dtype = torch.bfloat16
+        self.dtypes: tuple[torch.dtype, ...] = LOW_PRECISION
         if stash is not None and stash.enabled and stash.policy.makes_low_tensors:
             self.dtype = stash.policy.dtype
+            self.dtypes = (self.dtype,)
         self._optimizer, self._names = optimizer, names
         self._before = dict(self._values())
 
     def counts(self) -> dict[str, Tensor]:
         """By the name of a parameter two numbers, on its device: as in `Updates.counts`; no sync."""
-        after = self._values()
-        return {name: _count(self._before[name], value, self.dtype) for name, value in after if name in self._before}
+        return self.counts_in((self.dtype,))[self.dtype]
+
+    def counts_in(self, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, dict[str, Tensor]]:
+        """`counts` in several low-precision types."""
+        found: dict[torch.dtype, dict[str, Tensor]] = {dtype: {} for dtype in dtypes}
+        for name, value in self._values():
+            for dtype in dtypes if name in self._before else ():
+                found[dtype][name] = _count(self._before[name], value, dtype)
+        return found
 
     @torch.no_grad()
     def _values(self) -> Iterator[tuple[str, Tensor]]:

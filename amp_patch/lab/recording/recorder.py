@@ -392,8 +392,8 @@ class Recorder(Observer):
         self._outbox.put_unread(step.unread_event(optimizer, skipped, was_looked_at))
         if was_looked_at:
             self._looks.end()
-        if (updates := self._updates.step_ended(optimizer, self.steps)) is not None:
-            self._outbox.put_unread(updates)
+        for event in self._updates.step_ended(optimizer, self.steps):
+            self._outbox.put_unread(event)
         if self.steps == self._measure_after:  # at the end of the recording the models may be freed
             self._measure_after *= 4
             self._sizes.measure()

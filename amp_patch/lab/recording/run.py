@@ -104,7 +104,7 @@ class Run:
         logged: name -> [step, value] of what the script gave to `amp.log`.
         looks: what `amp.inspect` saw, a step each.
         updates: what some of the steps changed in FP32 weights or masters, and what of that would be lost without:
-            `lost_updates`. Empty where there are none.
+            `lost_updates`. Empty where there are none. Of a training without a low-precision type, in both types.
         advice: sizes of layers that would better be other ones, in words, a line each; on a GPU alone.
     """
 
@@ -146,12 +146,13 @@ class Run:
         last = f", last loss {figure(self.loss[-1])}" if self.loss else ""
         return f"Run({self.level} seed {self.seed}: {self.steps} steps{last}{', ' + self.error if self.error else ''})"
 
-    def lost_updates(self, module: str = "") -> float | None:
+    def lost_updates(self, module: str = "", dtype: str | None = None) -> float | None:
         """Which share of the changes that the measured steps made to FP32 weights low-precision ones would lose.
 
         Of the whole model, or of one of its modules by name; None where no step was measured, or none changed anything.
+        In the type "bfloat16" or "float16", unless given the training's, and BF16 where it has none.
         """
-        return share_lost(self.updates, module)
+        return share_lost(self.updates, module, dtype or self.dtype or "bfloat16")
 
     @property
     def error_in_full(self) -> str:

@@ -24,18 +24,22 @@ class SampledUpdates:
         self._of: weakref.ref[Any] | None = None
 
     @eager_only
-    def step_ended(self, optimizer: Any, steps: int) -> UnreadEvent | None:
-        """The "updates" event of the step that has ended, the `steps`-th, if it was measured; no sync."""
+    def step_ended(self, optimizer: Any, steps: int) -> list[UnreadEvent]:
+        """The "updates" events of the step that has ended, the `steps`-th, if it was measured; no sync.
+
+        One, in the training's low-precision type; where it has none, one for each type.
+        """
         meter, of = self._meter, None if self._of is None else self._of()
         self._meter = self._of = None
-        event = None
-        if meter is not None and of is optimizer and (counts := meter.counts()):
-            dtype = str(meter.dtype).removeprefix("torch.")
-            values: list[Tensor | float] = [count for both in counts.values() for count in both.unbind()]
-            event = UnreadEvent(values, partial(_event, steps - 1, dtype, [*counts]))
+        events = []
+        if meter is not None and of is optimizer:
+            for dtype, counts in meter.counts_in(meter.dtypes).items():
+                values: list[Tensor | float] = [count for both in counts.values() for count in both.unbind()]
+                name = str(dtype).removeprefix("torch.")
+                events += [UnreadEvent(values, partial(_event, steps - 1, name, [*counts]))] if counts else []
         if steps & (steps - 1) == 0 or steps % _EVERY == 0:
             self._meter, self._of = UpdateMeter(optimizer), weakref.ref(optimizer)
-        return event
+        return events
 
 
 def _event(step: int, dtype: str, names: list[str], values: list[float]) -> Event:

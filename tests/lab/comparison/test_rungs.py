@@ -16,6 +16,7 @@ from amp_patch.__main__ import main
 from amp_patch.environment import RUNG_VARIABLES
 from amp_patch.lab.comparison import headline, page, table
 from amp_patch.lab.comparison.plan import Plan
+from amp_patch.lab.diagnose.lost_updates import Updates
 from amp_patch.lab.recording.run import NATIVE, Run, dumps, loads
 
 LEVELS = ["O5", "O5+split", "O5+stochastic"]
@@ -56,6 +57,56 @@ def test_table_page_json_and_notebook_call_a_rung_by_its_name(compared, tmp_path
     assert [run["level"] for run in told["runs"]] == 2 * ["O0", *LEVELS]
     again = type(compared).from_dict(loads(dumps(compared.to_dict())))
     assert again.summary == compared.summary and [level.name for level in again.levels][2] == "O5+split BF16"
+
+
+def updates(changed: int, lost: int, dtype: str = "bfloat16") -> dict[str, list[Updates]]:
+    return {"updates": [Updates(dtype, {"0.weight": [changed, lost]}, 1), Updates(dtype, {"1.weight": [0, 0]}, 2)]}
+
+
+def test_a_comparison_shows_which_updates_weights_without_masters_would_lose(compared, tmp_path):
+    _, whole, split, stochastic = compared.levels
+    base = [run.lost_updates() for run in compared.baseline.runs]
+    assert all(0 < share < 1 for share in base) and min(base) <= compared.baseline.lost_updates <= max(base)
+    assert split.lost_updates == pytest.approx(whole.lost_updates, abs=0.02)
+    assert stochastic.lost_updates == compared.baseline.lost_updates, "it has no FP32 values of its own"
+    (note,) = [note for note in compared.notes if "without masters" in note]
+    assert note.startswith(f"without masters {100 * whole.lost_updates:.0f} % of the updates would be lost in BF16")
+    assert note in " ".join(" ".join(table.lines(compared)).split()) and note in repr(compared)
+    assert note in page.html(compared) and "updates lost without masters" in page.html(compared)
+    told = loads(page.write(compared, tmp_path).with_suffix(".json").read_text())
+    assert [level["lost_updates"] for level in told["levels"]] == [level.lost_updates for level in compared.levels]
+
+
+def test_many_lost_updates_say_why_o3_fails_and_which_rung_is_safe():
+    base = seeds("O0", *BASE, **updates(100, 89))
+    o3 = seeds("O3", 2.0, 2.25, 2.5625, **BF16)
+    made = compare(base, seeds("O5", *SAME, ms=5, **BF16, **updates(100, 88)), o3)
+    assert [level.lost_updates for level in made.levels] == [0.89, 0.88, 0.89]
+    assert made.levels[2].finding.lost_updates == 0.89 and made.levels[1].finding.lost_updates is None
+    verdict = made.levels[2].verdict
+    assert "paired t-test p < 0.001; its weights lose 89 % of their updates; " in verdict.text
+    assert verdict.reason.endswith("; its weights lose 89 % of their updates")
+    assert "lose" not in made.levels[1].verdict.text
+    assert made.notes == [
+        "without masters 88 % of the updates would be lost in BF16 weights: take masters (O5 and O5+split), or "
+        "rounding by chance (O5+stochastic)"
+    ]
+    # A level that is within by these figures is warned of, too.
+    within = compare(base, seeds("O3", *SAME, ms=5, **BF16)).levels[1].verdict
+    assert within.kind == "within" and within.reason == "its weights lose 89 % of their updates"
+
+
+def test_few_lost_updates_are_a_number_and_no_advice():
+    made = compare(seeds("O0", *BASE, **updates(100, 17)), seeds("O3", *SAME, **BF16))
+    assert made.notes == ["without masters 17 % of the updates would be lost in BF16 weights"]
+    assert made.levels[1].finding.lost_updates == 0.17 and "lose" not in made.levels[1].verdict.text
+
+
+def test_of_fp16_weights_the_masters_are_o2s_and_what_was_not_measured_is_not_said():
+    made = compare(seeds("O0", *BASE, **updates(10, 9, "float16")), seeds("O3", *SAME))
+    assert made.notes == ["without masters 90 % of the updates would be lost in FP16 weights: take masters (O2)"]
+    made = compare(seeds("O0", *BASE, **updates(10, 9)), seeds("O3", *SAME))
+    assert made.notes == [] and made.levels[1].lost_updates is None
 
 
 def test_the_way_to_use_a_rung_is_an_edit_and_a_command():

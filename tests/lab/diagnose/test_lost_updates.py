@@ -132,6 +132,26 @@ def test_a_recording_measures_steps_ever_further_apart_and_has_them_after_json(t
     assert [event["step"] for event in events if event["event"] == "updates"] == [1, 2, 4, 8]
 
 
+@pytest.mark.parametrize(
+    ("level", "types"), [("O0", ["bfloat16", "float16"]), ("O2", ["float16"]), ("O4", ["bfloat16"])]
+)
+def test_a_recording_without_a_low_type_is_measured_in_both(level, types):
+    with amp.record() as run:
+        model, optimizer = start(level)
+        iterate_split(model, optimizer, range(1))
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-5
+        before = values(optimizer)
+        iterate_split(model, optimizer, range(1, 2))
+        after = values(optimizer)
+    assert sorted(updates.dtype for updates in run.updates) == types
+    for updates in run.updates:
+        assert total(updates) == expected(before, after, NARROW[updates.dtype])
+        assert run.lost_updates(dtype=updates.dtype) == updates.lost()
+    assert run.lost_updates() == run.lost_updates(dtype=types[0])
+    assert level != "O0" or 0 < run.lost_updates(dtype="float16") < run.lost_updates(), "FP16 has three bits more"
+
+
 def test_a_recording_changes_no_number_and_opens_no_split_master_for_long():
     def train(records: bool) -> list[Tensor]:
         with amp.record() if records else io.StringIO():
@@ -167,4 +187,4 @@ def test_a_training_of_torchs_own_scaler_is_measured():
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-    assert [updates.step for updates in run.updates] == [1, 2] and run.lost_updates() is not None
+    assert [updates.step for updates in run.updates] == [1, 1, 2, 2] and run.lost_updates() is not None
