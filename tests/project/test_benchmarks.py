@@ -234,7 +234,7 @@ def test_the_optimizers_half_of_a_step_is_the_same_training_by_hand(tmp_path):
         assert row["ratio"] > 0 and f"{row['work']:21}{row['dtype']:6}" in output
         for column in ("clipped", "torch clip adds", "amp_patch clip adds"):
             assert (row[column] != "-") == (row["work"] in ("gpt AdamW", "gpt SGD"))
-        # Half weights, FP32 masters, their halves or none, and AdamW's two or SGD's one; more is gradients and temporaries.
+        # Half weights, FP32 masters, halves or none, and AdamW's two or SGD's one; more is gradients and temporaries.
         fewest = (10 if "SGD" in row["work"] else 14) - {"split": 2, "stochastic": 4}.get(row["dtype"], 0)
         assert row["amp_patch bytes"] >= fewest - 0.1
         if "NAdam" not in row["work"] and "RMSprop" not in row["work"]:  # whose portions share a memory
