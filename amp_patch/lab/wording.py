@@ -58,19 +58,21 @@ def signed_percent(result: float | None, base: float | None) -> str:
         return "equal"
     if base and abs(result - base) > 9.99 * abs(base):
         return ">+999 %" if result > base else "<-999 %"
-    return _percent_of(result - base, base, "+")
-
-
-def unsigned_percent(result: float, base: float) -> str:
-    """ "0.30 %", in a sentence."""
-    return ">999 %" if base and abs(result - base) > 9.99 * abs(base) else _percent_of(abs(result - base), base, "")
-
-
-def _percent_of(difference: float, base: float, sign: str) -> str:
     if not base:
-        return f"{difference:{sign}.2g}"
-    percent = 100 * difference / abs(base)
-    return "<0.01 %" if abs(percent) < 0.01 else f"{percent:{sign}{'.2f' if abs(percent) < 10 else '.0f'}} %"
+        return f"{result - base:+.2g}"
+    percent = 100 * (result - base) / abs(base)
+    return "<0.01 %" if abs(percent) < 0.01 else f"{percent:+{'.2f' if abs(percent) < 10 else '.0f'}} %"
+
+
+def signed_percents(*shares: float) -> list[str]:
+    """ "+0.12", "-3.4": shares in per cent, without the sign for it, with two digits or all before the point."""
+    percents = [100 * each for each in shares]
+    return [f"{each:+.0f}" if 9.95 <= abs(each) < 1e7 else signed(each) for each in percents]
+
+
+def signed(value: float) -> str:
+    """ "+0.0012", with two digits; "0"."""
+    return f"{value:+.2g}" if value else "0"
 
 
 def shortest_distinct(*values: float) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from amp_patch.environment import RUNGS
 from amp_patch.lab.commands import batch_search
 from amp_patch.lab.commands.run import add_cast_arguments
-from amp_patch.lab.comparison.plan import LEVELS, MIN_GAIN, Plan, quick_levels
+from amp_patch.lab.comparison.plan import LEVELS, MARGIN, MIN_GAIN, Plan, quick_levels
 from amp_patch.policy import OPT_LEVELS
 
 _EPILOG = """
@@ -58,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed-flag", metavar="FLAG", help="the script's own option for a seed")
     add("--metric", default="loss", help="compare by this name of amp.log's (default: the training loss)")
     add("--maximize", action="store_true", help="more of the metric is better")
+    add(
+        "--margin",
+        type=float,
+        default=100 * MARGIN,
+        metavar="PERCENT",
+        help="by how much of O0's result a level may be worse and is as good (default %(default)g)",
+    )
     add(
         "--min-gain",
         type=float,
@@ -113,4 +120,5 @@ def plan_of(args: argparse.Namespace) -> Plan:
         maximize=args.maximize,
         inspect=args.inspect,
         min_gain=args.min_gain,
+        margin=args.margin,
     )

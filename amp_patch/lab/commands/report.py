@@ -65,6 +65,7 @@ def comparison_of(
         to_judge=f"--levels {levels} --seeds {SEEDS}" if args.quick else "",
         asked_runs=asked,
         min_gain=plan.min_gain / 100,
+        margin=plan.margin / 100,
         command=shlex.join([*device, *script, *args.arguments]),
     )
 

@@ -7,10 +7,11 @@ from functools import cached_property
 from typing import Any
 
 from amp_patch.lab.comparison import lost_without_masters, measures
-from amp_patch.lab.comparison.judge import COLLAPSED_RANGES, SIGNIFICANCE, SKIPPED_SHARE, SKIPPED_STEPS, judge
+from amp_patch.lab.comparison.gap import CONFIDENCE
+from amp_patch.lab.comparison.judge import COLLAPSED_RANGES, SIGNIFICANCE, SKIPPED_SHARE, SKIPPED_STEPS, Terms, judge
 from amp_patch.lab.comparison.level_result import LevelResult, level_dict, measured, seeds_change_nothing, went_well
 from amp_patch.lab.comparison.measures import ALIKE, LOSS
-from amp_patch.lab.comparison.plan import BASELINE, MIN_GAIN
+from amp_patch.lab.comparison.plan import BASELINE, MARGIN, MIN_GAIN
 from amp_patch.lab.comparison.recommendation import Recommendation, recommend, summary
 from amp_patch.lab.comparison.verdict import failures_in_words, verdict
 from amp_patch.lab.recording.run import INTERRUPTED, Run
@@ -35,6 +36,7 @@ class Comparison:
         to_judge: of a first look with one seed the options of `compare` that judge it; else "".
         asked_runs: how many runs there should be, if that was said.
         min_gain: the share of the memory that a level must save to be recommended for it.
+        margin: the share of the baseline's result by which a level may be worse and is as good.
         command: what `python -m amp_patch run` is given to train the same; "" where that is no script.
 
     Raises:
@@ -51,6 +53,7 @@ class Comparison:
     asked_runs: int | None = None
     command: str = ""
     min_gain: float = MIN_GAIN
+    margin: float = MARGIN
 
     def __post_init__(self) -> None:
         for level in self._groups:
@@ -77,7 +80,8 @@ class Comparison:
         """In the order in which the runs name them."""
         levels = [measured(level, self._base) for level in self._groups]
         base = self._same_level(levels, self._base)
-        found = [judge(level, base, self.metric, self.maximize, self.comparable) for level in levels]
+        terms = Terms(self.metric, self.maximize, self.margin, self.steps)
+        found = [judge(level, base, terms, self.comparable) for level in levels]
         return [
             replace(level, finding=each, verdict=verdict(level, base, each, self.metric))
             for level, each in zip(levels, found, strict=True)
@@ -105,28 +109,35 @@ class Comparison:
         better = "higher" if self.maximize else "lower"
         return " ".join(
             [
-                f"The result of a run is {what}; {better} is better. Runs are paired by seed with {base}'s.",
-                f"Within: the mean over the level's seeds that {base} has too lies between the lowest and the highest",
-                f"result of {base}'s seeds; a difference smaller than this spread is not seen.",
-                "Differs: it lies outside, and Student's paired t-test over the seeds (two-sided) rejects at",
-                f"{whole_percent(SIGNIFICANCE)} that there is no difference; each level is tested by itself.",
-                "Undecided: it lies outside on the worse side, and the test does not reject that, or there is only one",
-                "seed. No worse: it lies outside on the better side, and the test does not reject that. Better is held",
-                "to the test that worse is. A level of which a run diverged (its result is missing or not finite) or",
-                "collapsed is not to be used, whatever the test says: collapsed is one whose result is worse than all",
-                f"of {base}'s by more than {COLLAPSED_RANGES} times their range and by more than half of what",
+                f"The result of a run is {what}; {better} is better. The gap of a level is the mean of the",
+                f"differences between its runs and {base}'s with the same seeds, with Student's interval at",
+                f"{whole_percent(CONFIDENCE)}; each level is tested by itself. As good: the whole interval lies",
+                f"below the margin, by which a level may be worse: {fine_percent(self.margin)} of {base}'s result.",
+                f"Worse: it lies above, and above {fine_percent(self.margin)} of what {base}'s training gained, as",
+                "of a loss that ends next to 0 every difference is many per cent. Better: it lies as far on the",
+                "other side. Else it cannot be told yet: how many more seeds would tell is reckoned from the spread",
+                f"seen. As good so far: the mean lies between the lowest and the highest result of {base}'s seeds,",
+                "and the interval has 0 in it or better. No worse: the mean lies beyond them on the better side.",
+                "Undecided: neither, or there is only one seed, and so no interval. Where the differences spread as",
+                f"much as {base}'s seeds do, the runs have decorrelated: the same seed tells no more than",
+                "another. Then, and where a gap is more than the margin and little of what the training gained, the",
+                f"range of {base}'s seeds decides: as good inside of it; worse or better outside, if Student's",
+                f"paired t-test (two-sided) rejects chance at {whole_percent(SIGNIFICANCE)}. Better is held to the",
+                "test that worse is. A level of which a run diverged (its result is missing or not finite) or",
+                "collapsed is not to be used, whatever the test says: collapsed is one whose result is worse than",
+                f"all of {base}'s by more than {COLLAPSED_RANGES} times their range and by more than half of what",
                 f"{base}'s training gained, from where it began to its worst result (of a metric that is logged once",
                 "by more than 10 % of it; with one seed, by its training loss: by more than that loss ever moved).",
                 "Losses that a model returns in BF16 or FP16 are rounded to steps before they are recorded: a mean",
                 "that is off by less than a step is within. Not recommended is a level of which a run skipped more",
                 f"than half of its steps, or more than {whole_percent(SKIPPED_SHARE)} and {SKIPPED_STEPS} of them.",
-                "Times: the median step of each run, without the first tenth of the steps; the speed is the ratio of",
-                "the runs' medians, its range that of the ratios of each seed. A level is faster or slower only if it",
-                "is with all seeds (with one: if the quartiles of its step times are), slower only by more than",
-                f"{whole_percent(ALIKE - 1)} in the median; within that memory counts more than time.",
-                f"Memory counts where every run saves more than {fine_percent(self.min_gain)} of the training's",
-                "memory, and where the speed is not clear, more than the share of time that the level may cost.",
-                "O3, which keeps no FP32 weights, is recommended only where it is compared alone.",
+                "Times: the median step of each run, without the first tenth of the steps; the speed is the ratio",
+                "of the runs' medians, its range that of the ratios of each seed. A level is faster or slower only",
+                "if it is with all seeds (with one: if the quartiles of its step times are), slower only by more",
+                f"than {whole_percent(ALIKE - 1)} in the median; within that memory counts more than time. Memory",
+                f"counts where every run saves more than {fine_percent(self.min_gain)} of the training's memory, and",
+                "where the speed is not clear, more than the share of time that the level may cost. O3, which keeps",
+                "no FP32 weights, is recommended only where it is compared alone.",
             ]
         )
 
@@ -265,6 +276,7 @@ class Comparison:
             "asked_runs": self.asked_runs,
             "command": self.command,
             "min_gain": self.min_gain,
+            "margin": self.margin,
             "comparable": self.comparable,
             "summary": self.summary,
             "test": self.test,
@@ -278,7 +290,7 @@ class Comparison:
     def from_dict(cls, values: dict[str, Any]) -> Comparison:
         """The comparison of which `to_dict` gave `values`; what is computed is computed again, from the runs."""
         given = {name: values[name] for name in ("title", "metric", "maximize", "asked_steps", "machine")}
-        later = ("to_judge", "asked_runs", "command", "min_gain")  # which reports of before do not have
+        later = ("to_judge", "asked_runs", "command", "min_gain", "margin")  # which reports of before do not have
         given.update((name, values[name]) for name in later if name in values)
         return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from amp_patch.lab.comparison.equal_loss import Reached
+from amp_patch.lab.comparison.gap import Gap
 from amp_patch.lab.recording.run import Run
 
 
@@ -47,24 +49,18 @@ class Collapse(NamedTuple):
     of_seeds: bool
 
 
-class Distance(NamedTuple):
-    """The means over the seeds that a level and the baseline both have a figure of."""
-
-    mean: float
-    of_base: float
-    seeds: int
-
-
 @dataclass(frozen=True)
 class Finding:
     """What is found of a level, by the test that `Comparison.test` puts in words.
 
     Attributes:
-        kind: "baseline"; "within" the baseline's spread; "differs" (`better`, or not to be used); outside where the
-            test does not reject chance "undecided" on the worse side and "no worse" on the better one; "unjudged",
-            where the loss is a sum over several optimizers, as a GAN's, and tells nothing of quality; "failed",
-            without a run that went well; "alone", with nothing to compare it with.
+        kind: "baseline"; "within", as good; "differs" (`better`, or not to be used). Where the gap at the same seed
+            decides neither, by the range of the baseline's seeds: as good "so far" inside of it, if nothing says that
+            it is worse at all, "no worse" beyond it on the better side, else "undecided", as with one seed.
+            "unjudged", where the loss is a sum over several optimizers, as a GAN's, and tells nothing of quality;
+            "failed", without a run that went well; "alone", with nothing to compare it with.
         better: whether it differs on the better side: by the test that "worse" is held to.
+        by_range: whether the range of the baseline's seeds is what decides, and not the gap.
         to_the_bit: whether every loss is the baseline's.
         diverged: the runs without a figure.
         collapsed: None unless runs ended with a finite figure that no chance explains.
@@ -76,11 +72,13 @@ class Finding:
         lost_updates: of a level without masters (O3) the share of updates that its weights lose; None where that is
             not known.
         p: of the paired t-test; None for fewer than two pairs.
-        distance: None without a pair, and for the baseline.
+        gap: to the baseline at the same seeds; None without a pair, and for the baseline.
+        reached: when the baseline had the result with which a worse level ends; None where no curve tells.
     """
 
     kind: str
     better: bool = False
+    by_range: bool = False
     to_the_bit: bool = False
     diverged: list[Lost] = field(default_factory=list)
     collapsed: Collapse | None = None
@@ -90,12 +88,13 @@ class Finding:
     faults: list[Run] = field(default_factory=list)
     lost_updates: float | None = None
     p: float | None = None
-    distance: Distance | None = None
+    gap: Gap | None = None
+    reached: Reached | None = None
 
     @property
     def usable(self) -> bool:
         """Whether nothing found speaks against the level's accuracy."""
-        return self.kind in ("baseline", "within", "no worse") or self.better
+        return self.kind in ("baseline", "within", "so far", "no worse") or self.better
 
     @property
     def rejected(self) -> bool:

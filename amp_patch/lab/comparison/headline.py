@@ -9,8 +9,18 @@ from amp_patch.environment import named_level
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.level_result import LevelResult, seeds_change_nothing
 from amp_patch.lab.comparison.recommendation import larger_batch, of_others
+from amp_patch.lab.comparison.verdict import interval_of, margin_in_words, percent_of
 from amp_patch.lab.recording.run import NATIVE
-from amp_patch.lab.wording import counted, ratio, relative_size, shortest_distinct, times, type_name, unsigned_percent
+from amp_patch.lab.wording import (
+    counted,
+    fine_percent,
+    ratio,
+    relative_size,
+    shortest_distinct,
+    signed,
+    times,
+    type_name,
+)
 from amp_patch.policy import OPT_LEVELS
 
 
@@ -39,10 +49,20 @@ def gains(comparison: Comparison) -> str:
     said = [speed_in_words(best), memory_in_words(best)]
     if "smaller" in found.because:
         said.reverse()
-    seeds = best.finding.distance.seeds if best.finding.distance is not None else 0
-    how = "better" if best.finding.better else "no worse" if best.finding.kind == "no worse" else "same"
-    said.append(f"{how} {comparison.metric_in_words} over {counted(seeds, 'seed')}")
+    seeds = best.finding.gap.seeds if best.finding.gap is not None else 0
+    said.append(f"{_loss_in_words(comparison, best)} over {counted(seeds, 'seed')}")
     return _capital(", ".join(filter(None, said)))
+
+
+def _loss_in_words(comparison: Comparison, best: LevelResult) -> str:
+    """ "same loss within 0.2 %"."""
+    found, what = best.finding, comparison.metric_in_words
+    if found.better or found.kind == "no worse":
+        return f"{'better' if found.better else 'no worse'} {what}"
+    if found.kind == "so far":
+        return f"same {what} so far"
+    share = found.gap.share(found.gap.margin) if found.gap is not None and found.gap.told == "as good" else None
+    return f"same {what}" + ("" if share is None or found.to_the_bit else f" within {fine_percent(share)}")
 
 
 def speed_in_words(level: LevelResult) -> str:
@@ -89,12 +109,14 @@ def _result(comparison: Comparison, best: LevelResult, base: LevelResult) -> str
     """Why the level is as good as the baseline."""
     if best.finding.to_the_bit:
         return f"every loss is {base.name}'s, to the bit."
+    gap, what = best.finding.gap, f"its final {comparison.metric_in_words}"
+    if gap is not None and gap.told == "as good":
+        return f"{what} lies {percent_of(gap) or f'{signed(gap.mean)}'} from {base.name}'s with the same seeds."
     mean, low, high = shortest_distinct(best.mean or 0.0, min(base.finite.values()), max(base.finite.values()))
     where = "better than" if best.finding.better else "within"
     if best.finding.kind == "no worse":
         where = "no worse than (what it is better by may be chance)"
-    span = f"the range of {base.name}'s seeds ({low} to {high})"
-    return f"its final {comparison.metric_in_words}, {mean}, is {where} {span}."
+    return f"{what}, {mean}, is {where} the range of {base.name}'s seeds ({low} to {high})."
 
 
 def how_sure(comparison: Comparison) -> str:
@@ -107,9 +129,7 @@ def how_sure(comparison: Comparison) -> str:
         said.append("The script does not use its seeds: they count as one.")
     elif len(base.finite) < 2:
         more = f"{comparison.quick_note}." if comparison.quick_note else "run three seeds or more."
-        said.append(
-            f"From one seed, so how the loss varies is not known{'. ' if comparison.quick_note else ': '}{more}"
-        )
+        said.append(f"From one seed, so without an interval{'. ' if comparison.quick_note else ': '}{more}")
     if best is not base and best.speedup is not None:
         low, high = best.speedup.low, best.speedup.high
         paired = len(set(best.seeds) & set(base.seeds))
@@ -117,16 +137,29 @@ def how_sure(comparison: Comparison) -> str:
         span = " to ".join(dict.fromkeys(f"{ratio(each)}x" for each in (low, high)))
         said.append(f"{'Faster' if low > 1 else 'Its speed'} {each}: {span}.")
     if len(base.finite) > 1 and not seeds_change_nothing(base) and not best.finding.to_the_bit:
-        width = relative_size(max(base.finite.values()), min(base.finite.values()))
-        what = comparison.metric_in_words
-        said.append(f"{base.name}'s own seeds lie {width} apart in {what}: less than that is not seen.")
-        if best is not base and (pairs := [(best.finite[s], base.finite[s]) for s in best.finite if s in base.finite]):
-            ours, theirs = max(pairs, key=lambda pair: abs(pair[0] - pair[1]) / (abs(pair[1]) or 1))
-            off = f"at most {unsigned_percent(ours, theirs)} from {base.name}"
-            where = f"where {base.name} does" if ours == theirs else off
-            said.append(f"With the same seed it ends {where}.")
+        said.append(_of_the_loss(comparison, best, base))
     load = comparison.load_note
     return " ".join([*said, *([f"{_capital(load)}."] if load else [])])
+
+
+def _of_the_loss(comparison: Comparison, best: LevelResult, base: LevelResult) -> str:
+    """How surely the loss is as good."""
+    width = relative_size(max(base.finite.values()), min(base.finite.values()))
+    apart = f"{base.name}'s own seeds lie {width} apart in {comparison.metric_in_words}"
+    gap, found = best.finding.gap, best.finding
+    if best is base or gap is None:
+        return f"{apart}."
+    if found.rounding is not None:
+        return f"{apart}. Its losses are rounded: less than their steps is not seen."
+    said = f"{best.level} ends {percent_of(gap) or signed(gap.mean)} from {base.name} with the same seeds"
+    said += f" ({interval_of(gap)})" if interval_of(gap) else ""
+    if found.by_range:
+        why = "no nearer than with other seeds" if gap.decorrelated else "little of what the training gained"
+        return f"{said}: {why}. {apart}: less than that is not seen."
+    if gap.told is not None:
+        return f"Sure of the loss: {said}, {gap.told} ({margin_in_words(gap)}). {apart}."
+    more = "" if gap.more_seeds is None else f"; {counted(gap.more_seeds, 'more seed')} would tell"
+    return f"Not yet sure of the loss: {said}; as good is up to the {margin_in_words(gap)}{more}. {apart}."
 
 
 def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
@@ -187,7 +220,7 @@ def outcome(level: LevelResult, comparison: Comparison) -> str:
         return "failed with some seeds"
     if found.skips is not None:
         return "skips too many steps"
-    good = "better" if found.kind == "differs" else "as good"
+    good = {"differs": "better", "no worse": "no worse", "so far": "as good so far"}.get(found.kind, "as good")
     if level.speedup is None:
         return good
     if level.speedup.pace == "slower":

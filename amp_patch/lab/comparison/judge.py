@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import replace
+from typing import NamedTuple
 
 from amp_patch.lab.comparison import measures
-from amp_patch.lab.comparison.finding import Collapse, Distance, Finding, Lost, Skips
+from amp_patch.lab.comparison.equal_loss import reached
+from amp_patch.lab.comparison.finding import Collapse, Finding, Lost, Skips
+from amp_patch.lab.comparison.gap import Gap, gap
 from amp_patch.lab.comparison.level_result import LevelResult, same_losses, seeds_change_nothing
 from amp_patch.lab.comparison.measures import LOSS
 from amp_patch.lab.recording.run import INTERRUPTED, Run
@@ -26,35 +29,58 @@ _COLLAPSED_BY = 0.1
 _CURVE = 10  # so many losses tell how far a loss moves at all
 
 
-def judge(level: LevelResult, base: LevelResult | None, metric: str, maximize: bool, comparable: bool) -> Finding:
+class Terms(NamedTuple):
+    """On which levels are compared: as of `Comparison`."""
+
+    metric: str
+    maximize: bool
+    margin: float
+    steps: int
+
+    @property
+    def sign(self) -> int:
+        """1 where more of the metric is worse, -1 where less is."""
+        return -1 if self.maximize else 1
+
+
+def judge(level: LevelResult, base: LevelResult | None, terms: Terms, comparable: bool) -> Finding:
     """
     Args:
         base: the level that the others are compared with; None if no level has figures.
-        metric, maximize: of the comparison.
         comparable: whether there is anything to compare: two levels with runs that went well, figures of one of them.
     """
     found = Finding(
         "failed" if not level.runs else "baseline" if comparable and level is base else "alone",
-        diverged=_lost(level, base, metric),
+        diverged=_lost(level, base, terms.metric),
         skips=_skips(level),
         fallen_scale=_fallen_scale(level),
         faults=[run for run in level.failed if run.error_kind != INTERRUPTED],
         lost_updates=level.lost_updates if level.loses_updates else None,
     )
-    return found if not level.runs or base is None or level is base else _beside(level, base, found, metric, maximize)
+    if not level.runs or base is None or level is base:
+        return found
+    return _beside(level, base, found, terms)
 
 
-def _beside(level: LevelResult, base: LevelResult, found: Finding, metric: str, maximize: bool) -> Finding:
+def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms) -> Finding:
     seeds = [seed for seed in level.finite if seed in base.finite]
     if not seeds:
         return replace(found, kind="differs" if found.diverged else "undecided")
     ours, theirs = [level.finite[seed] for seed in seeds], [base.finite[seed] for seed in seeds]
-    mean, of_base = statistics.mean(ours), statistics.mean(theirs)
-    p = measures.paired_t_test(ours, theirs) if len(seeds) > 1 else None
-    found = replace(found, distance=Distance(mean, of_base, len(seeds)), p=p)
+    metric, sign = terms.metric, terms.sign
     sums = metric == LOSS and any(run.objectives > 1 for run in (*level.runs, *base.runs))
+    apart = gap(
+        ours,
+        theirs,
+        sign=sign,
+        margin=terms.margin,
+        gained=0.0 if sums else max(0.0, _gained(base, metric, sign) or 0.0),
+        has_spread=not sums and not has_no_spread(base),
+    )
+    p = measures.paired_t_test(ours, theirs) if len(seeds) > 1 else None
+    found = replace(found, gap=apart, p=p)
     if not sums:
-        found = replace(found, collapsed=_collapsed(level, base, metric, -1 if maximize else 1))
+        found = replace(found, collapsed=_collapsed(level, base, metric, sign))
     if found.diverged or found.collapsed:
         return replace(found, kind="differs")
     of_seed = {run.seed: run for run in base.runs}
@@ -64,15 +90,27 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, metric: str, 
         return replace(found, kind="unjudged")
     if has_no_spread(base):
         return replace(found, kind="undecided")
-    if min(base.finite.values()) <= mean <= max(base.finite.values()):
-        return replace(found, kind="within")
-    rounding = max(measures.loss_step(each, mean) for each in (level.runs, base.runs)) if metric == LOSS else 0.0
-    if abs(mean - of_base) <= rounding:
+    rounding = max(measures.loss_step(each, apart.level) for each in (level.runs, base.runs)) if metric == LOSS else 0.0
+    if rounding and abs(apart.mean) <= rounding:
         return replace(found, kind="within", rounding=rounding)
-    better = (mean > of_base) is maximize
-    if p is not None and p < SIGNIFICANCE:
+    found = _by_gap(found, apart, base)
+    if not found.rejected:
+        return found
+    return replace(found, reached=reached([of_seed[seed] for seed in seeds], metric, apart.level, terms.steps, sign))
+
+
+def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:
+    """By the gap where its interval decides; else by the range of the baseline's seeds, finally or for now."""
+    if apart.told is not None:
+        return replace(found, kind="within" if apart.told == "as good" else "differs", better=apart.told == "better")
+    by_range = apart.decorrelated or apart.is_slight
+    found = replace(found, by_range=by_range)
+    if min(base.finite.values()) <= apart.level <= max(base.finite.values()) and (by_range or not apart.is_loss):
+        return replace(found, kind="within" if by_range else "so far")
+    better = apart.sign * apart.mean < 0
+    if by_range and found.p is not None and found.p < SIGNIFICANCE:
         return replace(found, kind="differs", better=better)
-    return replace(found, kind="no worse" if better and p is not None else "undecided")
+    return replace(found, kind="no worse" if better and found.p is not None else "undecided")
 
 
 def has_no_spread(base: LevelResult) -> bool:
@@ -91,10 +129,9 @@ def _collapsed(level: LevelResult, base: LevelResult, metric: str, sign: int) ->
     elif of_seeds:
         figures = [sign * figure for figure in base.finite.values()]
         worst, width = max(figures), max(figures) - min(figures)
-        starts = [run.loss[:1] if metric == LOSS else _first_logged(run, metric) for run in base.runs]
-        known = [sign * value for start in starts for value in start if math.isfinite(value)]
-        if known:
-            lost = COLLAPSED_SHARE * max(0.0, statistics.median(known) - worst)
+        gained = _gained(base, metric, sign)
+        if gained is not None:
+            lost = COLLAPSED_SHARE * max(0.0, gained)
         else:
             lost = _COLLAPSED_BY * abs(statistics.mean(figures))
         by = max(COLLAPSED_RANGES * width, lost)
@@ -103,6 +140,13 @@ def _collapsed(level: LevelResult, base: LevelResult, metric: str, sign: int) ->
         return None
     beyond = {seed: figure for seed, figure in level.finite.items() if sign * figure > bound}
     return Collapse([*beyond], [*beyond.values()], of_seeds) if beyond else None
+
+
+def _gained(base: LevelResult, metric: str, sign: int) -> float | None:
+    """How far its worst result lies from where its training began; None of a metric that is logged once."""
+    starts = [run.loss[:1] if metric == LOSS else _first_logged(run, metric) for run in base.runs]
+    known = [sign * value for start in starts for value in start if math.isfinite(value)]
+    return statistics.median(known) - max(sign * figure for figure in base.finite.values()) if known else None
 
 
 def _bound_of_curve(base: LevelResult, sign: int) -> float | None:

@@ -187,6 +187,8 @@ def level_dict(level: LevelResult) -> dict[str, Any]:
         "seeds": level.seeds,
         "failed_seeds": [run.seed for run in level.failed],
         "speedup": level.speedup._asdict() if level.speedup else None,
+        "gap": level.finding.gap.to_dict() if level.finding.gap else None,
+        "reached": level.finding.reached._asdict() if level.finding.reached else None,
         "verdict": level.verdict._asdict(),
     }
 

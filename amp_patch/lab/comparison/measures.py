@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 from amp_patch.lab.recording.run import LOW_TYPES, PARTS, Look, Run
@@ -61,6 +62,20 @@ def final(run: Run, metric: str, steps: int) -> float:
     if not values or not all(map(math.isfinite, values)):
         return math.nan
     return statistics.mean(values)  # rounded once: the mean of equal numbers is that number
+
+
+def spread(values: Sequence[float]) -> float:
+    """The standard deviation of a sample of two or more."""
+    largest = max(map(abs, values))
+    return largest * statistics.stdev([v / largest for v in values]) if largest else 0.0  # Python 3.10 squares
+
+
+def half_width(deviation: float, count: int, confidence: float) -> float:
+    """Of Student's interval of the mean of `count` values with this standard deviation: t * deviation / sqrt(count).
+
+    Source: Student, The probable error of a mean, Biometrika 6 (1908).
+    """
+    return student_quantile(confidence, count - 1) * deviation / math.sqrt(count)
 
 
 def median(values: Iterable[float | None]) -> float | None:
@@ -210,6 +225,19 @@ def student(t: float, freedom: int) -> float:
         total += term
         term *= cosine**2 * (power + 1) / (power + 2)
     return 2 / math.pi * (angle + sine * total) if start else sine * total
+
+
+@cache
+def student_quantile(probability: float, freedom: int) -> float:
+    """The t of which `student` is `probability`, from 0 to below 1; to 50 bits."""
+    high = 1.0
+    while student(high, freedom) < probability:
+        high *= 2
+    low = 0.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student(middle, freedom) < probability else (low, middle)
+    return high
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:

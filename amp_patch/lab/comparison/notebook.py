@@ -20,7 +20,7 @@ from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.machine import machine
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.outcome import failure
-from amp_patch.lab.comparison.plan import LEVELS, MIN_GAIN, Plan, name_as_asked, progress_line
+from amp_patch.lab.comparison.plan import LEVELS, MARGIN, MIN_GAIN, Plan, name_as_asked, progress_line
 from amp_patch.lab.comparison.seeds import seeded
 from amp_patch.lab.recording.recorder import Enough, Recorder, log
 from amp_patch.lab.recording.run import Run
@@ -53,6 +53,7 @@ def compare(
     maximize: bool = False,
     inspect: bool = False,
     min_gain: float = 100 * MIN_GAIN,
+    margin: float = 100 * MARGIN,
     evaluate: Callable[[nn.Module], Any] | None = None,
     verbosity: int = 1,
 ) -> Comparison:
@@ -85,6 +86,7 @@ def compare(
         maximize: whether more of the metric is better.
         inspect: look at exponents, overflows and errors with `amp.inspect`.
         min_gain: recommend no level for its memory that saves less of the training's, in per cent.
+        margin: by how much a level may be worse at the same seeds and is as good, in per cent of O0's result.
         evaluate: called with the trained model, in eval mode, under no_grad: returns a number, which is logged as
             "evaluation", or a dict of numbers, which are logged by their names. For models that are trained here.
         verbosity: 0 prints no line when a run has finished.
@@ -96,13 +98,22 @@ def compare(
     named = str(dtype).removeprefix("torch.") if dtype is not None else None
     if isinstance(levels, str):
         raise TypeError(f"compare: levels is {levels!r}; wanted a list, as ['O0', 'O2']")
-    plan = Plan(tuple(levels), seeds, steps, named, metric or "loss", maximize, inspect, min_gain)
+    plan = Plan(tuple(levels), seeds, steps, named, metric or "loss", maximize, inspect, min_gain, margin)
     load = OtherWork()
     runs = _train_all(build_fn, plan, evaluate, verbosity, load)
     if metric is None and any(_EVALUATION in run.logged for run in runs):
         metric = _EVALUATION
     title = getattr(build_fn, "__name__", type(build_fn).__name__)
-    return Compared(title, runs, metric or "loss", maximize, steps, machine(load), min_gain=min_gain / 100)
+    return Compared(
+        title,
+        runs,
+        metric or "loss",
+        maximize,
+        steps,
+        machine(load),
+        min_gain=min_gain / 100,
+        margin=margin / 100,
+    )
 
 
 def _train_all(

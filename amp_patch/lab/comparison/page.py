@@ -15,6 +15,7 @@ from amp_patch.lab.comparison.drawing import COLOURS
 from amp_patch.lab.comparison.level_result import LevelResult, failures
 from amp_patch.lab.comparison.rows import axis, rows
 from amp_patch.lab.comparison.sections import Cell, Entries, Table, number, sections, table
+from amp_patch.lab.comparison.verdict import interval_of, percent_of
 from amp_patch.lab.recording.run import INTERRUPTED, Run, dumps
 from amp_patch.support.files import write_whole
 
@@ -100,7 +101,7 @@ def _finished_seeds(comparison: Comparison) -> int:
 
 def _levels(comparison: Comparison) -> Table | None:
     base, levels = comparison.baseline, comparison.levels
-    of_base = f"from {base.name}" if base is not None else "difference"
+    of_base = f"gap to {base.name}, same seeds" if base is not None else "difference"
     unit, sizes = wording.sizes([level.memory_bytes or 0 for level in levels])
     head = ["level", "finding", f"final {comparison.metric_in_words}", of_base, "step, ms", "speed", "samples/s"]
     head += [f"memory, {unit}", "last loss scale", "skipped steps", "updates lost without masters"]
@@ -113,7 +114,7 @@ def _levels(comparison: Comparison) -> Table | None:
                 level.name,
                 _finding(level, comparison),
                 Cell(number(level.mean), _several(level.final) if len(level.final) > 1 else ""),
-                wording.signed_percent(level.mean, base.mean) if base is not None and other else "",
+                _gap(level) if other else "",
                 wording.three(level.step_ms) if level.step_ms else "",
                 _speed(level) if other else "",
                 wording.three(level.samples_per_second) if level.samples_per_second else "",
@@ -131,6 +132,18 @@ def _finding(level: LevelResult, comparison: Comparison) -> Cell | str:
     word = headline.outcome(level, comparison)  # `reason` says why
     reason = level.verdict.reason if level.runs else "; failed with ".join(failures(level))
     return Cell(reason, finding=word, state=headline.state(level, comparison)) if word else reason
+
+
+def _gap(level: LevelResult) -> Cell | str:
+    """In per cent and in the metric's unit, with its interval."""
+    gap = level.finding.gap
+    if gap is None:
+        return ""
+    unit = wording.signed(gap.mean)
+    if gap.low is not None and gap.high is not None:
+        unit += f" ({wording.signed(gap.low)} to {wording.signed(gap.high)})"
+    percent = percent_of(gap)
+    return Cell(percent or unit, ", ".join(filter(None, [interval_of(gap), unit if percent else ""])))
 
 
 def _speed(level: LevelResult) -> Cell | str:

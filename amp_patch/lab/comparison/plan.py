@@ -22,6 +22,9 @@ LEVELS = tuple(level for level, policy in OPT_LEVELS.items() if policy.keeps_fp3
 # The share of the memory that a level must save to be recommended for it, unless another is asked for.
 MIN_GAIN = 0.05
 
+# The share of the baseline's result by which a level may be worse and is as good, unless another is asked for.
+MARGIN = 0.002
+
 _MOST_SEEDS = 1000
 
 
@@ -44,6 +47,7 @@ class Plan:
         metric: what is compared: "loss", or a name that is given to `amp.log`.
         maximize: whether more of it is better.
         min_gain: what a level must save of the memory to be recommended for it, in per cent.
+        margin: by how much a level may be worse and is as good, in per cent of O0's result.
         inspect: look at exponents and errors with `amp.inspect`.
     """
 
@@ -55,6 +59,7 @@ class Plan:
     maximize: bool = False
     inspect: bool = False
     min_gain: float = 100 * MIN_GAIN
+    margin: float = 100 * MARGIN
 
     def __post_init__(self) -> None:
         names = [str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION]
@@ -79,6 +84,8 @@ class Plan:
                 raise ValueError(f"compare: {name} is {value!r}; wanted a positive integer")
         if isinstance(self.min_gain, bool) or not 0 <= self.min_gain < 100:
             raise ValueError(f"compare: min_gain is {self.min_gain!r}; wanted per cent of the memory, 0 to below 100")
+        if isinstance(self.margin, bool) or not 0 < self.margin < 100:
+            raise ValueError(f"compare: margin is {self.margin!r}; wanted per cent of O0's result, above 0, below 100")
         if self.seeds > _MOST_SEEDS:
             raise ValueError(f"compare: seeds is {self.seeds}; wanted at most {_MOST_SEEDS} repetitions")
 

@@ -18,7 +18,7 @@ _OF_OTHERS = {
     "no gain": "{} would do as well, but not faster, nor in much less memory",
     "not clear": "{} would do as well, but may cost more time than it saves memory",
     "not timed": "{} would do as well, but how fast is not known",
-    "undecided": "{} cannot be told from chance yet, {more}",
+    "undecided": "{} cannot be judged yet, {more}",
     "unjudged": "whether {} would do as well its loss does not say ({unjudged})",
     "no FP32 weights": "{} keeps no FP32 weights, and is for whoever compares it alone",
     "skips": "{} skipped too many steps",
@@ -128,7 +128,7 @@ def of_others(found: Recommendation, base: LevelResult) -> str:
     return "; ".join(
         _OF_OTHERS[why].format(
             listed([_with_promise(level, base, why, found.min_gain) for level in levels]),
-            more=more_seeds(base),
+            more=more_seeds(base, levels),
             unjudged=UNJUDGED,
         )
         for why, levels in found.because.items()

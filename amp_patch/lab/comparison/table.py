@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from amp_patch.lab import wording
 from amp_patch.lab.comparison import measures
 from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.gap import CONFIDENCE
 from amp_patch.lab.comparison.level_result import LevelResult
+from amp_patch.lab.comparison.verdict import margin_in_words
 from amp_patch.lab.recording.run import PARTS, Run
 from amp_patch.lab.text_table import in_columns
 
@@ -23,6 +25,7 @@ _STYLES = {
     "differs": "red",
     "failed": "red",
     "no worse": "green",
+    "so far": "green",
     "undecided": "yellow",
     "unjudged": "yellow",
 }
@@ -36,7 +39,7 @@ def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
     """
     parts: list[list[str]] = []
     if comparison.levels:
-        parts += [_overview(comparison), _verdicts(comparison, colours)]
+        parts += [_overview(comparison), _gaps(comparison), _verdicts(comparison, colours)]
     if any(level.runs for level in comparison.levels):
         parts += [_times(comparison), _sizes(comparison)]
     parts += [_looks(comparison), _machine(comparison.machine)]
@@ -67,6 +70,35 @@ def _overview(comparison: Comparison) -> list[str]:
         )
         rows.append((level.name, *cells))
     return _table(f"{comparison.title}, {comparison.steps} steps", (*headings, "loss\nscale", "skipped\nsteps"), rows)
+
+
+def _gaps(comparison: Comparison) -> list[str]:
+    """How far the levels lie from the baseline with the same seeds, in the metric's unit and in per cent."""
+    headings = ("level", "pairs", "gap", "low", "high", "gap, %", "low, %", "high, %", "told")
+    rows: list[Sequence[str]] = []
+    known = [(level, level.finding.gap) for level in comparison.levels if level.finding.gap is not None]
+    for level, gap in known:
+        values = (gap.mean, gap.low, gap.high)
+        units = ["" if each is None else wording.signed(each) for each in values]
+        shares = ["" if each is None else wording.signed_percents(each)[0] for each in map(gap.share, values)]
+        rows.append((level.name, str(gap.seeds), *units, *shares, _told(level)))
+    if not known or comparison.baseline is None:
+        return []
+    sure = wording.whole_percent(CONFIDENCE)
+    title = f"Gap to {comparison.baseline.name} with the same seeds, and the ends of its {sure} interval"
+    return _table(f"{title}; {margin_in_words(known[0][1])}", headings, rows)
+
+
+def _told(level: LevelResult) -> str:
+    """What the gap tells of the level, or how many seeds more would have it tell."""
+    found, gap = level.finding, level.finding.gap
+    if gap is None or found.by_range:
+        return "by range"
+    if gap.told is not None:
+        return gap.told
+    if found.rounding is not None:
+        return "rounded"
+    return f"{gap.more_seeds} more" if gap.more_seeds is not None else "not yet"
 
 
 def _verdicts(comparison: Comparison, colours: bool) -> list[str]:
@@ -191,9 +223,10 @@ def _with_range(values: list[float]) -> str:
 
 def _against(level: LevelResult, base: LevelResult | None) -> str:
     """How far the mean is from the baseline's."""
-    if base is None or level is base or len(level.finite) < len(level.runs):
+    gap = level.finding.gap
+    if base is None or gap is None or len(level.finite) < len(level.runs):
         return ""
-    return wording.signed_percent(level.mean, base.mean).replace(" ", "")
+    return wording.signed_percent(gap.level, gap.base).replace(" ", "")
 
 
 def _mib(runs: list[Run], name: str) -> float | None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 from amp_patch.lab.comparison.finding import Collapse, Finding, Lost, Verdict
+from amp_patch.lab.comparison.gap import CONFIDENCE, Gap
 from amp_patch.lab.comparison.judge import COLLAPSED_RANGES, has_no_spread
 from amp_patch.lab.comparison.level_result import LevelResult, failures, seeds_change_nothing, seeds_in_words
 from amp_patch.lab.comparison.lost_without_masters import lost_by_weights
 from amp_patch.lab.wording import (
+    counted,
     fine_percent,
     metric_in_words,
     ratio,
     relative_distance,
     shortest_distinct,
+    signed,
+    signed_percents,
     times,
     two,
+    whole_percent,
 )
 
 UNJUDGED = (
@@ -37,15 +43,17 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
         own = f"{what} {_mean_and_spread(base)}"
         return Verdict(found.kind, _joined(own, lost, skips, failed), reason=_joined(lost, skips, failed))
     collapsed = _collapsed(found.collapsed, base, what) if found.collapsed else ""
-    accuracy = _joined(lost, collapsed) or _accuracy(found, base, what)
+    accuracy = _joined(lost, collapsed) or _accuracy(found, level, base, what)
     if found.rejected:
         text = _joined("do not use: " + accuracy, without, skips, _cost(level, base), failed)
     else:
         text = _joined(_cost(level, base), accuracy, without, skips, failed)
     if found.collapsed:  # `Comparison.test` has the rule, which stands on the page
         accuracy = _joined(lost, _collapsed_seeds(found.collapsed, what))
-    if found.kind == "within":
+    if found.kind in ("within", "so far"):  # the page has the gap in a column of its own
         accuracy = f"every loss as {base.name}'s, to the bit" if found.to_the_bit else ""
+        if found.gap is not None and (found.by_range or found.kind == "so far"):
+            accuracy = _what_it_tells(found, found.gap)
     return Verdict(found.kind, text, found.better, _joined(accuracy, without, skips, failed))
 
 
@@ -54,10 +62,14 @@ def failures_in_words(level: LevelResult) -> str:
     return "; ".join(f"failed with {each}" for each in failures(level))
 
 
-def more_seeds(base: LevelResult) -> str:
-    """What to do where the seeds that there are do not decide."""
+def more_seeds(base: LevelResult, undecided: Sequence[LevelResult] = ()) -> str:
+    """What to do where the seeds that there are do not decide, of these levels or of any."""
     if seeds_change_nothing(base):
         return "let the script use the seeds"
+    more = [level.finding.gap.more_seeds for level in undecided if level.finding.gap is not None]
+    known = [each for each in more if each is not None]
+    if known and len(known) == len(undecided):
+        return f"run {counted(max(known), 'more seed')}"
     return "run more seeds" if len(base.finite) > 2 else "run three seeds or more"
 
 
@@ -71,36 +83,101 @@ def _mean_and_spread(base: LevelResult) -> str:
     return text + (f" over {len(spread)} seeds ({low} to {high})" if len(spread) > 1 else "")
 
 
-def _accuracy(found: Finding, base: LevelResult, figure: str) -> str:
+def _accuracy(found: Finding, level: LevelResult, base: LevelResult, figure: str) -> str:
     """The accuracy of a level without a diverged run, in words."""
-    if found.distance is None:
+    gap = found.gap
+    if gap is None:
         return f"no seed of it has a result of {base.name}'s to compare with"
-    mean, of_base, _ = found.distance
     if found.to_the_bit:
-        return f"{figure} {shortest_distinct(mean)[0]}, every loss the same as {base.name}'s, to the bit"
-    distance = relative_distance(mean, of_base)
+        return f"{figure} {shortest_distinct(gap.level)[0]}, every loss the same as {base.name}'s, to the bit"
+    distance = relative_distance(gap.level, gap.base)
     if found.kind == "unjudged":
         return f"{figure} {distance} {base.name}'s: {UNJUDGED}"
     if has_no_spread(base):
-        what = "the seeds change nothing" if len(base.finite) > 1 else "one seed"
+        what = "the seeds change nothing" if len(base.finite) > 1 else "one seed, so without an interval"
         return f"{what}: {figure} {distance} {base.name}'s; {more_seeds(base)} to judge it"
     if found.rounding is not None:
-        step = fine_percent(found.rounding / abs(mean))
-        off = f"{figure} {shortest_distinct(mean, of_base)[0]}, {distance} {base.name}'s"
+        step = fine_percent(found.rounding / abs(gap.level))
+        off = f"{figure} {shortest_distinct(gap.level, gap.base)[0]}, {distance} {base.name}'s"
         return f"{off}: less than the steps of {step} in which losses were recorded"
+    if not found.by_range and gap.told is not None:
+        text = shortest_distinct(gap.level, gap.base)[0]
+        caught_up = _caught_up(found, level, base)
+        return f"{figure} {text}, {gap_in_words(gap, base.name)}: {gap.told} ({margin_in_words(gap)}){caught_up}"
+    return (
+        f"{_beside_the_range(found, gap, base, figure)}; {gap_in_words(gap, base.name)}: {_what_it_tells(found, gap)}"
+    )
+
+
+def _beside_the_range(found: Finding, gap: Gap, base: LevelResult, figure: str) -> str:
+    """Where the mean lies, by the range of the baseline's seeds."""
     low, high = min(base.finite.values()), max(base.finite.values())
-    text, low_, high_ = shortest_distinct(mean, low, high)
+    text, low_, high_ = shortest_distinct(gap.level, low, high)
     spread = f"the spread of {base.name}'s {len(base.finite)} seeds ({low_} to {high_})"
-    if found.kind == "within":
+    if low <= gap.level <= high:
         return f"{figure} {text} within {spread}"
-    if found.p is None:
-        return f"{figure} {text} outside {spread}, with one seed; run more seeds"
     better = ", better: " if found.better else ", no worse: " if found.kind == "no worse" else ", "
-    outside = f"{figure} {text}{better}{distance} {base.name}'s {shortest_distinct(of_base)[0]}, outside {spread}"
+    of_base = shortest_distinct(gap.base)[0]
+    distance = relative_distance(gap.level, gap.base)
+    outside = f"{figure} {text}{better}{distance} {base.name}'s {of_base}, outside {spread}"
+    if found.p is None:
+        return f"{outside}, with one seed"
     test = f"paired t-test p {'< 0.001' if found.p < 0.001 else f'= {two(found.p)}'}"
-    if found.kind == "differs":
-        return f"{outside}, {test}"
-    return f"{outside}, which may be chance ({test})" + ("" if found.kind == "no worse" else "; run more seeds")
+    return f"{outside}, {test}" if found.kind == "differs" else f"{outside}, which may be chance ({test})"
+
+
+def _what_it_tells(found: Finding, gap: Gap) -> str:
+    """Of a gap that does not decide."""
+    if gap.decorrelated:
+        said = "the runs have decorrelated, it tells no more than the spread"
+        return said if found.kind != "undecided" else f"{said}; {_more_in_words(gap)}"
+    if gap.is_slight:
+        return f"more than the {margin_in_words(gap)}, and little of what the training gained"
+    what = "worse, by how much" if gap.is_loss else "as good or not"
+    return f"{what} ({margin_in_words(gap)}) cannot be told yet; {_more_in_words(gap)}"
+
+
+def _more_in_words(gap: Gap) -> str:
+    """ "4 more seeds would tell"."""
+    return "run more seeds" if gap.more_seeds is None else f"{counted(gap.more_seeds, 'more seed')} would tell"
+
+
+def gap_in_words(gap: Gap, base: str) -> str:
+    """ "gap to O0 +0.0012 (+0.052 %, 95 %: -0.02 to +0.12 %)"."""
+    interval = interval_of(gap) or "one seed, so without an interval"
+    return f"gap to {base} {signed(gap.mean)} ({', '.join(filter(None, [percent_of(gap), interval]))})"
+
+
+def percent_of(gap: Gap) -> str:
+    """ "+0.052 %"; "" of a baseline of 0."""
+    share = gap.share(gap.mean)
+    return "" if share is None else f"{signed_percents(share)[0]} %"
+
+
+def interval_of(gap: Gap) -> str:
+    """ "95 %: -0.02 to +0.12 %": of the gap, in per cent if that can be; "" without an interval."""
+    if gap.low is None or gap.high is None:
+        return ""
+    low, high = gap.share(gap.low), gap.share(gap.high)
+    if low is None or high is None:
+        return f"{whole_percent(CONFIDENCE)}: {signed(gap.low)} to {signed(gap.high)}"
+    return f"{whole_percent(CONFIDENCE)}: {' to '.join(signed_percents(low, high))} %"
+
+
+def margin_in_words(gap: Gap) -> str:
+    """ "margin 0.2 %"."""
+    share = gap.share(gap.margin)
+    return f"margin {fine_percent(share)}" if share is not None else "margin 0"
+
+
+def _caught_up(found: Finding, level: LevelResult, base: LevelResult) -> str:
+    """What is left of the speed of a worse level that is faster, when it has come to the baseline's result."""
+    if found.reached is None or found.better or level.speedup is None or level.speedup.pace != "faster":
+        return ""
+    step, of = found.reached
+    left = level.speedup.median * step / of
+    is_left = f"{ratio(left)}x is left of its speed" if left > 1 else f"it is no faster ({ratio(left)}x)"
+    return f"; {base.name} had that after {step} of {of} steps: to the same result {is_left}"
 
 
 def _collapsed(collapsed: Collapse, base: LevelResult, what: str) -> str:

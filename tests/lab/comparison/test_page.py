@@ -126,8 +126,8 @@ def test_the_card_says_which_how_much_why_and_how_sure():
         "\nUse O4 (BF16)\n",
         "2.0x faster, 12 % less memory, same loss over 3 seeds",
         "The fastest level that is as good as O0: its final loss, 1.250, is within the range of O0's seeds (1.000 to ",
-        "Faster with each of 3 seeds: 2.00x. O0's own seeds lie 50 % apart in loss: less than that is not seen.",
-        "With the same seed it ends at most 25 % from O0.",
+        "Faster with each of 3 seeds: 2.00x. O4 ends 0 % from O0 with the same seeds (95 %: -50 to +50 %): no nearer ",
+        "than with other seeds. O0's own seeds lie 50 % apart in loss: less than that is not seen.",
         'model, optimizer = amp.initialize(model, optimizer, opt_level="O4")',
         "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()",
         "AMP_PATCH_OPT_LEVEL=O4 python -m amp_patch run --device cpu 'my train.py' --lr 1",
@@ -187,10 +187,6 @@ def test_a_difference_is_never_minus_nothing(mean, words):
 
 
 def test_distances_in_a_sentence_have_no_sign():
-    far = [(1.25, 1.0), (0.75, 1.0), (1.00001, 1.0), (12.0, 1.0), (-12.0, 1.0), (-1e-7, 0.0)]
-    assert [wording.unsigned_percent(*each) for each in far] == [
-        *("25 %", "25 %", "<0.01 %", ">999 %", ">999 %", "1e-07"),
-    ]
     assert wording.relative_size(3.0, 2.0) == wording.relative_size(1.0, 2.0) == "50 %"
     # Two seeds of one result, and other curves: their range is nothing.
     runs = [
@@ -202,7 +198,7 @@ def test_distances_in_a_sentence_have_no_sign():
     for run in runs:
         run.logged = {"accuracy": [(1, 0.5)]}
     text = Tree(page.html(Comparison("train.py", runs, "accuracy"))).text
-    assert "O0's own seeds lie 0 % apart in accuracy: less than that is not seen." in text
+    assert "O0's own seeds lie 0 % apart in accuracy." in text
 
 
 def test_nothing_is_loaded(full):

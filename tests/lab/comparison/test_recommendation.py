@@ -13,7 +13,8 @@ from made_up import made_up_look, made_up_run
 
 from amp_patch.lab.comparison import headline
 from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.comparison.finding import Distance, Finding, Lost, Skips
+from amp_patch.lab.comparison.finding import Finding, Lost, Skips
+from amp_patch.lab.comparison.gap import Gap
 from amp_patch.lab.comparison.level_result import LevelResult
 from amp_patch.lab.comparison.machine import machine
 from amp_patch.lab.recording.run import INTERRUPTED, Run, dumps, loads
@@ -63,7 +64,7 @@ def test_the_recommendation():
         [Run("O5", seed, error="boom") for seed in range(3)],
     )
     assert made.summary == (
-        "Stay with O0 for now: O1 FP16 cannot be told from chance yet, run more seeds; "
+        "Stay with O0 for now: O1 FP16 cannot be judged yet, run 12 more seeds; "
         "do not use O2 FP16 and O3 FP16; O5 failed."
     )
 
@@ -147,18 +148,18 @@ def test_what_one_seed_promises():
     levels = seeds("O4", 1.1, **same), seeds("O5", 1.1, **same, ms=8), seeds("O2", 1.1, **same, ms=20)
     assert compare(base, *levels).summary == (
         "Stay with O0 for now: O4 BF16 (0.50 of its memory), O5 BF16 (1.25x faster, 0.50 of its memory) and O2 BF16 "
-        "cannot be told from chance yet, run three seeds or more."
+        "cannot be judged yet, run three seeds or more."
     )
 
 
 def test_findings_are_data():
     base, same = seeds("O0", 1.0, 1.25, 1.5), (1.0, 1.25, 1.5)
-    assert finding(base, seeds("O2", *same)) == Finding(
-        "within", to_the_bit=True, p=1.0, distance=Distance(1.25, 1.25, 3)
-    )
+    bound = {"margin": pytest.approx(0.0025), "worse_from": pytest.approx(0.002 * 2.5)}
+    equal = Gap(level=1.25, base=1.25, seeds=3, mean=0.0, low=0.0, high=0.0, **bound)
+    assert finding(base, seeds("O2", *same)) == Finding("within", to_the_bit=True, p=1.0, gap=equal)
     worse = finding(base, seeds("O2", 2.0, 2.25, 2.5625))
     assert (worse.kind, worse.better, worse.to_the_bit, worse.usable) == ("differs", False, False, False)
-    assert worse.p == pytest.approx(1 - 49 / math.sqrt(2 + 49 * 49)) and worse.distance == (6.8125 / 3, 1.25, 3)
+    assert worse.p == pytest.approx(1 - 49 / math.sqrt(2 + 49 * 49)) and worse.gap.level == 6.8125 / 3
     # Runs without a figure, by the reason: the step, whether the baseline has none either, an eps that FP16 lost.
     broken, base[1].loss = seeds("O2", *same), [math.nan] * 40
     for run in broken:
@@ -203,7 +204,7 @@ def test_failed_runs_are_named_with_their_error():
     made = compare(base, [*seeds("O2", 1.25), *ended], [Run("O3", 0, dtype="float16"), Run("O3", 1, error="boom")])
     o2, o3 = made.levels[1:]
     assert (o2.level, o2.dtype, o2.seeds, o2.failed) == ("O2", "float16", [0], ended), "they join their level"
-    assert o2.verdict.kind == "within" and o2.verdict.text.endswith("; failed with seeds 1 and 2: exit 3: no such file")
+    assert o2.verdict.kind == "so far" and o2.verdict.text.endswith("; failed with seeds 1 and 2: exit 3: no such file")
     assert o3.verdict.kind == "failed" and not o3.runs and o3.final == []
     assert o3.verdict.text == "failed with seed 0: recorded no step; failed with seed 1: boom"
     assert not o3.verdict.usable and o3.speedup is None and o3.step_ms is None
@@ -307,9 +308,9 @@ MORE = "run three seeds or more to judge it"
 
 def test_numbers_show_the_digits_that_tell_them_apart():
     base = seeds("O0", 1.00001, 1.00003)
-    text = judge(base, seeds("O2", 1.00002, 1.00002)).text
+    text = judge(base, seeds("O2", 1.00002, 1.00002), margin=1e-9).text
     assert "final loss 1.00002 within the spread of O0's 2 seeds (1.00001 to 1.00003)" in text
-    assert "1000 to 1002" in judge(seeds("O0", 1000.0, 1002.0), seeds("O2", 1001.0, 1001.0)).text
+    assert "1000 to 1002" in judge(seeds("O0", 1000.0, 1002.0), seeds("O2", 1001.0, 1001.0), margin=1e-9).text
     assert judge(seeds("O0", 1.0), seeds("O2", 2.5)).text.endswith("final loss 150 % above O0's; " + MORE)
     assert judge(seeds("O0", 0.0), seeds("O2", 0.5)).text.endswith("final loss 0.5 above O0's; " + MORE)
     assert judge(seeds("O0", -2.0), seeds("O2", -3.0)).text.endswith("final loss 50 % below O0's; " + MORE)
@@ -364,9 +365,12 @@ def test_the_test_in_words():
     made = compare(seeds("O0", 1.0, 1.5), seeds("O2", 1.0, 1.5))
     assert made.test.startswith(
         "The result of a run is the mean training loss over the last tenth of the 40 steps that all runs trained; "
-        "lower is better. Runs are paired by seed with O0's. Within: "
+        "lower is better. The gap of a level is the mean of the differences between its runs and O0's with the same "
+        "seeds, with Student's interval at 95 %; each level is tested by itself. As good: the whole interval lies "
+        "below the margin, by which a level may be worse: 0.2 % of O0's result. "
     )
-    assert "rejects at 5 % that there is no difference" in made.test and "  " not in made.test
+    assert "rejects chance at 5 %" in made.test and "  " not in made.test
+    assert ": 1 % of O0's result" in replace(made, margin=0.01).test
     assert compare().test.startswith("The result of a run is the mean training loss over the last tenth of the 0 steps")
 
 
@@ -383,7 +387,7 @@ def test_a_level_that_skips_most_of_its_steps_is_not_recommended():
         o0 = seeds("O0", 1.0, 1.25, 1.5, steps=steps)
         level = skipping(seeds("O2", 1.125, 1.25, 1.25, ms=5, steps=steps), skipped)
         made = compare(o0, level)
-        assert made.levels[1].verdict.kind == "within"
+        assert made.levels[1].verdict.kind == "so far"
         assert (f"{skipped} of {steps} steps were skipped with seed 0" in made.levels[1].verdict.text) == much
         assert made.summary.startswith("Stay with O0: O2 FP16 skipped too many steps." if much else "Use O2 FP16: 2.0x")
     assert "more than half of its steps" in made.test and "more than 10 % and 24 of them" in made.test
@@ -394,11 +398,9 @@ def test_a_level_that_skips_most_of_its_steps_is_not_recommended():
 
 def test_what_is_advised_is_not_what_was_done():
     base = seeds("O0", 1.0, 1.25, 1.5)
-    assert (
-        "O1 FP16 cannot be told from chance yet, run more seeds" in compare(base, seeds("O1", 1.0, 1.25, 3.0)).summary
-    )
+    assert "O1 FP16 cannot be judged yet, run 12 more seeds." in compare(base, seeds("O1", 1.0, 1.25, 3.0)).summary
     same = seeds("O0", 1.0, 1.0, 1.0)
     made = compare(same, seeds("O2", 1.5, 1.5, 1.5, ms=5))
-    assert made.summary.endswith("cannot be told from chance yet, let the script use the seeds.")
+    assert made.summary.endswith("cannot be judged yet, let the script use the seeds.")
     unknown = compare(base, seeds("O2", 1.125, 1.25, 1.25, seconds=[math.nan] * 40))
     assert unknown.summary == "Stay with O0: O2 FP16 would do as well, but how fast is not known."

@@ -68,7 +68,7 @@ def test_where_speed_is_equal_the_batch_that_memory_has_room_for_is_said():
     base = seeds("O0", *BASE, **fields, activations=8 * 400)
     made = compare(base, seeds("O5", *SAME, dtype="bfloat16", **fields, activations=8 * 200))
     room = "In the memory that O0 takes at batch 8, O5 takes a batch of some 16"
-    assert made.summary.endswith(f"to the bit. {room}.") or made.summary.endswith(f"(1.000 to 1.500). {room}.")
+    assert made.summary.endswith(f"to the bit. {room}.") or made.summary.endswith(f"no more than the spread. {room}.")
     assert headline.why(made).endswith(f" {room}.")
     for run in made.runs:
         run.samples = [0] * 40
@@ -107,7 +107,7 @@ def test_a_sum_over_several_optimizers_is_not_judged():
     logged = compare(logs("O0", 0.5, 0.75), logs("O2", 0.6, 0.7), metric="accuracy")
     for run in logged.runs:
         run.objectives = 2
-    assert logged.levels[1].finding.kind == "within"
+    assert logged.levels[1].finding.kind == "so far"
 
 
 @pytest.mark.parametrize(("two", "objectives"), [(True, 2), (False, 1)])

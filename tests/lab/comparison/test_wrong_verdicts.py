@@ -173,7 +173,7 @@ def test_losses_that_a_model_rounds_are_said_to_be():
 def test_rounded_losses_are_not_judged_finer_than_their_steps():
     """Near 2.3 BF16 has steps of 1/64, 0.7 %."""
     base = seeds("O0", 2.300, 2.301, 2.302)
-    finer, coarser = (2.305, 2.306, 2.308), (2.325, 2.326, 2.328)
+    finer, coarser = (2.309, 2.310, 2.312), (2.325, 2.326, 2.328)
     judged = [compare(base, seeds("O5", *each, dtype="bfloat16")).levels[1].finding.kind for each in (finer, coarser)]
     assert judged == ["differs", "differs"]
     rounded = [seeds("O5", *each, dtype="bfloat16", loss_types=["bfloat16"]) for each in (finer, coarser)]
