@@ -9,7 +9,7 @@ from typing import Any
 from amp_patch.environment import RUNGS
 from amp_patch.lab.commands import batch_search
 from amp_patch.lab.commands.run import add_cast_arguments
-from amp_patch.lab.comparison.plan import LEVELS, MARGIN, MIN_GAIN, Plan, quick_levels
+from amp_patch.lab.comparison.plan import LEVELS, MARGIN, MIN_GAIN, SEEDS, Plan, quick_levels
 from amp_patch.policy import OPT_LEVELS
 
 _EPILOG = """
@@ -32,8 +32,6 @@ Ctrl-C ends the runs and reports what has finished, as do SIGTERM and SIGHUP; a 
 there. The exit status is 0 if two levels can be compared, 1 if not or if the script fails before its first step, 130 if
 Ctrl-C has cut runs (143 and 129: the others), and 2 for arguments that cannot be.
 """
-
-SEEDS = 3  # a comparison's, unless others are asked for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

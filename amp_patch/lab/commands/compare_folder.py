@@ -24,7 +24,7 @@ import torch
 from amp_patch.casts.cpu_half import has_arithmetic
 from amp_patch.lab.comparison.machine import processor
 from amp_patch.lab.comparison.outcome import interrupted
-from amp_patch.lab.comparison.plan import Plan, name_as_asked
+from amp_patch.lab.comparison.plan import SEEDS, Plan, name_as_asked, quick_levels
 from amp_patch.lab.recording.run import INTERRUPTED, KILLED, NATIVE, Event, Run, dumps, loads
 from amp_patch.support.files import fresh, write_whole
 
@@ -63,17 +63,19 @@ def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Name
     """The arguments of the comparison in the folder `args.resume`.
 
     Args:
-        defaults: of all arguments: those of `args` that differ were given beside --resume.
+        defaults: of all arguments: those of `args` that differ were given beside --resume. More seeds may be: the
+            folder's comparison is then one of so many.
 
     Raises:
         NoComparison: there is none, or one with other arguments, another script, torch or processor.
+        OSError: more seeds cannot be noted.
     """
     if args.out not in (defaults["out"], args.resume):
         raise NoComparison(
             f"compare: --resume {args.resume} goes on there, and --out {args.out} contradicts it; give one"
         )
     told = _told(args.resume)
-    asked: dict[str, Any] = told["asked"]
+    asked = _with_more_seeds(told["asked"], args.seeds)
     for name, value in vars(args).items():
         if name in _OF_THE_CALL or value == defaults.get(name) or value == asked.get(name):
             continue
@@ -89,7 +91,18 @@ def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Name
                 f"compare: {args.resume} cannot be gone on with: {name} was {before}, and is {value} now; runs of the "
                 "two cannot be compared: begin anew in another --out"
             )
+    if asked != told["asked"]:
+        write_whole(args.resume / _ASKED, dumps({**told, "asked": asked}, indent=1) + "\n")
     return found
+
+
+def _with_more_seeds(asked: dict[str, Any], seeds: int | None) -> dict[str, Any]:
+    """What was asked for, of `seeds` seeds if those are more; a first look is then a comparison of its levels."""
+    quick, before = asked.get("quick"), asked.get("seeds")
+    if seeds is None or seeds <= (1 if quick else SEEDS if before is None else before):
+        return asked
+    levels = {"quick": False, "levels": ",".join(quick_levels(asked.get("dtype")))} if quick else {}
+    return {**asked, **levels, "seeds": seeds}
 
 
 def asked_in(folder: Path, defaults: dict[str, Any]) -> argparse.Namespace:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from amp_patch.lab.commands import compare_folder
-from amp_patch.lab.commands.compare_arguments import SEEDS, defaults, plan_of
+from amp_patch.lab.commands.compare_arguments import defaults, plan_of
 from amp_patch.lab.comparison import page, table
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.headline import how_to_use
 from amp_patch.lab.comparison.machine import machine
-from amp_patch.lab.comparison.plan import BASELINE, Plan
+from amp_patch.lab.comparison.plan import BASELINE, SEEDS, Plan
 from amp_patch.lab.recording.run import Run
 
 
@@ -77,9 +77,12 @@ def show(comparison: Comparison, folder: Path) -> int:
     _, command = how_to_use(comparison)
     if command:
         lines.append(f"To use it without an edit: {command}")
+    folder_named = shlex.quote(str(folder))
     if comparison.cut:
-        again = f"python -m amp_patch compare --resume {shlex.quote(str(folder))}"
-        lines.append(f"To make the runs that are missing: {again}")
+        lines.append(f"To make the runs that are missing: python -m amp_patch compare --resume {folder_named}")
+    elif comparison.seeds_to_tell is not None:
+        more = f"python -m amp_patch compare --resume {folder_named} --seeds {comparison.seeds_to_tell}"
+        lines.append(f"To be sure of the {comparison.metric_in_words}: {more}")
     try:
         print("\n".join([*lines, f"report: {where}"]), flush=True)
     except OSError:  # the terminal was closed, or the pipe's reader has read enough

@@ -17,6 +17,7 @@ from amp_patch.lab.comparison.verdict import failures_in_words, verdict
 from amp_patch.lab.recording.run import INTERRUPTED, Run
 from amp_patch.lab.wording import counted, fine_percent, lacks, listed, metric_in_words, type_name, whole_percent
 
+_MOST_TO_TELL = 20  # seeds
 FEW_STEPS = 30  # fewer tell little of a loss, of a loss scale that finds its height, or of a step's time
 
 
@@ -146,6 +147,18 @@ class Comparison:
         """None where there is nothing to compare."""
         base = self.baseline
         return None if base is None or not self.comparable else recommend(self.levels, base, self.min_gain)
+
+    @property
+    def seeds_to_tell(self) -> int | None:
+        """How many seeds in all would tell of the levels by which the recommendation might change; None where that is
+        told, or no number of seeds that somebody runs would."""
+        found = self.recommendation
+        if found is None:
+            return None
+        so_far = [found.level] if found.level.finding.kind == "so far" else []
+        gaps = [level.finding.gap for level in so_far or found.because.get("undecided", [])]
+        more = [gap.seeds + gap.more_seeds for gap in gaps if gap is not None and gap.more_seeds is not None]
+        return max(more) if more and len(more) == len(gaps) and max(more) <= _MOST_TO_TELL else None
 
     @property
     def recommended(self) -> LevelResult | None:

@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from compared_runs import compare as compare_runs
+from compared_runs import seeds
 
 from amp_patch.__main__ import main
 from amp_patch.lab.commands import compare, compare_folder
 from amp_patch.lab.commands.compare_arguments import add_arguments as add_compare_arguments
 from amp_patch.lab.commands.compare_arguments import defaults, plan_of, split
+from amp_patch.lab.commands.report import show
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.recording.run import INTERRUPTED, KILLED, PARTS, Run, dumps, loads
@@ -110,10 +113,46 @@ def test_the_missing_runs_alone_are_made(begun, monkeypatch, capsys):
     assert len(asked) == 2, "the same arguments may be given again"
 
 
+def test_more_seeds_are_added_to_a_comparison(begun, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        compare,
+        "_measure",
+        lambda plan, args, interrupts, found: (asked.append((plan, found)), found, 8, 0, OtherWork())[1:],
+    )
+    main(["compare", "--resume", str(begun), "--seeds", "4"])
+    ((plan, found),) = asked
+    assert plan.seeds == 4 and [(run.level, run.seed) for run in found] == [("O0", 0), ("O4", 0), ("O0", 1)]
+    assert compare_folder.asked_in(begun, defaults()).seeds == 4, "the next one goes on from there"
+    # A first look becomes a comparison of its levels.
+    told = loads((begun / "compare.json").read_text())
+    quick = {"quick": True, "levels": None, "seeds": None}
+    (begun / "compare.json").write_text(dumps({**told, "asked": {**told["asked"], **quick}}))
+    main(["compare", "--resume", str(begun), "--seeds", "3"])
+    assert (asked[-1][0].levels, asked[-1][0].seeds) == (("O0", "O4", "O5"), 3)
+    assert not compare_folder.asked_in(begun, defaults()).quick
+
+
+def test_how_many_seeds_would_tell_is_a_command(tmp_path, capsys):
+    unsure = seeds("O5", 2.004, 2.026, 1.976, dtype="bfloat16", ms=5)
+    made = compare_runs(seeds("O0", 2.0, 2.02, 1.98), unsure)
+    more = made.levels[1].finding.gap.more_seeds
+    assert made.seeds_to_tell == 3 + more
+    show(made, tmp_path)
+    said = f"To be sure of the loss: python -m amp_patch compare --resume {tmp_path} --seeds {3 + more}\n"
+    assert said in capsys.readouterr().out
+    sure = compare_runs(seeds("O0", 2.0, 2.02, 1.98), seeds("O5", 2.0, 2.021, 1.981, ms=5))
+    show(sure, tmp_path)
+    assert sure.seeds_to_tell is None and "To be sure" not in capsys.readouterr().out
+    # So many that nobody runs them are not asked for.
+    assert compare_runs(seeds("O0", 2.0, 2.02, 1.98), seeds("O5", 2.0, 2.03, 1.97, ms=5)).seeds_to_tell is None
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--seeds", "3"], "was begun with --seeds 2, and now there is --seeds 3"),
+        (["--seeds", "1"], "was begun with --seeds 2, and now there is --seeds 1"),
+        (["--seeds", "3", "--metric", "accuracy"], "was begun with --metric loss, and now there is --metric accuracy"),
         (["--metric", "accuracy"], "was begun with --metric loss, and now there is --metric accuracy"),
         (["--out", "other"], "goes on there, and --out other contradicts it"),
         (["--inspect"], "was begun with no --inspect, and now there is --inspect"),
