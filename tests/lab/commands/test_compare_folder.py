@@ -134,7 +134,7 @@ def test_more_seeds_are_added_to_a_comparison(begun, monkeypatch):
 
 
 def test_how_many_seeds_would_tell_is_a_command(tmp_path, capsys):
-    unsure = seeds("O5", 2.004, 2.026, 1.976, dtype="bfloat16", ms=5)
+    unsure = seeds("O5", 2.002, 2.0225, 1.9775, dtype="bfloat16", ms=5)
     made = compare_runs(seeds("O0", 2.0, 2.02, 1.98), unsure)
     more = made.levels[1].finding.gap.more_seeds
     assert made.seeds_to_tell == 3 + more
