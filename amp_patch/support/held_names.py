@@ -122,6 +122,8 @@ class _Holder:
         self._patches.apply(lambda: setattr(cls, name, new), undo)
 
     def _function(self, function: Any) -> None:
+        if not (function.__defaults__ or function.__closure__ or function.__kwdefaults__):
+            return  # most have none, and a process has some ten thousand
         if id(function) in self._seen or _is_passed_over(function.__globals__):
             return
         self._seen[id(function)] = function

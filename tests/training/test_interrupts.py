@@ -19,7 +19,7 @@ from amp_patch import amp
 from amp_patch.casts import install, regions, thread_state
 from amp_patch.casts import state as casts_state
 from amp_patch.model import state as model_state
-from amp_patch.support import generated_class
+from amp_patch.support import generated_class, held_names
 from amp_patch.training import one_pass, portions
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,6 +234,12 @@ ERRORS = (KeyboardInterrupt, ValueError)
 SWEEPS = [
     (case, name) for case in CASES for name in STORIES if name == "iteration" or case in (CASES[0], CASES[3], CASES[5])
 ]
+
+
+@pytest.fixture(autouse=True)
+def modules_hold_nothing(monkeypatch):
+    """Each of thousands of calls of `initialize` would look through the names of every module of the tests' process."""
+    monkeypatch.setattr(held_names, "replace_in_modules", lambda patches, replaced: None)
 
 
 @pytest.fixture(scope="module")
