@@ -42,7 +42,6 @@ from amp_patch.frontend import (
     fsdp_policy,
     initialize,
     load_state_dict,
-    loss_scale,
     master_params,
     restore,
     state_dict,
@@ -50,7 +49,7 @@ from amp_patch.frontend import (
 )
 from amp_patch.grad_scaler import GradScaler
 from amp_patch.model.fp32_copies import fp32_copy
-from amp_patch.training.scale_loss import scale_loss
+from amp_patch.training.scale_loss import loss_scale, scale_loss
 
 if TYPE_CHECKING:
     from amp_patch import graph

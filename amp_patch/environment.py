@@ -1,6 +1,7 @@
 """An opt level from outside: its name with rungs ("O5+split"), and environment variables that override a script's.
 
-A rung is an option of `initialize` that keeps masters or the optimizer's state in fewer bytes; `RUNGS` has them.
+A rung is an option of `initialize` that keeps masters or the state in fewer bytes, or the format of products at O6 and
+O7 ("O6+mxfp8"); `RUNGS` has them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from amp_patch.policy import CLOSED, LOW_PRECISION, OPT_LEVELS, SPLIT, STOCHASTIC, Options, Policy, resolve
+from amp_patch.policy import (
+    CLOSED,
+    LOW_PRECISION,
+    OPT_LEVELS,
+    PRODUCT_FORMATS,
+    SPLIT,
+    STOCHASTIC,
+    Options,
+    Policy,
+    resolve,
+)
 from amp_patch.support.distributed import is_first_rank
 
 logger = logging.getLogger("amp_patch")
@@ -25,6 +36,7 @@ _OF_EITHER_DTYPE = ("O1", "O2", "O3")
 
 # What may stand behind a level's name and a "+" -> the option of `initialize` that it gives a value.
 RUNGS = {
+    **{name: ("dtype", name) for name in PRODUCT_FORMATS},
     SPLIT: ("master_weights", SPLIT),
     STOCHASTIC: ("master_weights", STOCHASTIC),
     "8bit": ("optimizer_state", "8bit"),
@@ -57,6 +69,12 @@ class NamedLevel(NamedTuple):
             ValueError: the level does not take the rung.
         """
         wanted = dtype if self.level in _OF_EITHER_DTYPE else None
+        if "dtype" in self.options and OPT_LEVELS[self.level].product_format is None:
+            levels = " or ".join(level for level, policy in OPT_LEVELS.items() if policy.product_format is not None)
+            raise ValueError(
+                f"level {str(self)!r} cannot be: {self.options['dtype']} is a format of the products of {levels}; take "
+                f"{levels.partition(' ')[0]}+{self.options['dtype']}, or {self.level} as it is"
+            )
         if "master_weights" in self.options and not OPT_LEVELS[self.level].master_weights:
             why = "keeps no masters of its weights" if OPT_LEVELS[self.level].loses_updates else "has FP32 weights"
             rung = self.options["master_weights"]
@@ -65,7 +83,7 @@ class NamedLevel(NamedTuple):
                 f"are kept; take O5+{rung}, or {self.level} as it is"
             )
         try:
-            return resolve(self.level, dtype=wanted, **self.options)
+            return resolve(self.level, **{"dtype": wanted, **self.options})
         except (TypeError, ValueError) as error:
             raise ValueError(f"level {str(self)!r} cannot be: {error}") from error
 
@@ -89,12 +107,14 @@ def named_level(name: str) -> NamedLevel:
         if option not in {field.name for field in fields(Options)}:
             raise ValueError(f"level {name!r}: this version of amp_patch has no {option}; leave out +{rung}")
         options[option] = value
+    if (own := OPT_LEVELS[level].product_format) is not None:
+        options.setdefault("dtype", own)
     return NamedLevel(level, options)
 
 
 def name_of(policy: Policy) -> str:
     """The name of a policy's level, with its rungs."""
-    found = {option: getattr(policy, option, None) for option, _ in RUNGS.values()}
+    found = {option: getattr(policy, option, None) for option, _ in RUNGS.values()} | {"dtype": policy.product_format}
     if policy.cast_model_type is None:
         found["master_weights"] = None  # an FP32 model's weights have no masters, whatever was asked for
     return str(NamedLevel(policy.opt_level, {option: value for option, value in found.items() if value is not None}))
@@ -146,7 +166,7 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     """The level and the options that the environment makes of a script's; without it the very same.
 
     ``AMP_PATCH_OPT_LEVEL`` replaces the level, and with rungs behind it ("O5+split") the options that these stand for;
-    ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3;
+    ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3, ("fp8", "mxfp8", ...) the format at O6, O7;
     ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") says how masters of bfloat16 weights are kept, at O5 and O2.
     ``AMP_PATCH_ALLOW_BANNED`` ("1", "0") says whether banned functions run in FP32, or are refused.
     All are read at each call, and an empty one is as none. At O0 by override nothing is left of the script's options.
@@ -158,12 +178,13 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
         ValueError, TypeError: a variable that names no level or dtype, or variables that contradict each other; what
         `resolve` refuses at the script's own.
     """
-    named, dtype = _asked_level(), _read(DTYPE, _DTYPES)
+    named, dtype = _asked_level(), _read(DTYPE, _DTYPES | {name: name for name in PRODUCT_FORMATS})
     wanted = None if named is None else named.level
     if (banned := _read(BANNED, {"1": True, "0": False})) is not None:
         options = replace(options, allow_banned=banned)
     level = opt_level if wanted is None else wanted
-    if level not in _OF_EITHER_DTYPE:
+    takes = _DTYPES.values() if level in _OF_EITHER_DTYPE else PRODUCT_FORMATS if _has_formats(level) else ()
+    if dtype not in takes or (named is not None and "dtype" in named.options):
         dtype = None
     masters = _read(MASTERS, {form: form for form in CLOSED})
     if wanted is None and dtype is None and masters is None:
@@ -196,6 +217,10 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
         )
     nothing = {name: getattr(Options, name) for name in given}
     return level, replace(options, **nothing | kept)
+
+
+def _has_formats(level: str) -> bool:
+    return level in OPT_LEVELS and OPT_LEVELS[level].product_format is not None
 
 
 def _accepts(level: str, options: dict[str, Any], undone: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The public calls: initialize, master_params, loss_scale, state_dict, restore, fsdp_policy. The work is done below."""
+"""The public calls: initialize, master_params, state_dict, restore, fsdp_policy. The work is done below."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from amp_patch.model import fsdp, incoming
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.fsdp import no_masters
 from amp_patch.model.keep_fp32 import KeepFP32, kept_modules
-from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, resolve, scale_number
+from amp_patch.model.keep_high import enter_high, kept_high
+from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, ProductFormat, resolve, scale_number
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
 from amp_patch.training.arguments import Keywords, Level, M, Optimizers, S, Several, Steps
-from amp_patch.training.scale_loss import scaler_of, targets_of
-from amp_patch.training.stash import stash_of
 from amp_patch.training.training import (
     Dialect,
     begin_training,
@@ -96,8 +95,9 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     *,
-    dtype: torch.dtype | LowName | str | None = None,
+    dtype: torch.dtype | LowName | ProductFormat | str | None = None,
     keep_fp32: KeepFP32 | Iterable[KeepFP32] = (),
+    keep_high: KeepFP32 | Iterable[KeepFP32] | None = None,
     allow_banned: bool = False,
     cpu_half: CpuHalf = "auto",
     cpu_fp16: CpuHalf | None = None,
@@ -116,7 +116,7 @@ def initialize(
     optimizer is made, then this is called. At O2 its FP32 shards are the masters; O3 is refused.
 
     The environment has the last word, so that a script can be tried at another level without an edit:
-    ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O5", "O5+split") takes the place of `opt_level`, ``AMP_PATCH_DTYPE`` ("float16",
+    ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O7", "O5+split") takes the place of `opt_level`, ``AMP_PATCH_DTYPE`` ("float16",
     "bfloat16") that of `dtype` at O1, O2 and O3, and ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") that of
     `master_weights` where the weights are bfloat16. By it O0 is the plain FP32 script, whatever else is passed here; at
     another level the options that contradict it are dropped, and the log says which. All are read at each call;
@@ -133,7 +133,9 @@ def initialize(
             or bfloat16.
         enabled: False makes this call and every `scale_loss` of these optimizers a no-op.
         opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" low-precision model, FP32 masters; "O3"
-            low-precision model alone; "O4", "O5": O1, O2 in bfloat16.
+            low-precision model alone; "O4", "O5": O1, O2 in bfloat16; "O6", "O7": O4, O5 with products in FP8 or FP4,
+            emulated: the numbers of such a training, not its speed. Those are `linear`, `matmul`, `bmm` and their like,
+            in forward and backward; convolutions, `einsum` and fused attention stay bfloat16.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override what the
             level sets; None keeps it. Strings ("True", "dynamic", "128.0") are understood. master_weights="split" keeps
             of each FP32 master the 16 bits that its bfloat16 weight is not: 2 bytes a parameter in place of 4 (O5, and
@@ -146,10 +148,15 @@ def initialize(
             of each model prints what ran in which type, and why, to stdout (`explain`).
         min_loss_scale, max_loss_scale: range of a dynamic scale. Defaults 2**-24 and 2**24.
         dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 unless given.
-            Their names ("bfloat16") are understood.
+            Their names ("bfloat16") are understood. At O6 and O7 the format of products: "fp8" (default; E4M3, a scale
+            for each row), "fp8_tensorwise" (one scale; gradients E5M2), "mxfp8" (blocks of 32, scales rounded up),
+            "mxfp8_floor" (OCP's scales), "nvfp4" (blocks of 16; NVIDIA's recipe), "nvfp4_naive" (without its help).
         keep_fp32: modules that stay FP32 at any level, with their children: qualified names, classes, or a predicate
             over (name, module); one or several. Such a module is given FP32; in a cast model (O2, O3) it returns the
             dtype that came in. So does, by itself, each module in a cast model that has FP32 buffers and no parameters.
+        keep_high: modules whose products stay bfloat16 at O6 and O7, named as in `keep_fp32`. None: the first layer
+            and the head, those that each model defines first and last; where the first is an embedding or a convolution
+            the head alone, be it a product by an embedding's weight. (): none.
         allow_banned: run functions without a safe low-precision form (binary_cross_entropy) in FP32 under O1's casts
             instead of refusing them.
         cpu_half: how FP16 and BF16 tensors on a CPU are multiplied. "emulate": GEMMs, convolutions and attention
@@ -201,7 +208,7 @@ def initialize(
         )
         policy = resolve(*overridden(opt_level, options))
     result = initialize_as(
-        Dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods
+        Dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods, keep_high
     )
     if (training := newest_training()) is not None and enabled and is_first_rank():
         logger.info("amp_patch: %s", training.policy)
@@ -218,6 +225,7 @@ def initialize_as(
     keep_fp32: Any = (),
     process_group: Any = None,
     methods: tuple[str, ...] = (),
+    keep_high: Any = None,
 ) -> Any:
     """`initialize` in a dialect, at a resolved policy; None is `enabled=False`."""
     model_list, optimizer_list = [compiled.uncompiled(model) for model in as_list(models)], as_list(optimizers)
@@ -230,6 +238,7 @@ def initialize_as(
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
+    high = kept_high(model_list, policy, keep_high)
     methods = with_asked_methods(methods, model_list)
     policy = resolve_cpu_half(policy, on_cpu=model_tensors.use_cpu(model_list))
 
@@ -245,6 +254,7 @@ def initialize_as(
         methods=tuple(methods),
         process_group=process_group,
     )
+    enter_high(model_list, policy, high)
     for optimizer in optimizer_list:
         enter_wrappers(optimizer)
     if int(verbosity) > 1:
@@ -258,34 +268,6 @@ def master_params(optimizer: Steps) -> Iterator[Tensor]:
     """The tensors that the optimizer updates: masters where it has them, else the model's own parameters."""
     for group in innermost(optimizer).param_groups:
         yield from group["params"]
-
-
-def loss_scale(optimizers: Optimizers, loss_id: int = 0) -> Tensor:
-    """What `scale_loss(loss, optimizers, loss_id)` multiplies by now, for gradients of `torch.autograd.grad`::
-
-        scale = amp.loss_scale(optimizer)
-        scaled = torch.autograd.grad(loss * scale, inputs, create_graph=True)
-        grads = [grad.float() / scale for grad in scaled]
-
-    `scale_loss` unscales `.grad` alone. Without the scale small FP16 gradients vanish on their way; gradients that
-    overflowed stay infinite, and a loss made of them skips its step as ever.
-
-    Args:
-        optimizers: the optimizer, or a list of those, of the loss.
-        loss_id: which scale, below `initialize(num_losses=...)`.
-
-    Returns:
-        FP32, shape [], on the device of the newest loss (the CPU before the first); a copy, which does not move with
-        the scale. 1 where the level does not scale. Does not sync.
-
-    Raises:
-        RuntimeError: an optimizer that `initialize` never saw. ValueError: a loss_id that cannot be.
-    """
-    stashes = [stash_of(target) for target in targets_of(optimizers, "loss_scale")]
-    stash = next((stash for stash in stashes if stash is not None and stash.enabled), None)
-    if stash is None:
-        return torch.ones((), dtype=torch.float32, device="cpu")
-    return scaler_of(stash, loss_id, "loss_scale").scale_tensor.clone()
 
 
 def state_dict(

@@ -10,12 +10,14 @@ import torch
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 # What `initialize` takes by its name. Booleans come as words from command lines.
-OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
+OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5", "O6", "O7"]
 LowName = Literal["float16", "bfloat16"]
+ProductFormat = Literal["fp8", "fp8_tensorwise", "mxfp8", "mxfp8_floor", "nvfp4", "nvfp4_naive"]
 CpuHalf = Literal["auto", "emulate", "native"]
 Closed = Literal["split", "stochastic"]
 Flag = bool | Literal["True", "False"]
 CPU_HALF = get_args(CpuHalf)
+PRODUCT_FORMATS: tuple[str, ...] = get_args(ProductFormat)  # `FORMATS` of casts/formats.py says what each is
 EMULATING = ("emulate", "convolutions")  # of a policy that emulates on a CPU
 SPLIT, STOCHASTIC = "split", "stochastic"  # of master_weights
 CLOSED = (SPLIT, STOCHASTIC)  # masters that have no memory of their own
@@ -30,7 +32,7 @@ class Policy:
     """Everything that `initialize` decides for one training, as a value.
 
     Attributes:
-        opt_level: the name that the user chose, "O0" to "O5".
+        opt_level: the name that the user chose, "O0" to "O7".
         dtype: the low-precision type, float16 or bfloat16. Unused at O0.
         cast_model_type: dtype of the model's weights and inputs; None leaves them FP32.
         patch_torch_functions: casts around torch's functions, by the op lists (O1, O4).
@@ -52,6 +54,8 @@ class Policy:
             training that scales skips it anyway.
         low_precision_norms: whether layer, RMS and group norms give an FP16 or BF16 input's type where functions are
             patched, as batch norms do, in place of FP32.
+        product_format: of `PRODUCT_FORMATS`, to which the operands of products are rounded (casts/low_bit.py); None for
+            none.
     """
 
     opt_level: str
@@ -73,11 +77,13 @@ class Policy:
     op_lists: str = "torch"
     skip_nonfinite: bool = False
     low_precision_norms: bool = False
+    product_format: str | None = None
 
     def __str__(self) -> str:
         fields = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
         more = ["cpu_half"] * self.makes_low_tensors
         more += [name for name in ("skip_nonfinite", "low_precision_norms") if getattr(self, name)]
+        more += ["product_format"] * (self.product_format is not None)
         described = ", ".join(f"{name}={getattr(self, name)}" for name in (*fields, *more))
         return f"{self.opt_level} ({self.dtype}): {described}"
 
@@ -85,6 +91,11 @@ class Policy:
     def makes_low_tensors(self) -> bool:
         """Whether this training makes tensors of `dtype`."""
         return self.cast_model_type is not None or self.patch_torch_functions
+
+    @property
+    def casts_calls(self) -> bool:
+        """Whether calls of torch's functions are cast: all of the op lists, or products alone."""
+        return self.patch_torch_functions or self.product_format is not None
 
     @property
     def closes_masters(self) -> bool:
@@ -128,6 +139,11 @@ OPT_LEVELS: dict[str, Policy] = {
     "O4": replace(_O1, opt_level="O4", dtype=torch.bfloat16, loss_scale=1.0),
     "O5": replace(_O2, opt_level="O5", dtype=torch.bfloat16, cast_model_type=torch.bfloat16, loss_scale=1.0),
 }
+# The levels of 16 bits that have products of fewer bits here.
+OPT_LEVELS |= {
+    level: replace(OPT_LEVELS[base], opt_level=level, product_format=PRODUCT_FORMATS[0])
+    for level, base in (("O6", "O4"), ("O7", "O5"))
+}
 
 
 _OF_ANY_LEVEL = ("min_loss_scale", "max_loss_scale", "allow_banned", "cpu_half")  # Options that contradict none
@@ -170,7 +186,11 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
     """
     given = Options(**overrides) if options is None else replace(options, **overrides)
     policy = _level(opt_level)
-    low = _low_precision("dtype", given.dtype)
+    low = None
+    if policy.product_format is not None:
+        policy = _with_product_format(policy, given.dtype)
+    else:
+        low = _low_precision("dtype", given.dtype)
     if low is not None:
         if policy.opt_level in ("O4", "O5") and low is not torch.bfloat16:
             partner = {"O4": "O1", "O5": "O2"}[policy.opt_level]
@@ -247,6 +267,17 @@ def _low_precision(name: str, value: Any) -> torch.dtype | None:
     if value is not None and value not in LOW_PRECISION:
         raise ValueError(f"initialize: {name} is {value!r}; wanted {' or '.join(map(str, LOW_PRECISION))}")
     return value
+
+
+def _with_product_format(policy: Policy, wanted: Any) -> Policy:
+    if wanted is None:
+        return policy
+    if wanted not in PRODUCT_FORMATS:
+        raise ValueError(
+            f"initialize: dtype is {wanted!r} at opt_level {policy.opt_level!r}; wanted the format of its products, "
+            f"{' or '.join(map(repr, PRODUCT_FORMATS))}; all else is torch.bfloat16 there"
+        )
+    return replace(policy, product_format=wanted)
 
 
 def _with_dtype(policy: Policy, dtype: torch.dtype) -> Policy:

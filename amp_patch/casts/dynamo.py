@@ -62,7 +62,8 @@ NEVER_TRACED = ["frontend", "masters", "multi_tensor", "training"]  # and those 
 # region the rest of the forward runs as plain Python, and wrappers must too: one code object serves all wrapped
 # functions, so Dynamo would recompile it for each.
 _NEVER_ALONE = (
-    *("casts.cpu_half", "casts.rules", "casts.state", "casts.thread_state", "casts.upcast", "casts.wrappers"),
+    *("casts.cpu_half", "casts.low_bit", "casts.rules", "casts.state", "casts.thread_state", "casts.upcast"),
+    "casts.wrappers",
     *("model.forward", "model.state", "support.blocks", "support.tree"),
 )
 # Functions that are nested in this module's wrap users' methods, and are compiled with them.
@@ -86,7 +87,7 @@ def acting() -> Policy | None:
 
 @functools.lru_cache(maxsize=256)
 def _casts_of(policy: Policy) -> Policy:
-    return traced_regions.casts_policy(policy.dtype, policy.allow_banned, policy.op_lists, policy.low_precision_norms)
+    return traced_regions.casts_policy(*traced_regions.casts_of(policy))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

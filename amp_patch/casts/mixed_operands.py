@@ -16,7 +16,7 @@ from amp_patch.policy import Policy
 from amp_patch.support.tree import tensors
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CASTING = ("lower", "sparse", "einsum", "fused", "rnn", "fp32", "norm", "widest", "match_self")
+_CASTING = ("lower", "product", "sparse", "einsum", "fused", "rnn", "fp32", "norm", "widest", "match_self")
 
 
 class MixedOperands(TorchFunctionMode):

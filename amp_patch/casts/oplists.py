@@ -5,6 +5,7 @@ add what torch's reference leaves to other mechanisms; apex_oplists.py says wher
 
     lower       FP32 (and the other half type) tensors become `policy.dtype`: products, which are fast in it and are
                 summed in FP32.
+    product     as lower, of matrices; with `policy.product_format` they are multiplied in FP8 or FP4 (low_bit.py).
     sparse      products with a sparse tensor: FP32, and a dense result becomes `policy.dtype`. So does what `lower`
                 lists where it is given one.
     einsum      as lower, for two operands and more: of one nothing is multiplied.
@@ -71,8 +72,9 @@ _CONVOLUTIONS = (
     "conv_transpose3d",
 )
 
-# Functions and methods of the same name.
-_GEMMS = ("addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "matmul", "mm", "mv")
+# Functions and methods of the same name. Products of two matrices, or of batches of them; and the other products.
+_PRODUCTS = ("addmm", "baddbmm", "bmm", "matmul", "mm")
+_GEMMS = ("addbmm", "addmv", "addr", "mv")
 
 _EXP_LOG_POW = (
     "acos",
@@ -142,6 +144,7 @@ _WIDEST = (
 
 OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
+        "product": _PRODUCTS,
         "lower": (
             *_GEMMS,
             *_CONVOLUTIONS,
@@ -222,7 +225,8 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
     "torch.nn.RNNBase": {"rnn_input": ("check_input",)},
     "torch.backends.mha": {"disabled": ("get_fastpath_enabled",)},
     "torch.nn.functional": {
-        "lower": (*_CONVOLUTIONS, "linear", "prelu", "scaled_dot_product_attention"),
+        "product": ("linear",),
+        "lower": (*_CONVOLUTIONS, "prelu", "scaled_dot_product_attention"),
         "fp32": (
             *_LOSSES,
             "cosine_similarity",
@@ -245,7 +249,8 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
         "banned": ("binary_cross_entropy",),
     },
     "torch.Tensor": {
-        "lower": (*_GEMMS, "__matmul__", "__rmatmul__", "prelu"),
+        "product": (*_PRODUCTS, "__matmul__", "__rmatmul__"),
+        "lower": (*_GEMMS, "prelu"),
         "fp32": (
             *_EXP_LOG_POW,
             *_REDUCTIONS,
@@ -277,7 +282,8 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "torch.linalg": {
-        "lower": ("matmul", "multi_dot", "vecdot"),
+        "product": ("matmul",),
+        "lower": ("multi_dot", "vecdot"),
         "fp32": (
             "cholesky",
             "cholesky_ex",

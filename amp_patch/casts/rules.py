@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from amp_patch.casts import low_bit
 from amp_patch.casts.state import cast_weight, outside
 from amp_patch.casts.thread_state import is_enabled, set_enabled
 from amp_patch.casts.upcast import Upcast, rounded
@@ -138,6 +139,20 @@ def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Pol
             if isinstance(value, Tensor) and value.layout in _SPARSE:
                 return _sparse(function, args, kwargs, policy)
     return function(*_cast_args(args, _lowered, low), **_cast_kwargs(kwargs, _lowered, low))
+
+
+def _product(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    name, others = _name(function), _lower if policy.patch_torch_functions else _none
+    recipe = policy.product_format
+    operands = None if recipe is None else low_bit.operands_of(name, args, kwargs)
+    if recipe is None or operands is None:
+        return others(function, args, kwargs, policy)
+    if policy.patch_torch_functions:
+        low = policy.dtype
+        a, b, bias = (_lowered(each, low) if isinstance(each, Tensor) else each for each in operands[:3])
+        operands = operands._replace(a=a, b=b, bias=bias)
+    result = low_bit.multiply(operands, recipe)
+    return others(function, args, kwargs, policy) if result is None else result
 
 
 def _sparse(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
@@ -372,9 +387,11 @@ class Rule:
 
 
 _HALF = "register_half_function"
+PRODUCT = "product"  # the rule by which levels that cast no other calls cast
 _TABLE = (
     Rule("none", _none, shown="none", registered_by="register_without_rule", in_cpp=True),
     Rule("lower", _lower, shown="lower", registered_by=_HALF, in_cpp=True),
+    Rule(PRODUCT, _product, shown="lower", registered_by=_HALF, in_cpp=True),
     Rule("sparse", _sparse, shown="fp32 (sparse)"),
     Rule("einsum", _of_several(_lower), shown="lower (einsum)", registered_by=_HALF),
     Rule("fused", _lower, shown="lower"),

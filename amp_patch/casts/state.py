@@ -220,8 +220,9 @@ def _forget(casts: dict[Any, Any], key: Any, reference: Any) -> None:
 
 
 def acting_part(policy: Policy | None) -> Policy | None:
-    """`policy` if it casts around torch's functions, else None."""
-    return policy if policy is not None and policy.patch_torch_functions else None
+    """`policy` if it casts calls of torch's functions, else None."""
+    casts = policy is not None and (policy.patch_torch_functions or policy.product_format is not None)
+    return policy if casts else None
 
 
 def refresh_default() -> None:

@@ -36,10 +36,16 @@ def enter_trace_of(acting: Policy | None, disables_torch_autocast: bool, emulate
         enter_traced(None, disables_torch_autocast, emulated)
     else:
         enter_traced(
-            (acting.dtype, acting.allow_banned, acting.op_lists, acting.low_precision_norms),
+            casts_of(acting),
             disables_torch_autocast,
             emulated,
         )
+
+
+def casts_of(policy: Policy) -> tuple[Any, ...]:
+    """The arguments of `casts_policy`: the fields by which a call is cast."""
+    calls = policy.op_lists, policy.low_precision_norms, policy.product_format, policy.patch_torch_functions
+    return policy.dtype, policy.allow_banned, *calls
 
 
 def emulated_in_trace() -> torch.dtype | None:
@@ -90,13 +96,16 @@ def casts_policy(
     allow_banned: bool,
     op_lists: str,
     low_precision_norms: bool,
+    product_format: str | None,
+    patch_torch_functions: bool,
 ) -> Policy:
     """The one policy that stands for all that cast alike."""
     return CastsPolicy(
         "O1",
         dtype=dtype,
-        patch_torch_functions=True,
+        patch_torch_functions=patch_torch_functions,
         allow_banned=allow_banned,
         op_lists=op_lists,
         low_precision_norms=low_precision_norms,
+        product_format=product_format,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from amp_patch.casts.rules import RULES, Rule
+from amp_patch.casts.rules import PRODUCT, RULES, Rule
 from amp_patch.casts.state import PythonState, current, state
 from amp_patch.policy import Policy
 
@@ -46,7 +46,9 @@ class Wrapped:
         if policy is None:
             return None
         rule = self.apex_rule if policy.op_lists == "apex" else self.rule
-        return rule if rule.name != "none" else None
+        if rule.name == "none" or not (policy.patch_torch_functions or rule.name == PRODUCT):
+            return None
+        return rule
 
 
 by_id: dict[int, tuple[Any, Wrapped]] = {}  # id of a wrapper -> the wrapper (held: the id stays unique), entry
@@ -124,10 +126,13 @@ def wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | No
     differs = apex_rule is not None and apex_rule != rule
     by_torch, by_apex = RULES[rule], RULES[apex_rule or rule]
     torchs, apexs = by_torch.apply, by_apex.apply
+    multiplies = PRODUCT in (by_torch.name, by_apex.name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         policy = current()
         if policy is None or (kwargs and kwargs.get("out") is not None):
+            return original(*args, **kwargs)
+        if not (multiplies or policy.patch_torch_functions):
             return original(*args, **kwargs)
         apply = apexs if differs and policy.op_lists == "apex" else torchs
         return apply(original, args, kwargs, policy)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch.casts import install, regions
+from amp_patch.casts import install, low_bit, regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, links_of, master_of, settle
 from amp_patch.model import buffers, copies, fsdp, incoming
@@ -123,7 +123,11 @@ class AmpModel(Generated):
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
 
-class KeptModule(Generated):
+class InnerModule(Generated):
+    """Overrides of a module inside a model of a training, which runs otherwise than the model."""
+
+
+class KeptModule(InnerModule):
     """Overrides of a module that stays FP32: it computes in FP32; in a cast model it returns the type that came in."""
 
     @classmethod
@@ -172,8 +176,8 @@ def enter_training(
         untouched.pop(model, None)
     stay = {id(module) for module in kept}
     for module in {id(m): m for model in models for m in model.modules()}.values():
-        if isinstance(module, KeptModule) and id(module) not in stay:
-            take(module)  # a module that an earlier training kept
+        if isinstance(module, InnerModule) and id(module) not in stay:
+            take(module)  # of an earlier training
     for module in kept:
         # torch's batch norms take low-precision inputs beside FP32 weights, in one kernel; a user's forward may not.
         if type(module).forward is nn.BatchNorm1d.forward:
@@ -222,6 +226,7 @@ def restore(model: nn.Module, *, give_back: bool = True) -> None:
     attempt(refuse_changed, model)
     attempt(settle, LinkList(pair for pair in links if not was_changed(pair[0], pair[1].master)))
     for name, param in model.named_parameters():
+        low_bit.release(param)
         attempt(functools.partial(uncast, param, name, give_back=give_back))
     attempt(functools.partial(buffers.uncast, model, but=state.low_buffers))
     if give_back:
@@ -238,7 +243,7 @@ def to_plain_fp32(model: nn.Module) -> None:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         if isinstance(module, AmpModel):
             restore(module, give_back=False)  # a BF16 type given back would round the values
-        elif isinstance(module, KeptModule):
+        elif isinstance(module, InnerModule):
             take(module)
     cast([p for p in model.parameters() if p.dtype in LOW_PRECISION and not is_quantized(p)], torch.float32)
     buffers.uncast(model)

@@ -38,11 +38,7 @@ def kept_modules(
         TypeError: a rule of another kind.
     """
     kept: dict[int, nn.Module] = {}
-    for rule in _as_rules(rules, caller):
-        found = [m for model in models for name, m in model.named_modules() if _matches(rule, name, m)]
-        if not found and (isinstance(rule, str | type)):
-            raise ValueError(f"{caller}: keep_fp32 names {rule!r}, which matches no module of the given models")
-        kept.update((id(m), m) for outer in found for m in with_forward(outer))
+    kept.update((id(m), m) for m in modules_matching(models, rules, "keep_fp32", caller))
     if policy.cast_model_type is not None and policy.keep_batchnorm_fp32:
         norms = (m for model in models for m in model.modules() if is_batch_norm(m))
         kept.update((id(m), m) for m in norms)
@@ -65,6 +61,24 @@ def kept_modules(
     return [m for key, m in kept.items() if key not in inner]
 
 
+def modules_matching(
+    models: list[nn.Module], rules: KeepFP32 | Iterable[KeepFP32], argument: str, caller: str
+) -> list[nn.Module]:
+    """The modules that the rules of `argument` name, each once; in place of containers those inside.
+
+    Raises:
+        ValueError: a name that no model has, a class of which no model has an instance.
+        TypeError: a rule of another kind.
+    """
+    found: dict[int, nn.Module] = {}
+    for rule in _as_rules(rules, argument, caller):
+        named = [m for model in models for name, m in model.named_modules() if _matches(rule, name, m)]
+        if not named and (isinstance(rule, str | type)):
+            raise ValueError(f"{caller}: {argument} names {rule!r}, which matches no module of the given models")
+        found.update((id(m), m) for outer in named for m in with_forward(outer))
+    return list(found.values())
+
+
 def with_forward(module: nn.Module) -> list[nn.Module]:
     """`module`; in place of a container that is never called itself (ModuleList, ModuleDict), those inside it."""
     if type(module).forward is not nn.Module.forward:
@@ -77,7 +91,7 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
-def _as_rules(rules: Any, caller: str) -> list[KeepFP32]:
+def _as_rules(rules: Any, argument: str, caller: str) -> list[KeepFP32]:
     one = isinstance(rules, str | type) or callable(rules)
     result = [rules] if one else list(rules)
     for rule in result:
@@ -85,7 +99,7 @@ def _as_rules(rules: Any, caller: str) -> list[KeepFP32]:
             continue
         if isinstance(rule, type) or not callable(rule):
             raise TypeError(
-                f"{caller}: keep_fp32 holds {rule!r}; wanted module names, torch.nn.Module classes or a predicate "
+                f"{caller}: {argument} holds {rule!r}; wanted module names, torch.nn.Module classes or a predicate "
                 "over (name, module)"
             )
     return result

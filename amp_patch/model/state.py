@@ -87,7 +87,7 @@ class ModelState:
             incoming.note_type(param, dtype)
         vars(self).update(state, links=ModelLinks(), calls=copies.Calls())
         emulate(self.policy)  # an unpickled model may be in a new process
-        if self.policy.patch_torch_functions:
+        if self.policy.casts_calls:
             install.install(self.policy.op_lists)
         if self.fast_path_off:
             forbid_fast_path()

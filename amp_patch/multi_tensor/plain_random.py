@@ -30,11 +30,16 @@ def philox(words: list[Tensor], key: int) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def random_bits(like: Tensor, seed: int, draw: int) -> Tensor:
-    """16 random bits for each element of `like`, which is dense, as int32 of its layout."""
+def random_bits(like: Tensor, seed: int, draw: int | Tensor) -> Tensor:
+    """16 random bits for each element of `like`, which is dense, as int32 of its layout.
+
+    Args:
+        draw: an int64 tensor of shape [] has it on the device of `like`.
+    """
     bits = torch.empty_like(like, dtype=torch.int32, requires_grad=False)
     groups = torch.arange(-(-like.numel() // _GROUP), dtype=torch.int64, device=like.device)
-    counters = [groups & _WORD, groups >> 32, *(torch.full_like(groups, draw >> shift & _WORD) for shift in (0, 32))]
+    draws = (torch.zeros_like(groups) + (draw >> shift & _WORD) for shift in (0, 32))
+    counters = [groups & _WORD, groups >> 32, *draws]
     halves = [half for word in philox(counters, seed) for half in (word & 0xFFFF, word >> 16)]
     in_order = torch.stack(halves, 1).reshape(-1)[: like.numel()]
     bits.as_strided((like.numel(),), (1,)).copy_(in_order)  # elements are counted as they lie in memory

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypedDict, TypeVar
 import torch
 
 from amp_patch.model.keep_fp32 import KeepFP32
-from amp_patch.policy import Closed, CpuHalf, Flag, LowName, OptLevel
+from amp_patch.policy import Closed, CpuHalf, Flag, LowName, OptLevel, ProductFormat
 
 
 class Steps(Protocol):
@@ -39,8 +39,9 @@ class Keywords(TypedDict, total=False):
     verbosity: int
     min_loss_scale: float | None
     max_loss_scale: float
-    dtype: torch.dtype | LowName | str | None
+    dtype: torch.dtype | LowName | ProductFormat | str | None
     keep_fp32: KeepFP32 | Iterable[KeepFP32]
+    keep_high: KeepFP32 | Iterable[KeepFP32] | None
     allow_banned: bool
     cpu_half: CpuHalf
     cpu_fp16: CpuHalf | None

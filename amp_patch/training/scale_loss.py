@@ -1,10 +1,11 @@
-"""`scale_loss`: one scaled backward pass."""
+"""`scale_loss`: one scaled backward pass; and `loss_scale`, what it multiplies by."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from amp_patch.model.fsdp import refuse_sharded_since
@@ -122,3 +123,31 @@ def scaler_of(stash: Stash, loss_id: int, caller: str = "scale_loss") -> LossSca
             f"{caller}: loss_id is {loss_id!r}; initialize(num_losses={count}) made 0 to {count - 1}, so raise it"
         )
     return stash.scalers[loss_id]
+
+
+def loss_scale(optimizers: Optimizers, loss_id: int = 0) -> Tensor:
+    """What `scale_loss(loss, optimizers, loss_id)` multiplies by now, for gradients of `torch.autograd.grad`::
+
+        scale = amp.loss_scale(optimizer)
+        scaled = torch.autograd.grad(loss * scale, inputs, create_graph=True)
+        grads = [grad.float() / scale for grad in scaled]
+
+    `scale_loss` unscales `.grad` alone. Without the scale small FP16 gradients vanish on their way; gradients that
+    overflowed stay infinite, and a loss made of them skips its step as ever.
+
+    Args:
+        optimizers: the optimizer, or a list of those, of the loss.
+        loss_id: which scale, below `initialize(num_losses=...)`.
+
+    Returns:
+        FP32, shape [], on the device of the newest loss (the CPU before the first); a copy, which does not move with
+        the scale. 1 where the level does not scale. Does not sync.
+
+    Raises:
+        RuntimeError: an optimizer that `initialize` never saw. ValueError: a loss_id that cannot be.
+    """
+    stashes = [stash_of(target) for target in targets_of(optimizers, "loss_scale")]
+    stash = next((stash for stash in stashes if stash is not None and stash.enabled), None)
+    if stash is None:
+        return torch.ones((), dtype=torch.float32, device="cpu")
+    return scaler_of(stash, loss_id, "loss_scale").scale_tensor.clone()

@@ -241,9 +241,10 @@ def enter(
         averages.install()
     dynamo.hook()
     emulate(policy)
-    if policy.patch_torch_functions:
+    if policy.casts_calls:
         install.install(policy.op_lists)
         model_forward.cast_held_functions(models)
+    if policy.patch_torch_functions:
         casts_state.set_default(policy)
         fp32_copies.shield()
         untouched.shield()

@@ -166,6 +166,10 @@ inline Route to_low(const Acting& acting, const Arguments& given, Cast& cast) {
   return Route::cast;
 }
 
+inline Route product(const Acting& acting, const Arguments& given, Cast& cast) {
+  return acting.low_bit ? Route::python : to_low(acting, given, cast);
+}
+
 inline Route to_fp32(const Acting&, const Arguments& given, Cast& cast) {
   if (given.keyword(DTYPE) != nullptr) return Route::original;  // an explicit type is the user's word
   cast = {ScalarType::Float, false};
@@ -208,8 +212,9 @@ struct Rule {
 };
 
 inline constexpr Rule RULES[] = {
-    {"none", &leave},
+    {"none", &leave},  // the call is made as it is
     {"lower", &to_low},
+    {"product", &product},
     {"fp32", &to_fp32},
     {"norm", &norm},
     {"widest", &to_widest},

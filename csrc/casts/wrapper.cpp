@@ -11,6 +11,7 @@ namespace amp_patch {
 namespace [[gnu::visibility("hidden")]] casts {
 
 void bind_emulation(py::module_& m);  // emulation.cpp
+void bind_formats(py::module_& m);    // formats.cpp
 
 namespace {
 
@@ -138,17 +139,20 @@ PyObject* call_with_casts(PyObject* original, const Arguments& given, const Cast
   return PyObject_Vectorcall(original, casted.values.data() + 1, flagged, given.names);
 }
 
+bool is_product(const Rule* rule) { return rule != nullptr && rule->decide == &product; }
+
 // A call of a patched function.
 PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flagged, PyObject* names) {
   const Wrapper& called = *wrapper(self);
   const Arguments given{values, flagged, names};
   const Acting now = acting();
-  if (!now.on) return call_original(called, given);
-  if (called.known != nullptr && are_operands(given, called.known->takes_bias)) {
+  const Rule* const rule = now.apex ? called.apex_rule : called.rule;
+  if (!now.on || (now.products_alone && !is_product(rule))) return call_original(called, given);
+  if (called.known != nullptr && !now.low_bit && are_operands(given, called.known->takes_bias)) {
     return multiply(called.known->product, given, {now.low, true});
   }
   Cast cast{};
-  switch (route(now.apex ? called.apex_rule : called.rule, now, given, cast)) {
+  switch (route(rule, now, given, cast)) {
     case Route::python:
       return given.call(called.reference);
     case Route::cast:
@@ -279,8 +283,7 @@ py::object wrap(const py::object& original, const py::object& reference, const s
         slot.d_wrapped == reinterpret_cast<void*>(PyDescr_TYPE(&slot)->tp_as_mapping->mp_ass_subscript);
     if (assigns) made->assign = reinterpret_cast<objobjargproc>(slot.d_wrapped);
   }
-  const auto lowers = [](const Rule* rule) { return rule != nullptr && rule->decide == &to_low; };
-  if (lowers(made->rule) && lowers(made->apex_rule)) made->known = known_product(original);
+  if (is_product(made->rule) && is_product(made->apex_rule)) made->known = known_product(original);
   if (!PyCFunction_Check(original.ptr())) return result;
 
   const PyMethodDef& found = *reinterpret_cast<PyCFunctionObject*>(original.ptr())->m_ml;
@@ -360,6 +363,7 @@ void bind_casts(py::module_& m) {
   m.def("wrap", &wrap);  // original, reference, rule, rule by Apex's lists -> callable
   bind_state(m);
   bind_emulation(m);
+  bind_formats(m);
 }
 
 }  // namespace amp_patch

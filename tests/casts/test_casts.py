@@ -54,7 +54,7 @@ def test_arguments_that_need_no_cast_arrive_as_they_are() -> None:
     full = torch.ones(2, dtype=FULL)
     rules.RULES["fp32"].apply(function, (x, full), {"dtype": FULL}, o1())
     assert seen.pop()[0] == (x, full), "an explicit type asks for no cast before the call"
-    for rule in ("lower", "widest", "match_self"):
+    for rule in ("lower", "product", "widest", "match_self"):
         rules.RULES[rule].apply(function, (x, items), {"y": items}, o1())
         args, kwargs = seen.pop()
         assert args[0] is x and args[1] is items and kwargs["y"] is items

@@ -63,6 +63,7 @@ def test_optional_names_and_samples_are_about_the_lists() -> None:
     assert not {key for key in SAMPLES if key not in names and key not in addresses}, "samples of nothing"
     tested = {
         "lower",
+        "product",
         "sparse",
         "einsum",
         "fused",
@@ -82,7 +83,7 @@ def test_optional_names_and_samples_are_about_the_lists() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(("owner", "name"), walk("lower", "einsum", "rnn"))
+@pytest.mark.parametrize(("owner", "name"), walk("lower", "product", "einsum", "rnn"))
 def test_lower(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
     other = next(low for low in (torch.float16, torch.bfloat16) if low is not dtype)
     with region(dtype):
@@ -144,7 +145,7 @@ def widened(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        *walk("lower", "einsum", "rnn"),
+        *walk("lower", "product", "einsum", "rnn"),
         *(("torch.Tensor", name) for name in ("addbmm_", "addmm_", "addmv_", "baddbmm_")),
     ],
 )

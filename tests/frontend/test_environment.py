@@ -15,7 +15,7 @@ from torch import nn
 import amp_patch as native
 from amp_patch import frontend
 from amp_patch.casts.cpu_half import resolve_cpu_half
-from amp_patch.environment import asked_level, name_of, named_level
+from amp_patch.environment import RUNGS, asked_level, name_of, named_level
 from amp_patch.integrations.opt_level import OptLevel
 from amp_patch.model.forward import policy_of
 from amp_patch.policy import resolve
@@ -106,8 +106,8 @@ def test_a_rung_behind_the_level_is_its_option(initialize, environment, form, ca
 @pytest.mark.parametrize(
     ("level", "masters", "said"),
     [
-        ("O5+splt", None, "level 'O5+splt' has 'splt' behind its +; wanted split, stochastic, 8bit, as in 'O5+split'"),
-        ("O9+split", None, "level 'O9+split' is none of O0, O1, O2, O3, O4, O5 (the letter O, not zero)"),
+        ("O5+splt", None, f"level 'O5+splt' has 'splt' behind its +; wanted {', '.join(RUNGS)}, as in 'O5+split'"),
+        ("O9+split", None, "level 'O9+split' is none of O0, O1, O2, O3, O4, O5, O6, O7 (the letter O, not zero)"),
         (
             "O5+split+stochastic",
             None,

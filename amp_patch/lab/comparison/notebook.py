@@ -77,7 +77,7 @@ def compare(
             trained here: `loss_fn(model(*inputs), targets)` for each (inputs, ..., targets) of `batches`, once
             through, or over and over until `steps`. Or it trains by itself, with `amp.initialize`, whose level is
             overridden, and `amp.scale_loss`, and returns None.
-        levels: of "O0" to "O5". O0, with which the others are compared, is there without being named.
+        levels: of "O0" to "O7". O0, with which the others are compared, is there without being named.
         seeds: how many repetitions; the verdicts need three or more.
         steps: after how many optimizer steps a run ends. A `build_fn` that trains by itself is left then.
         dtype: torch.float16 or torch.bfloat16 at O1 to O3.

@@ -16,8 +16,11 @@ from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 # The level that the others are compared with.
 BASELINE = next(level for level, policy in OPT_LEVELS.items() if policy.changes_nothing)
 
-# The levels compared unless others are asked for. O3 shows what it costs to keep no FP32 weights: it is asked for.
-LEVELS = tuple(level for level, policy in OPT_LEVELS.items() if policy.keeps_fp32_weights)
+# Compared unless others are asked for. O3 shows what it costs to keep no FP32 weights, O6 and O7 what FP8 and FP4 do to
+# the numbers: they are asked for.
+LEVELS = tuple(
+    level for level, policy in OPT_LEVELS.items() if policy.keeps_fp32_weights and policy.product_format is None
+)
 
 # The share of the memory that a level must save to be recommended for it, unless another is asked for.
 MIN_GAIN = 0.05
@@ -40,7 +43,7 @@ class Plan:
     """What to compare: each level from each seed.
 
     Attributes:
-        levels: of "O0" to "O5", with rungs or without ("O5+split"), each once, and one at least beside O0, which comes
+        levels: of "O0" to "O7", with rungs or without ("O5+split"), each once, and one at least beside O0, which comes
             first where it is not named.
         seeds: how many repetitions.
         steps: after how many optimizer steps a run ends; None lets it end by itself.

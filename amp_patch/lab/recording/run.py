@@ -68,7 +68,7 @@ class Run:
     """One training at one level, from one seed. Lists have one entry a step; times are in seconds, sizes in bytes.
 
     Attributes:
-        level: "O0" to "O5", with rungs where masters or state are kept in fewer bytes ("O5+split"), or NATIVE.
+        level: "O0" to "O7", with rungs where masters or state are kept in fewer bytes ("O5+split"), or NATIVE.
         seed: which of the repetitions, from 0.
         dtype: the low-precision type, "float16" or "bfloat16"; None at O0.
         policy: the resolved policy in words.

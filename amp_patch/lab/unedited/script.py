@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_patch.casts import install
 from amp_patch.environment import overridden
-from amp_patch.frontend import initialize, load_state_dict, loss_scale, state_dict
+from amp_patch.frontend import initialize, load_state_dict, state_dict
 from amp_patch.lab.unedited.banned_calls import BannedCalls
 from amp_patch.lab.unedited.called_alone import CalledAlone
 from amp_patch.lab.unedited.closures import refuse_lbfgs, refuse_unknown_use
@@ -52,7 +52,7 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Patches
 from amp_patch.training import ddp, observers
 from amp_patch.training.observers import Observer
-from amp_patch.training.scale_loss import scale_loss
+from amp_patch.training.scale_loss import loss_scale, scale_loss
 from amp_patch.training.stash import stash_of
 from amp_patch.training.step import ClosureAlreadyRun
 from amp_patch.training.wrappers import innermost
@@ -72,7 +72,7 @@ class UneditedScript(Observer):
     back; models and optimizers stay as they are, for `amp_patch.restore`.
 
     Args:
-        level: "O0" to "O5"; as for `initialize`, AMP_PATCH_OPT_LEVEL and AMP_PATCH_DTYPE have the last word.
+        level: "O0" to "O7"; as for `initialize`, AMP_PATCH_OPT_LEVEL and AMP_PATCH_DTYPE have the last word.
         native: leave the script its own torch.autocast and GradScaler; for "O0" alone.
 
     Attributes:

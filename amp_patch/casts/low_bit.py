@@ -1,0 +1,193 @@
+"""Products in FP8 and FP4, emulated: both operands are rounded by a recipe (formats.py), the sums are FP32's.
+
+A layer has three products, its own and those of its two gradients, and each rounds both operands along its own sum. All
+are one operator, `torch.ops.amp_patch.low_bit_product`, whose gradients are such products again, of any order: the
+rounding is passed over, as recipes do. As an operator it stands in the graphs of torch.compile, and saves its BF16
+operands for backward as torch's own products do, under activation checkpointing too.
+
+Elsewhere torch's products stay as they are: vectors, sparse tensors, `einsum`, attention's fused operator, convolutions
+and recurrent networks are BF16's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from amp_patch.casts.formats import FORMATS, ROWS, Role, quantized
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The operator
+
+_SCHEMA = "(Tensor a, Tensor b, Tensor? bias, str recipe, str a_role, str b_role, bool hadamard) -> Tensor"
+
+
+@torch.library.custom_op("amp_patch::low_bit_product", mutates_args=(), schema=_SCHEMA)
+def low_bit_product(
+    a: Tensor, b: Tensor, bias: Tensor | None, recipe: str, a_role: Role, b_role: Role, hadamard: bool
+) -> Tensor:
+    """`a @ b.mT + bias`, with both operands rounded along the sum, summed in FP32 and rounded to BF16 once.
+
+    Args:
+        a: BF16, [M, K] or [B, M, K].
+        b: BF16, [N, K] or [B, N, K].
+        bias: BF16, what a result of [M, N] or [B, M, N] may be added to without growing.
+        recipe: a name of `formats.FORMATS`.
+        a_role, b_role: what they are: "activation", "weight", "gradient".
+        hadamard: the product is a weight's gradient, of a recipe that transforms its operands.
+    """
+    chosen = FORMATS[recipe]
+    left, left_scale = quantized(a, ROWS, a_role, chosen, hadamard)
+    right, right_scale = quantized(b, ROWS, b_role, chosen, hadamard)
+    aten = torch.ops.aten  # whose operators no wrapper stands before
+    result = (aten.mm if a.dim() == 2 else aten.bmm)(left, right.mT)
+    if left_scale is not None and right_scale is not None:
+        result.mul_(left_scale * right_scale)
+    if bias is not None:
+        result.add_(bias)
+    return result.to(torch.bfloat16)
+
+
+@low_bit_product.register_fake
+def _(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-2]))
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    a, b, bias, ctx.recipe, ctx.a_role, ctx.b_role, _ = inputs
+    ctx.bias_shape = None if bias is None else bias.shape
+    ctx.save_for_backward(a, b)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    wants_a, wants_b, wants_bias = ctx.needs_input_grad[:3]
+    recipe, product = ctx.recipe, torch.ops.amp_patch.low_bit_product
+    grad_a = grad_b = grad_bias = None
+    if wants_a:
+        grad_a = product(grad, b.mT, None, recipe, "gradient", ctx.b_role, False)
+    if wants_b:
+        spread = FORMATS[recipe].hadamard and ctx.b_role == "weight"
+        grad_b = product(grad.mT, a.mT, None, recipe, "gradient", ctx.a_role, spread)
+    if wants_bias:
+        grad_bias = grad.sum_to_size(ctx.bias_shape)
+    return grad_a, grad_b, grad_bias, None, None, None, None
+
+
+low_bit_product.register_autograd(_backward, setup_context=_save)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls of torch's functions
+
+
+class _Operands(NamedTuple):
+    """Of one call: `a @ b`, or `a @ b.mT` where `transposed`, plus `bias`."""
+
+    a: Any
+    b: Any
+    bias: Any
+    transposed: bool
+
+
+class _Call(NamedTuple):
+    """How a function of torch's takes its operands: its arguments by name, and which are `a`, `b` and `bias`.
+
+    Attributes:
+        transposed: the second is given with a row for each column of the result.
+        dims: what each of the two must have; None: two or more.
+    """
+
+    arguments: tuple[str, ...]
+    a: str
+    b: str
+    bias: str = ""
+    transposed: bool = False
+    dims: int | None = None
+
+
+_MATMUL = _Call(("input", "other"), "input", "other")
+# By the names of torch's functions and methods, which the rule "product" of the op lists has too. Calls with other
+# arguments (`beta`, `out_dtype`) stay BF16's.
+_CALLS: dict[str, _Call] = {
+    "linear": _Call(("input", "weight", "bias"), "input", "weight", "bias", transposed=True),
+    "matmul": _MATMUL,
+    "linalg_matmul": _MATMUL,
+    "__matmul__": _MATMUL,
+    "__rmatmul__": _Call(("input", "other"), "other", "input"),
+    "mm": _Call(("input", "mat2"), "input", "mat2", dims=2),
+    "bmm": _Call(("input", "mat2"), "input", "mat2", dims=3),
+    "addmm": _Call(("input", "mat1", "mat2"), "mat1", "mat2", "input", dims=2),
+    "baddbmm": _Call(("input", "batch1", "batch2"), "batch1", "batch2", "input", dims=3),
+}
+_KEPT = "_amp_keep_high"  # the attribute of a weight that stays out of low-bit products
+
+
+def keep_high(weight: Tensor) -> None:
+    """Have the products of `weight`, and of views of it, stay in the policy's 16-bit type."""
+    setattr(weight, _KEPT, True)
+
+
+def release(weight: Tensor) -> None:
+    """Undo `keep_high`."""
+    if hasattr(weight, _KEPT):
+        delattr(weight, _KEPT)
+
+
+def operands_of(name: str, args: Any, kwargs: Any) -> _Operands | None:
+    """The operands of a call of torch's function `name` that is to be a low-bit product; None: it stays as it is."""
+    call = _CALLS.get(name)
+    if call is None or len(args) > len(call.arguments) or not all(each in call.arguments for each in kwargs):
+        return None
+    given = {**dict(zip(call.arguments, args, strict=False)), **kwargs}
+    a, b, bias = given.get(call.a), given.get(call.b), given.get(call.bias)
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and (bias is None or isinstance(bias, Tensor))):
+        return None
+    if call.dims is not None and (a.dim() != call.dims or b.dim() != call.dims):
+        return None  # torch raises its own error
+    if b.dim() < 2 or a.dim() < 2 - call.transposed or (call.transposed and b.dim() != 2) or _is_kept(a) or _is_kept(b):
+        return None
+    if not is_dynamo_compiling() and (a.layout is not torch.strided or b.layout is not torch.strided):
+        return None  # Dynamo refuses to read a layout in the backward of an autograd function
+    return _Operands(a, b, bias, call.transposed)
+
+
+def _is_kept(operand: Tensor) -> bool:
+    if hasattr(operand, _KEPT):
+        return True
+    if is_dynamo_compiling():  # which has no base of a view
+        return False
+    base = operand._base
+    return base is not None and hasattr(base, _KEPT)
+
+
+def multiply(operands: _Operands, recipe: str) -> Tensor | None:
+    """The call on BF16 operands as a low-bit product; None where their types or shapes are none that it can have.
+
+    Operands of three dimensions and more are multiplied matrix by matrix; one of two dimensions on the right takes all
+    rows of the left one at once.
+    """
+    a, b, bias, transposed = operands
+    if a.dtype is not torch.bfloat16 or b.dtype is not torch.bfloat16:
+        return None
+    if bias is not None and bias.dtype is not torch.bfloat16:
+        return None
+    if not transposed:
+        b = b.mT
+    if a.shape[-1] != b.shape[-1]:
+        return None  # torch raises its own error
+    product = torch.ops.amp_patch.low_bit_product
+    if b.dim() == 2:
+        shape = (*a.shape[:-1], b.shape[0])
+        rows = a if a.dim() == 2 else a.reshape(-1, a.shape[-1])
+        if bias is not None and bias.dim() > 1 and a.dim() > 2:
+            return None
+        result = product(rows, b, bias, recipe, "activation", "weight", False)
+        return result if a.dim() == 2 else result.reshape(shape)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a = a.expand(*batch, *a.shape[-2:]).reshape(-1, *a.shape[-2:])
+    b = b.expand(*batch, *b.shape[-2:]).reshape(-1, *b.shape[-2:])
+    result = product(a, b, bias, recipe, "activation", "activation", False)
+    return result.reshape(*batch, *result.shape[-2:])

@@ -1,0 +1,92 @@
+"""Which products stay 16 bits wide at the levels that make the others FP8 or FP4: the first layer's, the head's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from amp_patch.casts import low_bit, regions
+from amp_patch.model.forward import InnerModule, KeptModule, give
+from amp_patch.model.keep_fp32 import KeepFP32, modules_matching
+from amp_patch.model.state import ModelState
+from amp_patch.policy import Policy
+from amp_patch.support.compiled import wraps
+
+Rules = KeepFP32 | Iterable[KeepFP32] | None
+
+
+class HighModule(InnerModule):
+    """Overrides of a module whose products stay 16 bits wide: it runs under its training's policy without a format."""
+
+    @classmethod
+    def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
+        @wraps(base.forward)  # type: ignore[attr-defined]
+        def high(self: Any, *args: Any, **kwargs: Any) -> Any:
+            forward, own = self._amp_base.forward, self.__dict__.get("_amp")
+            if own is None:
+                return forward(self, *args, **kwargs)
+            with regions.region(own.policy):
+                return forward(self, *args, **kwargs)
+
+        return {"forward": high}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays high: modules with all that they call, and weights wherever they are multiplied."""
+
+    modules: list[nn.Module]
+    weights: list[Tensor]
+
+
+def kept_high(models: list[nn.Module], policy: Policy, rules: Rules, caller: str = "initialize") -> Kept:
+    """What `rules` name; for None the first layer and the head of each model, where the policy has low-bit products.
+
+    A layer is a module with a weight of two dimensions or more. The first one is the first that a model defines: if
+    that is an embedding or a convolution, which has no low-bit product, there is no other. The head is the last one,
+    embeddings aside. Where a model multiplies by an embedding's weight (a tied head), that is the head's.
+
+    Raises:
+        ValueError, TypeError: as `keep_fp32` raises them.
+    """
+    if rules is not None:
+        found = modules_matching(models, rules, "keep_high", caller)
+        return Kept(found, [p for module in found for p in module.parameters()])
+    if policy.product_format is None:
+        return Kept([], [])
+    modules: dict[int, nn.Module] = {}
+    weights: list[Tensor] = []
+    for model in models:
+        layers = list(_layers(model))
+        tables = [layer for layer in layers if hasattr(layer, "num_embeddings")]
+        weights += [p for table in tables for p in table.parameters(recurse=False)]
+        ends = layers[:1] + [layer for layer in layers if layer not in tables][-1:]
+        modules.update((id(layer), layer) for layer in ends if layer not in tables)
+    weights += [p for layer in modules.values() for p in layer.parameters()]
+    return Kept(list(modules.values()), weights)
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if module is model and next(module.children(), None) is not None:
+            continue  # tables that a whole model holds itself, of positions for example
+        if any(p is not None and p.dim() > 1 for p in module._parameters.values()):
+            yield module
+
+
+def enter_high(models: list[nn.Module], policy: Policy, kept: Kept) -> None:
+    """Have `kept`, of models that have just entered a training of `policy`, stay high, and nothing else in `models`."""
+    if policy.product_format is None:
+        return
+    for param in (param for model in models for param in model.parameters()):
+        low_bit.release(param)
+    for weight in kept.weights:
+        low_bit.keep_high(weight)
+    high = replace(policy, product_format=None)
+    roots = {id(model) for model in models}
+    for module in kept.modules:
+        if id(module) not in roots and not isinstance(module, KeptModule):
+            give(module, HighModule, ModelState(high))
