@@ -1,10 +1,11 @@
 """On a machine with a GPU: build with CUDA, run the tests, time kernels and steps, capture them; keep the figures.
 
-    python benchmarks/gpu_check.py [--only build,tests,kernels,step,capture] [--out PATH]
-    make gpu-check [ONLY=build,tests,capture] [OUT=figures.json]
+    python benchmarks/gpu_check.py [--only build,tests,kernels,step,capture,formats] [--out PATH]
+    make gpu-check [ONLY=build,tests,capture,formats] [OUT=figures.json]
 
-Where a command may take ten minutes at most, it is run in two: ONLY=build,tests,capture, then ONLY=kernels,step. The
-build comes first wherever it is asked for or not there yet; so the parts may run on two machines.
+Where a command may take ten minutes at most, it is run in two: ONLY=build,tests,capture,formats, then
+ONLY=kernels,step. The build comes first wherever it is asked for or not there yet; so the parts may run on two
+machines.
 
 First it says what the machine has and lacks; a stage that needs something that is missing is left out, by name. Each
 stage has a time limit: one that exceeds it is killed, and the others go on. After each stage the figures are written,
@@ -80,10 +81,11 @@ STAGES = {
         },
     ),
     "capture": Stage(60, {"counts": ["benchmarks/gpu_tests.py", "--by-test", "--limit", "55", GRAPHS]}),
+    "formats": Stage(30, {"formats": ["benchmarks/low_bit.py", "--device", "cuda"]}),
 }
 
 # A part takes less than 500 s, the build among them, where a command may take ten minutes at most.
-PARTS = (("build", "tests", "capture"), ("kernels", "step"))
+PARTS = (("build", "tests", "capture", "formats"), ("kernels", "step"))
 
 # Of what preflight() finds; all stages need the rest.
 NEEDED_BY = {
