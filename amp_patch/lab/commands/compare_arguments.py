@@ -9,8 +9,8 @@ from typing import Any
 from amp_patch.environment import RUNGS
 from amp_patch.lab.commands import batch_search
 from amp_patch.lab.commands.run import add_cast_arguments
-from amp_patch.lab.comparison.plan import LEVELS, MARGIN, MIN_GAIN, SEEDS, Plan, quick_levels
-from amp_patch.policy import OPT_LEVELS
+from amp_patch.lab.comparison.plan import EMULATED, LEVELS, MARGIN, MIN_GAIN, SEEDS, Plan, quick_levels
+from amp_patch.policy import OPT_LEVELS, PRODUCT_FORMATS
 
 _EPILOG = """
 The script is not changed: AMP_PATCH_OPT_LEVEL (and with --dtype AMP_PATCH_DTYPE) overrides what it gives to
@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--levels",
         help=f"of {', '.join(OPT_LEVELS)}, with {', '.join(f'+{rung}' for rung in RUNGS)} behind them (O5+split); "
         f"O0 is always there (default {','.join(LEVELS)})",
+    )
+    add(
+        "--formats",
+        metavar="NAMES",
+        help=f"of {', '.join(PRODUCT_FORMATS)}: what training in FP8 or FP4 would do to the loss, emulated; adds the "
+        f"levels {EMULATED}+NAME",
     )
     add(
         "--quick",
@@ -109,8 +115,12 @@ def plan_of(args: argparse.Namespace) -> Plan:
         if args.quick and value is not None:
             raise ValueError(f"compare: --quick has levels and seeds of its own, and {flag} contradicts it; give one")
     levels = tuple(level.strip() for level in args.levels.split(",")) if args.levels is not None else LEVELS
+    levels = quick_levels(args.dtype) if args.quick else levels
+    formats = [] if args.formats is None else [name.strip() for name in args.formats.split(",")]
+    if unknown := [name for name in formats if name not in PRODUCT_FORMATS]:
+        raise ValueError(f"compare: --formats has {unknown[0]!r}; wanted of {', '.join(PRODUCT_FORMATS)}, as fp8,mxfp8")
     return Plan(
-        levels=quick_levels(args.dtype) if args.quick else levels,
+        levels=(*levels, *(f"{EMULATED}+{name}" for name in formats)),
         seeds=1 if args.quick else SEEDS if args.seeds is None else args.seeds,
         steps=args.steps,
         dtype=args.dtype,

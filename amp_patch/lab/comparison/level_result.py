@@ -60,8 +60,8 @@ class LevelResult:
 
     @property
     def name(self) -> str:
-        """ "O2 FP16"; "O0"."""
-        return level_name(self.level, self.dtype)
+        """ "O2 FP16"; "O0"; "O6+mxfp8"."""
+        return self.level if self.emulated else level_name(self.level, self.dtype)
 
     @property
     def type_name(self) -> str:
@@ -73,6 +73,12 @@ class LevelResult:
         """Whether small updates of its weights change nothing, as at O3."""
         policy = OPT_LEVELS.get(self.level.partition("+")[0])  # torch's own mixed precision has FP32 weights
         return policy is not None and policy.loses_updates
+
+    @property
+    def emulated(self) -> bool:
+        """Whether it is computed otherwise than its hardware would: times and memory are no property of it."""
+        policy = OPT_LEVELS.get(self.level.partition("+")[0])
+        return policy is not None and policy.product_format is not None
 
     @property
     def advice(self) -> list[str]:
@@ -118,7 +124,7 @@ def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
         "memory_bytes": median(map(measures.memory_bytes, runs)),
     }
     found["lost_updates"] = _lost_updates(runs, level.dtype)
-    if base is not None:
+    if base is not None and not level.emulated:
         if found["lost_updates"] is None:
             found["lost_updates"] = _lost_updates(base.runs, level.dtype)
         of_seed = {run.seed: run for run in base.runs}
@@ -126,6 +132,8 @@ def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
         found["speedup"] = measures.speedup(pairs)
         found["memory_ratio"] = _ratio(map(measures.memory_bytes, runs), map(measures.memory_bytes, base.runs))
         found["bytes_ratio"] = _ratio(map(measures.held_bytes, runs), map(measures.held_bytes, base.runs))
+    if level.emulated:
+        found |= dict.fromkeys(("step_ms", "samples_per_second", "activations", "memory_bytes", "lost_updates"))
     return replace(level, **found)
 
 

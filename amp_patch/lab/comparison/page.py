@@ -148,7 +148,7 @@ def _gap(level: LevelResult) -> Cell | str:
 
 def _speed(level: LevelResult) -> Cell | str:
     if level.speedup is None:
-        return ""
+        return "emulated" if level.emulated else ""
     median, low, high = map(wording.ratio, level.speedup)
     return Cell(f"{median}x", f"{low} to {high}" if low != high else "")
 

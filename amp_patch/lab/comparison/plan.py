@@ -22,6 +22,9 @@ LEVELS = tuple(
     level for level, policy in OPT_LEVELS.items() if policy.keeps_fp32_weights and policy.product_format is None
 )
 
+# The level of FP8 and FP4 by which a script's weights stay as they are.
+EMULATED = next(level for level, policy in OPT_LEVELS.items() if policy.product_format is not None)
+
 # The share of the memory that a level must save to be recommended for it, unless another is asked for.
 MIN_GAIN = 0.05
 

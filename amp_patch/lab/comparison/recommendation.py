@@ -25,6 +25,7 @@ _OF_OTHERS = {
     "differs": "do not use {}",
     "failed with some": "{} failed with some seeds",
     "failed": "{} failed",
+    "emulated": "{} would do as well in hardware that has it",
 }
 
 _OPEN = ("undecided", "unjudged")  # kinds of findings that may yet become others
@@ -56,6 +57,8 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult, min_gain: float 
         min_gain: the share of all memory (`saved_memory`) that a level must save to be recommended for it. One whose
             speed is not clear must save more than the share of time that it may cost.
     """
+    emulated = [level for level in levels if level.emulated]
+    levels = [level for level in levels if level not in emulated]
     others = [level for level in levels if level is not base and level.runs]
     sure = not any(level.finding.kind in _OPEN for level in levels)
     sound = [level for level in others if level.finding.sound]
@@ -89,6 +92,7 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult, min_gain: float 
         "differs": [level for level in others if level.finding.rejected],
         "failed with some": [level for level in others if level.finding.usable and level.finding.faults],
         "failed": [level for level in levels if not level.runs],
+        "emulated": [level for level in emulated if level.finding.sound and level.finding.skips is None],
     }
     return Recommendation(base, {why: found for why, found in because.items() if found}, sure, min_gain)
 

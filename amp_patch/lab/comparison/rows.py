@@ -53,7 +53,8 @@ def rows(comparison: Comparison) -> list[Row]:
         if level.runs:
             cells = (_speed(level, state, fastest), _memory(level, state, largest), _dots(comparison, level, scale))
         ends = ", ".join(wording.figure(value) for value in level.final)
-        speed = f"speed {wording.ratio(level.speedup.median)}" if level.speedup else "speed not known"
+        unknown = "emulated, speed not known" if level.emulated else "speed not known"
+        speed = f"speed {wording.ratio(level.speedup.median)}" if level.speedup else unknown
         memory = f"memory {wording.ratio(level.memory)}" if level.memory else "memory not known"
         alt = f"{level.name}: {short}" + (f"; {speed}, {memory} of the baseline's; {ends}" if level.runs else "")
         made.append(Row(state, level, short, *cells, alt))
@@ -73,7 +74,7 @@ def axis(comparison: Comparison) -> str:
 
 def _speed(level: LevelResult, state: str, most: float) -> str:
     if level.speedup is None:
-        return _centred(text(0, 4, "not known", "soft"))
+        return _centred(text(0, 4, "emulated" if level.emulated else "not known", "soft"))
     median, low, high = level.speedup
     made = _bar(median / most, state, "time")
     if state != "base" and high > low:

@@ -63,7 +63,7 @@ def _overview(comparison: Comparison) -> list[str]:
             "missing" if _gave_none(level, comparison.metric) else _with_range(level.final),
             _against(level, base),
             wording.short(level.step_ms),
-            f"{wording.ratio(level.speedup.median)}x" if level.speedup else "",
+            f"{wording.ratio(level.speedup.median)}x" if level.speedup else "emulated" if level.emulated else "",
             wording.ratio(level.memory),
             wording.power_in_ascii(level.scales[-1]) if level.scales else "",
             f"{max(level.skips)}" if level.skips else "",

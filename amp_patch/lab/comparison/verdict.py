@@ -216,7 +216,7 @@ def _skips(found: Finding) -> str:
 
 
 def _cost(level: LevelResult, base: LevelResult) -> str:
-    parts = []
+    parts = ["emulated: no speed, no memory"] if level.emulated else []
     if level.speedup is not None:
         median, low, high = level.speedup
         how = "one run, " if len(set(level.seeds) & set(base.seeds)) == 1 else ""
