@@ -57,15 +57,15 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult, min_gain: float 
         min_gain: the share of all memory (`saved_memory`) that a level must save to be recommended for it. One whose
             speed is not clear must save more than the share of time that it may cost.
     """
-    emulated = [level for level in levels if level.emulated]
-    levels = [level for level in levels if level not in emulated]
     others = [level for level in levels if level is not base and level.runs]
-    sure = not any(level.finding.kind in _OPEN for level in levels)
+    sure = not any(level.finding.kind in _OPEN for level in levels if not level.emulated)
     sound = [level for level in others if level.finding.sound]
     well = [level for level in sound if level.finding.skips is None]
     # A level without FP32 weights (O3) is usable only where the user compares it alone with the baseline.
     asked = not any(not level.loses_updates and level.level != base.level for level in levels)
-    usable = [level for level in well if asked or not level.loses_updates]
+    usable = [level for level in well if (asked or not level.loses_updates) and not level.emulated]
+    emulated = [level for level in well if level.emulated]
+    untold = [level for level in emulated if level.finding.kind == "so far"]
     faster = [level for level in usable if level.speedup is not None and level.speedup.pace == "faster"]
     fastest = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0), default=base)
     if fastest.speedup is not None and fastest.speedup.gains_much:
@@ -85,14 +85,14 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult, min_gain: float 
         "not clear": unclear,
         "no gain": [level for level in timed if level not in smaller],
         "not timed": [level for level in usable if level not in timed],
-        "undecided": [level for level in others if level.finding.kind == "undecided"],
+        "undecided": [level for level in others if level.finding.kind == "undecided" or level in untold],
         "unjudged": [level for level in others if level.finding.kind == "unjudged"],
-        "no FP32 weights": [level for level in well if level not in usable],
+        "no FP32 weights": [level for level in well if level not in usable and level not in emulated],
         "skips": [level for level in sound if level not in well],
         "differs": [level for level in others if level.finding.rejected],
         "failed with some": [level for level in others if level.finding.usable and level.finding.faults],
         "failed": [level for level in levels if not level.runs],
-        "emulated": [level for level in emulated if level.finding.sound and level.finding.skips is None],
+        "emulated": [level for level in emulated if level not in untold],
     }
     return Recommendation(base, {why: found for why, found in because.items() if found}, sure, min_gain)
 
@@ -107,7 +107,7 @@ def summary(found: Recommendation, base: LevelResult) -> str:
         return f"Use {best.name}: {best.verdict.text}.{also}"
     if best is not base:
         return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}.{also}"
-    for_now = " for now" if any(kind in found.because for kind in _OPEN) else ""
+    for_now = "" if found.sure else " for now"
     return f"Stay with {base.name}{for_now}: {of_others(found, base)}."
 
 
