@@ -24,11 +24,11 @@ CXX=${CXX:-c++}
 runtime="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$PWD" OMP_NUM_THREADS=2
 export CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS"
-OF_KERNELS="plan chunk multi_tensor lists update_scale kernel_errors steps step_layouts split step_chunk properties"
+OF_KERNELS="plan chunk multi_tensor lists update_scale kernel_errors steps step_layouts split stochastic_round step_chunk properties"
 OF_CASTS="threads casts wrapped_names entered_casts weight_cache casts_in_modules registration cpu_half cpu_half_autograd"
 FILES=
 for name in $OF_KERNELS refused_calls; do FILES="$FILES tests/multi_tensor/test_$name.py"; done
 for name in $OF_CASTS; do FILES="$FILES tests/casts/test_$name.py"; done
 case ${1:-} in tests/*) FILES= ;; esac
 # Not the compilers of torch, which take minutes. A report must reach the terminal: the process ends right after it.
-LD_PRELOAD="$runtime" "$PYTHON" -m pytest --capture=sys -p no:cacheprovider -q -k "not compile" -m "not slow" $FILES "$@"
+LD_PRELOAD="$runtime" "$PYTHON" -m pytest --capture=sys -p no:cacheprovider -q -n "${WORKERS:-2}" --dist loadfile -k "not compile" -m "not slow" $FILES "$@"
