@@ -1,0 +1,42 @@
+"""The table of lost updates in docs/optimizers.md: its four runs, shorter ones, from benchmarks/lost_updates.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+from paths import BENCHMARKS, ROOT
+
+
+@pytest.fixture(scope="module", name="benchmark")
+def benchmark_fixture():
+    spec = importlib.util.spec_from_file_location("lost_updates", BENCHMARKS / "lost_updates.py")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.syspath_prepend(BENCHMARKS)
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_what_is_lost_without_masters_grows_with_smaller_steps_and_rungs_lose_nothing(benchmark):
+    steps, start = 150, benchmark.starting_weights(300)
+    rows = [benchmark.measure(case, 1, steps, start) for case in benchmark.CASES]
+    shares = [row["lost"] for row in rows]
+    assert shares == sorted(shares) and shares[0] < 0.3 and shares[1] > 0.4 and shares[2] > 0.85 and shares[3] > 0.9
+    for row in rows[1:]:  # in the first, of large steps, the seeds are further apart than the levels
+        for level in ("O5", "O5+split", "O5+stochastic"):
+            assert abs(row[level][0]) < 0.005, (row["run"], level)
+        assert row["O3"][0] > 0.01, row["run"]
+
+
+def test_the_table_has_the_runs_of_the_benchmark(benchmark):
+    text = (ROOT / "docs" / "optimizers.md").read_text()
+    table = text.split("| run | would be lost |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| (from scratch|fine-tuned),(?: learning rate)? (1e-\d) \| (0\.\d+) ", table, re.MULTILINE)
+    assert [(kind == "fine-tuned", float(lr)) for kind, lr, _ in rows] == [
+        (case.fine_tuned, case.lr) for case in benchmark.CASES
+    ]
+    few = importlib.import_module("amp_patch.lab.comparison.lost_without_masters").FEW
+    assert [float(lost) > few for _, _, lost in rows] == [False, True, True, True], "where a comparison warns"
