@@ -2,7 +2,8 @@
 
 At O2 every process keeps the masters of all parameters, so that gradients are clipped, and models saved, as with any
 optimizer; the state (momentum, Adam's moments) belongs to the masters of the process's share. After a step torch
-broadcasts each share: of masters, in FP32.
+broadcasts each share: of masters, in FP32. Masters without memory of their own have theirs for the time of a step, and
+each process then keeps of all of them what the weights take (and rounds by the same chance).
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ def check_zero(optimizer: Any, policy: Policy) -> None:
     """Raise unless `initialize` can take this optimizer, which may be any."""
     if not is_zero(optimizer):
         return
-    if policy.closes_masters:
-        raise ValueError(
-            f"initialize: master_weights={policy.master_weights!r} is not for a ZeroRedundancyOptimizer, which sends "
-            "whole FP32 masters from process to process after each step; leave master_weights at None, or use torch's "
-            "own optimizer"
-        )
     if optimizer._overlap_with_ddp and (policy.checks_gradients or policy.cast_model_type is not None):
         raise ValueError(
             "initialize: this ZeroRedundancyOptimizer has overlap_with_ddp=True: it steps during backward, with scaled "
             f"gradients, and opt_level {policy.opt_level!r} could neither unscale them nor skip an overflow; make it "
             "with overlap_with_ddp=False, or use O0 or O4 (without skip_nonfinite)"
+        )
+    if optimizer.parameters_as_bucket_view and policy.closes_masters:
+        raise ValueError(
+            "initialize: this ZeroRedundancyOptimizer has parameters_as_bucket_view=True: its FP32 buffers would keep "
+            f"the memory that master_weights={policy.master_weights!r} is for; make it with "
+            "parameters_as_bucket_view=False, or leave master_weights at None"
         )
     if optimizer.parameters_as_bucket_view and policy.cast_model_type is not None and not policy.master_weights:
         raise ValueError(

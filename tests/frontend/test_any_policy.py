@@ -20,7 +20,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "cast_model_type": (*LOW, torch.float32, False),
     "patch_torch_functions": (True, False, "True"),
     "keep_batchnorm_fp32": (True, False, "False"),
-    "master_weights": (True, False, "split"),
+    "master_weights": (True, False, "split", "stochastic"),
     "loss_scale": ("dynamic", 1.0, 128.0, "128.0"),
     "cast_model_outputs": (torch.float32, torch.float16),
     "skip_nonfinite": (True,),
@@ -33,7 +33,7 @@ variables = st.fixed_dictionaries(
     optional={
         "AMP_PATCH_OPT_LEVEL": levels,
         "AMP_PATCH_DTYPE": st.sampled_from(["float16", "bfloat16"]),
-        "AMP_PATCH_MASTER_WEIGHTS": st.just("split"),
+        "AMP_PATCH_MASTER_WEIGHTS": st.sampled_from(["split", "stochastic"]),
     },
 )
 

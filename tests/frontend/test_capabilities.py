@@ -25,11 +25,13 @@ from amp_patch.training.loss_scaler import LossScaler
 # ---------------------------------------------------------------------------------------------------------------------
 # Models alone
 
-SPLIT = {"opt_level": "O5", "master_weights": "split"}
+CLOSED = [{"opt_level": "O5", "master_weights": form} for form in ("split", "stochastic")]
 
 
 @pytest.mark.parametrize("duplicate", DUPLICATES)
-@pytest.mark.parametrize("options", [*({"opt_level": level} for level in LEVELS), SPLIT], ids=[*LEVELS, "split"])
+@pytest.mark.parametrize(
+    "options", [*({"opt_level": level} for level in LEVELS), *CLOSED], ids=[*LEVELS, "split", "stochastic"]
+)
 def test_a_copied_model_runs_its_own_weights(options, duplicate):
     model = convnet()
     model, optimizer = amp.initialize(model, SGD(model.parameters()), **options)

@@ -42,6 +42,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "O5, scaled": {"opt_level": "O5", "loss_scale": 128.0},
     "O2, split": {"opt_level": "O2", "dtype": torch.bfloat16, "master_weights": "split", "loss_scale": "dynamic"},
     "O5, split": {"opt_level": "O5", "master_weights": "split"},
+    "O5, stochastic": {"opt_level": "O5", "master_weights": "stochastic"},
 }
 
 

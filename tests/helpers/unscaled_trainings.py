@@ -13,6 +13,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "O4": {"opt_level": "O4"},
     "O5": {"opt_level": "O5"},
     "O5, split": {"opt_level": "O5", "master_weights": "split"},
+    "O5, stochastic": {"opt_level": "O5", "master_weights": "stochastic"},
     "O2 in BF16": {"opt_level": "O2", "dtype": torch.bfloat16},
 }
 

@@ -13,7 +13,7 @@ from training import ADAM, convnet
 from amp_patch import amp
 
 KINDS = {level: {"opt_level": level} for level in training.LEVELS} | {
-    "split": {"opt_level": "O5", "master_weights": "split"}
+    form: {"opt_level": "O5", "master_weights": form} for form in ("split", "stochastic")
 }
 
 

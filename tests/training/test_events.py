@@ -199,7 +199,7 @@ WAYS = {
     "ours": MAKERS["FusedSGD"],
 }
 OPTIONS: dict[str, dict[str, Any]] = {level: {"opt_level": level} for level in training.LEVELS}
-OPTIONS["split"] = {"opt_level": "O5", "master_weights": "split"}
+OPTIONS |= {form: {"opt_level": "O5", "master_weights": form} for form in ("split", "stochastic")}
 
 
 def train_step(model: nn.Module, optimizer: Any, factor: float) -> None:

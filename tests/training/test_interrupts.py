@@ -127,7 +127,7 @@ CASES = [
     *(Case(level, FIRST, {}) for level in ("O0", "O4", "O5")),
     *(Case(level, FIRST, {"cpu_half": way}) for level in ("O1", "O2", "O3") for way in ("emulate", "native")),
     *(Case("O1", wrappers, {"cpu_half": "emulate"}) for wrappers in WRAPPERS[1:]),
-    Case("O5", FIRST, {"master_weights": "split"}),
+    *(Case("O5", FIRST, {"master_weights": form}) for form in ("split", "stochastic")),
 ]
 
 

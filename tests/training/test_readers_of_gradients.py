@@ -21,6 +21,7 @@ LEVELS: dict[str, dict[str, Any]] = {
     "O4": {"opt_level": "O4"},
     "O5": {"opt_level": "O5"},
     "split": {"opt_level": "O5", "master_weights": "split"},
+    "stochastic": {"opt_level": "O5", "master_weights": "stochastic"},
 }
 every_level = pytest.mark.parametrize("level", LEVELS)
 
@@ -113,7 +114,7 @@ def test_torchs_clipping_in_two_calls(level, foreach):
     assert float(torch.linalg.vector_norm(clipped)) == pytest.approx(0.5, rel=2**-7)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5", "split"])
+@pytest.mark.parametrize("level", ["O2", "O5", "split", "stochastic"])
 def test_no_step_takes_the_gradients_of_the_last_one(level):
     """They can be read until they are cleared, and what is written into them is in no step."""
     model, optimizer = start_integers(level)

@@ -210,7 +210,11 @@ def test_a_gradient_that_is_only_checked_is_not_written(level):
         assert param.grad is grad and grad._version == version and torch.equal(grad, value)
 
 
-@pytest.mark.parametrize("options", [TRAININGS["O5"], TRAININGS["O5, split"]], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "options",
+    [TRAININGS["O5"], TRAININGS["O5, split"], TRAININGS["O5, stochastic"]],
+    ids=["whole", "split", "stochastic"],
+)
 def test_gradients_wait_in_low_precision_as_without(options):
     model, optimizer = start_convnet(training.SGD, **options, **ON)
     backward(loss_of(model, 0), optimizer)
@@ -262,7 +266,11 @@ def test_a_recording_counts_them(options):
 def test_the_state_has_the_form_of_any_and_a_loaded_scale_multiplies_nothing(options):
     model, optimizer = start_convnet(training.SGD, **options, **ON)
     iterate(model, optimizer, 0, math.nan)
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
+    state = amp.state_dict()["loss_scaler0"]
+    chance = state.pop("stochastic_rounding", None)
+    assert state == {"loss_scale": 1.0, "unskipped": 0}
+    assert (chance is not None) is (options.get("master_weights") == "stochastic")
+    assert chance is None or set(chance["steps"]) == {0}, "a skipped step draws nothing"
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}})
     other, plain = start_convnet(training.SGD, **options)
     for each in ((model, optimizer), (other, plain)):

@@ -65,6 +65,7 @@ LEVELS = {
     "O2": {"opt_level": "O2", "loss_scale": 64.0},
     "O5": {"opt_level": "O5", "loss_scale": 64.0},
     "split": {"opt_level": "O5", "master_weights": "split", "loss_scale": 64.0},
+    "stochastic": {"opt_level": "O5", "master_weights": "stochastic", "loss_scale": 64.0},
 }
 KINDS = pytest.mark.parametrize("make", MAKES.values(), ids=list(MAKES))
 AT_LEVELS = pytest.mark.parametrize("level", LEVELS.values(), ids=list(LEVELS))

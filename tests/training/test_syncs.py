@@ -83,7 +83,8 @@ def test_one_sync_a_step_and_that_in_step(level, clipped, backend, device):
 @pytest.mark.parametrize("backend", [b for b in backends.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"])
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize(
-    ("level", "masters"), [("O0", None), ("O3", None), ("O4", None), ("O5", None), ("O5", "split")]
+    ("level", "masters"),
+    [("O0", None), ("O3", None), ("O4", None), ("O5", None), ("O5", "split"), ("O5", "stochastic")],
 )
 def test_gradients_that_are_only_checked_cost_the_same_sync(level, masters, clipped, backend, device):
     def clip(params):
