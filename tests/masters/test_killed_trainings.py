@@ -1,4 +1,4 @@
-"""`kill -9` in the middle of a training, and on from its last checkpoint: to the bit, in any form of masters."""
+"""`kill -9` in the middle of a training, and on from its last checkpoint: to the bit, without memory for masters."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def run(folder: Path, level: str, make: str, killed_after: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no kill -9")
-@pytest.mark.parametrize("make", ["AdamW", "NAdam"])
-@pytest.mark.parametrize("level", ["O5", "O5+split", "O5+stochastic"])
+@pytest.mark.parametrize(
+    ("level", "make"), [("O5+split", "NAdam"), ("O5+stochastic", "AdamW"), ("O5+stochastic", "NAdam")]
+)
 def test_a_killed_training_goes_on_to_the_bit(tmp_path, level, make):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
