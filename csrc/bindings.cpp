@@ -125,6 +125,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(STEP(split));             // masters, weights, halves
   m.def(STEP(join));              // weights, halves, masters
   m.def(STEP(stochastic_round));  // masters, weights, seed, draws
+  m.def(STEP(encode));            // values, codes, scales
+  m.def(STEP(decode));            // codes, values, scales
 
   m.def("cpu_has", &cpu_has);  // float16 or bfloat16 -> whether this CPU has arithmetic of the type
 

@@ -34,6 +34,8 @@ from amp_patch.multi_tensor.backends import use_backend as use_backend
 from amp_patch.multi_tensor.checks import FP32, INT32, Argument, Contract, Number, TensorList, Tensors, floats, number
 from amp_patch.multi_tensor.plain import SMALLEST_SCALE as SMALLEST_SCALE
 from amp_patch.multi_tensor.steps import multi_tensor_adam as multi_tensor_adam
+from amp_patch.multi_tensor.steps import multi_tensor_decode as multi_tensor_decode
+from amp_patch.multi_tensor.steps import multi_tensor_encode as multi_tensor_encode
 from amp_patch.multi_tensor.steps import multi_tensor_join as multi_tensor_join
 from amp_patch.multi_tensor.steps import multi_tensor_sgd as multi_tensor_sgd
 from amp_patch.multi_tensor.steps import multi_tensor_split as multi_tensor_split
@@ -47,6 +49,8 @@ __all__ = [
     "multi_tensor_adopt",
     "multi_tensor_axpby",
     "multi_tensor_check_finite",
+    "multi_tensor_decode",
+    "multi_tensor_encode",
     "multi_tensor_join",
     "multi_tensor_l2norm",
     "multi_tensor_scale",

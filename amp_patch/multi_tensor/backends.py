@@ -115,7 +115,8 @@ def run(contract: Contract, in_torch: Callable[..., Any], lists: tuple[Any, ...]
         return getattr(kernels, contract.op)(*lists, *arguments)
     # Both are raised before the first write. TypeError is pybind11's: an argument is no tensor or no number.
     except (kernels.Refused, TypeError):
-        if contract.check(lists, arguments).type in kernels.devices:
+        device = contract.check(lists, arguments)
+        if device.type in kernels.devices and (device.type == "cpu" or not contract.has_codes(lists)):
             raise
     return _plainly(in_torch, *lists, *arguments)
 

@@ -18,6 +18,9 @@ from torch import Tensor
 Tensors = Sequence[Tensor]
 Number = float | Tensor
 FP32, BF16, INT32, INT16 = (torch.float32,), (torch.bfloat16,), (torch.int32,), (torch.int16,)
+SIGNED, UNSIGNED = (torch.int8,), (torch.uint8,)  # codes, by their map
+CODES = (*SIGNED, *UNSIGNED)
+BLOCK = 256  # elements whose codes share a scale
 LOW = (torch.float16, torch.bfloat16)
 DTYPES = (*FP32, *LOW, torch.float64)
 MOST_FACTORS = 2  # a step multiplies gradients by at most so many
@@ -35,6 +38,8 @@ class TensorList:
         is_counts: the tensors have one element each, and may lie on the CPU while the others lie elsewhere.
         weights: the name of the list with the bfloat16 weights of the int16 tensors here, which are halves of split
             masters. A bfloat16 tensor here has no weight: it is one, rounded stochastically.
+        scales_of: the name of the list with the codes whose scales are here. Beside a tensor that is no codes there is
+            one without elements.
     """
 
     name: str
@@ -43,6 +48,12 @@ class TensorList:
     optional: bool = False
     is_counts: bool = False
     weights: str = ""
+    scales_of: str = ""
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return f"{self.name} of {self.scales_of}" if self.scales_of else self.name
 
 
 @dataclass(frozen=True, eq=False)  # eq: the dicts of the checker hash by identity, which is fast
@@ -123,6 +134,10 @@ class Contract:
             raise type(error)(f"{self.name}: {error}") from None
         return device
 
+    def has_codes(self, lists: Sequence[Any]) -> bool:
+        """Whether some of the tensors of a call are codes, which the extension has kernels for on a CPU alone."""
+        return any(wanted.scales_of and tensors for wanted, tensors in zip(self.lists, lists, strict=True))
+
     def _check_lists(self, lists: dict[TensorList, Tensors], device: torch.device, flags: Sequence[object]) -> None:
         lead = self.lists[self.lead]
         # The leading list is checked first: the others are compared with its tensors.
@@ -134,6 +149,8 @@ class Contract:
             if wanted.is_counts:
                 self._check_counts(wanted, tensors, device, flags)
                 continue
+            if wanted.scales_of:
+                continue
             for i, (t, first) in enumerate(zip(tensors, given[lead], strict=True)):
                 which = f"tensor {i} of {wanted.name}"
                 _check_tensor(which, t, device, f"tensor 0 of {lead.name}", wanted.dtypes)
@@ -142,7 +159,8 @@ class Contract:
                     _check_strides(which, t, first)
                 if wanted.written:
                     self._check_unrecorded(which, t)
-        outs = {wanted.name: tensors for wanted, tensors in given.items() if wanted.written}
+        self._check_scales({wanted.label: tensors for wanted, tensors in lists.items()}, device)
+        outs = {wanted.label: tensors for wanted, tensors in given.items() if wanted.written}
         if self.dense:
             _check_apart(outs, {wanted.name: tensors for wanted, tensors in given.items() if not wanted.written})
         else:
@@ -152,6 +170,26 @@ class Contract:
             _check_halves(
                 lead, given[lead], next((ts for wanted, ts in given.items() if wanted.name == lead.weights), ())
             )
+
+    def _check_scales(self, lists: dict[str, Tensors], device: torch.device) -> None:
+        """Codes have scales beside them, one for each block of elements."""
+        for wanted in (wanted for wanted in self.lists if wanted.scales_of):
+            states, scales = lists[wanted.scales_of], lists[wanted.label]
+            for i, state in enumerate(states):
+                if state.dtype not in CODES:
+                    continue
+                which = f"tensor {i} of {wanted.label}"
+                if i >= len(scales):
+                    raise ValueError(f"tensor {i} of {wanted.scales_of} is codes, and scales has none for it")
+                _check_tensor(which, scales[i], device, f"tensor {i} of {wanted.scales_of}", FP32)
+                count = -(-state.numel() // BLOCK)
+                if scales[i].shape != (count,) or not scales[i].is_contiguous():
+                    raise ValueError(
+                        f"{which} has shape {list(scales[i].shape)}, [{count}] is wanted, contiguous: one scale for "
+                        f"{BLOCK} of {state.numel()} elements"
+                    )
+                if wanted.written:
+                    self._check_unrecorded(which, scales[i])
 
     def _check_counts(self, wanted: TensorList, counts: Tensors, device: torch.device, flags: Sequence[object]) -> None:
         """The counts lie together, on the lists' device or on the CPU."""

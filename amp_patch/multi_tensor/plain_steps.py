@@ -17,6 +17,7 @@ from torch import Tensor
 
 from amp_patch.multi_tensor.checks import Number, Tensors
 from amp_patch.multi_tensor.plain import adopt
+from amp_patch.multi_tensor.plain_codes import decoded, encode_back
 from amp_patch.multi_tensor.plain_random import stochastically_rounded
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,6 +123,8 @@ def adam(
     max_exp_avg_sqs: Tensors,
     steps: Tensors,
     low: Tensors,
+    average_scales: Tensors,
+    square_scales: Tensors,
     lr: Number,
     count: Number,
     factors: Sequence[Number],
@@ -151,17 +154,20 @@ def adam(
         counts = (_number(count, p[0]) + 1).expand(len(p))
     first, second = (1 - beta**counts if bias_correction else torch.ones_like(counts) for beta in (beta1, beta2))
 
-    m = list(torch._foreach_lerp(list(exp_avgs), g, 1 - beta1))
-    v = list(torch._foreach_mul(list(exp_avg_sqs), beta2))
+    averages, squares = decoded(exp_avgs, average_scales), decoded(exp_avg_sqs, square_scales)
+    m = list(torch._foreach_lerp(averages, g, 1 - beta1))
+    v = list(torch._foreach_mul(squares, beta2))
     torch._foreach_addcmul_(v, g, g, 1 - beta2)
     max_v = list(torch._foreach_maximum(list(max_exp_avg_sqs), v)) if max_exp_avg_sqs else []
     denominators = _times_each(torch._foreach_sqrt(max_v or v), 1 / second.sqrt())
     torch._foreach_add_(denominators, eps)
     torch._foreach_addcdiv_(p, _times_each(m, -rate / first), denominators)
     lists: list[tuple[Tensors, Tensors]]
-    lists = [(exp_avgs, m), (exp_avg_sqs, v), (max_exp_avg_sqs, max_v), (steps, [step + 1 for step in steps])]
+    lists = [(averages, m), (squares, v), (max_exp_avg_sqs, max_v), (steps, [step + 1 for step in steps])]
     for targets, values in [*lists, *_published(params, low, p, seed, draws)]:
         _write(targets, values, found_inf)
+    encode_back(averages, exp_avgs, average_scales)
+    encode_back(squares, exp_avg_sqs, square_scales)
 
 
 def sgd(
@@ -169,6 +175,7 @@ def sgd(
     params: Tensors,
     momentum_buffers: Tensors,
     low: Tensors,
+    momentum_scales: Tensors,
     lr: Number,
     factors: Sequence[Number],
     found_inf: Tensor | None,
@@ -188,17 +195,19 @@ def sgd(
     if weight_decay:
         g = list(torch._foreach_add(g, p, alpha=weight_decay))
     buffers: list[Tensor] = []
+    before = decoded(momentum_buffers, momentum_scales)
     if momentum:
         if first_run:
             buffers = [t.clone() for t in g]
         else:
-            buffers = list(torch._foreach_mul(list(momentum_buffers), momentum))
+            buffers = list(torch._foreach_mul(before, momentum))
             torch._foreach_add_(buffers, g, alpha=1 - dampening)
         g = list(torch._foreach_add(g, buffers, alpha=momentum) if nesterov else buffers)
     rate = _number(lr, p[0])
     p = list(torch._foreach_sub(p, _times_each(g, rate.expand(len(g)))))
-    for targets, values in [(momentum_buffers, buffers), *_published(params, low, p, seed, draws)]:
+    for targets, values in [(before, buffers), *_published(params, low, p, seed, draws)]:
         _write(targets, values, found_inf)
+    encode_back(before, momentum_buffers, momentum_scales)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

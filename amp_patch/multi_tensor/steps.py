@@ -18,13 +18,16 @@ from functools import partial
 
 from torch import Tensor
 
-from amp_patch.multi_tensor import plain_steps
+from amp_patch.multi_tensor import plain_codes, plain_steps
 from amp_patch.multi_tensor.backends import run
 from amp_patch.multi_tensor.checks import (
     BF16,
+    CODES,
     FP32,
     INT16,
     LOW,
+    SIGNED,
+    UNSIGNED,
     Argument,
     Contract,
     Number,
@@ -38,13 +41,21 @@ _state = partial(TensorList, dtypes=FP32, written=True)
 _GRADS = TensorList("grads", (*FP32, *LOW))
 _PARAMS = TensorList("params", (*FP32, *INT16, *BF16), written=True, weights="low")
 _LOW = TensorList("low", LOW, written=True, optional=True)
-_BUFFERS = _state("momentum_buffers")
-_AVERAGES = (_state("exp_avgs"), _state("exp_avg_sqs"), _state("max_exp_avg_sqs", optional=True))
+_BUFFERS = _state("momentum_buffers", dtypes=(*FP32, *SIGNED))
+_AVERAGES = (
+    _state("exp_avgs", dtypes=(*FP32, *SIGNED)),
+    _state("exp_avg_sqs", dtypes=(*FP32, *UNSIGNED)),
+    _state("max_exp_avg_sqs", optional=True),
+)
+_SCALES = partial(TensorList, "scales", FP32, written=True, optional=True)
 _FACTORS, _FOUND_INF = number("factors", several=True), Argument("found_inf", FP32, optional=True)
 
 _ADAM = Contract(
     "multi_tensor_adam",
-    (_GRADS, _PARAMS, *_AVERAGES, _state("steps", optional=True, is_counts=True), _LOW),
+    (
+        *(_GRADS, _PARAMS, *_AVERAGES, _state("steps", optional=True, is_counts=True), _LOW),
+        *(_SCALES(scales_of=name) for name in ("exp_avgs", "exp_avg_sqs")),
+    ),
     (number("lr"), number("steps"), _FACTORS, _FOUND_INF, *floats("beta1", "beta2", "eps", "weight_decay")),
     lead=1,
     dense=True,
@@ -52,13 +63,13 @@ _ADAM = Contract(
 )
 _SGD = Contract(
     "multi_tensor_sgd",
-    (_GRADS, _PARAMS, _BUFFERS, _LOW),
+    (_GRADS, _PARAMS, _BUFFERS, _LOW, _SCALES(scales_of="momentum_buffers")),
     (number("lr"), _FACTORS, _FOUND_INF, *floats("momentum", "dampening", "weight_decay")),
     lead=1,
     dense=True,
     rounds=True,
 )
-_SGD_WITHOUT_MOMENTUM = replace(_SGD, lists=(_GRADS, _PARAMS, replace(_BUFFERS, optional=True), _LOW))
+_SGD_WITHOUT_MOMENTUM = replace(_SGD, lists=(_GRADS, _PARAMS, replace(_BUFFERS, optional=True), *_SGD.lists[3:]))
 _MASTERS, _WEIGHTS, _HALVES = TensorList("masters", FP32), TensorList("weights", BF16), TensorList("halves", INT16)
 _SPLIT = Contract(
     "multi_tensor_split", (_MASTERS, replace(_WEIGHTS, written=True), replace(_HALVES, written=True)), dense=True
@@ -67,6 +78,15 @@ _JOIN = Contract("multi_tensor_join", (_WEIGHTS, _HALVES, replace(_MASTERS, writ
 _STOCHASTIC_ROUND = Contract(
     "multi_tensor_stochastic_round", (_MASTERS, replace(_WEIGHTS, written=True)), lead=1, dense=True, rounds=True
 )
+_VALUES, _CODES = TensorList("values", FP32), TensorList("codes", CODES)
+_OF_CODES = TensorList("scales", FP32, scales_of="codes")
+_ENCODE = Contract(
+    "multi_tensor_encode",
+    (_VALUES, replace(_CODES, written=True), replace(_OF_CODES, written=True)),
+    lead=1,
+    dense=True,
+)
+_DECODE = Contract("multi_tensor_decode", (_CODES, replace(_VALUES, written=True), _OF_CODES), dense=True)
 
 
 def multi_tensor_adam(
@@ -90,6 +110,7 @@ def multi_tensor_adam(
     found_inf: Tensor | None = None,
     seed: int = 0,
     draws: Sequence[int] = (),
+    scales: Sequence[Tensors] = (),
 ) -> None:
     """One step of Adam (Kingma and Ba, arXiv:1412.6980), or of AdamW (arXiv:1711.05101) if ``decoupled``::
 
@@ -108,7 +129,7 @@ def multi_tensor_adam(
             (`multi_tensor_split`). Written in place, as are all lists below. Nothing is adopted from a split master's
             weight: it is a part of the master. Or bfloat16, weights without masters: p is the weight, and is rounded
             stochastically into it (`multi_tensor_stochastic_round`).
-        exp_avgs, exp_avg_sqs: m and v, float32.
+        exp_avgs, exp_avg_sqs: m and v, float32; or codes (`multi_tensor_encode`): int8 for m, uint8 for v.
         max_exp_avg_sqs: max_v, float32, for amsgrad; None or empty without it.
         steps: float32 tensors of one element, on the CPU or on the params' device, as in torch's ``state["step"]``: how
             many steps there were before this one. They may differ. Or one number for all tensors (a float, or a tensor
@@ -122,6 +143,8 @@ def multi_tensor_adam(
         found_inf: a float32 tensor of one element on the lists' device. Where it is not 0 nothing changes, the steps
             neither. On CUDA it needs ``steps`` there.
         seed, draws: of params that are bfloat16, as in `multi_tensor_stochastic_round`; there may be draws for others.
+        scales: where m or v of some are codes, the list of their scales for m, and that for v; a tensor without
+            elements beside what is float32.
 
     Nothing syncs with the device.
 
@@ -137,7 +160,7 @@ def multi_tensor_adam(
     run(
         _ADAM,
         plain_steps.adam,
-        (grads, params, exp_avgs, exp_avg_sqs, max_v, counts, () if low is None else low),
+        (grads, params, exp_avgs, exp_avg_sqs, max_v, counts, () if low is None else low, *(scales or ((), ()))),
         (
             *(lr, count, factors, found_inf, beta1, beta2, eps, weight_decay),
             *(decoupled, maximize, bias_correction, seed, draws),
@@ -159,6 +182,27 @@ def multi_tensor_stochastic_round(masters: Tensors, weights: Tensors, seed: int,
     Both lists are as those of `multi_tensor_split`. ``seed`` and each of ``draws`` are ints of 64 bits.
     """
     run(_STOCHASTIC_ROUND, plain_steps.stochastic_round, (masters, weights), (seed, draws))
+
+
+def multi_tensor_encode(values: Tensors, codes: Tensors, scales: Tensors) -> None:
+    """FP32 ``values`` in eight bits each: into ``codes`` and ``scales``, which are written in place.
+
+    Codes are int8 for numbers of both signs; uint8 for those that are not negative, where negative ones become 0. They
+    are those of the dynamic map (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861) of
+    each number over its scale. 256 elements that follow each other in memory share a scale, float32: the one of largest
+    magnitude, with its sign, which therefore comes back to the bit. Any other is within half of the distance of two
+    codes. A block of numbers below 2^-126 is zeros. One with a NaN or an infinity is NaN as a whole.
+
+    ``scales`` has for each tensor one of shape [ceil(elements / 256)]. Tensors of values and codes at a place have one
+    shape and one memory order, as for `multi_tensor_adam`, whose errors this raises. Of what `multi_tensor_decode`
+    gives this makes the same codes and scales again. Nothing syncs with the device.
+    """
+    run(_ENCODE, plain_codes.encode, (values, codes, scales), ())
+
+
+def multi_tensor_decode(codes: Tensors, values: Tensors, scales: Tensors) -> None:
+    """The FP32 ``values`` of codes and scales that `multi_tensor_encode` made; written in place."""
+    run(_DECODE, plain_codes.decode, (codes, values, scales), ())
 
 
 def multi_tensor_split(masters: Tensors, weights: Tensors, halves: Tensors) -> None:
@@ -200,6 +244,7 @@ def multi_tensor_sgd(
     found_inf: Tensor | None = None,
     seed: int = 0,
     draws: Sequence[int] = (),
+    scales: Sequence[Tensors] = (),
 ) -> None:
     """One step of SGD as torch.optim.SGD has it::
 
@@ -211,8 +256,9 @@ def multi_tensor_sgd(
         p = p - lr * g
         low = round(p)
 
-    ``momentum_buffers`` (float32, b) is None or empty if and only if ``momentum`` is 0. With ``first_run`` nothing is
-    read from it. All else is as in ``multi_tensor_adam``.
+    ``momentum_buffers`` (b, float32, or codes of int8, the list of whose scales is the one of ``scales``) is None or
+    empty if and only if ``momentum`` is 0. With ``first_run`` nothing is read from it. All else is as in
+    ``multi_tensor_adam``.
     """
     buffers = () if momentum_buffers is None else momentum_buffers
     if momentum == 0 and len(buffers):
@@ -220,6 +266,6 @@ def multi_tensor_sgd(
     run(
         _SGD if momentum != 0 else _SGD_WITHOUT_MOMENTUM,
         plain_steps.sgd,
-        (grads, params, buffers, () if low is None else low),
+        (grads, params, buffers, () if low is None else low, *(scales or ((),))),
         (lr, factors, found_inf, momentum, dampening, weight_decay, nesterov, maximize, first_run, seed, draws),
     )

@@ -121,7 +121,10 @@ inline int64_t span_of(const at::Tensor& t) {
   return span;
 }
 
-inline int64_t item_size(at::ScalarType dtype) { return dtype == at::kDouble ? 8 : dtype == at::kFloat ? 4 : 2; }
+inline bool is_coded(at::ScalarType dtype) { return dtype == at::kChar || dtype == at::kByte; }
+inline int64_t item_size(at::ScalarType dtype) {
+  return dtype == at::kDouble ? 8 : dtype == at::kFloat ? 4 : is_coded(dtype) ? 1 : 2;
+}
 inline int64_t bytes_of(const Fact& f) { return f.numel * item_size(f.dtype); }
 
 // Fills in the Fact of a checked tensor, from the TensorImpl: on small tensors, the checks of at::Tensor's own methods

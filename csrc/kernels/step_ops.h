@@ -5,10 +5,13 @@
 //   step(StepJob, functor, rule)    functor over all tensors; the rule makes a tensor's rates
 //   split(StepJob), join(StepJob)   whole masters into split ones, and back
 //   stochastic_round(StepJob)       whole masters into weights
+//   encode(StepJob), decode         FP32 into codes and scales, and back
+// States in codes (codes.h) are for the CPU's loop alone.
 #pragma once
 
 #include <ATen/ATen.h>
 
+#include "codes.h"
 #include "ops.h"
 #include "step_rows.h"
 
@@ -19,9 +22,10 @@ struct StepJob {
   std::vector<StepRow> rows;  // also of empty tensors, whose steps are counted
   bool host_steps;            // the steps lie on the CPU, the rest elsewhere
   UnscaleRule unscale;
-  const float* found_inf;    // where it is not 0, nothing changes; null: never skipped
-  uint64_t seed;             // of what is rounded stochastically
-  std::vector<Number> kept;  // owns the tensors that `unscale` points into
+  const float* found_inf;          // where it is not 0, nothing changes; null: never skipped
+  uint64_t seed;                   // of what is rounded stochastically
+  std::vector<StepScales> scales;  // of each row's states that are codes; empty where none of any row is
+  std::vector<Number> kept;        // owns the tensors that `unscale` points into
 };
 
 // The random bits of parameters without masters: a draw for each, which no two steps of one tensor share. Empty: there
@@ -31,17 +35,20 @@ using DrawList = std::vector<int64_t>;
 template <class Loop>
 struct Steps {
   static void adam(const Tensors& grads, const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
-                   const Tensors& max_exp_avg_sqs, const Tensors& steps, const Tensors& low, const Number& lr,
+                   const Tensors& max_exp_avg_sqs, const Tensors& steps, const Tensors& low,
+                   const Tensors& exp_avg_scales, const Tensors& exp_avg_sq_scales, const Number& lr,
                    const Number& step, const std::vector<Number>& factors, const MaybeTensor& found_inf, double beta1,
                    double beta2, double eps, double weight_decay, bool decoupled, bool maximize, bool bias_correction,
                    int64_t seed, const DrawList& draws);
   static void stochastic_round(const Tensors& masters, const Tensors& weights, int64_t seed, const DrawList& draws);
   static void split(const Tensors& masters, const Tensors& weights, const Tensors& halves);
   static void join(const Tensors& weights, const Tensors& halves, const Tensors& masters);
+  static void encode(const Tensors& values, const Tensors& codes, const Tensors& scales);
+  static void decode(const Tensors& codes, const Tensors& values, const Tensors& scales);
   static void sgd(const Tensors& grads, const Tensors& params, const Tensors& momentum_buffers, const Tensors& low,
-                  const Number& lr, const std::vector<Number>& factors, const MaybeTensor& found_inf, double momentum,
-                  double dampening, double weight_decay, bool nesterov, bool maximize, bool first_run, int64_t seed,
-                  const DrawList& draws);
+                  const Tensors& momentum_scales, const Number& lr, const std::vector<Number>& factors,
+                  const MaybeTensor& found_inf, double momentum, double dampening, double weight_decay, bool nesterov,
+                  bool maximize, bool first_run, int64_t seed, const DrawList& draws);
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -186,7 +193,7 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
   const Tensors& params = *lists[1].tensors;
   StepJob job{
       c10::Device(Loop::device),   {}, false, {{{1, nullptr, nullptr}, {1, nullptr, nullptr}}, maximize}, nullptr,
-      static_cast<uint64_t>(seed), {}};
+      static_cast<uint64_t>(seed), {}, {}};
   if (!params.empty() && params[0].defined()) job.device = params[0].device();
   if (params.empty() && found_inf.has_value() && found_inf->defined()) job.device = found_inf->device();
   require(job.device.type() == Loop::device, "device");
@@ -232,6 +239,31 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
   return job;
 }
 
+// The scales of the codes among a list's tensors, beside each; a tensor in FP32 has one without elements there.
+template <class Loop>
+void check_scales(const StepList& list, const Tensors& scales, StepPlace place, StepJob& job) {
+  const Tensors& states = *list.tensors;
+  require(scales.empty() || scales.size() == states.size(), "length");
+  const bool recorded = c10::GradMode::is_enabled();
+  for (size_t i = 0; i < states.size(); ++i) {
+    const bool coded = is_coded(states[i].scalar_type());
+    require(!coded || (!scales.empty() && Loop::device == c10::DeviceType::CPU), "codes");
+    if (!coded) continue;
+    const at::Tensor& t = scales[i];
+    check_plain(t, job.device);
+    require(t.scalar_type() == at::kFloat && t.is_contiguous(), "scales");
+    require(t.numel() == blocks_in(states[i].numel()) && (!recorded || !t.requires_grad()), "scales");
+    Fact fact;
+    learn(t, fact);
+    if (job.scales.empty()) job.scales.resize(job.rows.size());
+    job.scales[i][place - kState] = t.numel() != 0 ? t.mutable_data_ptr<float>() : nullptr;
+  }
+}
+
+inline void bump_scales(const Tensors& scales) {
+  for (size_t i = 0; i < scales.size(); ++i) bump(scales[i]);
+}
+
 inline void bump_lists(const std::vector<StepList>& lists, const Tensors& steps) {
   for_each_index(lists[1].tensors->size(), [&](size_t i) {
     for (const StepList& list : lists) {
@@ -252,6 +284,8 @@ inline constexpr std::initializer_list<at::ScalarType> kAny{at::kFloat, at::kHal
 inline constexpr std::initializer_list<at::ScalarType> kHalves{at::kHalf, at::kBFloat16};
 inline constexpr std::initializer_list<at::ScalarType> kMasters{at::kFloat, at::kShort, at::kBFloat16};
 inline constexpr std::initializer_list<at::ScalarType> kSingle{at::kFloat};
+inline constexpr std::initializer_list<at::ScalarType> kSigned{at::kFloat, at::kChar}, kUnsigned{at::kFloat, at::kByte};
+inline constexpr std::initializer_list<at::ScalarType> kCodes{at::kChar, at::kByte};
 inline constexpr std::initializer_list<at::ScalarType> kSplitHalf{at::kShort};
 inline constexpr std::initializer_list<at::ScalarType> kSplitWeight{at::kBFloat16};
 
@@ -279,6 +313,25 @@ void Steps<Loop>::stochastic_round(const Tensors& masters, const Tensors& weight
 }
 
 template <class Loop>
+void Steps<Loop>::encode(const Tensors& values, const Tensors& codes, const Tensors& scales) {
+  const std::vector<StepList> lists{{&values, kGrad, false, kSingle}, {&codes, kState, true, kCodes}};
+  StepJob job = check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt);
+  check_scales<Loop>(lists[1], scales, kState, job);
+  Loop::encode(job);
+  bump_lists(lists, Tensors());
+  bump_scales(scales);
+}
+
+template <class Loop>
+void Steps<Loop>::decode(const Tensors& codes, const Tensors& values, const Tensors& scales) {
+  const std::vector<StepList> lists{{&values, kGrad, true, kSingle}, {&codes, kState, false, kCodes}};
+  StepJob job = check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt);
+  check_scales<Loop>(lists[1], scales, kState, job);
+  Loop::decode(job);
+  bump_lists(lists, Tensors());
+}
+
+template <class Loop>
 void Steps<Loop>::join(const Tensors& weights, const Tensors& halves, const Tensors& masters) {
   const std::vector<StepList> lists{
       {&masters, kGrad, true, kSingle}, {&halves, kParam, false, kSplitHalf}, {&weights, kWeight, false, kSplitWeight}};
@@ -288,16 +341,19 @@ void Steps<Loop>::join(const Tensors& weights, const Tensors& halves, const Tens
 
 template <class Loop>
 void Steps<Loop>::adam(const Tensors& grads, const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
-                       const Tensors& max_exp_avg_sqs, const Tensors& steps, const Tensors& low, const Number& lr,
+                       const Tensors& max_exp_avg_sqs, const Tensors& steps, const Tensors& low,
+                       const Tensors& exp_avg_scales, const Tensors& exp_avg_sq_scales, const Number& lr,
                        const Number& step, const std::vector<Number>& factors, const MaybeTensor& found_inf,
                        double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize,
                        bool bias_correction, int64_t seed, const DrawList& draws) {
   std::vector<StepList> lists = step_lists(grads, params, low);
-  lists.push_back({&exp_avgs, kState, true, kSingle});
-  lists.push_back({&exp_avg_sqs, StepPlace(kState + 1), true, kSingle});
+  const StepList averages{&exp_avgs, kState, true, kSigned}, squares{&exp_avg_sqs, kSecond, true, kUnsigned};
+  lists.insert(lists.end(), {averages, squares});
   const bool amsgrad = !max_exp_avg_sqs.empty();
   if (amsgrad) lists.push_back({&max_exp_avg_sqs, StepPlace(kState + 2), true, kSingle});
-  const StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf, maximize, seed, draws);
+  StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf, maximize, seed, draws);
+  check_scales<Loop>(averages, exp_avg_scales, kState, job);
+  check_scales<Loop>(squares, exp_avg_sq_scales, kSecond, job);
   const Number rate = apart<Loop>(lr, lists, job), count = apart<Loop>(step, lists, job);
   const AdamRule rule{{beta1, beta2, weight_decay, decoupled, bias_correction},
                       scalar<Loop, double>(rate),
@@ -312,16 +368,20 @@ void Steps<Loop>::adam(const Tensors& grads, const Tensors& params, const Tensor
   };
   if (!(amsgrad ? run(Adam<true>()) : run(Adam<false>()))) return;
   bump_lists(lists, steps);
+  bump_scales(exp_avg_scales);
+  bump_scales(exp_avg_sq_scales);
 }
 
 template <class Loop>
 void Steps<Loop>::sgd(const Tensors& grads, const Tensors& params, const Tensors& momentum_buffers, const Tensors& low,
-                      const Number& lr, const std::vector<Number>& factors, const MaybeTensor& found_inf,
-                      double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
-                      bool first_run, int64_t seed, const DrawList& draws) {
+                      const Tensors& momentum_scales, const Number& lr, const std::vector<Number>& factors,
+                      const MaybeTensor& found_inf, double momentum, double dampening, double weight_decay,
+                      bool nesterov, bool maximize, bool first_run, int64_t seed, const DrawList& draws) {
   std::vector<StepList> lists = step_lists(grads, params, low);
-  if (momentum != 0) lists.push_back({&momentum_buffers, kState, true, kSingle});
-  const StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf, maximize, seed, draws);
+  const StepList buffers{&momentum_buffers, kState, true, kSigned};
+  if (momentum != 0) lists.push_back(buffers);
+  StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf, maximize, seed, draws);
+  if (momentum != 0) check_scales<Loop>(buffers, momentum_scales, kState, job);
   const Number rate = apart<Loop>(lr, lists, job);
   const SgdRule rule{scalar<Loop, double>(rate)};
   const auto run = [&](auto functor) {
@@ -334,6 +394,7 @@ void Steps<Loop>::sgd(const Tensors& grads, const Tensors& params, const Tensors
   };
   if (!(momentum != 0 ? run(Sgd<true>()) : run(Sgd<false>()))) return;
   bump_lists(lists, Tensors());
+  bump_scales(momentum_scales);
 }
 
 }  // namespace amp_patch

@@ -3,21 +3,24 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <array>
 #include <cstdint>
 
 #include "steps.h"
 
 namespace amp_patch {
 
-enum StepPlace { kGrad, kParam, kWeight, kState, kPlaces = kState + 3 };
+enum StepPlace { kGrad, kParam, kWeight, kState, kSecond, kPlaces = kState + 3 };
+
+using StepScales = std::array<float*, kPlaces - kState>;  // of a row's states that are codes; null: one in FP32
 
 // The tensors at one place of the lists, all in one common order of memory.
 struct StepRow {
   void* data[kPlaces];  // null: there is none
   float* step;          // its count of steps; null: one count serves all rows
   int64_t size;
-  // A parameter of int16 is the low half of a split one, whose weight is bfloat16; one of bfloat16 is a weight that has
-  // no master, and is rounded stochastically.
+  // A state of int8 or uint8 is codes (codes.h), whose scales the job has. A parameter of int16 is the low half of a
+  // split one, whose weight is bfloat16; one of bfloat16 is a weight that has no master, and is rounded stochastically.
   c10::ScalarType dtype[kPlaces];
   uint64_t draw;  // of the random bits, with the job's seed
 };

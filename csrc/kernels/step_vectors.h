@@ -104,8 +104,11 @@ inline Integers numbers(Lanes p) {
 
 #endif
 
+#include "code_vectors.h"
+
 // The loops of one instruction set, for steps_cpu.cpp.
 struct Loops {
+  using Codes = CodesOfState;
   // How masters lie in memory: whole, without or with a published weight, or split. A place is read and written element
   // by element, and by pairs of registers.
   struct Whole {

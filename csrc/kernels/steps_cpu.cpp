@@ -111,12 +111,19 @@ void with_random(const StepRow& row, uint64_t seed, int64_t begin, int64_t end, 
   }
 }
 
-// Elements [begin, end) of one place.
+// visit(loops over the codes at a place), by the map that they have.
+template <class Visit>
+void with_codes(const StepRow& row, StepPlace place, const Visit& visit) {
+  on_set([&](auto loops) {
+    using Codes = typename decltype(loops)::Codes;
+    row.dtype[place] == at::kChar ? visit(typename Codes::Signed()) : visit(typename Codes::Unsigned());
+  });
+}
+
+// Elements [begin, end) of one place, whose states are these.
 template <class F>
-void step_chunk(const F& f, const typename F::Rates& rates, const StepRow& row, int64_t begin, int64_t end,
-                const uint16_t* random) {
-  float* states[F::kStates + 1] = {};
-  for (int s = 0; s < F::kStates; ++s) states[s] = at<float>(row, StepPlace(kState + s), begin);
+void step_elements(const F& f, const typename F::Rates& rates, const StepRow& row, int64_t begin, int64_t end,
+                   const uint16_t* random, float* const* states) {
   on_set([&](auto loops) {
     with_dtype(row.dtype[kGrad], [&](auto element) {
       const auto* const grad = at<decltype(element)>(row, kGrad, begin);
@@ -124,6 +131,53 @@ void step_chunk(const F& f, const typename F::Rates& rates, const StepRow& row, 
       with_masters<decltype(loops)>(row, begin, random, run);
     });
   });
+}
+
+// Elements [begin, end) of one place, whose states are FP32.
+template <class F>
+void step_chunk(const F& f, const typename F::Rates& rates, const StepRow& row, int64_t begin, int64_t end,
+                const uint16_t* random) {
+  float* states[F::kStates + 1] = {};
+  for (int s = 0; s < F::kStates; ++s) states[s] = at<float>(row, StepPlace(kState + s), begin);
+  step_elements(f, rates, row, begin, end, random, states);
+}
+
+// Elements [begin, end) of one place, some of whose states are codes: block by block these are FP32 in the innermost
+// cache.
+template <class F>
+void step_coded_chunk(const F& f, const typename F::Rates& rates, const StepRow& row, const StepScales& scales,
+                      int64_t begin, int64_t end, const uint16_t* random) {
+  static_assert(kChunk % kBlock == 0);
+  alignas(64) float decoded[F::kStates + 1][kBlock];
+  for (int64_t from = begin; from < end; from += kBlock) {
+    const int64_t to = std::min(from + kBlock, end), block = from / kBlock;
+    constexpr int64_t kAhead = 4 * kBlock;
+    if (from + kAhead < row.size) {
+      for (int k = 0; k < kState + F::kStates; ++k) {
+        if (row.data[k] == nullptr) continue;
+        const int64_t item = item_size(row.dtype[k]);
+        const char* const there = static_cast<const char*>(row.data[k]) + (from + kAhead) * item;
+        for (int64_t byte = 0; byte < kBlock * item; byte += 64) __builtin_prefetch(there + byte);
+      }
+    }
+    float* states[F::kStates + 1] = {};
+    for (int s = 0; s < F::kStates; ++s) {
+      const StepPlace place = StepPlace(kState + s);
+      states[s] = scales[s] == nullptr ? at<float>(row, place, from) : decoded[s];
+      if (scales[s] == nullptr) continue;
+      with_codes(row, place, [&](auto loops) {
+        decltype(loops)::decode(at<uint8_t>(row, place, from), scales[s][block], to - from, decoded[s]);
+      });
+    }
+    step_elements(f, rates, row, from, to, random == nullptr ? nullptr : random + (from - begin), states);
+    for (int s = 0; s < F::kStates; ++s) {
+      if (scales[s] == nullptr) continue;
+      const StepPlace place = StepPlace(kState + s);
+      with_codes(row, place, [&](auto loops) {
+        scales[s][block] = decltype(loops)::encode(decoded[s], to - from, at<uint8_t>(row, place, from));
+      });
+    }
+  }
 }
 
 // The rates of every row; counts the steps. Powers are taken once for rows of one count.
@@ -161,7 +215,11 @@ struct CpuSteps {
       const StepRow& row = job.rows[slot];
       on_set([&](auto loops) {
         with_random<decltype(loops)>(row, job.seed, begin, end, [&](int64_t from, int64_t to, const uint16_t* random) {
-          step_chunk(f, rates[slot], row, from, to, random);
+          if (job.scales.empty()) {
+            step_chunk(f, rates[slot], row, from, to, random);
+          } else {
+            step_coded_chunk(f, rates[slot], row, job.scales[slot], from, to, random);
+          }
         });
       });
     });
@@ -186,8 +244,32 @@ struct CpuSteps {
       });
     });
   }
+  static void encode(const StepJob& job) {
+    for_each_block(job, [](auto loops, float* values, uint8_t* codes, float& scale, int64_t n) {
+      scale = decltype(loops)::encode(values, n, codes);
+    });
+  }
+  static void decode(const StepJob& job) {
+    for_each_block(job, [](auto loops, float* values, uint8_t* codes, float& scale, int64_t n) {
+      decltype(loops)::decode(codes, scale, n, values);
+    });
+  }
 
  private:
+  // visit(loops, values, codes, scale, n) for the blocks of all tensors.
+  template <class Visit>
+  static void for_each_block(const StepJob& job, const Visit& visit) {
+    for_each_chunk(job, [&](int64_t slot, int64_t begin, int64_t end) {
+      const StepRow& row = job.rows[slot];
+      with_codes(row, kState, [&](auto loops) {
+        for (int64_t from = begin; from < end; from += kBlock) {
+          visit(loops, at<float>(row, kGrad, from), at<uint8_t>(row, kState, from), job.scales[slot][0][from / kBlock],
+                std::min(kBlock, end - from));
+        }
+      });
+    });
+  }
+
   // visit(slot, begin, end) for all chunks of all tensors.
   template <class Visit>
   static void for_each_chunk(const StepJob& job, const Visit& visit) {

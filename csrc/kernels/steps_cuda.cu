@@ -123,6 +123,8 @@ struct CudaSteps {
   static void split(const StepJob& job) { convert(job, StoreWork<false>{0}); }
   static void join(const StepJob& job) { convert(job, JoinWork()); }
   static void stochastic_round(const StepJob& job) { convert(job, StoreWork<true>{job.seed}); }
+  static void encode(const StepJob&) {}  // checks refuse codes
+  static void decode(const StepJob&) {}
 
  private:
   template <class Work>

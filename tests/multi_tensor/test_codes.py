@@ -1,0 +1,302 @@
+"""Numbers in eight bits: the codec, and the kernels of steps on what it has encoded."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from conftest import DEVICES
+from on_every_backend import INF, NAN, SETS, backend_fixture, on_every_set  # noqa: F401
+from step_backends import BF16, no_grad_fixture  # noqa: F401
+from torch import Tensor
+
+from amp_patch import multi_tensor as mt
+from amp_patch.multi_tensor import plain_codes
+
+MAPS = [torch.int8, torch.uint8]
+every_map = pytest.mark.parametrize("dtype", MAPS, ids=["signed", "unsigned"])
+every_device = pytest.mark.parametrize("device", DEVICES)
+SIZES = [0, 1, 7, 255, 256, 257, 512, 5000]
+
+
+def encoded(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    codes = torch.full_like(values, 77, dtype=dtype)
+    scales = torch.full((-(-values.numel() // 256),), NAN, device=values.device)
+    mt.multi_tensor_encode([values], [codes], [scales])
+    return codes, scales
+
+
+def decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    values = torch.full_like(codes, NAN, dtype=torch.float32)
+    mt.multi_tensor_decode([codes], [values], [scales])
+    return values
+
+
+def drawn(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Numbers of twelve decades."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(size, generator=generator) * 10.0 ** torch.randint(-9, 3, (size,), generator=generator)
+    return values if dtype is torch.int8 else values.abs()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype is not torch.float32:
+        return torch.equal(a, b)
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The codec
+
+
+@on_every_set
+@every_map
+def test_the_numbers_are_those_of_the_dynamic_map(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    found = decoded(codes, torch.ones(1)).sort().values
+    torch.testing.assert_close(found.double(), reference.dynamic_map(dtype is torch.int8), rtol=1e-6, atol=0)
+
+
+@on_every_set
+@every_map
+@pytest.mark.parametrize("scale", [1.0, 3.7e-3, 2.0**-126, 3.4e38, -1.0, -2.9e-30])
+def test_every_code_comes_back(dtype, scale):
+    if scale < 0 and dtype is torch.uint8:
+        pytest.skip("an unsigned map has scales that are not negative")
+    codes, scales = torch.arange(256, dtype=torch.uint8).view(dtype), torch.tensor([scale])
+    again, its_scales = encoded(decoded(codes, scales), dtype)
+    assert torch.equal(again, codes) and same_bits(its_scales, scales)
+
+
+@on_every_set
+@every_map
+def test_the_nearest_code_is_taken_and_the_largest_of_a_block_is_exact(dtype):
+    numbers = reference.dynamic_map(dtype is torch.int8)
+    values = drawn(256 * 40, dtype)
+    values[256:512] *= 1e36  # so that an inverse scale would be subnormal
+    found = decoded(*encoded(values, dtype)).reshape(-1, 256)
+    blocks = values.reshape(-1, 256)
+    places = blocks.abs().argmax(1, keepdim=True)
+    largest = blocks.gather(1, places)
+    assert torch.equal(found.gather(1, places), largest)
+    wanted = (blocks.double() / largest.double()).reshape(-1, 1)
+    above = torch.searchsorted(numbers, wanted).clamp(1, 255)
+    gaps = numbers[above] - numbers[above - 1]
+    errors = ((found - blocks).double() / largest.double()).reshape(-1, 1).abs()
+    assert (errors <= gaps / 2 * (1 + 1e-4) + 1e-12).all()
+
+
+@every_map
+@pytest.mark.parametrize("size", SIZES)
+def test_each_instruction_set_and_plain_torch_give_the_same_bits(dtype, size):
+    values = drawn(size, dtype, seed=size)
+    codes = torch.empty(size, dtype=dtype)
+    scales = torch.empty(-(-size // 256))
+    plain_codes.encode([values], [codes], [scales])
+    wanted = torch.empty(size)
+    plain_codes.decode([codes], [wanted], [scales])
+    ours, its_scales = encoded(values, dtype)
+    assert torch.equal(ours, codes) and same_bits(its_scales, scales)
+    assert same_bits(decoded(codes, scales), wanted)
+
+
+test_each_instruction_set_and_plain_torch_give_the_same_bits = on_every_set(
+    test_each_instruction_set_and_plain_torch_give_the_same_bits
+)
+
+
+@on_every_set
+@every_map
+@pytest.mark.parametrize("size", SIZES)
+def test_codes_of_what_codes_give_are_the_same(dtype, size):
+    codes, scales = encoded(drawn(size, dtype, seed=size), dtype)
+    again, its_scales = encoded(decoded(codes, scales), dtype)
+    assert torch.equal(again, codes) and same_bits(its_scales, scales)
+
+
+@on_every_set
+@every_map
+@pytest.mark.parametrize("bad", [NAN, -NAN, INF, -INF])
+def test_a_block_that_is_not_finite_is_nan_as_a_whole_and_the_others_are_as_ever(dtype, bad):
+    values = drawn(3 * 256 + 10, dtype)
+    wanted = decoded(*encoded(values, dtype))
+    values[300] = bad
+    found = decoded(*encoded(values, dtype))
+    if bad == -INF and dtype is torch.uint8:  # a negative number
+        assert found[300] == 0
+        return
+    assert found[256:512].isnan().all()
+    wanted[256:512] = found[256:512] = 0
+    assert torch.equal(found, wanted)
+    codes, scales = encoded(values, dtype)
+    again, its_scales = encoded(decoded(codes, scales), dtype)
+    assert torch.equal(again, codes) and its_scales[1].isnan() and torch.equal(its_scales[2:], scales[2:])
+
+
+@on_every_set
+@every_map
+def test_zeros_of_both_signs_and_numbers_that_are_too_small(dtype):
+    for values in (torch.zeros(300), -torch.zeros(300), torch.full((300,), 2.0**-127), torch.full((300,), 1e-45)):
+        codes, scales = encoded(values, dtype)
+        assert (codes == 0).all() and (scales == 0).all() and (decoded(codes, scales) == 0).all()
+    values = torch.tensor([2.0**-126, 2.0**-127, 0.0, -0.0, 1e-45])
+    assert torch.equal(decoded(*encoded(values, dtype))[2:4], torch.zeros(2))
+    assert decoded(*encoded(values, dtype))[0] == 2.0**-126
+
+
+@on_every_set
+def test_of_two_of_one_magnitude_either_is_exact_and_it_stays_so():
+    values = torch.tensor([0.5, -0.5, 0.25])
+    codes, scales = encoded(values, torch.int8)
+    found = decoded(codes, scales)
+    assert 0.5 in found.abs() and (found - values).abs().max() < 0.004
+    assert all(map(same_bits, encoded(found, torch.int8), (codes, scales)))
+
+
+@on_every_set
+def test_an_unsigned_map_takes_negative_numbers_for_zero():
+    values = torch.tensor([-3.0, 1.0, 0.5, -0.0])
+    assert decoded(*encoded(values, torch.uint8))[[0, 1, 3]].tolist() == [0, 1, 0]
+
+
+@every_device
+@every_map
+def test_blocks_follow_each_other_in_memory(dtype, device):
+    values = drawn(6 * 5 * 7 * 9, dtype).reshape(6, 5, 7, 9).to(device)
+    for layout in (values.to(memory_format=torch.channels_last), values.permute(3, 1, 0, 2), values[2:4]):
+        flat = layout.as_strided((layout.numel(),), (1,), layout.storage_offset())
+        codes, scales = encoded(layout, dtype)
+        assert codes.stride() == layout.stride()
+        wanted, its_scales = encoded(flat, dtype)
+        assert torch.equal(codes.as_strided((layout.numel(),), (1,)), wanted) and torch.equal(scales, its_scales)
+        found = decoded(codes, scales)
+        assert found.stride() == layout.stride()
+        assert torch.equal(found.as_strided((layout.numel(),), (1,)), decoded(wanted, its_scales))
+
+
+def test_many_tensors_at_once_and_threads():
+    values = [drawn(size, torch.int8, seed) for seed, size in enumerate((10_000, 3, 300_000, 0, 257))]
+    wanted = [encoded(value, torch.int8) for value in values]
+    codes = [torch.empty_like(value, dtype=torch.int8) for value in values]
+    scales = [torch.empty(-(-value.numel() // 256)) for value in values]
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        mt.multi_tensor_encode(values, codes, scales)
+    finally:
+        torch.set_num_threads(before)
+    for (code, scale), its_code, its_scale in zip(wanted, codes, scales, strict=True):
+        assert torch.equal(code, its_code) and torch.equal(scale, its_scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"scales": torch.zeros(1)}, ValueError, r"tensor 0 of scales of codes has shape \[1\], \[2\] is wanted"),
+        ({"scales": torch.zeros(4)[::2]}, ValueError, "contiguous"),
+        ({"scales": torch.zeros(2, dtype=torch.float64)}, TypeError, "torch.float64, float32 is wanted"),
+        ({"codes": torch.zeros(300, dtype=torch.int16)}, TypeError, "torch.int16, one of int8, uint8 is wanted"),
+        ({"codes": torch.zeros(301, dtype=torch.int8)}, ValueError, r"shape \[300\]"),
+        ({"values": torch.zeros(300, dtype=BF16)}, TypeError, "torch.bfloat16, float32 is wanted"),
+    ],
+)
+def test_what_breaks_the_contract_is_refused(change, error, match):
+    given = {"values": torch.ones(300), "codes": torch.zeros(300, dtype=torch.int8), "scales": torch.zeros(2)} | change
+    with pytest.raises(error, match=match):
+        mt.multi_tensor_encode([given["values"]], [given["codes"]], [given["scales"]])
+    assert not given["codes"].any() and not given["scales"].any()
+    if "values" not in change:
+        with pytest.raises(error):
+            mt.multi_tensor_decode([given["codes"]], [given["values"]], [given["scales"]])
+        assert (given["values"] == 1).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps on codes
+
+ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+SGD = {"lr": 0.01, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "nesterov": True}
+FORMS = ["whole", "published", "split", "stochastic"]
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def params_of(form: str, values: list[Tensor]) -> tuple[list[Tensor], dict[str, object]]:
+    """What is stepped, and what the kernel is given beside."""
+    if form == "stochastic":
+        return [value.bfloat16() for value in values], {"seed": 3, "draws": list(range(len(values)))}
+    if form == "whole":
+        return [value.clone() for value in values], {}
+    low = [value.bfloat16() for value in values]
+    if form == "published":
+        return [value.clone() for value in values], {"low": low}
+    halves = [torch.empty_like(value, dtype=torch.int16) for value in values]
+    mt.multi_tensor_split(values, low, halves)
+    return halves, {"low": low}
+
+
+def states(sizes: list[int], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    return [encoded(drawn(size, dtype, seed), dtype) for seed, size in enumerate(sizes)]
+
+
+def stepped(form: str, kernel: str, coded: bool, **more: object) -> list[list[Tensor]]:
+    """After a step on codes, or on FP32 states that are decoded before and encoded afterwards."""
+    sizes = [3000, 17, 40_000]
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(size, generator=generator) for size in sizes]
+    grads = [torch.randn(size, generator=generator).bfloat16() for size in sizes]
+    params, options = params_of(form, values)
+    kept = [states(sizes, dtype) for dtype in ([torch.int8, torch.uint8] if kernel == "adam" else [torch.int8])]
+    if coded:
+        lists = [[codes for codes, _ in state] for state in kept]
+        options["scales"] = [[scales for _, scales in state] for state in kept]
+        lists[-1][1] = decoded(*kept[-1][1])  # one in FP32 among them
+        options["scales"][-1][1] = torch.empty(0)
+    else:
+        lists = [[decoded(*state) for state in of_name] for of_name in kept]
+    if kernel == "adam":
+        mt.multi_tensor_adam(grads, params, *lists, None, [torch.tensor(4.0) for _ in sizes], **ADAM, **options, **more)
+    else:
+        mt.multi_tensor_sgd(grads, params, *lists, **SGD, **options, **more)
+    if not coded:
+        for state, tensors in zip(kept, lists, strict=True):
+            for i, tensor in enumerate(tensors):
+                if (state is kept[-1]) and i == 1:
+                    continue
+                mt.multi_tensor_encode([tensor], [state[i][0]], [state[i][1]])
+    kept[-1][1] = (lists[-1][1], torch.empty(0))
+    return [params, options.get("low", []), *([t for pair in of_name for t in pair] for of_name in kept)]
+
+
+@on_every_set
+@every_form
+@pytest.mark.parametrize("kernel", ["adam", "sgd"])
+def test_a_step_on_codes_is_decode_step_encode_to_the_bit(form, kernel):
+    for ours, wanted in zip(stepped(form, kernel, True), stepped(form, kernel, False), strict=True):
+        assert all(map(same_bits, ours, wanted))
+
+
+@every_form
+@pytest.mark.parametrize("kernel", ["adam", "sgd"])
+def test_a_step_that_is_skipped_leaves_codes_as_they_are(form, kernel):
+    *_, codes = stepped(form, kernel, True, found_inf=torch.ones(()))
+    dtype = torch.uint8 if kernel == "adam" else torch.int8
+    for i, state in enumerate(states([3000, 17, 40_000], dtype)):
+        if i != 1:
+            assert all(map(same_bits, codes[2 * i : 2 * i + 2], state))
+
+
+def test_the_first_step_of_sgd_reads_no_momentum():
+    grad, param = torch.randn(5000), torch.ones(5000)
+    codes, scales = torch.full((5000,), 99, dtype=torch.int8), torch.full((20,), NAN)
+    mt.multi_tensor_sgd([grad], [param], [codes], first_run=True, scales=[[scales]], **SGD | {"weight_decay": 0.0})
+    wanted = encoded(grad, torch.int8)
+    assert torch.equal(codes, wanted[0]) and torch.equal(scales, wanted[1])
+
+
+def test_a_step_whose_codes_have_no_scales_is_refused():
+    lists = [torch.ones(5000)], [torch.ones(5000)], [torch.zeros(5000, dtype=torch.int8)]
+    with pytest.raises(ValueError, match=r"tensor 0 of momentum_buffers is codes, and .* has none for it"):
+        mt.multi_tensor_sgd(*lists, **SGD)
+    with pytest.raises(TypeError, match=r"torch\.uint8, one of float32, int8 is wanted"):
+        mt.multi_tensor_sgd(*lists[:2], [torch.zeros(5000, dtype=torch.uint8)], scales=[[torch.zeros(20)]], **SGD)
+    assert (lists[1][0] == 1).all()
