@@ -18,6 +18,7 @@ from amp_patch.policy import (
     CLOSED,
     LOW_PRECISION,
     OPT_LEVELS,
+    OPTIMIZER_STATES,
     PRODUCT_FORMATS,
     SPLIT,
     STOCHASTIC,
@@ -30,7 +31,7 @@ from amp_patch.support.distributed import is_first_rank
 logger = logging.getLogger("amp_patch")
 
 LEVEL, DTYPE, MASTERS = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MASTER_WEIGHTS"
-BANNED, METHODS = "AMP_PATCH_ALLOW_BANNED", "AMP_PATCH_METHODS"
+STATE, BANNED, METHODS = "AMP_PATCH_OPTIMIZER_STATE", "AMP_PATCH_ALLOW_BANNED", "AMP_PATCH_METHODS"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
 _OF_EITHER_DTYPE = ("O1", "O2", "O3")
 
@@ -42,7 +43,7 @@ RUNGS = {
     "8bit": ("optimizer_state", "8bit"),
 }
 # The environment variables of the same options.
-RUNG_VARIABLES = {MASTERS: "master_weights", "AMP_PATCH_OPTIMIZER_STATE": "optimizer_state"}
+RUNG_VARIABLES = {MASTERS: "master_weights", STATE: "optimizer_state"}
 
 Choice = TypeVar("Choice")
 
@@ -168,6 +169,7 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     ``AMP_PATCH_OPT_LEVEL`` replaces the level, and with rungs behind it ("O5+split") the options that these stand for;
     ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3, ("fp8", "mxfp8", ...) the format at O6, O7;
     ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") says how masters of bfloat16 weights are kept, at O5 and O2.
+    ``AMP_PATCH_OPTIMIZER_STATE`` ("8bit") keeps the optimizers' state so, at every level that takes it, O0 too.
     ``AMP_PATCH_ALLOW_BANNED`` ("1", "0") says whether banned functions run in FP32, or are refused.
     All are read at each call, and an empty one is as none. At O0 by override nothing is left of the script's options.
     At a level that the script did not ask for an option is dropped if `resolve` refuses it there, or if it would undo
@@ -187,7 +189,8 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     if dtype not in takes or (named is not None and "dtype" in named.options):
         dtype = None
     masters = _read(MASTERS, {form: form for form in CLOSED})
-    if wanted is None and dtype is None and masters is None:
+    state = _read(STATE, {state: state for state in OPTIMIZER_STATES})
+    if wanted is None and dtype is None and masters is None and state is None:
         return opt_level, options
     resolve(opt_level, options)  # raises for mistakes of the script, before the environment's
     given = options.given()
@@ -202,9 +205,13 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
         masters = None
     else:
         kept = closed
-    if wanted is None and dtype is None and masters is None:
+    if state is not None and _accepts(level, coded := {**kept, "optimizer_state": state}, undone=True):
+        kept = coded
+    else:
+        state = None
+    by = {LEVEL: named, DTYPE: dtype, MASTERS: masters, STATE: state}
+    if all(value is None for value in by.values()):
         return opt_level, options
-    by = {LEVEL: named, DTYPE: dtype, MASTERS: masters}
     if is_first_rank():
         dropped = [f"{name}={value!r}" for name, value in given.items() if kept.get(name) is not value]
         logger.info(
@@ -212,7 +219,9 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
             opt_level,
             " and ".join(name for name, value in by.items() if value is not None),
             level if named is None else named,
-            ("" if dtype is None else f" in {dtype}") + ("" if masters is None else f", masters {masters}"),
+            ("" if dtype is None else f" in {dtype}")
+            + ("" if masters is None else f", masters {masters}")
+            + ("" if state is None else f", optimizer state {state}"),
             ", ".join(dropped) or "nothing",
         )
     nothing = {name: getattr(Options, name) for name in given}

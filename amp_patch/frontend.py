@@ -19,7 +19,18 @@ from amp_patch.model import tensors as model_tensors
 from amp_patch.model.fsdp import no_masters
 from amp_patch.model.keep_fp32 import KeepFP32, kept_modules
 from amp_patch.model.keep_high import enter_high, kept_high
-from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, ProductFormat, resolve, scale_number
+from amp_patch.policy import (
+    Closed,
+    CpuHalf,
+    Flag,
+    LowName,
+    Options,
+    Policy,
+    ProductFormat,
+    State,
+    resolve,
+    scale_number,
+)
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
@@ -105,6 +116,7 @@ def initialize(
     methods: tuple[str, ...] = (),
     skip_nonfinite: Flag = False,
     low_precision_norms: Flag = False,
+    optimizer_state: State | str | None = None,
 ) -> Any:
     """Prepare models and optimizers for mixed-precision training at an opt level, in place.
 
@@ -117,10 +129,10 @@ def initialize(
 
     The environment has the last word, so that a script can be tried at another level without an edit:
     ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O7", "O5+split") takes the place of `opt_level`, ``AMP_PATCH_DTYPE`` ("float16",
-    "bfloat16") that of `dtype` at O1, O2 and O3, and ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") that of
-    `master_weights` where the weights are bfloat16. By it O0 is the plain FP32 script, whatever else is passed here; at
-    another level the options that contradict it are dropped, and the log says which. All are read at each call;
-    `enabled=False` stays off.
+    "bfloat16") that of `dtype` at O1, O2 and O3, ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") that of
+    `master_weights` where the weights are bfloat16, ``AMP_PATCH_OPTIMIZER_STATE`` ("8bit") that of `optimizer_state`.
+    By the first O0 is the plain FP32 script, whatever else is passed here; at another level the options that contradict
+    it are dropped, and the log says which. All are read at each call; `enabled=False` stays off.
 
     Args:
         models: a module, or a list or tuple of them (a module and its child may both be in it). FP32, FP16 or BF16, in
@@ -177,6 +189,8 @@ def initialize(
             other levels. An FP32 input gives FP32. On a CPU they compute in FP32, forward and backward, and round
             their results once; elsewhere torch's kernels of that type run, on weights cast to it. False: they give
             FP32, as under torch.autocast.
+        optimizer_state: "8bit" keeps the optimizers' large FP32 state as 8-bit codes; who reads it finds FP32. Refused
+            by name at O3, and for optimizers that are neither torch.optim's nor FusedAdam and FusedSGD.
 
     Returns:
         The same objects, in Apex's form: the model, or (model, optimizer) if optimizers were given; lists for lists.
@@ -201,6 +215,7 @@ def initialize(
             cast_model_outputs=cast_model_outputs,
             skip_nonfinite=skip_nonfinite,
             low_precision_norms=low_precision_norms,
+            optimizer_state=optimizer_state,
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
             allow_banned=allow_banned,

@@ -15,11 +15,13 @@ LowName = Literal["float16", "bfloat16"]
 ProductFormat = Literal["fp8", "fp8_tensorwise", "mxfp8", "mxfp8_floor", "nvfp4", "nvfp4_naive"]
 CpuHalf = Literal["auto", "emulate", "native"]
 Closed = Literal["split", "stochastic"]
+State = Literal["8bit"]
 Flag = bool | Literal["True", "False"]
 CPU_HALF = get_args(CpuHalf)
 PRODUCT_FORMATS: tuple[str, ...] = get_args(ProductFormat)  # `FORMATS` of casts/formats.py says what each is
 EMULATING = ("emulate", "convolutions")  # of a policy that emulates on a CPU
 SPLIT, STOCHASTIC = "split", "stochastic"  # of master_weights
+OPTIMIZER_STATES = get_args(State)
 CLOSED = (SPLIT, STOCHASTIC)  # masters that have no memory of their own
 
 # A scale and its FP32 inverse must both be normal numbers: gradients are multiplied by the inverse.
@@ -56,6 +58,7 @@ class Policy:
             patched, as batch norms do, in place of FP32.
         product_format: of `PRODUCT_FORMATS`, to which the operands of products are rounded (casts/low_bit.py); None for
             none.
+        optimizer_state: how the optimizer's FP32 state is kept: "8bit", or None as it is.
     """
 
     opt_level: str
@@ -78,11 +81,12 @@ class Policy:
     skip_nonfinite: bool = False
     low_precision_norms: bool = False
     product_format: str | None = None
+    optimizer_state: str | None = None
 
     def __str__(self) -> str:
         fields = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
         more = ["cpu_half"] * self.makes_low_tensors
-        more += [name for name in ("skip_nonfinite", "low_precision_norms") if getattr(self, name)]
+        more += [name for name in ("skip_nonfinite", "low_precision_norms", "optimizer_state") if getattr(self, name)]
         more += ["product_format"] * (self.product_format is not None)
         described = ", ".join(f"{name}={getattr(self, name)}" for name in (*fields, *more))
         return f"{self.opt_level} ({self.dtype}): {described}"
@@ -121,7 +125,7 @@ class Policy:
     def changes_nothing(self) -> bool:
         """Whether a training is the script without us: O0 without another option."""
         casts = self.patch_torch_functions or self.cast_model_type or self.cast_model_outputs
-        return not (casts or self.checks_gradients)
+        return not (casts or self.checks_gradients or self.optimizer_state is not None)
 
     @property
     def checks_gradients(self) -> bool:
@@ -166,6 +170,7 @@ class Options:
     cast_model_outputs: torch.dtype | None = None
     skip_nonfinite: bool | str = False
     low_precision_norms: bool | str = False
+    optimizer_state: str | None = None
     min_loss_scale: float | None = None
     max_loss_scale: float = 2.0**24
     allow_banned: bool = False
@@ -226,6 +231,7 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
     policy = _with_scale_range(policy, given.min_loss_scale, given.max_loss_scale)
     if boolean("low_precision_norms", given.low_precision_norms):
         policy = _with_low_precision_norms(policy, opt_level)
+    policy = _with_optimizer_state(policy, opt_level, given.optimizer_state)
     skips = bool(boolean("skip_nonfinite", given.skip_nonfinite))
     return replace(policy, allow_banned=bool(given.allow_banned), cpu_half=given.cpu_half, skip_nonfinite=skips)
 
@@ -339,6 +345,19 @@ def _with_masters(policy: Policy, masters: bool | str) -> Policy:
             "at None"
         )
     return replace(policy, master_weights=masters)
+
+
+def _with_optimizer_state(policy: Policy, opt_level: str, state: Any) -> Policy:
+    if state not in (None, *OPTIMIZER_STATES):
+        wanted = " or ".join(map(repr, (*OPTIMIZER_STATES, None)))
+        raise ValueError(f"initialize: optimizer_state is {state!r}; wanted {wanted}")
+    if state is not None and policy.cast_model_type is not None and not policy.master_weights:
+        raise ValueError(
+            f"initialize: optimizer_state={state!r} contradicts opt_level {opt_level!r} without masters, whose "
+            f"state is {policy.cast_model_type} by itself, not FP32; use opt_level='O5' with "
+            "master_weights='stochastic', which has no masters in memory either"
+        )
+    return replace(policy, optimizer_state=state)
 
 
 def _with_low_precision_norms(policy: Policy, opt_level: str) -> Policy:

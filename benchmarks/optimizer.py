@@ -9,10 +9,11 @@ O2. Both begin with the same half gradients, which no backward has to make.
 `ratio` is our time over torch's; `clipped` the same with clip_grad_norm_ before the step, and `clip adds` its share of
 a step without. `bytes` are those a parameter that torch's allocator has given out at the most while the optimizer
 steps: weights, gradients, masters, the optimizer's state, temporaries. (FP32 training with AdamW has 16.) The type
-`split` is BF16 with split masters on our side, `stochastic` BF16 without masters, rounded stochastically.
+`split` is BF16 with split masters on our side, `stochastic` BF16 without masters, rounded stochastically; with `+8bit`
+the optimizer's state is in eight bits, and `FP32` is our time over ours with FP32 state.
 
     python benchmarks/optimizer.py [--threads N] [--device cuda] [--repeats N] [--size full|tiny] [--only "gpt AdamW"]
-                                   [--dtypes bf16 fp16 split stochastic] [--json PATH]
+                                   [--dtypes bf16 fp16 split split+8bit stochastic stochastic+8bit] [--json PATH]
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from torch.optim import SGD, AdamW, NAdam, Optimizer, RMSprop
 from amp_patch import amp
 
 CLOSED = ("split", "stochastic")  # of master_weights
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(CLOSED, torch.bfloat16)}
+CODED = "+8bit"  # behind the type: optimizer_state
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES |= {name + coded: torch.bfloat16 for name in CLOSED for coded in ("", CODED)}
 MAX_NORM = 1.0
 INITIAL_SCALE = 2.0**16  # of FP16's loss
 WIDTHS = dict(
-    [("work", -21), ("dtype", -6), ("torch ms", 9), ("amp_patch ms", 13), ("ratio", 7), ("clipped", 9)],
+    [("work", -21), ("dtype", -16), ("torch ms", 9), ("amp_patch ms", 13), ("ratio", 7), ("FP32", 6), ("clipped", 9)],
     **{"clip adds: torch": 18, "amp_patch": 10, "bytes: torch": 14, " amp_patch": 10},
 )
 
@@ -77,6 +80,10 @@ WORKS = {
     "4,000 of 256 AdamW": Work(lambda size: [(256,)] * size.count, ADAMW),
     "one of 50 M AdamW": Work(lambda size: [(size.elements,)], ADAMW),
 }
+if hasattr(torch.optim, "Muon"):  # of matrices alone; at full size a step takes seconds
+    WORKS["matrices Muon"] = Work(
+        lambda size: [shape for shape in gpt(size) if len(shape) == 2], partial(torch.optim.Muon, lr=1e-4)
+    )
 
 
 class Rival:
@@ -147,7 +154,9 @@ class AmpPatch(Rival):
         model = nn.Module()
         model.weights = nn.ParameterList(weight.clone() for weight in weights)
         optimizer = work.optimizer(model.parameters())
-        options = {"dtype": DTYPES[kind], "master_weights": kind if kind in CLOSED else None}
+        masters = kind.removesuffix(CODED)
+        options = {"dtype": DTYPES[kind], "master_weights": masters if masters in CLOSED else None}
+        options |= {"optimizer_state": "8bit"} if kind.endswith(CODED) else {}
         self.model, self.optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **options)
         self.weights = list(self.model.parameters())
         self.loss = torch.zeros((), device=weights[0].device)
@@ -227,6 +236,8 @@ def compare(name: str, options: argparse.Namespace, dtype: str) -> dict[str, Any
     start = given(work.shapes(SIZES[options.size]), DTYPES[dtype], options.device)
     makes = {rival: partial(make, work, start.weights, dtype) for rival, make in RIVALS.items()}
     held = {rival: bytes_at_step(make, start) for rival, make in makes.items()}
+    if dtype.endswith(CODED):
+        makes["FP32 state"] = partial(AmpPatch, work, start.weights, dtype.removesuffix(CODED))
     rivals = {rival: make() for rival, make in makes.items()}
     timers = {rival: timer(it, start, options.device, clips=False) for rival, it in rivals.items()}
     for run in timers.values():
@@ -236,7 +247,7 @@ def compare(name: str, options: argparse.Namespace, dtype: str) -> dict[str, Any
         for ours, theirs in zip(rivals["amp_patch"].weights, rivals["torch"].weights, strict=True)
     )
     if work.clips:  # by rivals of their own: ours expects after a clipped step another one
-        clipping = {rival: timer(make(), start, options.device, clips=True) for rival, make in makes.items()}
+        clipping = {rival: timer(makes[rival](), start, options.device, clips=True) for rival in RIVALS}
         for run in clipping.values():
             run()
         timers |= {f"{rival} clipped": run for rival, run in clipping.items()}
@@ -244,6 +255,7 @@ def compare(name: str, options: argparse.Namespace, dtype: str) -> dict[str, Any
     row: dict[str, Any] = {"work": name, "dtype": dtype}
     row |= {f"{rival} ms": statistics.median(times[rival]) / 1e3 for rival in RIVALS}
     row["ratio"] = timing.ratio(times["amp_patch"], times["torch"])
+    row["FP32"] = timing.ratio(times["amp_patch"], times["FP32 state"]) if "FP32 state" in times else "-"
     row["clipped"] = timing.ratio(times["amp_patch clipped"], times["torch clipped"]) if work.clips else "-"
     for rival in RIVALS:
         row[f"{rival} clip adds"] = timing.ratio(times[f"{rival} clipped"], times[rival]) - 1 if work.clips else "-"
@@ -254,7 +266,14 @@ def compare(name: str, options: argparse.Namespace, dtype: str) -> dict[str, Any
 def main() -> None:
     parser = timing.parser(__doc__, repeats=15)
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--only", nargs="+", choices=WORKS, default=list(WORKS), metavar="WORK", help="%(choices)s")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=WORKS,
+        default=[work for work in WORKS if "Muon" not in work],
+        metavar="WORK",
+        help="%(choices)s",
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypedDict, TypeVar
 import torch
 
 from amp_patch.model.keep_fp32 import KeepFP32
-from amp_patch.policy import Closed, CpuHalf, Flag, LowName, OptLevel, ProductFormat
+from amp_patch.policy import Closed, CpuHalf, Flag, LowName, OptLevel, ProductFormat, State
 
 
 class Steps(Protocol):
@@ -49,3 +49,4 @@ class Keywords(TypedDict, total=False):
     methods: tuple[str, ...]
     skip_nonfinite: Flag
     low_precision_norms: Flag
+    optimizer_state: State | str | None

@@ -8,12 +8,9 @@ gradients, capturable=True, a state that somebody has replaced) goes the optimiz
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Callable
 from functools import partial
 from itertools import compress
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,7 +21,6 @@ from amp_patch.masters.held_gradients import can_wait
 from amp_patch.masters.masters import (
     LinkList,
     add_gradients,
-    kernel_tensors,
     materialize,
     publish_written,
     settle,
@@ -32,82 +28,16 @@ from amp_patch.masters.masters import (
 )
 from amp_patch.masters.stochastic_master import note_stepped
 from amp_patch.multi_tensor import backends
-from amp_patch.multi_tensor.checks import Number
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.optimizers.sgd import FusedSGD
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
+from amp_patch.training.batch import Batch, BatchState, Group, NotKnown
 from amp_patch.training.stash import Stash
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy, is_untouched
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The optimizers that the kernels know
-
-Group = dict[str, Any]
-
-
-class NotKnown(Exception):
-    """A setting or a state that the kernels do not take."""
-
-
-class BatchState(Enum):
-    """How far the step of a batch has come."""
-
-    NEW = auto()
-    STEPPED = auto()  # by a kernel, into the weights
-    REFUSED = auto()  # by the kernels
-    LEFT = auto()  # to the optimizer's own step
-
-
-@dataclass
-class Batch:
-    """Parameters of one group whose gradients are of one kind: one call of a kernel.
-
-    Attributes:
-        group: the optimizer's, for its settings.
-        factors: what the gradients are multiplied by.
-        masters: what is stepped; a parameter that is its own master, too.
-        grads: of low precision, still scaled, or FP32.
-        weights: the model's, which take the rounded results; empty where each master is its own.
-        first_run: whether there is no momentum yet.
-        stepped: what the kernel writes in the place of the masters.
-        seed, draws: by which it rounds the masters that are weights.
-        version: of the first of these, before the step.
-    """
-
-    group: Group
-    factors: Sequence[Number]
-    masters: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-    first_run: bool = False
-    stepped: list[Tensor] = field(default_factory=list)
-    seed: int = 0
-    draws: Sequence[int] = ()
-    version: int = -1
-    state: BatchState = BatchState.NEW
-
-    def ready(self) -> Batch:
-        """The batch, with what its kernel will write."""
-        self.stepped, self.seed, self.draws = kernel_tensors(self.masters)
-        self.version = self.stepped[0]._version
-        return self
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What each kernel is given."""
-        low = None if self.draws else self.weights or None
-        return {"low": low, "factors": self.factors, "seed": self.seed, "draws": self.draws}
-
-    @property
-    def is_stepped(self) -> bool:
-        """Whether a kernel has made the step, which counts as a write to each master, as an adopted edit does.
-
-        The version tells where an exception came before `state` did.
-        """
-        if self.state is not BatchState.NEW:
-            return self.state is BatchState.STEPPED
-        return self.stepped[0]._version != self.version
 
 
 def kernel_of(optimizer: Any) -> Kernel | None:
@@ -160,14 +90,10 @@ def _sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
     group = batch.group
     buffers = None
     if group["momentum"]:
-        state = optimizer.state
-        buffers = [
-            torch.empty_like(m, requires_grad=False) if batch.first_run else state[m]["momentum_buffer"]
-            for m in batch.masters
-        ]
         if batch.first_run:
-            for master, buffer in zip(batch.masters, buffers, strict=True):
-                state[master]["momentum_buffer"] = buffer
+            buffers = batch.made(optimizer, "momentum_buffer")
+        else:
+            buffers = list(map(batch.getter("momentum_buffer"), map(optimizer.state.get, batch.masters)))
     try:
         multi_tensor.multi_tensor_sgd(
             batch.grads,
@@ -206,8 +132,8 @@ def _fused_adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
     multi_tensor.multi_tensor_adam(
         batch.grads,
         batch.stepped,
-        optimizer.averages(batch.masters, "exp_avg"),
-        optimizer.averages(batch.masters, "exp_avg_sq"),
+        batch.averages(optimizer, "exp_avg"),
+        batch.averages(optimizer, "exp_avg_sq"),
         None,
         float(count),
         **_adam_settings(batch),
@@ -229,7 +155,7 @@ def _state_lists(optimizer: Any, batch: Batch, names: tuple[str, ...]) -> list[l
     state = optimizer.state
     states = list(map(state.get, batch.masters))
     if not all(states):
-        _make_state(
+        make_state(
             optimizer, batch.group, [master for master, its in zip(batch.masters, states, strict=True) if not its]
         )
         states = [state[master] for master in batch.masters]
@@ -237,12 +163,12 @@ def _state_lists(optimizer: Any, batch: Batch, names: tuple[str, ...]) -> list[l
         if states[0]["step"].dtype is torch.float64:
             for its in states:  # torch makes counts FP64 where that is the default type, also in checkpoints
                 its["step"] = its["step"].float()
-        return [list(map(itemgetter(name), states)) for name in names]
+        return [list(map(batch.getter(name), states)) for name in names]
     except KeyError as error:
         raise NotKnown from error
 
 
-def _make_state(optimizer: Any, group: Group, masters: list[Tensor]) -> None:
+def make_state(optimizer: Any, group: Group, masters: list[Tensor]) -> None:
     """Let torch make the state of `masters`, in place."""
     state = optimizer.state
     # `_init_group` wants a gradient; a stand-in keeps the master's unmaterialized.
@@ -291,6 +217,8 @@ def suits_class(base: Any) -> bool:
 class InOnePass(Strategy):
     """Unscale, clip, moments, master, the model's weight: in one pass over the memory."""
 
+    batch = Batch
+
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         # With the backend "torch" torch's own kernels are nearer to torch's numbers.
         return not given and backends.active is not None
@@ -301,7 +229,7 @@ class InOnePass(Strategy):
         if step.links.params:
             publish_written(step.links)
         try:
-            batches = _batches(optimizer, step.stash)
+            batches = _batches(optimizer, step.stash, self.batch)
         except NotKnown:
             WHOLE.run(step, plain)
             return
@@ -379,7 +307,7 @@ def _is_ordinary(optimizer: Any, group: Group, flag: Tensor | None) -> bool:
     return not [setting for setting in settings if isinstance(setting, Tensor)]
 
 
-def _batches(optimizer: Any, stash: Stash) -> list[Batch]:
+def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
     """The parameters that have a gradient: per group and device those whose gradient waits, with a master, without.
 
     Raises:
@@ -395,7 +323,7 @@ def _batches(optimizer: Any, stash: Stash) -> list[Batch]:
         keys = list(map(id, group["params"]))
         if keys and all(map(half.__contains__, keys)):  # nearly always
             grads, weights = list(map(half.__getitem__, keys)), [link_of[key][0] for key in keys]
-            made += _by_age(optimizer, Batch(group, factors, list(group["params"]), grads, weights))
+            made += _by_age(optimizer, kind(group, factors, list(group["params"]), grads, weights))
             continue
         batches: dict[tuple[Any, ...], Batch] = {}
         for master in group["params"]:
@@ -406,8 +334,8 @@ def _batches(optimizer: Any, stash: Stash) -> list[Batch]:
                 continue
             if grad.layout is not torch.strided:
                 raise NotKnown  # torch may refuse it, before any parameter is stepped
-            kind = (waits, linked is None, grad.device)
-            batch = batches.setdefault(kind, Batch(group, factors if waits else ()))
+            which = (waits, linked is None, grad.device)
+            batch = batches.setdefault(which, kind(group, factors if waits else ()))
             batch.masters.append(master)
             batch.grads.append(grad)
             if linked is not None:
@@ -421,13 +349,13 @@ def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
     """The batch; SGD's in two, since a first momentum is made otherwise."""
     if not batch.group.get("momentum"):
         return [batch.ready()]
-    fresh = [optimizer.state[master].get("momentum_buffer") is None for master in batch.masters]
+    fresh = [dict.get(optimizer.state[master], "momentum_buffer") is None for master in batch.masters]
     made = []
     for first_run in set(fresh):
         chosen = [is_fresh is first_run for is_fresh in fresh]
         masters, grads = list(compress(batch.masters, chosen)), list(compress(batch.grads, chosen))
         weights = list(compress(batch.weights, chosen))
-        made.append(Batch(batch.group, batch.factors, masters, grads, weights, first_run=first_run).ready())
+        made.append(type(batch)(batch.group, batch.factors, masters, grads, weights, first_run=first_run).ready())
     return made
 
 

@@ -21,7 +21,7 @@ from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
-from amp_patch.training import ddp, one_pass, portions, thawed, untouched, zero_redundancy
+from amp_patch.training import coded_steps, ddp, one_pass, portions, thawed, untouched, zero_redundancy
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import WHOLE, Strategy, lead_to_step, step_of
@@ -38,7 +38,8 @@ class AmpOptimizer(Generated):
 
     @classmethod
     def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
-        return {"step": step_of(base), "strategy": _strategy_of(base)}
+        overrides = {"step": step_of(base), "strategy": _strategy_of(base)}
+        return overrides | coded_steps.overrides(base) if key == coded_steps.KEY else overrides
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """torch's, and the low-precision gradients of the model's parameters with it."""
@@ -145,6 +146,7 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
             "check or gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling), without skip_nonfinite"
         )
     zero_redundancy.check_zero(optimizer, policy)
+    coded_steps.check(optimizer, policy)
 
 
 def enter_training(
@@ -160,7 +162,7 @@ def enter_training(
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
         _copies.install(_carry_stash)  # the optimizer keeps its class, so that its copies need the stash from here
     else:
-        generated_class.give(optimizer, mixin)
+        generated_class.give(optimizer, mixin, coded_steps.KEY if stash.policy.optimizer_state else ())
         _lead_scheduler(optimizer)
     enter_step(optimizer, stash)
 
@@ -199,6 +201,7 @@ def _lead_scheduler(optimizer: Any) -> None:
 def enter_step(optimizer: Any, stash: Stash) -> None:
     """Let `stash` know whose it is, and have gradients wait where the optimizer's strategy takes them so."""
     stash.neighbours.owner = weakref.ref(optimizer)
+    coded_steps.enter(optimizer, stash)
     if stash.policy.master_weights and (one_pass.knows(optimizer) or portions.knows(optimizer, stash)):
         stash.masters.let_gradients_wait()
     thawed.watch(optimizer, stash)
@@ -216,6 +219,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     attempt = Attempts()
     attempt(unscale_pending, optimizer)
     attempt(drop_overflowed, optimizer, stash)
+    attempt(coded_steps.make_whole, optimizer, stash)
     for handle in stash.neighbours.handles:
         attempt(handle.remove)
     wrappers = [wrapper for ref in stash.neighbours.wrappers if isinstance(wrapper := ref(), Generated)]

@@ -103,7 +103,7 @@ def _has_tensor(setting: Any) -> bool:
     return isinstance(setting, Tensor) or (isinstance(setting, tuple | list) and any(map(_has_tensor, setting)))
 
 
-def _is_sound(optimizer: Any) -> bool:
+def is_sound(optimizer: Any) -> bool:
     """Whether nothing is against portions; the log says once per class and reason what is."""
     reason = reason_against(optimizer)
     if reason is not None:
@@ -125,17 +125,19 @@ def _say(optimizer: Any, reason: str) -> None:
 class InPortions(Strategy):
     """The optimizer's own step on a few parameters at a time, between unscaling and rounding, in the cache."""
 
+    devices: tuple[str, ...] = ("cpu",)  # where that is worth while
+
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         if not stash.masters.links or not stash.unobserved:
             return False
         if given:
             _say(optimizer, "step() was given a closure")
             return False
-        return _is_sound(optimizer)
+        return is_sound(optimizer)
 
     def run(self, step: Step, plain: Plain) -> Any:
         portions = list(_portions(step.optimizer))
-        if not portions or not all(_is_dense(master) for _, masters in portions for master in masters):
+        if not portions or not all(_is_dense(m, self.devices) for _, masters in portions for m in masters):
             return WHOLE.run(step, plain)  # portions are known to be right for dense gradients alone
         _settle_others(step, portions)
         _step_each(step, portions, plain)
@@ -148,7 +150,7 @@ def knows(optimizer: Any, stash: Stash) -> bool:
     params = stash.masters.links.params
     if not params or not can_wait() or any(param.device.type != "cpu" for param in params):
         return False
-    return _is_sound(optimizer)
+    return is_sound(optimizer)
 
 
 IN_PORTIONS = InPortions()
@@ -198,9 +200,9 @@ def _portions(optimizer: Any) -> Iterator[tuple[Group, list[Tensor]]]:
             yield group, masters
 
 
-def _is_dense(master: Tensor) -> bool:
-    """Whether master and gradient are plain tensors on the CPU; one that waits in low precision is."""
-    if type(master) not in PLAIN_TYPES or master.device.type != "cpu":
+def _is_dense(master: Tensor, devices: tuple[str, ...]) -> bool:
+    """Whether master and gradient are plain tensors on these devices; one that waits in low precision is."""
+    if type(master) not in PLAIN_TYPES or master.device.type not in devices:
         return False
     if isinstance(master, Master) and master.waits_alone():
         return True

@@ -160,6 +160,7 @@ class Neighbours(OfThisProcess):
         names: id(param) -> its qualified name, for messages.
         stepped: id(master) -> how much state the optimizer had of it after a step that the host knows was taken.
         has_stepped: whether a step was taken, outside of any capture.
+        coder: what keeps the optimizer's state in codes (coded_state.py); None: it is FP32.
         before_backward, before_step: called with optimizer and stash before each `scale_loss` and each step.
     """
 
@@ -175,6 +176,7 @@ class Neighbours(OfThisProcess):
     names: dict[int, str] = field(default_factory=dict)
     stepped: dict[int, int] = field(default_factory=dict)
     has_stepped: bool = False
+    coder: Any = None
     before_backward: list[Callable[[Any, Stash], None]] = field(default_factory=list)
     before_step: list[Callable[[Any, Stash], None]] = field(default_factory=list)
 

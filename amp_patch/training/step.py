@@ -40,7 +40,13 @@ class ClosureAlreadyRun:
 
 
 class Strategy:
-    """How the steps of a class of optimizers are made; one other than `Whole` is for gradients that wait."""
+    """How the steps of a class of optimizers are made.
+
+    Attributes:
+        waits: whether it is for gradients that wait in low precision, and `suits` is asked only where they may.
+    """
+
+    waits = True
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         """Whether the coming step can be made so; `given`: it has a closure, or what Apex's once took. Logs why not."""
@@ -274,7 +280,8 @@ def _within_hooks(plain: Plain) -> Plain:
         strategy: Strategy = type(self).strategy if is_known else WHOLE
         given = bool(args or kwargs) and any(value is not None for value in (*args, *kwargs.values()))
         with Step(self, stash, args, kwargs) as step:
-            suits = stash.masters.waiting is not None and strategy.suits(self, stash, given)
+            asked = stash.masters.waiting is not None or not strategy.waits
+            suits = asked and strategy.suits(self, stash, given)
             return step.run(strategy if suits else WHOLE, plain)
 
     @wraps(plain)

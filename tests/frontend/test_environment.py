@@ -41,10 +41,11 @@ def initialize(request, amp):
 @pytest.fixture
 def environment(monkeypatch):
     names = ("AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MASTER_WEIGHTS", "AMP_PATCH_ALLOW_BANNED")
+    names += ("AMP_PATCH_OPTIMIZER_STATE",)
 
-    def set_to(level=None, dtype=None, masters=None, banned=None):
+    def set_to(level=None, dtype=None, masters=None, banned=None, state=None):
         monkeypatch.delenv("AMP_PATCH_METHODS", raising=False)
-        for name, value in zip(names, (level, dtype, masters, banned), strict=True):
+        for name, value in zip(names, (level, dtype, masters, banned, state), strict=True):
             monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
 
     set_to()
@@ -145,6 +146,28 @@ def test_the_name_of_a_policy_is_that_of_its_level_and_rungs():
         assert name_of(named_level(name).policy()) == name
     assert name_of(resolve("O2", dtype=BF16, master_weights="split")) == "O2+split"
     assert name_of(resolve("O0", master_weights="split")) == "O0", "an FP32 model has no masters"
+
+
+def test_the_optimizer_state_of_the_environment_acts_where_it_is_fp32(initialize, environment, caplog):
+    environment(state="8bit")
+    for level in ("O0", "O1", "O2", "O4", "O5"):
+        assert policy(initialize, opt_level=level) == resolve(level, optimizer_state="8bit")
+    assert policy(initialize, opt_level="O3") == resolve("O3")
+    environment("O5", masters="stochastic", state="8bit")
+    with caplog.at_level(logging.INFO, logger="amp_patch"):
+        wanted = resolve("O5", master_weights="stochastic", optimizer_state="8bit")
+        assert policy(initialize, opt_level="O1") == wanted
+    assert any("O5, masters stochastic, optimizer state 8bit" in record.getMessage() for record in caplog.records)
+    environment(state="4bit")
+    with pytest.raises(ValueError, match="AMP_PATCH_OPTIMIZER_STATE is '4bit'; wanted 8bit"):
+        policy(initialize, opt_level="O5")
+
+
+def test_a_scripts_own_optimizer_state_is_not_the_baselines(environment):
+    environment("O0")
+    assert policy(opt_level="O5", optimizer_state="8bit") == resolve("O0")
+    environment("O4")
+    assert policy(opt_level="O5", optimizer_state="8bit") == resolve("O4", optimizer_state="8bit")
 
 
 def test_at_o0_nothing_is_left_of_the_scripts_options(initialize, environment):

@@ -1,0 +1,335 @@
+"""An optimizer's state in eight bits an element, which everybody who looks finds in FP32.
+
+The state of a parameter is a dict, as torch has it, whose large tensors are kept as codes (`multi_tensor_encode`). Who
+reads one gets an FP32 tensor, decoded at that moment; what is written there is encoded before the next backward or
+step. Codes of what codes were decoded into are the same codes, so that nothing is lost by looking. A copy or a pickle
+of the dict is an ordinary one, in FP32.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import ItemsView, Iterable, Iterator, ValuesView
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import multi_tensor
+from amp_patch.masters.recycled_memory import Recycled, holders, lone_holders
+from amp_patch.multi_tensor.checks import BLOCK
+from amp_patch.support.blocks import without_grad
+
+LEAST = 4096  # elements of the smallest tensor that is kept in codes
+MOST_ROOM = 2**24  # elements of the largest memory that is kept from a step to the next
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which tensors are kept in codes
+
+# States that are never negative, by their names in torch's optimizers and ours: uint8.
+UNSIGNED = {"exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum", "variance", "step_size"}
+
+# States that stay FP32, with the reason: (class, or "" for all; state; "" or another state beside which it does so).
+IN_FP32: dict[tuple[str, str, str], str] = {
+    ("", "max_exp_avg_sq", ""): "a running maximum never takes back what was once rounded up",
+    ("ASGD", "ax", ""): "it is the average of the weights, which the script takes for its result",
+    ("RMSprop", "square_avg", "grad_avg"): "centered=True takes the root of square_avg - grad_avg ** 2, which "
+    "rounding would make negative",
+    ("RMSprop", "grad_avg", ""): "as square_avg beside it",
+}
+
+
+def codes_of(kind: str, name: str, beside: Iterable[str]) -> torch.dtype | None:
+    """The type of the codes of a state tensor, by the optimizer's class, its name, and the states beside it.
+
+    None where it stays FP32.
+    """
+    for (of_class, state, other), _ in IN_FP32.items():
+        if state == name and of_class in ("", kind) and (not other or other in beside):
+            return None
+    return torch.uint8 if name in UNSIGNED else torch.int8
+
+
+def _is_large(value: Any, param: Tensor) -> bool:
+    return (
+        type(value) is Tensor
+        and value.dtype is torch.float32
+        and value.numel() >= LEAST
+        and value.shape == param.shape
+        and value.layout is torch.strided
+        and not value.requires_grad
+        and torch.ops.aten.is_non_overlapping_and_dense(value)
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One tensor, and one parameter's state
+
+
+class Coded:
+    """One state tensor.
+
+    Attributes:
+        codes: int8 or uint8, of the tensor's shape and strides.
+        scales: FP32, shape [ceil(elements / 256)].
+        value: FP32, while somebody looks or a step is made: it counts, and the codes do not.
+        is_lent: whether it is a step that has `value`, which ends with it; else somebody may hold it.
+    """
+
+    __slots__ = ("codes", "is_lent", "scales", "value")
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> None:
+        self.value, self.is_lent = value, True
+        self._make_codes(like, dtype)
+
+    def _make_codes(self, like: Tensor, dtype: torch.dtype) -> None:
+        self.codes = torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        self.scales = torch.zeros(-(-like.numel() // BLOCK), dtype=torch.float32, device=like.device)
+
+    def decoded(self) -> Tensor:
+        """The value, as a tensor of its own."""
+        if self.value is not None:
+            return self.value.detach().clone()
+        made = torch.empty_like(self.codes, dtype=torch.float32)
+        multi_tensor.multi_tensor_decode([self.codes], [made], [self.scales])
+        return made
+
+    def to_encode(self) -> Tensor:
+        """The value, laid out as the codes; these go with it where somebody has moved it to another device."""
+        value = self.value
+        assert value is not None
+        if value.device != self.codes.device or value.shape != self.codes.shape:
+            self._make_codes(value, self.codes.dtype)
+        if value.stride() == self.codes.stride():
+            return value
+        return torch.empty_like(self.codes, dtype=torch.float32).copy_(value)
+
+    def is_held(self) -> bool:
+        """Whether somebody else holds the value, or memory of it."""
+        if self.is_lent or self.value is None:
+            return False
+        storage = self.value.untyped_storage()
+        return sys.getrefcount(self.value) > 2 or holders(storage) != lone_holders()
+
+    def follow(self) -> None:
+        """Decode what somebody holds anew."""
+        if self.value is not None:
+            value, self.value = self.value, None
+            value.copy_(self.decoded())
+            self.value = value
+
+
+class CodedState(dict[str, Any]):
+    """The state of one parameter: what is kept in codes is decoded where it is read."""
+
+    __slots__ = ("coder",)
+
+    def __init__(self, coder: Coder, state: dict[str, Any]) -> None:
+        super().__init__(state)
+        self.coder = coder
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return self.coder.open(value) if type(value) is Coded else value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        kept = super().get(name)
+        if type(kept) is Coded and value is not None and value is kept.value:
+            return  # after `state["exp_avg"] *= 0.5`
+        if isinstance(value, Tensor) and value.numel() >= LEAST:
+            self.coder.is_up_to_date = False
+        super().__setitem__(name, value)
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # without this method `dict(state)` would copy what is kept
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        value = super().pop(name, *default)
+        if type(value) is not Coded:
+            return value
+        return value.decoded() if value.value is None else value.value
+
+    def popitem(self) -> tuple[str, Any]:
+        name = next(reversed(list(self)))
+        return name, self.pop(name)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def items(self) -> Any:
+        return ItemsView(self)
+
+    def values(self) -> Any:
+        return ValuesView(self)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    def kept(self, name: str) -> Any:
+        """The state of that name as it is kept: a `Coded`, or what anybody reads."""
+        return super().__getitem__(name)
+
+    def in_fp32(self) -> dict[str, Any]:
+        """An ordinary dict, with tensors of its own in the place of codes."""
+        kept = ((name, super(CodedState, self).__getitem__(name)) for name in self)
+        return {name: value.decoded() if type(value) is Coded else value for name, value in kept}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.in_fp32(),)
+
+    def __repr__(self) -> str:
+        return repr(self.in_fp32())
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+    __hash__ = None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# All states of one optimizer
+
+
+class Coder:
+    """Keeps the state of one optimizer in codes; `close` is to be called before each backward and each step.
+
+    Args:
+        kind: the name of the optimizer's class.
+
+    Attributes:
+        is_up_to_date: whether nothing was put into the states since `close`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.is_up_to_date = False
+        self._opened: list[Coded] = []
+        self._lock = RLock()
+        self._room = Recycled()  # the memory that steps have the values in
+        self._most = 0  # the elements that it has
+
+    def open(self, coded: Coded) -> Tensor:
+        """The FP32 value of a tensor, which counts from now on until `close`."""
+        with self._lock:
+            if coded.value is None:
+                with torch.inference_mode(False):
+                    coded.value = coded.decoded()
+                coded.is_lent = False
+                self._opened.append(coded)
+            return coded.value
+
+    @without_grad
+    def open_all(self, states: Iterable[Any]) -> None:
+        """Have the tensors of these states in FP32, for a step; those that nobody looks at in memory of their own."""
+        with self._lock:
+            kept = (value for state in states if type(state) is CodedState for value in map(state.kept, state))
+            closed = [value for value in kept if type(value) is Coded and value.value is None]
+            by_device: dict[torch.device, list[Coded]] = {}
+            for coded in closed:
+                by_device.setdefault(coded.codes.device, []).append(coded)
+            for group in by_device.values():
+                values = self._room_for([coded.codes for coded in group])
+                codes, scales = [coded.codes for coded in group], [coded.scales for coded in group]
+                multi_tensor.multi_tensor_decode(codes, values, scales)
+                for coded, value in zip(group, values, strict=True):
+                    coded.value, coded.is_lent = value, True
+                    self._opened.append(coded)
+
+    def _room_for(self, codes: list[Tensor]) -> list[Tensor]:
+        """FP32 tensors laid out as these."""
+        if codes[0].device.type != "cpu":
+            return [torch.empty_like(t, dtype=torch.float32) for t in codes]
+        counts = [-(-t.numel() // 16) * 16 for t in codes]
+        if sum(counts) <= MOST_ROOM:
+            self._most = max(self._most, sum(counts))
+            memory = self._room.flat(self._most)
+        else:
+            memory = torch.empty(sum(counts), dtype=torch.float32, device="cpu")
+        parts = memory[: sum(counts)].split(counts)
+        return [part.as_strided(t.shape, t.stride()) for t, part in zip(codes, parts, strict=True)]
+
+    def close(self, optimizer: Any, stash: Any = None) -> None:
+        """Encode what was read or put into the states of `optimizer`; no sync."""
+        states = optimizer.state
+        first = next(iter(states.values()), None)
+        if not self.is_up_to_date or type(first) is not CodedState:  # a dict of torch's: a state dict was loaded
+            self.take(optimizer, list(states))
+            self.is_up_to_date = True
+        elif self._opened:
+            self.encode()
+
+    @without_grad
+    def take(self, optimizer: Any, params: Iterable[Tensor]) -> None:
+        """Keep in codes what of these parameters' states is not, and encode what was read."""
+        states = optimizer.state
+        with self._lock:
+            for param in params:
+                state = states.get(param)
+                if type(state) is dict and state:
+                    state = states[param] = CodedState(self, state)
+                if type(state) is CodedState:
+                    self._take(param, state)
+            self.encode()
+
+    def _take(self, param: Tensor, state: CodedState) -> None:
+        for name in list(state):
+            value = state.kept(name)
+            if not _is_large(value, param) or (dtype := codes_of(self.kind, name, state)) is None:
+                continue
+            coded = Coded(value, dtype, value)
+            self._opened.append(coded)
+            dict.__setitem__(state, name, coded)
+
+    def fresh(self, optimizer: Any, param: Tensor, name: str) -> None:
+        """Put a state tensor that is still to be written into the state of `param`: codes where it is kept so."""
+        state = optimizer.state[param]
+        if type(state) is dict:
+            state = optimizer.state[param] = CodedState(self, state)
+        value: Any = torch.empty_like(param, requires_grad=False)
+        if _is_large(value, param) and (dtype := codes_of(self.kind, name, [*state, name])) is not None:
+            value = Coded(value, dtype)
+        dict.__setitem__(state, name, value)
+
+    @without_grad
+    def encode(self) -> None:
+        """Encode all that was read, and give its memory back; what somebody holds is decoded anew."""
+        with self._lock:
+            groups: dict[torch.device, list[Coded]] = {}
+            for coded in self._opened:
+                if coded.value is not None:
+                    groups.setdefault(coded.value.device, []).append(coded)
+            for group in groups.values():
+                _encode(group)
+            self._opened = [coded for group in groups.values() for coded in group if coded.value is not None]
+            self.follow()
+
+    @without_grad
+    def follow(self) -> None:
+        """Decode anew what somebody holds: the codes have changed."""
+        for coded in self._opened:
+            coded.follow()
+
+    def make_whole(self, optimizer: Any) -> None:
+        """Make the states of `optimizer` ordinary dicts in FP32, in place."""
+        for param, state in list(optimizer.state.items()):
+            if type(state) is CodedState:
+                optimizer.state[param] = state.in_fp32()
+
+
+def _encode(group: list[Coded]) -> None:
+    values = [coded.to_encode() for coded in group]
+    multi_tensor.multi_tensor_encode(values, [coded.codes for coded in group], [coded.scales for coded in group])
+    del values
+    for coded in group:
+        if not coded.is_held():
+            coded.value = None

@@ -1,0 +1,231 @@
+"""The strategy of optimizers whose state is kept in codes (coded_state.py).
+
+The kernels of one pass take codes themselves, on a CPU. Any other optimizer is stepped in portions, whose states are
+FP32 for that time: its own code steps them. What can be stepped neither way, a step with a closure say, has all states
+in FP32 for the time of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.masters.masters import has_gradient, publish_written, without_materialized
+from amp_patch.multi_tensor import backends
+from amp_patch.optimizers.adam import FusedAdam
+from amp_patch.policy import Policy
+from amp_patch.support.distributed import is_dtensor
+from amp_patch.support.generated_class import base_class
+from amp_patch.training import one_pass, portions
+from amp_patch.training.batch import Batch
+from amp_patch.training.coded_state import Coded, CodedState, Coder
+from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training.step import WHOLE, Plain, Step, Strategy
+from amp_patch.training.zero_redundancy import is_zero
+
+KEY = ("optimizer_state",)  # of the generated classes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which optimizers
+
+
+def check(optimizer: Any, policy: Policy) -> None:
+    """Raise unless the (innermost) optimizer can have its state in codes, where `policy` wants it."""
+    if policy.optimizer_state is None:
+        return
+    wanted = f"initialize: optimizer_state={policy.optimizer_state!r}"
+    name = base_class(optimizer).__name__
+    if is_zero(optimizer):
+        raise ValueError(
+            f"{wanted} is not for a ZeroRedundancyOptimizer, whose processes send each other FP32 state; leave "
+            "optimizer_state at None, or use the optimizer inside by itself"
+        )
+    if any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError(
+            f"{wanted} is not for parameters sharded by fully_shard, whose state is sharded too; leave optimizer_state "
+            "at None"
+        )
+    if (reason := _reason_against(optimizer)) is not None:
+        raise ValueError(
+            f"{wanted} is not for this {name}, whose step takes the state of all parameters in FP32 at once: {reason}; "
+            "leave optimizer_state at None, or use an optimizer of torch.optim without that"
+        )
+
+
+def _reason_against(optimizer: Any) -> str | None:
+    if one_pass.suits_class(base_class(optimizer)):
+        for group in optimizer.param_groups:
+            for setting in ("capturable", "differentiable"):
+                if group.get(setting):
+                    return f"{setting}=True"
+        return "master_weights=True" if getattr(optimizer, "master_weights", False) else None
+    return portions.reason_against(optimizer)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The step
+
+
+@dataclass
+class CodedBatch(Batch):
+    """A batch whose kernel takes states as codes.
+
+    Attributes:
+        scales: by the name of the state, of each of the masters; without elements beside what is FP32.
+    """
+
+    scales: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def getter(self, name: str) -> Callable[[Any], Any]:  # type: ignore[override]
+        """As `itemgetter(name)`, but it gives codes, and notes their scales."""
+        scales: list[Tensor] = []
+        self.scales[name] = scales
+        nothing = torch.empty(0, dtype=torch.float32, device=self.masters[0].device)
+
+        def get(state: Any) -> Any:
+            value = state.kept(name) if type(state) is CodedState else state[name]
+            scales.append(value.scales if type(value) is Coded else nothing)
+            return value.codes if type(value) is Coded else value
+
+        return get
+
+    def made(self, optimizer: Any, name: str) -> list[Tensor]:
+        for master in self.masters:
+            coder_of(optimizer).fresh(optimizer, master, name)
+        return self.averages(optimizer, name)
+
+    def averages(self, optimizer: Any, name: str) -> list[Tensor]:
+        return list(map(self.getter(name), [optimizer.state[master] for master in self.masters]))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        names = ("momentum_buffer",) if "momentum_buffer" in self.scales else ("exp_avg", "exp_avg_sq")
+        return super().settings | {"scales": [self.scales[name] for name in names if name in self.scales]}
+
+
+class CodedOnePass(one_pass.InOnePass):
+    """In one pass, on codes."""
+
+    batch = CodedBatch
+
+    def run(self, step: Step, plain: Plain) -> Any:
+        if step.links.params:
+            publish_written(step.links)
+        _make_states(step.optimizer)
+        return super().run(step, plain)
+
+
+def _make_states(optimizer: Any) -> None:
+    """Make the states of Adam that are still to be made, one parameter after the other: never all in FP32."""
+    coder = coder_of(optimizer)
+    for group in optimizer.param_groups:
+        if "betas" not in group:
+            continue
+        for master in group["params"]:
+            if optimizer.state.get(master) or not has_gradient(master):
+                continue
+            if isinstance(optimizer, FusedAdam):
+                for name in ("exp_avg", "exp_avg_sq"):
+                    optimizer.averages([master], name)
+            else:
+                try:
+                    one_pass.make_state(optimizer, group, [master])
+                except one_pass.NotKnown:
+                    return
+            coder.take(optimizer, [master])
+            without_materialized([master], lambda: None)
+
+
+class CodedPortions(portions.InPortions):
+    """In portions, on any device: the states of a portion are FP32 at a time."""
+
+    devices = ("cpu", "cuda")
+
+
+CODED_ONE_PASS, CODED_PORTIONS = CodedOnePass(), CodedPortions()
+
+
+class InCodes(Strategy):
+    """On states in codes: in one pass, in portions, or on all of them in FP32."""
+
+    waits = False
+
+    def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
+        return True
+
+    def run(self, step: Step, plain: Plain) -> Any:
+        optimizer = step.optimizer
+        coder = coder_of(optimizer)
+
+        def in_fp32(target: Any, *args: Any, **kwargs: Any) -> Any:
+            params = [p for group in target.param_groups for p in group["params"] if args or kwargs or has_gradient(p)]
+            coder.open_all(map(target.state.get, params))
+            try:
+                return plain(target, *args, **kwargs)
+            finally:
+                coder.take(optimizer, params)
+
+        coder.close(optimizer)
+        try:
+            return _strategy(step).run(step, in_fp32)
+        finally:
+            coder.follow()
+
+
+IN_CODES = InCodes()
+
+
+def _strategy(step: Step) -> Strategy:
+    optimizer, stash = step.optimizer, step.stash
+    if any(value is not None for value in (*step.args, *step.kwargs.values())):
+        return WHOLE
+    devices = {param.device.type for group in optimizer.param_groups for param in group["params"]}
+    if one_pass.kernel_of(optimizer) is not None and devices == {"cpu"} and backends.active is not None:
+        return CODED_ONE_PASS
+    if portions.is_sound(optimizer) and (stash.masters.waiting is None or stash.unobserved):
+        return CODED_PORTIONS
+    return WHOLE
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The optimizer
+
+
+def coder_of(optimizer: Any) -> Coder:
+    """What keeps the state of `optimizer`."""
+    stash = stash_of(optimizer)
+    assert stash is not None
+    coder: Coder = stash.neighbours.coder
+    return coder
+
+
+def enter(optimizer: Any, stash: Stash) -> None:
+    """Have the state of `optimizer` kept in codes, where its policy says so: from the next backward or step on."""
+    if stash.policy.optimizer_state is not None and stash.neighbours.coder is None:
+        coder = stash.neighbours.coder = Coder(base_class(optimizer).__name__)
+        stash.neighbours.before_backward.append(coder.close)
+        stash.neighbours.before_step.append(coder.close)
+
+
+def overrides(base: Any) -> dict[str, Any]:
+    """The methods of optimizers of the class `base` whose state is kept in codes."""
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        found: dict[str, Any] = base.state_dict(self)
+        states = found["state"]
+        plain = {key: state.in_fp32() if type(state) is CodedState else state for key, state in states.items()}
+        return {**found, "state": plain}
+
+    state_dict.__doc__ = base.state_dict.__doc__
+    return {"state_dict": state_dict, "strategy": IN_CODES}
+
+
+def make_whole(optimizer: Any, stash: Stash) -> None:
+    """Make the state of `optimizer` FP32 again."""
+    if stash.neighbours.coder is not None:
+        stash.neighbours.coder.make_whole(optimizer)

@@ -1,0 +1,86 @@
+"""Trainings with optimizer_state="8bit", and what is asked of their states."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from training import iterate
+
+from amp_patch import amp, multi_tensor, optimizers
+from amp_patch.training.coded_state import Coded, CodedState
+
+OPTIM = torch.optim
+
+# In one pass; in portions.
+MAKERS = {
+    "AdamW": lambda p: OPTIM.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),
+    "AdamW, amsgrad": lambda p: OPTIM.AdamW(p, lr=1e-2, amsgrad=True, fused=True),
+    "SGD": lambda p: OPTIM.SGD(p, lr=0.05, momentum=0.9, nesterov=True, fused=True),
+    "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=1e-2, adam_w_mode=False),
+    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.05, momentum=0.9),
+    "NAdam": lambda p: OPTIM.NAdam(p, lr=1e-2, foreach=True),
+    "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-3, momentum=0.9, foreach=False),
+}
+LEVELS = {
+    "O0": {"opt_level": "O0"},
+    "O1": {"opt_level": "O1", "loss_scale": 128.0},
+    "O2": {"opt_level": "O2", "loss_scale": 128.0},
+    "O4": {"opt_level": "O4"},
+    "O5": {"opt_level": "O5"},
+    "split": {"opt_level": "O5", "master_weights": "split"},
+    "stochastic": {"opt_level": "O5", "master_weights": "stochastic"},
+}
+
+
+def net() -> nn.Sequential:
+    """Two weights that are kept in codes, one with a last block that is not whole, and parameters that are small."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 131), nn.GELU(), nn.Linear(131, 48), nn.LayerNorm(48), nn.Linear(48, 5))
+
+
+def start(make: Any, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
+    model = net() if model is None else model
+    wanted = {"opt_level": "O5", "optimizer_state": "8bit", "verbosity": 0} | options
+    return amp.initialize(model, make(model.parameters()), **wanted)
+
+
+def loss_of(model: Any, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(8, 48, generator=generator)
+    return (model(inputs).float() - inputs[:, :5].sin()).square().mean()
+
+
+def go_on(model: Any, optimizer: Any, steps: range) -> list[float]:
+    return iterate(optimizer, partial(loss_of, model), steps)
+
+
+def coded(optimizer: Any) -> dict[str, int]:
+    """How many tensors of each name are kept in codes."""
+    names = [name for state in optimizer.state.values() if type(state) is CodedState for name in kept_names(state)]
+    return {name: names.count(name) for name in dict.fromkeys(names)}
+
+
+def kept_names(state: CodedState) -> list[str]:
+    return [name for name in state if type(state.kept(name)) is Coded]
+
+
+def opened(optimizer: Any) -> int:
+    """How many of them are there in FP32, too."""
+    kept = [s.kept(name) for s in optimizer.state.values() if type(s) is CodedState for name in kept_names(s)]
+    return sum(value.value is not None for value in kept)
+
+
+def state_of(optimizer: Any) -> list[Tensor]:
+    """All tensors of the state, in FP32."""
+    return [t for s in optimizer.state_dict()["state"].values() for t in s.values() if isinstance(t, Tensor)]
+
+
+def in_eight_bits(value: Tensor, dtype: torch.dtype) -> Tensor:
+    codes = torch.empty_like(value, dtype=dtype)
+    scales = torch.empty(-(-value.numel() // 256))
+    multi_tensor.multi_tensor_encode([value], [codes], [scales])
+    multi_tensor.multi_tensor_decode([codes], [made := torch.empty_like(value)], [scales])
+    return made

@@ -1,0 +1,315 @@
+"""Trainings with `optimizer_state="8bit"`: saved, copied, restored, interrupted, on several processes, and refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from coded_states import LEVELS, MAKERS, OPTIM, coded, go_on, in_eight_bits, loss_of, net, opened, start, state_of
+from paths import ROOT
+from ranks import RankError
+from torch import Tensor, nn
+from training import backward, masters_of, same, through_pickle
+
+from amp_patch import amp, multi_tensor
+
+every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "SGD", "NAdam")])
+every_level = pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints, copies, and the way back
+
+
+def saved(model: nn.Module, optimizer: Any) -> list[Any]:
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], file)
+    file.seek(0)
+    return torch.load(file)  # weights alone: there is no class of ours in it
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+@every_maker
+def test_a_training_goes_on_from_a_checkpoint_to_the_bit(make, order):
+    model, optimizer = start(make, master_weights="stochastic")
+    go_on(model, optimizer, range(3))
+    states = saved(model, optimizer)
+    assert opened(optimizer) == 0
+    wanted = [go_on(model, optimizer, range(3, 6)), *masters_of(optimizer), *state_of(optimizer)]
+    amp.restore()
+    again, its_optimizer = start(make, master_weights="stochastic")
+    loads = (again.load_state_dict, its_optimizer.load_state_dict, amp.load_state_dict)
+    for index in order:
+        loads[index](states[index])
+    assert go_on(again, its_optimizer, range(3, 6)) == wanted[0]
+    assert same([*masters_of(its_optimizer), *state_of(its_optimizer)], wanted[1:])
+    assert coded(its_optimizer) == coded(optimizer) or coded(its_optimizer)
+
+
+@one_of_each_way
+def test_checkpoints_move_to_and_from_fp32_state(make):
+    for first, second in (("8bit", None), (None, "8bit")):
+        model, optimizer = start(make, optimizer_state=first)
+        go_on(model, optimizer, range(3))
+        states, wanted = saved(model, optimizer), state_of(optimizer)
+        assert all(type(state) is dict for state in optimizer.state_dict()["state"].values())
+        amp.restore()
+        again, its_optimizer = start(make, optimizer_state=second)
+        again.load_state_dict(states[0])
+        its_optimizer.load_state_dict(states[1])
+        assert same(state_of(its_optimizer), wanted)
+        go_on(again, its_optimizer, range(3, 5))
+        assert bool(coded(its_optimizer)) is (second is not None)
+        amp.restore()
+
+
+KILLED = """
+import os, sys, signal, torch
+from coded_states import MAKERS, go_on, start
+from amp_patch import amp
+path, make, at, then = sys.argv[1], MAKERS[sys.argv[2]], int(sys.argv[3]), sys.argv[4]
+torch.set_num_threads(1)
+model, optimizer = start(make, master_weights="stochastic")
+if os.path.exists(path):
+    states = torch.load(path)
+    model.load_state_dict(states[0]), optimizer.load_state_dict(states[1]), amp.load_state_dict(states[2])
+for step in range(at, at + 4):
+    go_on(model, optimizer, range(step, step + 1))
+    if step == at + 1 and then == "killed":
+        torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], path)
+        os.kill(os.getpid(), signal.SIGKILL)
+torch.save([p.detach() for p in model.parameters()], path + ".end")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["AdamW", "NAdam"])
+def test_a_run_that_was_killed_resumes_to_the_bit(tmp_path, name):
+    def run(path: Path, at: int, then: str) -> int:
+        command = [sys.executable, "-c", KILLED, str(path), name, str(at), then]
+        environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'helpers'}", "PATH": "/usr/bin:/bin"}
+        return subprocess.run(command, env=environment, check=False).returncode
+
+    assert run(tmp_path / "a", 0, "killed") == -signal.SIGKILL and run(tmp_path / "a", 2, "ends") == 0
+    assert run(tmp_path / "b", 0, "ends") == 0
+    model, optimizer = start(MAKERS[name], master_weights="stochastic")
+    go_on(model, optimizer, range(6))
+    assert same(torch.load(f"{tmp_path / 'a'}.end"), model.parameters())
+
+
+@every_maker
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
+def test_copies_are_coded_and_train_on_to_the_bit(make, copied):
+    model, optimizer = start(make)
+    go_on(model, optimizer, range(3))
+    twin, its_optimizer = copied((model, optimizer))
+    assert go_on(twin, its_optimizer, range(3, 6)) == go_on(model, optimizer, range(3, 6))
+    assert same([*masters_of(its_optimizer), *state_of(its_optimizer)], [*masters_of(optimizer), *state_of(optimizer)])
+    assert coded(its_optimizer) == coded(optimizer)
+
+
+def test_a_pickle_of_a_state_is_an_ordinary_dict():
+    model, optimizer = start(MAKERS["AdamW"])
+    go_on(model, optimizer, range(2))
+    state = optimizer.state[next(iter(amp.master_params(optimizer)))]
+    for twin in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state), copy.copy(state)):
+        assert type(twin) is dict and same(twin.values(), state.values())
+        assert all(a is not b for a, b in zip(twin.values(), state.values(), strict=True) if a.dim())
+
+
+@every_level
+@one_of_each_way
+def test_restore_leaves_an_ordinary_optimizer_with_fp32_state(make, options):
+    model, optimizer = start(make, **options)
+    go_on(model, optimizer, range(3))
+    wanted = state_of(optimizer)
+    amp.restore()
+    assert all(type(state) is dict for state in optimizer.state.values()) and same(state_of(optimizer), wanted)
+    optimizer.zero_grad()
+    loss_of(model, 3).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("first", "second"), [("8bit", None), (None, "8bit"), ("8bit", "8bit")])
+@one_of_each_way
+def test_initialize_again_keeps_the_state_the_other_way(make, first, second):
+    model, optimizer = start(make, optimizer_state=first)
+    go_on(model, optimizer, range(3))
+    wanted = state_of(optimizer)
+    amp.initialize(model, optimizer, opt_level="O5", optimizer_state=second, verbosity=0)
+    assert same(state_of(optimizer), wanted)
+    go_on(model, optimizer, range(3, 5))
+    assert bool(coded(optimizer)) is (second is not None)
+
+
+def test_a_group_that_comes_later_and_a_scheduler():
+    model = net()
+    optimizer = MAKERS["AdamW"](model[:2].parameters())
+    scheduler = OPTIM.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", optimizer_state="8bit", verbosity=0)
+    go_on(model, optimizer, range(2))
+    optimizer.add_param_group({"params": list(model[2:].parameters())})
+    go_on(model, optimizer, range(2, 4))
+    scheduler.step()
+    assert coded(optimizer) == {"exp_avg": 2, "exp_avg_sq": 2}
+
+
+def test_two_optimizers_of_one_training_and_one_parameter_in_both():
+    model = net()
+    both = [MAKERS["SGD"](model.parameters()), MAKERS["NAdam"](model[0].parameters())]
+    model, (first, second) = amp.initialize(model, both, opt_level="O5", optimizer_state="8bit", verbosity=0)
+    for step in range(3):
+        with amp.scale_loss(loss_of(model, step), both) as loss:
+            loss.backward()
+        for optimizer in both:
+            optimizer.step()
+        for optimizer in both:
+            optimizer.zero_grad()
+    assert coded(first) == {"momentum_buffer": 2} and coded(second) == {"exp_avg": 1, "exp_avg_sq": 1}
+
+
+@one_of_each_way
+def test_plain_torch_steps_it_too(make):
+    with multi_tensor.use_backend("torch"):
+        model, optimizer = start(make)
+        losses = go_on(model, optimizer, range(4))
+        assert coded(optimizer) and opened(optimizer) == 0
+    amp.restore()
+    model, optimizer = start(make)
+    torch.testing.assert_close(go_on(model, optimizer, range(4)), losses, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("place", range(0, 120, 7))
+@one_of_each_way
+def test_an_interrupt_leaves_each_parameter_stepped_or_not_and_the_next_step_goes_on(make, place):
+    """Ctrl-C at a line of ours in the step: what is kept is whole, and of the values before or after."""
+
+    def until_the_step() -> tuple[Any, Any]:
+        model, optimizer = start(make)
+        go_on(model, optimizer, range(2))
+        optimizer.zero_grad()
+        backward(loss_of(model, 2), optimizer)
+        return model, optimizer
+
+    before, after, (model, optimizer) = until_the_step(), until_the_step(), until_the_step()
+    after[1].step()
+    left = place
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if "coded_s" not in frame.f_code.co_filename:
+            return trace if event == "call" else None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        optimizer.step()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    for ours, old, new in zip(masters_of(optimizer), *(masters_of(o) for _, o in (before, after)), strict=True):
+        assert torch.equal(ours, old) or torch.equal(ours, new)
+    for ours, old, new in zip(*(state_of(o) for o in (optimizer, before[1], after[1])), strict=True):
+        assert torch.equal(ours, old) or torch.equal(ours, new) or torch.equal(in_eight_bits_like(ours), new)
+    go_on(model, optimizer, range(3, 4))
+    assert coded(optimizer) and opened(optimizer) == 0
+
+
+def in_eight_bits_like(value: Tensor) -> Tensor:
+    """What the value of an interrupted step is encoded into."""
+    return value if value.numel() < 4096 else in_eight_bits(value, torch.uint8 if (value >= 0).all() else torch.int8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where it is refused
+
+
+def in_a_subclass(params: Any) -> Any:
+    class Mine(OPTIM.NAdam):
+        pass
+
+    return Mine(params)
+
+
+REFUSED = {
+    "LBFGS": (OPTIM.LBFGS, "LBFGS.*one direction is made of all gradients"),
+    "a subclass": (in_a_subclass, "Mine.*its class is not one of torch.optim"),
+    "fused": (lambda p: OPTIM.Adagrad(p, fused=True), "Adagrad.*fused=True"),
+    "a tensor": (lambda p: OPTIM.NAdam(p, lr=torch.tensor(0.1), foreach=False), "NAdam.*a setting is a tensor"),
+    "differentiable": (lambda p: OPTIM.Adam(p, differentiable=True), "Adam.*differentiable=True"),
+    "sparse": (OPTIM.SparseAdam, "SparseAdam.*it takes sparse gradients alone"),
+}
+
+
+@pytest.mark.parametrize(("make", "match"), REFUSED.values(), ids=REFUSED)
+def test_optimizers_that_cannot_are_refused_by_name(make, match):
+    model = net()
+    optimizer = make(model.parameters())
+    with pytest.raises(
+        ValueError, match=f"optimizer_state='8bit' is not for this {match}.*leave optimizer_state at None"
+    ):
+        amp.initialize(model, optimizer, opt_level="O4", optimizer_state="8bit", verbosity=0)
+    assert type(optimizer).__dict__.get("_amp_base") is None and model[0].weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"optimizer_state": "4bit"}, "optimizer_state is '4bit'; wanted '8bit' or None"),
+        ({"optimizer_state": True}, "optimizer_state is True; wanted '8bit' or None"),
+        ({"opt_level": "O3"}, "optimizer_state='8bit' contradicts opt_level 'O3' without masters.*'stochastic'"),
+        ({"opt_level": "O5", "master_weights": False}, "contradicts opt_level 'O5' without masters"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options, match):
+    with pytest.raises(ValueError, match=match):
+        start(MAKERS["AdamW"], **options)
+
+
+def on_ranks(case: str) -> Any:
+    """A training on two processes: the weights in the end, and what is refused."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    model, rank = net(), torch.distributed.get_rank()
+    if case == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=amp.fsdp_policy("O5"))
+    make = MAKERS["NAdam" if case == "portions" else "AdamW"]
+    if case == "zero":
+        make = lambda params: ZeroRedundancyOptimizer(params, OPTIM.SGD, lr=0.1)  # noqa: E731
+    model, optimizer = start(make, model)
+    wrapped = DistributedDataParallel(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(loss_of(wrapped, 2 * step + rank), optimizer)
+        optimizer.step()
+    assert coded(optimizer)
+    return [*(p.detach() for p in model.parameters()), *state_of(optimizer)]
+
+
+@pytest.mark.parametrize("case", ["one pass", "portions"])
+def test_ranks_of_ddp_have_the_same_state(ranks, case):
+    ours, theirs = ranks(on_ranks, case)
+    assert same(ours, theirs)
+
+
+@pytest.mark.parametrize(("case", "words"), [("fsdp", "sharded by fully_shard"), ("zero", "ZeroRedundancyOptimizer")])
+def test_shards_are_refused_by_name(ranks, case, words):
+    with pytest.raises(RankError, match=words):
+        ranks(on_ranks, case)
