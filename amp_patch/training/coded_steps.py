@@ -42,8 +42,8 @@ def check(optimizer: Any, policy: Policy) -> None:
     name = base_class(optimizer).__name__
     if is_zero(optimizer):
         raise ValueError(
-            f"{wanted} is not for a ZeroRedundancyOptimizer, whose processes send each other FP32 state; leave "
-            "optimizer_state at None, or use the optimizer inside by itself"
+            f"{wanted} is not for a ZeroRedundancyOptimizer, which keeps its state in an optimizer inside of it, "
+            "and steps that by itself; leave optimizer_state at None, or use the optimizer inside under DDP"
         )
     if any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
         raise ValueError(
