@@ -48,7 +48,7 @@ test: $(VENV)/installed ## every test that is not marked slow
 test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, and without the extension those of what it does
 	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" $(OF_KERNELS)
 	$(WITH_AVX2_ALONE) $(PYTEST_FILES) -m "not slow" $(OF_EMULATION)
-	$(PYTEST) -m "not slow" tests/integrations tests/lab/unedited
+	$(PYTEST_FILES) -m "not slow" tests/integrations tests/lab/unedited
 	$(PYTEST_FILES) -m "slow and not release"
 
 stories: $(VENV)/installed ## more random lives of trainings, against training by hand; COUNT=2000 SEED=7
