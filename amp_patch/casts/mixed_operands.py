@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class MixedOperands(TorchFunctionMode):
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
-        self._policy = policy
+        self._policy = replace(policy, patch_torch_functions=True)  # as at O1: the rule of products asks
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The call, by the function's rule where its tensors differ in type."""
