@@ -99,6 +99,24 @@ MUTATIONS = (
         ("test_stochastic_masters.py",),
     ),
     Mutation(
+        "state in eight bits: what was read is encoded before the next backward or step",
+        "        elif self._opened:\n            self.encode()",
+        "        elif self._opened:\n            pass",
+        ("test_coded_state.py",),
+    ),
+    Mutation(
+        "state in eight bits: a portion's state is encoded again",
+        "                coder.take(optimizer, params)",
+        "                pass",
+        ("test_coded_state.py",),
+    ),
+    Mutation(
+        "state in eight bits: a state dict has FP32",
+        "{key: state.in_fp32() if type(state) is CodedState else state for key, state in states.items()}",
+        "dict(states)",
+        ("test_coded_trainings.py",),
+    ),
+    Mutation(
         "clipping: gradients within the norm stay as they are",
         "(norm + 1e-6)).clamp(max=1.0)",
         "(norm + 1e-6))",

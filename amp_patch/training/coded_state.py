@@ -196,6 +196,14 @@ class CodedState(dict[str, Any]):
     __hash__ = None
 
 
+def stored(state: Any) -> Any:
+    """The state of a parameter, with codes and scales in the place of what they are decoded into: to count bytes."""
+    if type(state) is not CodedState:
+        return state
+    kept = ((name, state.kept(name)) for name in state)
+    return {name: [value.codes, value.scales] if type(value) is Coded else value for name, value in kept}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # All states of one optimizer
 

@@ -286,7 +286,9 @@ def _run_kernels(step: Step, batches: list[Batch]) -> list[Batch]:
                     raise NotKnown
                 with torch._C.DisableTorchFunctionSubclass():  # closed masters are asked for anything but their value
                     kernel(optimizer, batch, None if flag is None else flag.to(batch.grads[0].device))
-            except (NotKnown, TypeError, ValueError):  # before the first write
+            except (NotKnown, TypeError, ValueError):
+                if batch.is_stepped:  # the kernel raises before its first write: this came after it
+                    raise
                 batch.state = BatchState.REFUSED
         if batch.state is BatchState.REFUSED:
             left.append(batch)

@@ -108,9 +108,9 @@ def network() -> nn.Sequential:
     return model
 
 
-def sgd(model: nn.Module) -> torch.optim.SGD:
+def sgd(model: nn.Module, momentum: float = 0.0) -> torch.optim.SGD:
     """One call into C changes all weights: torch's own step is taken or not, wherever it is interrupted."""
-    return torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum, foreach=True)
 
 
 class Training:
@@ -118,7 +118,7 @@ class Training:
 
     def __init__(self, level: str, **options: Any) -> None:
         self.model = network()
-        self.optimizer = sgd(self.model)
+        self.optimizer = sgd(self.model, 0.5 if "optimizer_state" in options else 0.0)
         if level not in ("O0", "O3"):
             options["keep_fp32"] = nn.LayerNorm  # at O3 torch's step would be one call for each type
         if level in ("O1", "O2", "O3"):

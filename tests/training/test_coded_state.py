@@ -329,3 +329,14 @@ def test_the_state_of_a_first_step_is_never_fp32_as_a_whole():
             most = max(most, held)
         assert most < 4 * 12 * 128 * 128, "FP32 of one state"
         amp.restore()
+
+
+def test_a_run_s_record_counts_codes_and_scales_and_opens_nothing():
+    with amp.record() as run:
+        model, optimizer = start(MAKERS["AdamW"], master_weights="split")
+        go_on(model, optimizer, range(2))
+    large = [p.numel() for p in model.parameters() if p.numel() >= 4096]
+    small = [p.numel() for p in model.parameters() if p.numel() < 4096]
+    blocks = sum(-(-size // 256) for size in large)
+    assert run.state == 2 * (sum(large) + 4 * blocks + 4 * sum(small)) + 4 * len(large + small)
+    assert opened(optimizer) == 0

@@ -20,7 +20,7 @@ from amp_patch.casts import install, regions, thread_state
 from amp_patch.casts import state as casts_state
 from amp_patch.model import state as model_state
 from amp_patch.support import generated_class, held_names
-from amp_patch.training import one_pass, portions
+from amp_patch.training import coded_state, one_pass, portions
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Raising at the n-th call.
@@ -128,6 +128,7 @@ CASES = [
     *(Case(level, FIRST, {"cpu_half": way}) for level in ("O1", "O2", "O3") for way in ("emulate", "native")),
     *(Case("O1", wrappers, {"cpu_half": "emulate"}) for wrappers in WRAPPERS[1:]),
     *(Case("O5", FIRST, {"master_weights": form}) for form in ("split", "stochastic")),
+    Case("O5", FIRST, {"optimizer_state": "8bit"}),
 ]
 
 
@@ -234,6 +235,11 @@ ERRORS = (KeyboardInterrupt, ValueError)
 SWEEPS = [
     (case, name) for case in CASES for name in STORIES if name == "iteration" or case in (CASES[0], CASES[3], CASES[5])
 ]
+
+
+@pytest.fixture(autouse=True)
+def states_are_large(monkeypatch):
+    monkeypatch.setattr(coded_state, "LEAST", 1)
 
 
 @pytest.fixture(autouse=True)

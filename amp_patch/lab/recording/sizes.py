@@ -11,10 +11,12 @@ from torch import Tensor
 from amp_patch.masters.grad_field import own_grad
 from amp_patch.masters.master import Master
 from amp_patch.masters.masters import kernel_tensors
+from amp_patch.multi_tensor.checks import CODES
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import zero_redundancy
+from amp_patch.training.coded_state import stored
 from amp_patch.training.optimizer import lost_eps
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import Training
@@ -62,7 +64,7 @@ class Sizes:
         stepped, _, _ = kernel_tensors(masters)
         weights = {id(param) for param, _ in pairs}  # what a master that is rounded by chance is kept in
         self.bytes["masters"] = _bytes(tensor for tensor in stepped if id(tensor) not in weights)
-        kept = [tensor for state in states for tensor in tree.tensors([*state.values()])]
+        kept = [tensor for state in states for tensor in tree.tensors([*map(stored, state.values())])]
         self.bytes["state"] = _bytes(kept)
         trained = [param for param, _ in pairs if param.requires_grad]
         wide = {"weights": [param for param, _ in pairs], "gradients": trained, "state": kept}
@@ -110,6 +112,6 @@ def _bytes(tensors: Iterable[Tensor], *, in_fp32: bool = False) -> int:
     for tensor in {id(t): t for t in tensors}.values():
         local = distributed.local(tensor)
         parts = (local._values(), local._indices()) if local.is_sparse else (local,)
-        least = torch.float32.itemsize if in_fp32 and tensor.dtype in LOW_PRECISION else 0
+        least = torch.float32.itemsize if in_fp32 and tensor.dtype in (*LOW_PRECISION, *CODES) else 0
         total += sum(part.numel() * max(part.element_size(), least) for part in parts)
     return total
