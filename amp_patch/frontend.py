@@ -34,6 +34,7 @@ from amp_patch.policy import (
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
+from amp_patch.training import gradient_release as release
 from amp_patch.training.arguments import Keywords, Level, M, Optimizers, S, Several, Steps
 from amp_patch.training.training import (
     Dialect,
@@ -117,6 +118,7 @@ def initialize(
     skip_nonfinite: Flag = False,
     low_precision_norms: Flag = False,
     optimizer_state: State | str | None = None,
+    gradient_release: Flag = False,
 ) -> Any:
     """Prepare models and optimizers for mixed-precision training at an opt level, in place.
 
@@ -191,6 +193,8 @@ def initialize(
             FP32, as under torch.autocast.
         optimizer_state: "8bit" keeps the optimizers' large FP32 state as 8-bit codes; who reads it finds FP32. Refused
             by name at O3, and for optimizers that are neither torch.optim's nor FusedAdam and FusedSGD.
+        gradient_release: step each parameter in backward, to the same bits, and free its gradient; `optimizer.step()`
+            then ends the iteration. At O4 and O5, for torch's optimizers; refused where gradients are needed together.
 
     Returns:
         The same objects, in Apex's form: the model, or (model, optimizer) if optimizers were given; lists for lists.
@@ -222,9 +226,8 @@ def initialize(
             cpu_half=renamed(cpu_half, cpu_fp16),
         )
         policy = resolve(*overridden(opt_level, options))
-    result = initialize_as(
-        Dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods, keep_high
-    )
+    others = keep_fp32, process_group, methods, keep_high, gradient_release
+    result = initialize_as(Dialect(), models, optimizers, policy, num_losses, verbosity, *others)
     if (training := newest_training()) is not None and enabled and is_first_rank():
         logger.info("amp_patch: %s", training.policy)
     return result
@@ -241,6 +244,7 @@ def initialize_as(
     process_group: Any = None,
     methods: tuple[str, ...] = (),
     keep_high: Any = None,
+    gradient_release: Any = False,
 ) -> Any:
     """`initialize` in a dialect, at a resolved policy; None is `enabled=False`."""
     model_list, optimizer_list = [compiled.uncompiled(model) for model in as_list(models)], as_list(optimizers)
@@ -254,6 +258,7 @@ def initialize_as(
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
     high = kept_high(model_list, policy, keep_high)
+    releases = release.check(gradient_release, optimizer_list, targets, policy)
     methods = with_asked_methods(methods, model_list)
     policy = resolve_cpu_half(policy, on_cpu=model_tensors.use_cpu(model_list))
 
@@ -272,6 +277,7 @@ def initialize_as(
     enter_high(model_list, policy, high)
     for optimizer in optimizer_list:
         enter_wrappers(optimizer)
+    release.enter(targets if releases else ())
     if int(verbosity) > 1:
         for subscriber in verbose_subscribers:
             for model in model_list:

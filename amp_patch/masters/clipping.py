@@ -29,6 +29,9 @@ from amp_patch.support.patches import Installation, Patches, cell_of
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 _installation = Installation()
 
+# Called with the tensors whose gradients are to be clipped; may raise.
+before_clipping: list[Callable[[list[Tensor]], None]] = []
+
 
 def install() -> None:
     """Redirect torch's clipping functions, also where a script imported them by name earlier; idempotent."""
@@ -56,7 +59,10 @@ def _redirected(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def redirected(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        holders = [_holder(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)]
+        given_params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for subscriber in before_clipping:
+            subscriber(given_params)
+        holders = [_holder(p) for p in given_params]
         if name == "clip_grad_norm_":
             given = signature.bind(holders, *args, **kwargs)
             given.apply_defaults()

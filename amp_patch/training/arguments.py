@@ -50,3 +50,4 @@ class Keywords(TypedDict, total=False):
     skip_nonfinite: Flag
     low_precision_norms: Flag
     optimizer_state: State | str | None
+    gradient_release: Flag

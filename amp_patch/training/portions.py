@@ -15,7 +15,7 @@ we test. Another's class is stepped as a whole: it may clip all gradients by one
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,8 +76,12 @@ def is_torchs(base: Any) -> bool:
     return is_untouched(base.step) and getattr(torch.optim, base.__name__, None) is base
 
 
-def reason_against(optimizer: Any) -> str | None:
-    """Why the optimizer, with its settings of now, is stepped as a whole; None where portions are sound."""
+def reason_against(optimizer: Any, whole_with: Sequence[str] = WHOLE_WITH) -> str | None:
+    """Why the optimizer, with its settings of now, is stepped as a whole; None where portions are sound.
+
+    Args:
+        whole_with: the settings that are against it.
+    """
     base = base_class(optimizer)
     if not is_torchs(base):
         return "its class is not one of torch.optim"
@@ -87,7 +91,7 @@ def reason_against(optimizer: Any) -> str | None:
     if (reason := BY_CLASS.get(base.__name__, "its class is unknown")) is not None:
         return reason
     for group in optimizer.param_groups:
-        for setting in WHOLE_WITH:
+        for setting in whole_with:
             if group.get(setting):
                 return f"{setting}=True"
         if any(map(_has_tensor, map(group.get, optimizer.defaults))):
@@ -169,7 +173,7 @@ def _step_each(step: Step, portions: list[tuple[Group, list[Tensor]]], plain: Pl
     for group, masters in portions:
         links = LinkList(pair for master in masters if (pair := link_of.get(id(master))) is not None)
         settle(links)
-        shell = _shell(step.optimizer, group, masters)
+        shell = shell_of(step.optimizer, group, masters)
         try:
             if waiting is not None:
                 waiting.lend(masters, room)
@@ -210,7 +214,7 @@ def _is_dense(master: Tensor, devices: tuple[str, ...]) -> bool:
     return grad is not None and type(grad) in PLAIN_TYPES and grad.layout is torch.strided
 
 
-def _shell(optimizer: Any, group: Group, masters: list[Tensor]) -> Any:
+def shell_of(optimizer: Any, group: Group, masters: list[Tensor]) -> Any:
     """An optimizer with the attributes and the state of `optimizer`, and of its groups `group` with these masters."""
     shell: Any = object.__new__(base_class(optimizer))
     vars(shell).update(vars(optimizer))

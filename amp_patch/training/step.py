@@ -253,13 +253,24 @@ def lead_to_step(optimizer: Any) -> None:
     if not getattr(base.step, "hooked", False):  # an unpickled optimizer is the first of `base`
         base.step = torch.optim.Optimizer.profile_hook_step(base.step)
         vars(base.step)["hooked"] = True
-    layer = base.step
-    while getattr(layer, "__code__", None) is not _HOOKS_AROUND:
-        if (layer := getattr(layer, "__wrapped__", None)) is None:
-            return
-    if (cell := cell_of(layer)) is not None:  # else it is filled anew already
+    layer = _around_hooks(base.step)
+    if layer is not None and (cell := cell_of(layer)) is not None:  # else it is filled anew already
         within = _within_hooks(layer.__wrapped__)
         _installation.add(lambda patches: patches.set_cell(cell, within))
+
+
+def plain_step(base: Any) -> Plain | None:
+    """The class's own step, inside of torch's hooks; None of a class without them."""
+    layer = _around_hooks(base.step)
+    return None if layer is None else layer.__wrapped__
+
+
+def _around_hooks(step: Any) -> Any:
+    """torch's function that calls the hooks around a step, of those that wrap it; None where there is none."""
+    layer = step
+    while layer is not None and getattr(layer, "__code__", None) is not _HOOKS_AROUND:
+        layer = getattr(layer, "__wrapped__", None)
+    return layer
 
 
 def is_untouched(step: Any) -> bool:

@@ -6,31 +6,12 @@ import math
 
 import pytest
 import torch
-from conftest import DEVICES
+from steps_on_every_set import ADAM, SGD, backend_fixture, device  # noqa: F401  the fixture `backend`
 
 from amp_patch import multi_tensor as mt
-from amp_patch.multi_tensor import backends
 
-BACKENDS = [b for b in backends.BACKENDS if b == "torch" or mt.backend() == "cpp"]
-SETS = backends._C.instruction_sets() if "cpp" in BACKENDS else []
 TINY = 0x8000  # the bits of 2**-134, half of BF16's smallest number
 TIES = 32_640  # exact ties that torch's cast rounds down, to even
-ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
-SGD = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
-
-device = pytest.mark.parametrize("device", DEVICES)
-
-
-@pytest.fixture(params=[*(f"cpp-{name}" for name in SETS), "torch"], autouse=True)
-def backend(request):
-    name, _, instructions = request.param.partition("-")
-    with mt.use_backend(name), torch.no_grad():
-        before = backends._C.use_instruction_set(instructions) if name == "cpp" else None
-        try:
-            yield name
-        finally:
-            if before is not None:
-                backends._C.use_instruction_set(before)
 
 
 def split(masters):

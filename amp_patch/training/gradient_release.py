@@ -1,0 +1,239 @@
+"""Gradient release: each parameter is stepped in backward, once its gradient is whole, and the gradient is freed.
+
+So the gradients of the whole model are never there at once: 2 bytes a parameter less at O5, 4 at O4. `optimizer.step()`
+afterwards has no gradients left, and ends the iteration: it calls the hooks, and schedulers follow it. The numbers are
+those of a step behind backward, to the bit, where parameters are stepped each by itself and nothing looks at several
+gradients, or at one twice: whatever does is refused by name.
+
+Released is in the body of a `scale_loss` alone, and what that optimizer's loss reaches. What a backward elsewhere
+leaves, `step` takes as ever.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.casts import regions
+from amp_patch.masters import clipping
+from amp_patch.masters.grad_field import drop_gradients, own_grad
+from amp_patch.masters.gradients import gather
+from amp_patch.masters.held_gradients import HalfGradients
+from amp_patch.masters.masters import LinkList, link_of, publish
+from amp_patch.policy import Policy, boolean
+from amp_patch.support import device_sync
+from amp_patch.support.blocks import without_grad
+from amp_patch.support.distributed import is_dtensor
+from amp_patch.support.generated_class import base_class
+from amp_patch.training import portions
+from amp_patch.training.stash import Stash, known_stash, stash_of
+from amp_patch.training.step import WHOLE, Step, is_untouched, plain_step
+
+_WHOLE_WITH = ("capturable", "differentiable")
+
+# id(parameter or master) -> the tensor, of those that are stepped in backward.
+_released: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy: Policy) -> bool:
+    """Whether these optimizers shall step in backward; raise unless all can.
+
+    Args:
+        wanted: what `initialize` was given, a word from a command line, say.
+        optimizers: as `initialize` was given them.
+        targets: the innermost ones, which step.
+
+    Raises:
+        ValueError: what is against it, by name. TypeError: `wanted` is no flag.
+    """
+    if not boolean("gradient_release", wanted):
+        return False
+    if policy.changes_nothing or policy.checks_gradients:
+        why = "is the script as it is" if policy.changes_nothing else "checks gradients for overflow before a step"
+        raise ValueError(
+            f"initialize: gradient_release=True contradicts opt_level {policy.opt_level!r} with loss_scale="
+            f"{policy.loss_scale} and skip_nonfinite={policy.skip_nonfinite}, which {why}; use O4 or O5 without these"
+        )
+    held: set[int] = set()
+    for optimizer, target in zip(optimizers, targets, strict=True):
+        name = type(target).__name__
+        if optimizer is not target:
+            raise ValueError(
+                f"initialize: gradient_release=True is not for a {type(optimizer).__name__} around another optimizer, "
+                "which moves the weights between backward and step; give the optimizer inside, or leave it out"
+            )
+        reason = portions.reason_against(target, _WHOLE_WITH)
+        if reason is not None:
+            raise ValueError(
+                f"initialize: gradient_release=True is not for this {name}, which cannot step one parameter without "
+                f"the others: {reason}; leave gradient_release out"
+            )
+        params = [param for group in target.param_groups for param in group["params"]]
+        if held & set(map(id, params)):
+            raise ValueError(
+                "initialize: gradient_release=True is not for parameters of two optimizers, which both want the "
+                "gradient; leave it out"
+            )
+        held.update(map(id, params))
+        if any(map(is_dtensor, params)) or _has_other_processes():
+            raise ValueError(
+                "initialize: gradient_release=True is not for several processes, which add up their gradients before a "
+                "step; leave it out under DistributedDataParallel and fully_shard"
+            )
+    return True
+
+
+def enter(targets: Sequence[Any]) -> None:
+    """Have the parameters of these optimizers, which are in a training, stepped in backward from now on."""
+    if not targets:
+        return
+    clipping.install()
+    if _refuse_clipping not in clipping.before_clipping:
+        clipping.before_clipping.append(_refuse_clipping)
+    for optimizer in targets:
+        release = _Release(optimizer)
+        around = known_stash(optimizer).neighbours
+        around.before_backward.append(release.begin)
+        around.handles.append(optimizer.register_step_post_hook(release.end))
+        around.handles.append(release)
+
+
+class _Release:
+    """One optimizer's; as a handle it takes itself away."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._stepped: set[int] = set()  # parameters (ids), since the optimizer's last `step`
+        self._body: Any = None  # the `scale_loss` in which that was
+        self._handles: list[Any] = []
+        self._known: list[int] = []  # ids: the hooks are the parameters'
+        links = known_stash(optimizer).masters.by_master
+        for index, group in enumerate(optimizer.param_groups):
+            for master in group["params"]:
+                param = links[id(master)][0] if id(master) in links else master
+                if param.requires_grad:
+                    hook = partial(self._gradient_is_whole, index)
+                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                    _released.update({id(tensor): tensor for tensor in (param, master)})
+                    self._known += [id(param), id(master)]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for key in self._known:
+            _released.pop(key, None)
+        optimizer = self._optimizer()
+        stash = None if optimizer is None else stash_of(optimizer)
+        if stash is not None and self.begin in stash.neighbours.before_backward:
+            stash.neighbours.before_backward.remove(self.begin)
+
+    def begin(self, optimizer: Any, stash: Stash) -> None:
+        """Before a `scale_loss`: refuse one that would add to gradients that are stepped already."""
+        if self._body is not None and self._body.failed:
+            self.end()  # a batch that the script gives up; parameters that were reached before it failed are stepped
+        if self._stepped:
+            raise RuntimeError(
+                f"scale_loss: gradient_release=True has stepped {len(self._stepped)} parameters of this "
+                f"{base_class(optimizer).__name__} in a backward since its last step(): gradients of several losses, "
+                "or micro-batches, cannot add up; call optimizer.step() after each backward, or leave "
+                "gradient_release out"
+            )
+
+    def end(self, *_: Any) -> None:
+        """Behind the optimizer's `step`: the iteration is over."""
+        self._stepped.clear()
+        self._body = None
+
+    def _gradient_is_whole(self, index: int, param: Tensor) -> None:
+        optimizer = self._optimizer()
+        stash = None if optimizer is None else stash_of(optimizer)
+        if stash is None or optimizer is None or (body := stash.backward.body) is None or own_grad(param) is None:
+            return
+        self._refuse(stash, param)
+        self._body = body
+        step_alone(optimizer, stash, optimizer.param_groups[index], param)
+        self._stepped.add(id(param))
+
+    def _refuse(self, stash: Stash, param: Tensor) -> None:
+        """Raise, before anything is written, where the gradient is not the one that a step would take."""
+        body, grad = stash.backward.body, own_grad(param)
+        if grad is None:
+            return
+        if id(param) in self._stepped:
+            why = "has had a gradient in this backward before, which is stepped already (two passes of one graph)"
+        elif stash.step is not None:
+            why = "gets a gradient in a closure of step()"
+        elif body is not None and body.delay_unscale:
+            why = "gets a gradient that delay_unscale=True leaves for the next micro-batch to add to"
+        elif grad.requires_grad:
+            why = "gets a gradient that is part of a graph (create_graph=True)"
+        elif grad.layout is not torch.strided:
+            why = "gets a sparse gradient"
+        elif device_sync.is_capturing():
+            why = "gets a gradient in the capture of a CUDA graph"
+        elif _has_other_processes():
+            why = "gets a gradient that other processes add theirs to"
+        else:
+            return
+        name = stash.neighbours.names.get(id(param), "a parameter")
+        raise RuntimeError(
+            f"backward: with gradient_release=True {name} {why}; leave gradient_release out of initialize()"
+        )
+
+
+@without_grad
+def step_alone(optimizer: Any, stash: Stash, group: dict[str, Any], param: Tensor) -> None:
+    """Step one parameter, whose gradient is there, as `optimizer.step` would, and drop the gradient; no sync.
+
+    Under an exception the parameter is stepped or not, weight and master alike.
+    """
+    link = link_of(param)
+    master = param if link is None else link.master
+    waiting = stash.masters.waiting
+    plain = plain_step(base_class(optimizer))
+    assert plain is not None
+    step = Step(portions.shell_of(optimizer, group, [master]), stash)
+    step.links = LinkList([] if link is None else [(param, link)])
+    try:
+        if link is not None and not _lets_wait(param, master, waiting):
+            gather([(param, master)], None)
+        strategy = type(optimizer).strategy if is_untouched(plain) else WHOLE
+        suits = (waiting is not None or not strategy.waits) and strategy.suits(step.optimizer, stash, False)
+        with regions.region(None):
+            (strategy if suits else WHOLE).run(step, plain)
+        if step.unpublished is not None:
+            publish(step.unpublished)
+    finally:
+        if waiting is not None and link is not None:
+            waiting.clear([master])
+        drop_gradients([param, master])
+
+
+def _lets_wait(param: Tensor, master: Tensor, waiting: HalfGradients | None) -> bool:
+    """Have the gradient of `param` wait for the step of `master` as it is, where it can.
+
+    `HalfGradients.take` would want it alone in its memory: in a hook autograd holds it too, and writes nothing.
+    """
+    grad = own_grad(param)
+    if waiting is None or waiting or grad is None or grad.dtype is not param.dtype or grad.stride() != param.stride():
+        return False
+    waiting.grads, waiting.factors, waiting.norms = {id(master): grad}, [], None
+    return True
+
+
+def _refuse_clipping(params: list[Tensor]) -> None:
+    if any(_released.get(id(param)) is param for param in params):
+        raise RuntimeError(
+            "clip_grad: with gradient_release=True parameters are stepped in backward, before all gradients are there "
+            "to be clipped; leave gradient_release out of initialize()"
+        )
+
+
+def _has_other_processes() -> bool:
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

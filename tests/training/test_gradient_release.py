@@ -1,0 +1,352 @@
+"""`gradient_release=True`: parameters are stepped in backward, one after the other, to the bits of a step behind it."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from split_masters import loss_of, net
+from torch import Tensor, nn
+from training import backward, same, through_pickle
+
+from amp_patch import amp, multi_tensor
+from amp_patch.environment import named_level
+from amp_patch.optimizers import FusedLAMB
+from amp_patch.support import tree
+
+OPTIM = torch.optim
+LEVELS = ["O4", "O5", "O5+split", "O5+stochastic"]
+CODED = ["O4+8bit", "O5+split+8bit"]
+MAKERS = {
+    "Adam": lambda p: OPTIM.Adam(p, lr=1e-2, amsgrad=True),
+    "AdamW": lambda p: OPTIM.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "AdamW, fused": lambda p: OPTIM.AdamW(p, lr=1e-2, fused=True),
+    "SGD": lambda p: OPTIM.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "NAdam": lambda p: OPTIM.NAdam(p, lr=1e-2, foreach=True),
+    "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2),
+    "Adafactor": lambda p: OPTIM.Adafactor(p, lr=1e-2),
+}
+one_of_each_way = pytest.mark.parametrize("make", [MAKERS["AdamW"], MAKERS["NAdam"]], ids=["AdamW", "NAdam"])
+
+
+def start(make: Any, level: str = "O5", model: Any = None, **options: Any) -> tuple[Any, Any]:
+    model, named = net() if model is None else model, named_level(level)
+    options = {"gradient_release": True, "verbosity": 0} | named.options | options
+    return amp.initialize(model, make(model.parameters()), opt_level=named.level, **options)
+
+
+def numbers(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """The weights, the masters, the optimizer's state."""
+    masters = list(amp.master_params(optimizer))
+    state = [each for master in masters for each in tree.tensors(optimizer.state[master])]
+    return [t.detach().clone() for t in (*model.parameters(), *masters, *state)]
+
+
+@pytest.mark.parametrize("level", [*LEVELS, *CODED])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_the_bits_are_those_of_a_step_behind_backward(make, level):
+    def train(**options: Any) -> tuple[list[Tensor], list[float]]:
+        torch.manual_seed(0)  # a weight that is large enough for codes
+        model = nn.Sequential(nn.Linear(16, 300), nn.GELU(), nn.LayerNorm(300), nn.Linear(300, 5))
+        model, optimizer = start(make, level, model, **options)
+        schedule = OPTIM.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        losses = []
+        for step in range(6):
+            loss = loss_of(model, step)
+            optimizer.zero_grad()
+            backward(loss, optimizer)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        found = numbers(model, optimizer)
+        amp.restore()
+        return found, losses
+
+    released, ordinary = train(), train(gradient_release=False)
+    assert released[1] == ordinary[1] and same(released[0], ordinary[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@one_of_each_way
+def test_weights_have_moved_and_gradients_are_gone_when_backward_is_over(make, level):
+    model, optimizer = start(make, level)
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    before = [p.detach().clone() for p in model.parameters()]
+    with amp.scale_loss(loss_of(model, 0), optimizer) as loss:
+        loss.backward()
+        assert all(p.grad is None for p in model.parameters())
+    stepped = [p.detach().clone() for p in model.parameters()]
+    assert not any(map(torch.equal, before[:2], stepped[:2])) and not called
+    assert all(master.grad is None for master in amp.master_params(optimizer))
+    optimizer.step()
+    assert same(model.parameters(), stepped) and called == ["before", "after"]
+    assert optimizer._amp_stash.step is None and not optimizer._amp_stash.step_skipped
+
+
+def bytes_of_an_iteration(level: str, **options: Any) -> float:
+    """Bytes a parameter that torch's allocator has given out at the most, from the second forward to its step's end."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+        model, optimizer = start(MAKERS["AdamW"], level, model, **options)
+        for _ in range(2):
+            with torch.profiler.record_function("iteration"):
+                backward(model(torch.ones(2, 256)).square().mean(), optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+        count = sum(p.numel() for p in model.parameters())
+        amp.restore()
+    events = profile.profiler.kineto_results.events()
+    last = max((event for event in events if event.name() == "iteration"), key=lambda event: event.start_ns())
+    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    before = sum(size for time, size in memory if time < last.start_ns())
+    during = [size for time, size in memory if last.start_ns() <= time <= last.end_ns()]
+    return max(accumulate(during, initial=before)) / count
+
+
+@pytest.mark.parametrize(
+    ("level", "most", "less"),
+    # At O4 the weights' casts, 2 bytes a parameter, are there until backward is over.
+    [("O4", 15.1, 2.4), ("O5", 14.5, 1.7), ("O5+split", 12.5, 1.7), ("O5+stochastic", 10.5, 1.7)],
+)
+def test_the_gradients_of_the_model_are_never_there_at_once(level, most, less):
+    """One gradient of eight is."""
+    if multi_tensor.backend() != "cpp":
+        pytest.skip("without the extension gradients are made FP32")
+    released, ordinary = bytes_of_an_iteration(level), bytes_of_an_iteration(level, gradient_release=False)
+    assert most - 0.6 < released < most and ordinary - released > less
+
+
+def test_a_shared_weight_is_stepped_once_with_the_whole_gradient():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.BatchNorm1d(16)  # which stays FP32
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.norm(self.a(x)).relu())
+
+    def train(**options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, optimizer = start(MAKERS["AdamW"], "O5", Tied(), **options)
+        for step in range(3):
+            backward(loss_of(lambda x: model(x)[:, :5], step), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        return numbers(model, optimizer)
+
+    assert same(train(), train(gradient_release=False))
+
+
+def test_a_training_goes_on_from_a_checkpoint_and_restore_takes_the_hooks_away():
+    model, optimizer = start(MAKERS["AdamW"])
+    for step in range(3):
+        backward(loss_of(model, step), optimizer)
+        optimizer.step()
+    states = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    again, its_optimizer = start(MAKERS["AdamW"])
+    again.load_state_dict(states[0])
+    its_optimizer.load_state_dict(states[1])
+    for each in ((model, optimizer), (again, its_optimizer)):
+        backward(loss_of(each[0], 3), each[1])
+        each[1].step()
+    assert same(numbers(again, its_optimizer), numbers(model, optimizer))
+    amp.restore()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    loss_of(model, 4).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
+def test_a_copy_steps_behind_backward_to_the_same_bits(copied):
+    model, optimizer = start(MAKERS["AdamW"], "O5+split")
+    backward(loss_of(model, 0), optimizer)
+    optimizer.step()
+    twin, its_optimizer = copied((model, optimizer))
+    for each in ((model, optimizer), (twin, its_optimizer)):
+        backward(loss_of(each[0], 1), each[1])
+        each[1].step()
+    assert same(numbers(twin, its_optimizer), numbers(model, optimizer))
+    nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+
+
+def raw(param: Tensor) -> Tensor | None:
+    """The gradient in torch's own field."""
+    return torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]
+
+
+@one_of_each_way
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_backward_that_fails_leaves_each_parameter_stepped_or_not_and_the_next_goes_on(make, level, error):
+    def train(fails: bool, **options: Any) -> list[Tensor]:
+        model, optimizer = start(make, level, **options)
+        before = [p.detach().clone() for p in model.parameters()]
+
+        def fail(*_: Any) -> None:
+            raise error
+
+        if fails:
+            handle = model[2].register_full_backward_hook(fail)
+            with pytest.raises(error):
+                backward(loss_of(model, 0), optimizer)
+            handle.remove()
+            assert same(list(model.parameters())[:2], before[:2]), "the layer in front of it"
+        else:
+            backward(loss_of(model, 0), optimizer)
+            optimizer.step()
+        reached = [p.detach().clone() for p in model.parameters()][2:]
+        assert not any(map(torch.equal, reached, before[2:]))
+        assert all(raw(p) is None for p in model.parameters() if fails)
+        optimizer.zero_grad()
+        if fails:
+            backward(loss_of(model, 1), optimizer)
+            optimizer.step()
+        amp.restore()
+        return reached
+
+    assert same(train(True), train(False))
+
+
+def test_a_training_that_is_dropped_in_an_iteration_is_freed():
+    model, optimizer = start(MAKERS["AdamW"])
+    backward(loss_of(model, 0), optimizer)
+    optimizer.step()
+    refs = [weakref.ref(p) for p in model.parameters()]
+    del model, optimizer
+    assert not any(ref() for ref in refs)
+
+
+def test_gradients_of_another_optimizers_loss_and_of_a_backward_elsewhere_are_not_stepped():
+    model, other = net(), nn.Linear(5, 5)
+    optimizers = [OPTIM.SGD(m.parameters(), lr=0.1) for m in (model, other)]
+    amp.initialize([model, other], optimizers, opt_level="O4", gradient_release=True, verbosity=0)
+    before = [p.detach().clone() for p in model.parameters()]
+    inputs = torch.randn(3, 16)
+    with amp.scale_loss(other(model(inputs)).square().mean(), optimizers[1]) as loss:
+        loss.backward()
+    assert same(model.parameters(), before) and all(p.grad is None for p in other.parameters())
+    optimizers[1].step()
+    optimizers[0].zero_grad()
+    model(inputs).square().mean().backward()
+    assert same(model.parameters(), before), "outside of scale_loss"
+    optimizers[0].step()
+    assert not same(model.parameters(), before)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "match"),
+    [
+        (MAKERS["AdamW"], {"opt_level": "O0"}, "contradicts opt_level 'O0'.*use O4 or O5"),
+        (MAKERS["AdamW"], {"opt_level": "O1"}, "contradicts opt_level 'O1' with loss_scale=dynamic.*use O4 or O5"),
+        (MAKERS["AdamW"], {"loss_scale": 128.0}, "with loss_scale=128.0.*checks gradients"),
+        (MAKERS["AdamW"], {"skip_nonfinite": True}, "skip_nonfinite=True.*checks gradients"),
+        (OPTIM.LBFGS, {"opt_level": "O4"}, "LBFGS.*one direction is made of all gradients"),
+        (FusedLAMB, {}, "FusedLAMB.*its class is not one of torch.optim"),
+        (lambda p: OPTIM.Adam(p, capturable=True), {}, "Adam.*capturable=True"),
+    ],
+)
+def test_what_cannot_step_in_backward_is_refused_at_once_by_name(make, options, match):
+    model = net()
+    with pytest.raises(ValueError, match=f"gradient_release=True.*{match}"):
+        amp.initialize(
+            model,
+            make(model.parameters()),
+            **{"opt_level": "O5", "gradient_release": True, "verbosity": 0} | options,
+        )
+    assert all(p.dtype is torch.float32 and not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_parameters_of_two_optimizers_are_refused():
+    model = net()
+    optimizers = [OPTIM.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(ValueError, match="not for parameters of two optimizers"):
+        amp.initialize(model, optimizers, opt_level="O4", gradient_release=True)
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("given", ["params", "masters"])
+def test_clipping_is_refused(level, given):
+    model, optimizer = start(MAKERS["AdamW"], level)
+    backward(loss_of(model, 0), optimizer)
+    params = list(model.parameters() if given == "params" else amp.master_params(optimizer))
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        with pytest.raises(RuntimeError, match="clip_grad: with gradient_release=True"):
+            clip(params, 1.0)
+    others = nn.Linear(2, 2)
+    others(torch.ones(1, 2)).sum().backward()
+    nn.utils.clip_grad_norm_(others.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_accumulation_is_refused_before_anything_is_written(level):
+    model, optimizer = start(MAKERS["AdamW"], level)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="delay_unscale=True leaves for the next micro-batch"):
+        backward(loss_of(model, 0), optimizer, delay_unscale=True)
+    assert same(model.parameters(), before)
+    backward(loss_of(model, 0), optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(
+        RuntimeError, match=r"has stepped 6 parameters of this AdamW.*call optimizer.step\(\) after each"
+    ):
+        backward(loss_of(model, 1), optimizer)
+    assert same(model.parameters(), before)
+    optimizer.step()
+    backward(loss_of(model, 1), optimizer)
+
+
+def test_two_passes_of_a_graph_are_refused():
+    model, optimizer = start(MAKERS["SGD"], "O4")
+    loss = model(torch.randn(4, 16)).mean() * model[3].bias.sum()
+    with amp.scale_loss(loss, optimizer) as scaled, pytest.raises(RuntimeError, match="has had a gradient in this"):
+        model[3].bias.sum().backward()
+        scaled.backward()
+
+
+def test_a_closure_is_refused():
+    model, optimizer = start(MAKERS["SGD"], "O4")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"gets a gradient in a closure of step\(\)"):
+        optimizer.step(closure)
+    assert same(model.parameters(), before)
+
+
+def test_a_graph_of_gradients_is_refused():
+    model, optimizer = start(MAKERS["SGD"], "O4")
+    with (
+        pytest.raises(RuntimeError, match="create_graph=True"),
+        amp.scale_loss(loss_of(model, 0), optimizer) as scaled,
+    ):
+        scaled.backward(create_graph=True)
+
+
+def on_ranks() -> None:
+    model = net()
+    with pytest.raises(ValueError, match=r"gradient_release=True is not for several processes"):
+        start(MAKERS["AdamW"], "O5", model)
+
+
+@pytest.mark.slow
+def test_several_processes_are_refused(ranks):
+    ranks(on_ranks)
