@@ -142,7 +142,7 @@ def test_a_rung_that_cannot_be_is_refused_with_the_way_out(environment, level, m
 
 
 def test_the_name_of_a_policy_is_that_of_its_level_and_rungs():
-    for name in (*training.LEVELS, "O5+split", "O5+stochastic"):
+    for name in (*training.LEVELS, "O5+split", "O5+stochastic", "O5+stochastic+8bit", "O4+8bit"):
         assert name_of(named_level(name).policy()) == name
     assert name_of(resolve("O2", dtype=BF16, master_weights="split")) == "O2+split"
     assert name_of(resolve("O0", master_weights="split")) == "O0", "an FP32 model has no masters"

@@ -318,6 +318,7 @@ def test_an_interrupt_keeps_what_has_finished(tmp_path, waits_at):
         (["--levels", "O0,O1,O0"], "O0 is in levels twice"),
         (["--levels", "O5+split,O5+split"], "O5+split is in levels twice"),
         (["--levels", "O1+split"], "compare: level 'O1+split' cannot be: O1 has FP32 weights"),
+        (["--levels", "O3+8bit"], "compare: level 'O3+8bit' cannot be: initialize: optimizer_state='8bit'"),
         (["--levels", "O2+split"], "'O2+split' cannot be: initialize: master_weights='split' contradicts float16"),
         (["--levels", "O5+split+stochastic"], "has both split and stochastic, which set master_weights; give one"),
         (["--levels", "O5,O5+none"], "level 'O5+none' has 'none' behind its +; wanted fp8, fp8_tensorwise, "),

@@ -19,7 +19,7 @@ from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.diagnose.lost_updates import Updates
 from amp_patch.lab.recording.run import NATIVE, Run, dumps, loads
 
-LEVELS = ["O5", "O5+split", "O5+stochastic"]
+LEVELS = ["O5", "O5+split", "O5+stochastic", "O5+split+8bit"]
 BF16 = {"dtype": "bfloat16"}
 BASE, SAME = (1.0, 1.25, 1.5), (1.25, 1.0, 1.5)
 
@@ -38,10 +38,11 @@ def compared_fixture():
 
 def test_a_rung_is_a_level_with_figures_of_its_own(compared):
     assert [level.name for level in compared.levels] == ["O0", *(f"{level} BF16" for level in LEVELS)]
-    _, whole, split, stochastic = compared.levels
+    _, whole, split, stochastic, coded = compared.levels
     assert [run.error or run.notes for run in compared.runs] == [[]] * len(compared.runs)
     assert [level.runs[0].masters for level in (whole, split, stochastic)] == [4 * 4680, 2 * 4680, 0]
-    assert whole.memory > split.memory > stochastic.memory
+    assert whole.memory > split.memory > stochastic.memory > coded.memory
+    assert coded.runs[0].masters == split.runs[0].masters and coded.runs[0].state < 0.4 * split.runs[0].state
     # Split masters are FP32's numbers but for ties of their weights; chance moves what is rounded by it.
     for one, other in zip(whole.runs, split.runs, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-3)
@@ -64,7 +65,7 @@ def updates(changed: int, lost: int, dtype: str = "bfloat16") -> dict[str, list[
 
 
 def test_a_comparison_shows_which_updates_weights_without_masters_would_lose(compared, tmp_path):
-    _, whole, split, stochastic = compared.levels
+    _, whole, split, stochastic, _ = compared.levels
     base = [run.lost_updates() for run in compared.baseline.runs]
     assert all(0 < share < 1 for share in base) and min(base) <= compared.baseline.lost_updates <= max(base)
     assert split.lost_updates == pytest.approx(whole.lost_updates, abs=0.02)
@@ -121,6 +122,14 @@ def test_the_way_to_use_a_rung_is_an_edit_and_a_command():
     assert command == "AMP_PATCH_OPT_LEVEL=O2+stochastic AMP_PATCH_DTYPE=bfloat16 python -m amp_patch run train.py"
 
 
+def test_a_rung_is_named_in_one_way_whichever_order_it_is_asked_in():
+    assert Plan(("O5+8bit+split", "O4+8bit")).levels == ("O0", "O5+split+8bit", "O4+8bit")
+    with pytest.raises(ValueError, match=r"compare: O5\+split\+8bit is in levels twice"):
+        Plan(("O5+8bit+split", "O5+split+8bit"))
+    edit, _ = headline.how_to_use(compare(seeds("O0", *BASE), seeds("O5+split+8bit", *SAME, ms=5, **BF16)))
+    assert 'opt_level="O5", master_weights="split", optimizer_state="8bit")' in edit[2]
+
+
 def test_stochastic_rounding_is_recommended_as_any_level_and_o3_is_not():
     base = seeds("O0", *BASE)
     whole, chance = (seeds(level, *SAME, ms=ms, **BF16) for level, ms in (("O5", 5), ("O5+stochastic", 4)))
@@ -163,7 +172,13 @@ def test_a_script_that_knows_torch_alone_is_compared_at_rungs(tmp_path, monkeypa
     monkeypatch.setenv("AMP_PATCH_MASTER_WEIGHTS", "split")
     main(["compare", "train.py", "--levels", ",".join(LEVELS), "--seeds", "1", "--out", "out"])
     runs = [Run.from_dict(run) for run in loads(Path("out/report.json").read_text())["runs"]]
-    assert {run.level: run.masters for run in runs} == {"O0": 0, "O5": 4 * 676, "O5+split": 2 * 676, "O5+stochastic": 0}
+    assert {run.level: run.masters for run in runs} == {
+        "O0": 0,
+        "O5": 4 * 676,
+        "O5+split": 2 * 676,
+        "O5+stochastic": 0,
+        "O5+split+8bit": 2 * 676,
+    }
     assert all(run.error is None and not run.notes for run in runs)
     names = Counter(path.name.partition("-seed")[0] for path in Path("out/runs").iterdir())
     assert names == dict.fromkeys(["O0", *LEVELS], 2)
