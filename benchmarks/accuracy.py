@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import eight_bit_state
 from poster import dots
 
 from amp_patch.lab.comparison.comparison import Comparison
@@ -27,6 +28,7 @@ from amp_patch.lab.wording import signed
 from amp_patch.support.guard import Guard
 
 ROOT = Path(__file__).parents[1]
+EIGHT_BITS = ROOT / "benchmarks/results/eight_bit_state.json"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 CLAIMED = ("O1", "O2", "O4", "O5")
 METRIC = "held_out_loss"
@@ -146,6 +148,7 @@ def page(comparisons: dict[str, Comparison]) -> str:
         parts += [f"## {title}", what, table(comparison), picture]
     machine = ", ".join(f"{name} {value}" for name, value in first.machine.items())
     parts += [
+        *state_in_eight_bits(),
         "## Again",
         "    make accuracy",
         f"trains everything anew and rewrites this page; it fails if the held-out loss at {listed(CLAIMED)} does not "
@@ -154,6 +157,26 @@ def page(comparisons: dict[str, Comparison]) -> str:
         f"These figures are of: {machine}.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def state_in_eight_bits(rows: Path = EIGHT_BITS) -> list[str]:
+    """The section on `optimizer_state="8bit"`, from the rows that eight_bit_state.py has written."""
+    found = loads(rows.read_text())
+    outside = [row for row in found["rows"] if row["verdict"] == "outside"]
+    named = listed([f"{row['optimizer']} on {row['task']} by {row['outside']:.4f}" for row in outside])
+    said = f"All but {named} are within" if outside else "All are within"
+    seeds = len(found["rows"][0]["FP32"])
+    heads = [eight_bit_state.HEADS, ["---", "---", *["---:"] * (len(eight_bit_state.HEADS) - 3), "---"]]
+    table = [f"| {' | '.join(row)} |" for row in [*heads, *map(eight_bit_state.cells, found["rows"])]]
+    return [
+        "## The optimizer's state in eight bits",
+        "Each optimizer of torch.optim with its state in FP32, and [in eight bits](optimizers.md#state-in-eight-bits): "
+        f"the digits and the GPT at O0, {found['steps']} steps, {seeds} seeds. {said} the range of the seeds in FP32, "
+        "or better; the state is in bytes a parameter. These models are small: of a large one hardly anything stays FP32. "
+        "Muon has AdamW beside it, for what is no matrix.",
+        "\n".join(table),
+        f"`python benchmarks/eight_bit_state.py` trains them; these figures are of: {found['machine']}.",
+    ]
 
 
 def answer(comparisons: dict[str, Comparison]) -> str:

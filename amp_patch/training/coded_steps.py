@@ -18,6 +18,7 @@ from amp_patch.masters.masters import has_gradient, publish_written, without_mat
 from amp_patch.multi_tensor import backends
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.policy import Policy
+from amp_patch.support import device_sync
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import one_pass, portions
@@ -63,7 +64,8 @@ def _reason_against(optimizer: Any) -> str | None:
             for setting in ("capturable", "differentiable"):
                 if group.get(setting):
                     return f"{setting}=True"
-        return "master_weights=True" if getattr(optimizer, "master_weights", False) else None
+        own = [setting for setting in ("capturable", "master_weights") if getattr(optimizer, setting, False)]
+        return f"{own[0]}=True" if own else None
     return portions.reason_against(optimizer)
 
 
@@ -161,6 +163,11 @@ class InCodes(Strategy):
     def run(self, step: Step, plain: Plain) -> Any:
         optimizer = step.optimizer
         coder = coder_of(optimizer)
+        if device_sync.is_capturing():
+            raise RuntimeError(
+                "a step with optimizer_state='8bit' cannot be captured in a CUDA graph: no replay would encode what "
+                "was written into the state; leave the step out of the graph, or optimizer_state at None"
+            )
 
         def in_fp32(target: Any, *args: Any, **kwargs: Any) -> Any:
             params = [p for group in target.param_groups for p in group["params"] if args or kwargs or has_gradient(p)]

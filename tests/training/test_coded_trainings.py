@@ -19,7 +19,8 @@ from ranks import RankError
 from torch import Tensor, nn
 from training import backward, masters_of, same, through_pickle
 
-from amp_patch import amp, multi_tensor
+from amp_patch import amp, multi_tensor, optimizers
+from amp_patch.support import device_sync
 
 every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "SGD", "NAdam")])
@@ -250,6 +251,8 @@ REFUSED = {
     "fused": (lambda p: OPTIM.Adagrad(p, fused=True), "Adagrad.*fused=True"),
     "a tensor": (lambda p: OPTIM.NAdam(p, lr=torch.tensor(0.1), foreach=False), "NAdam.*a setting is a tensor"),
     "differentiable": (lambda p: OPTIM.Adam(p, differentiable=True), "Adam.*differentiable=True"),
+    "FusedAdam": (lambda p: optimizers.FusedAdam(p, capturable=True), "FusedAdam.*capturable=True"),
+    "FusedLAMB": (optimizers.FusedLAMB, "FusedLAMB.*its class is not one of torch.optim"),
     "sparse": (OPTIM.SparseAdam, "SparseAdam.*it takes sparse gradients alone"),
 }
 
@@ -277,6 +280,19 @@ def test_optimizers_that_cannot_are_refused_by_name(make, match):
 def test_what_cannot_be_is_refused_by_name(options, match):
     with pytest.raises(ValueError, match=match):
         start(MAKERS["AdamW"], **options)
+
+
+@pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "NAdam")])
+def test_a_step_in_the_capture_of_a_graph_is_refused_and_changes_nothing(make, monkeypatch):
+    model, optimizer = start(make)
+    go_on(model, optimizer, range(2))
+    before = [*masters_of(optimizer), *state_of(optimizer)]
+    backward(loss_of(model, 2), optimizer)
+    monkeypatch.setattr(device_sync, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="optimizer_state='8bit' cannot be captured"):
+        optimizer.step()
+    monkeypatch.undo()
+    assert same([*masters_of(optimizer), *state_of(optimizer)], before)
 
 
 def on_ranks(case: str) -> Any:
