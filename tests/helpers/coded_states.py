@@ -74,8 +74,9 @@ def opened(optimizer: Any) -> int:
 
 
 def state_of(optimizer: Any) -> list[Tensor]:
-    """All tensors of the state, in FP32."""
-    return [t for s in optimizer.state_dict()["state"].values() for t in s.values() if isinstance(t, Tensor)]
+    """All tensors of the state, in FP32, in the order of the parameters."""
+    states = sorted(optimizer.state_dict()["state"].items())
+    return [t for _, state in states for t in state.values() if isinstance(t, Tensor)]
 
 
 def in_eight_bits(value: Tensor, dtype: torch.dtype) -> Tensor:

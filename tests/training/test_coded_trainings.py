@@ -150,6 +150,20 @@ def test_initialize_again_keeps_the_state_the_other_way(make, first, second):
     assert bool(coded(optimizer)) is (second is not None)
 
 
+@pytest.mark.parametrize("options", [LEVELS["O4"], LEVELS["split"], LEVELS["stochastic"]], ids=["O4", "split", "none"])
+@pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "SGD", "NAdam")])
+def test_a_step_in_backward_has_the_same_bits(make, options):
+    ends = []
+    for release in (True, False):
+        model, optimizer = start(make, **options, gradient_release=release)
+        ends.append(
+            [*map(torch.tensor, go_on(model, optimizer, range(4))), *masters_of(optimizer), *state_of(optimizer)]
+        )
+        assert coded(optimizer) and opened(optimizer) == 0
+        amp.restore()
+    assert same(*ends)
+
+
 def test_a_group_that_comes_later_and_a_scheduler():
     model = net()
     optimizer = MAKERS["AdamW"](model[:2].parameters())
