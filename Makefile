@@ -39,8 +39,9 @@ picture: $(VENV)/installed ## README's picture of this kind of machine: the demo
 	$(PLAYED_$(PLAYS)) $(MAKE) demo
 	$(BIN)/python benchmarks/demo_picture.py
 
-accuracy: $(VENV)/installed ## docs/accuracy.md anew: three families of models, five seeds, O0 to O5; 20 minutes
+accuracy: $(VENV)/installed ## docs/accuracy.md and accuracy-formats.md anew: three families of models, five seeds, O0 to O7; half an hour
 	$(BIN)/python benchmarks/accuracy.py
+	$(BIN)/python benchmarks/accuracy_formats.py
 
 test: $(VENV)/installed ## every test that is not marked slow
 	$(PYTEST_FILES) -m "not slow"

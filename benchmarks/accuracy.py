@@ -237,7 +237,8 @@ def verdict(level: LevelResult) -> str:
     return names.get(found.kind, found.kind) + (" by range" if found.by_range else "")
 
 
-def table(comparison: Comparison) -> str:
+def table(comparison: Comparison, costs: bool = True) -> str:
+    """The figures of each level; without `costs` those of the losses alone."""
     base = comparison.baseline
     logged = {name for run in comparison.runs for name in run.logged}
     second = next((name for name in SECOND if name in logged), None)
@@ -264,6 +265,8 @@ def table(comparison: Comparison) -> str:
             f"{sum(level.skips)} of {sum(run.steps for run in level.runs)}",
         ]
         rows.append(row)
+    if not costs:
+        rows = [row[:6] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

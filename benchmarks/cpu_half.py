@@ -3,10 +3,10 @@
 `emulate` is `cpu_half="emulate"`: products in FP32, rounded once; `native` is torch's own kernels, as torch.autocast
 has them too. Every way has a process of its own, and takes a step in turn; its time is divided by that of the FP32
 step of the same turn, and the table shows medians of these ratios, so that a busy machine slows all. `saved` is the
-bytes that autograd saves in a forward, over FP32's.
+bytes that autograd saves in a forward, over FP32's. `--dtype fp8 fp4` has O6 and O7 in the formats of their products.
 
-    python benchmarks/cpu_half.py [--dtype bf16|fp16 ...] [--models NAME ...] [--no-native] [--threads N] [--repeats N]
-                                  [--json PATH]
+    python benchmarks/cpu_half.py [--dtype bf16|fp16|fp8|fp4 ...] [--models NAME ...] [--no-native] [--threads N]
+                                  [--repeats N] [--json PATH]
 
 A CPU that has BF16 plays one that has not by ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI, and one with AVX2 alone by
 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2.
@@ -81,11 +81,16 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {
     "GPT, batch 8": lambda: gpt(SMALL, 8),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LEVELS = {"bf16": ("O4", "O5"), "fp16": ("O1", "O2")}
+LEVELS = {
+    "bf16": ("O4", "O5"),
+    "fp16": ("O1", "O2"),
+    "fp8": ("O6+fp8", "O6+fp8_tensorwise", "O6+mxfp8", "O7+mxfp8"),
+    "fp4": ("O6+nvfp4", "O7+nvfp4", "O6+nvfp4_naive"),
+}
 
 
 class Task(NamedTuple):
-    way: str  # "fp32", "autocast", or a level and its cpu_half: "O5 emulate"
+    way: str  # "fp32", "autocast", or a level and its cpu_half: "O5 emulate", "O6+mxfp8 auto"
     dtype: torch.dtype
     model: str
     threads: int
@@ -98,7 +103,9 @@ def stepper(task: Task) -> tuple[Callable[[], None], Callable[[], Tensor]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     level, _, cpu_half = task.way.partition(" ")
     if cpu_half:
-        amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, cpu_half=cpu_half, verbosity=0)
+        options: dict[str, Any] = {"loss_scale": 128.0, "cpu_half": cpu_half, "verbosity": 0}
+        opt_level, _, format = level.partition("+")
+        amp.initialize(model, optimizer, opt_level=opt_level, dtype=format or None, **options)
 
     def loss() -> Tensor:
         with torch.autocast("cpu", task.dtype, enabled=level == "autocast"):
@@ -162,10 +169,13 @@ class Process:
 
 def compare(options: argparse.Namespace, model: str, dtype: str) -> list[dict[str, Any]]:
     """A row for each way: its time and its saved bytes over FP32's."""
-    natives = ("autocast", *(f"{level} native" for level in LEVELS[dtype])) if options.native else ()
-    ways = ("fp32", *(f"{level} emulate" for level in LEVELS[dtype]), *natives)
+    if dtype in DTYPES:
+        natives = ("autocast", *(f"{level} native" for level in LEVELS[dtype])) if options.native else ()
+        ways = ("fp32", *(f"{level} emulate" for level in LEVELS[dtype]), *natives)
+    else:
+        ways = ("fp32", *(f"{level} auto" for level in LEVELS[dtype]))
     with ExitStack() as stack:
-        tasks = {way: Task(way, DTYPES[dtype], model, options.threads) for way in ways}
+        tasks = {way: Task(way, DTYPES.get(dtype, torch.bfloat16), model, options.threads) for way in ways}
         processes = {way: stack.enter_context(closing(Process(task))) for way, task in tasks.items()}
         times = timing.in_turns({way: process.turn for way, process in processes.items()}, options.repeats)
         return [
@@ -183,7 +193,7 @@ def compare(options: argparse.Namespace, model: str, dtype: str) -> list[dict[st
 
 def main() -> None:
     parser = timing.parser(__doc__, repeats=15)
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=tuple(DTYPES))
+    parser.add_argument("--dtype", nargs="+", choices=LEVELS, default=tuple(DTYPES))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=tuple(MODELS))
     parser.add_argument("--native", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
@@ -191,7 +201,7 @@ def main() -> None:
     found = ", ".join(f"{'' if has_arithmetic(dtype) else 'no '}{name} arithmetic" for name, dtype in DTYPES.items())
     print(timing.heading(options))
     print(f"this CPU{f', held to {cap},' if cap else ''} has {found}; time of a step over that of FP32")
-    widths = {"model": -13, "dtype": -6, "way": -12, "milliseconds": 13, "ratio": 7, "saved": 7}
+    widths = {"model": -13, "dtype": -6, "way": -23, "milliseconds": 13, "ratio": 7, "saved": 7}
     print(timing.line(list(widths), widths))
     rows = []
     for model in options.models:

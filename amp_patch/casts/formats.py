@@ -185,7 +185,7 @@ def quantize_plainly(
     if not one_scale:
         divide, multiply = (_expanded(each, rows, columns, tensor) for each in (divide, multiply))
     random = None if draw is None else random_bits(tensor, key, draw)
-    return rounded(wide, element, divide, random) * multiply, outer
+    return rounded(wide, element, divide, random).mul_(multiply), outer
 
 
 def scales_of(largest: Tensor, element: Element, scale: Scale, whole: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -214,19 +214,16 @@ def rounded(values: Tensor, element: Element, divide: Tensor | float = 1.0, rand
     Args:
         random: 16 random bits for each value (integers): it is rounded up or down by them, in proportion.
     """
-    sign = values.view(torch.int32) & -0x80000000
-    value = values.abs() / divide
-    value = value.clamp(max=2 * element.largest if random is None else element.largest)
-    exponent = (value.view(torch.int32) & 0x7F800000).clamp(min=127 + element.least_exponent << 23)
+    value = values.abs().div_(divide).clamp_(max=2 * element.largest if random is None else element.largest)
+    exponent = (value.view(torch.int32) & 0x7F800000).clamp_(min=127 + element.least_exponent << 23)
     if random is None:
         # Added to a number, this one leaves no room for digits below the format's last; the addition rounds them.
-        magic = (exponent + (23 - element.mantissa << 23) | 0x400000).view(torch.float32)
-        value = (value + magic) - magic
+        magic = exponent.add_(23 - element.mantissa << 23).bitwise_or_(0x400000).view(torch.float32)
+        value.add_(magic).sub_(magic)
     else:
-        step = (exponent - (element.mantissa << 23)).view(torch.float32)
-        value = torch.floor(value / step + random.to(torch.float32) * 2.0**-16) * step
-    value = value.clamp(max=element.largest)
-    return (value.view(torch.int32) | sign).view(torch.float32)
+        step = exponent.sub_(element.mantissa << 23).view(torch.float32)
+        value = value.div_(step).add_(random * 2.0**-16).floor_().mul_(step)
+    return value.clamp_(max=element.largest).copysign_(values)
 
 
 def hadamard_plainly(tensor: Tensor) -> Tensor:

@@ -163,17 +163,30 @@ def _is_kept(operand: Tensor) -> bool:
     return base is not None and hasattr(base, _KEPT)
 
 
+def _is_differentiated_by_functorch() -> bool:
+    found = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() != torch._C._functorch.TransformType.Vmap for level in found)
+
+
 def multiply(operands: _Operands, recipe: str) -> Tensor | None:
     """The call on BF16 operands as a low-bit product; None where their types or shapes are none that it can have.
 
     Operands of three dimensions and more are multiplied matrix by matrix; one of two dimensions on the right takes all
     rows of the left one at once.
+
+    Raises:
+        NotImplementedError: a transform of torch.func's that differentiates.
     """
     a, b, bias, transposed = operands
     if a.dtype is not torch.bfloat16 or b.dtype is not torch.bfloat16:
         return None
     if bias is not None and bias.dtype is not torch.bfloat16:
         return None
+    if not is_dynamo_compiling() and _is_differentiated_by_functorch():
+        raise NotImplementedError(
+            "torch.func's grad, vjp and jvp have no rule for products in FP8 and FP4 (O6, O7); differentiate with "
+            "torch.autograd, or call inside amp.disable_casts()"
+        )
     if not transposed:
         b = b.mT
     if a.shape[-1] != b.shape[-1]:

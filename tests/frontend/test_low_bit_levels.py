@@ -124,3 +124,22 @@ def test_names_that_cannot_be(name, monkeypatch):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", name)
     with pytest.raises(ValueError, match=rf"AMP_PATCH_OPT_LEVEL: level '{re.escape(name)}'"):
         amp.initialize(Net(), opt_level="O4")
+
+
+@pytest.mark.parametrize("level", BASES)
+def test_explain_says_what_is_multiplied_in_which_format(level):
+    _, model = train(level, steps=1, dtype="nvfp4")
+    calls = amp.explain(model, torch.tensor([[1, 2]])).calls
+    decided = {call.module: call.decided for call in calls if call.op.endswith(".linear")}
+    assert decided["up"] == decided["down"] == "lower (nvfp4)" and "nvfp4" not in decided["head"]
+
+
+@pytest.mark.parametrize("level", BASES)
+def test_torch_funcs_gradients_are_refused_by_name_and_vmap_is_each_samples_product(level):
+    _, model = train(level, steps=1)
+    batches = torch.randint(17, (3, 2, 5), generator=torch.Generator().manual_seed(0))
+    alone = torch.stack([model(each) for each in batches])
+    torch.testing.assert_close(torch.func.vmap(model)(batches), alone, rtol=0.02, atol=0.02)
+    params = dict(model.named_parameters())
+    with pytest.raises(NotImplementedError, match=r"^torch\.func's grad, vjp and jvp have no rule for products in FP8"):
+        torch.func.grad(lambda p: torch.func.functional_call(model, p, (batches[0],)).float().sum())(params)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.rules import Rule
+from amp_patch.casts.rules import PRODUCT, Rule
 from amp_patch.lab.diagnose import native_autocast, products
 from amp_patch.lab.diagnose.call_log import CallLog
 from amp_patch.lab.diagnose.explanation import EMULATED, UNDECIDED, Explanation, OpCall, Types
@@ -247,6 +247,11 @@ class _TypeLog(CallLog):
             result = rule.apply(spy, args, kwargs, policy)
         keeps_type = policy.low_precision_norms and rule.name == "norm"
         why = "low_precision_norms" if keeps_type else _decided(place, rule)
+        call = self.calls[index]
+        if rule.name == PRODUCT and call.ran is call.got:  # a low-bit product calls no function of torch's
+            why = f"{rule.shown} ({policy.product_format})"
+            ran = tuple(policy.dtype if dtype.is_floating_point else dtype for dtype in call.got)
+            self.calls[index] = replace(call, ran=ran)
         given = args[0] if place.name == "__setitem__" else result
         self._note_products(index, place.name, args, kwargs, result)
         self._end(index, given, why, parts_count=rule.for_users)

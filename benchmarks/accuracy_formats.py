@@ -1,0 +1,110 @@
+"""What would FP8 and FP4 do to a loss? The three families of accuracy.py in each format: docs/accuracy-formats.md.
+
+All runs are made in this process, by `amp.compare`: their times are no matter, and there are a hundred and twenty.
+
+    python benchmarks/accuracy_formats.py                                # ten minutes
+    python benchmarks/accuracy_formats.py --from out/accuracy-formats    # the page again, from an earlier run's reports
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from accuracy import FAMILIES, METRIC, ROOT, listed, read, seeds, table
+
+from amp_patch import amp
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.recording.run import dumps
+from amp_patch.policy import PRODUCT_FORMATS
+
+LEVELS = ("O0", "O4", *(f"O6+{name}" for name in PRODUCT_FORMATS))
+STEPS = {"digits": 200, "gpt": 300, "lstm": 100}
+# What of a family is in FP8 or FP4, with the first layer and the head in BF16.
+ROUNDED = {
+    "digits": "One linear layer of two is in the format: convolutions are BF16's, and the other is the head.",
+    "gpt": "The eight linear layers of its blocks are in the format; attention's own products and the head are BF16's.",
+    "lstm": "Nothing is in the format: an LSTM's products are BF16's, and its one linear layer is the head. So all "
+    "formats give what O4 gives, to the bit.",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help=f"of each training (default: {STEPS})")
+    parser.add_argument("--out", type=Path, default=Path("out/accuracy-formats"), help="where the reports go")
+    parser.add_argument("--from", dest="reports", type=Path, help="train nothing: take the reports from this folder")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where the page goes")
+    args = parser.parse_args()
+    for family in args.families if args.reports is None else []:
+        compared = train(family, args.seeds, args.steps or STEPS[family])
+        (args.out / family).mkdir(parents=True, exist_ok=True)
+        (args.out / family / "report.json").write_text(dumps(compared.to_dict()))
+    folder = args.reports or args.out
+    args.docs.mkdir(parents=True, exist_ok=True)
+    path = args.docs / "accuracy-formats.md"
+    path.write_text(page({family: read(folder / family / "report.json") for family in args.families}))
+    print(f"The page: {path}")
+    return 0
+
+
+def train(family: str, seeds: int, steps: int) -> Comparison:
+    """What examples/train.py does, at each level from each seed."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from tasks import TASKS
+
+    task = TASKS[family]("cpu")
+
+    def run() -> None:
+        torch.manual_seed(0)  # which `compare` moves, for each seed otherwise
+        batches = torch.Generator().manual_seed(torch.initial_seed())
+        model = task.model()
+        model, optimizer = amp.initialize(model, task.optimizer(model), verbosity=0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min((step + 1) / (0.1 * steps), (steps - step) / (0.9 * steps), 1.0)
+        )
+        for _ in range(steps):
+            inputs, targets = task.batch(batches)
+            loss = task.loss(model(inputs), targets)
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            schedule.step()
+        model.eval()
+        with torch.no_grad():
+            amp.log(**task.evaluate(model))
+
+    return amp.compare(run, list(LEVELS), seeds=seeds, metric=METRIC)
+
+
+def page(comparisons: dict[str, Comparison]) -> str:
+    first = next(iter(comparisons.values()))
+    steps = listed([f"{comparison.steps} steps for {FAMILIES[f][1]}" for f, comparison in comparisons.items()])
+    parts = [
+        "# What would FP8 and FP4 do to a loss?",
+        "<!-- Written by `make accuracy` (benchmarks/accuracy_formats.py): edit that. -->",
+        "Three very small models, trained at O6 in each format of its products ([what each is](low-bit.md)), and at O0 "
+        "and O4 from the same weights and on the same batches. **The claims are of the order of the formats, and of "
+        "the gap at this size and after so few steps.** A large model has other outliers, and more steps in which "
+        "they add up. To know, compare on your own script: `python -m amp_patch compare --formats fp8,mxfp8,nvfp4 "
+        "train.py`.",
+        f"{seeds(first)} seeds each; {steps}, in the first tenth of which the learning rate rises; then it falls to 0. "
+        "The loss is the mean cross entropy on held-out data, in nats; the *gap* is that to O0 with the same seeds, in "
+        f"nats, and in per cent with its interval. {first.test} Everything is emulated: there are no times. "
+        "Of twenty intervals one leaves out the true gap by chance.",
+    ]
+    for family, comparison in comparisons.items():
+        title, _, what = FAMILIES[family]
+        parts += [f"## {title}", f"{what} {ROUNDED[family]}", table(comparison, costs=False)]
+    machine = ", ".join(f"{name} {value}" for name, value in first.machine.items())
+    parts += ["## Again", "    make accuracy", f"rewrites this page too. These figures are of: {machine}."]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

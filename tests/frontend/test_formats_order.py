@@ -1,0 +1,73 @@
+"""Formats of products by what they cost a small GPT, at the same seeds: in the order that others have published."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from paths import EXAMPLES
+
+from amp_patch import amp
+
+STEPS, SEEDS = 120, 3
+# name -> (level, options of `initialize`)
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32": ("O0", {}),
+    **{name: ("O6", {"dtype": name, "keep_high": ()}) for name in ("mxfp8", "fp8", "fp8_tensorwise", "mxfp8_floor")},
+    "nvfp4_naive": ("O6", {"dtype": "nvfp4_naive", "keep_high": ()}),
+    "its head in BF16": ("O6", {"dtype": "nvfp4_naive"}),
+}
+
+
+def loss_of(task: Any, level: str, options: dict[str, Any], seed: int) -> float:
+    """The mean loss of the last third of the steps: the batches are those of every other run from this seed."""
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / (0.1 * STEPS), (STEPS - step) / (0.9 * STEPS), 1.0)
+    )
+    batches, losses = torch.Generator().manual_seed(seed), []
+    for _ in range(STEPS):
+        inputs, targets = task.batch(batches)
+        loss = task.loss(model(inputs), targets)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    amp.restore()
+    return statistics.mean(losses[-STEPS // 3 :])
+
+
+@pytest.mark.slow
+def test_formats_cost_a_gpt_what_others_found(monkeypatch):
+    """Published for a small GPT, in nats beside FP32's: MXFP8 +0.0014, FP8 by rows +0.0016, by tensors +0.0066, MXFP8
+    with OCP's floor +0.0101, naive NVFP4 +0.0227, with its head in BF16 +0.0098.
+
+    Here too, as far as it is asserted. FP8 by tensors, near that by rows, cannot be told from it by so few steps.
+    """
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from tasks import TASKS
+
+    begun, task = time.perf_counter(), TASKS["gpt"]("cpu")
+    losses = {name: [loss_of(task, *run, seed) for seed in range(SEEDS)] for name, run in RUNS.items()}
+    gaps = {name: [a - b for a, b in zip(found, losses["fp32"], strict=True)] for name, found in losses.items()}
+    means = {name: statistics.mean(found) for name, found in gaps.items()}
+    print(*(f"{name:18}{means[name]:+.4f}  {[round(gap, 4) for gap in gaps[name]]}" for name in RUNS), sep="\n")
+    print(f"{time.perf_counter() - begun:.0f} s, {SEEDS} seeds of {STEPS} steps")
+    monkeypatch.delitem(sys.modules, "tasks")
+
+    fine, floor, naive = ("mxfp8", "fp8", "fp8_tensorwise"), means["mxfp8_floor"], means["nvfp4_naive"]
+    assert means["mxfp8"] > 0 and means["fp8"] > 0
+    assert all(means[name] < floor for name in fine) and floor < naive
+    assert all(
+        a < b for name in (*fine, "its head in BF16") for a, b in zip(gaps[name], gaps["nvfp4_naive"], strict=True)
+    )
+    assert all(a < b for a, b in zip(gaps["mxfp8"], gaps["mxfp8_floor"], strict=True))
