@@ -1,5 +1,6 @@
 """`python -m amp_patch`: `info` says what is in use, `run` runs scripts written for Apex, `check` reads them,
-`compare` runs them at several opt levels, and `report` shows a comparison again."""
+`compare` runs them at several opt levels, `search` finds what a level must keep in FP32, and `report` shows a
+comparison again."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 
 from amp_patch import __version__, multi_tensor
 from amp_patch.casts import wrappers as cast_wrappers
-from amp_patch.lab.commands import check, compare, compare_arguments, installation, report, run
+from amp_patch.lab.commands import check, compare, compare_arguments, installation, report, run, search
 from amp_patch.lab.comparison.machine import low_precision
 
 
@@ -57,6 +58,7 @@ COMMANDS = {
     "run": Command(run.run, run.add_arguments),
     "check": Command(check.check, check.add_arguments),
     "compare": Command(compare.compare, compare_arguments.add_arguments, compare_arguments.split),
+    "search": Command(search.search, search.add_arguments, compare_arguments.split),
     "report": Command(report.report, report.add_arguments),
 }
 

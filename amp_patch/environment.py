@@ -32,6 +32,8 @@ logger = logging.getLogger("amp_patch")
 
 LEVEL, DTYPE, MASTERS = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MASTER_WEIGHTS"
 STATE, BANNED, METHODS = "AMP_PATCH_OPTIMIZER_STATE", "AMP_PATCH_ALLOW_BANNED", "AMP_PATCH_METHODS"
+KEEP_FP32, KEEP_HIGH = "AMP_PATCH_KEEP_FP32", "AMP_PATCH_KEEP_HIGH"
+NONE_KEPT = "()"  # of KEEP_HIGH: no module, where an empty variable leaves the first layer and the head
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
 _OF_EITHER_DTYPE = ("O1", "O2", "O3")
 
@@ -161,6 +163,33 @@ def with_asked_methods(methods: Iterable[str], models: Iterable[Any]) -> tuple[s
         kinds = ", ".join(type(model).__name__ for model in models)
         logger.info("amp_patch: %s names %s, which %s does not have", METHODS, ", ".join(missing), kinds)
     return (*methods, *found)
+
+
+def with_asked_modules(policy: Policy, keep_fp32: Any, keep_high: Any, models: Iterable[Any]) -> tuple[Any, Any]:
+    """A script's `keep_fp32`, with the modules that ``AMP_PATCH_KEEP_FP32`` names ("encoder,head.norm") and one of
+    `models` has, and its `keep_high`, or in its place those that ``AMP_PATCH_KEEP_HIGH`` names ("()": none).
+
+    A name that none of `models` has is logged: a script may call `initialize` for several. At O0 nothing is kept.
+    """
+    if policy.changes_nothing:
+        return keep_fp32, keep_high
+    models = list(models)
+    asked = _modules_in(KEEP_FP32, models)
+    if asked:
+        one = isinstance(keep_fp32, str | type) or callable(keep_fp32)
+        keep_fp32 = [*([keep_fp32] if one else keep_fp32), *asked]
+    high = _modules_in(KEEP_HIGH, models)
+    return keep_fp32, high if high or os.environ.get(KEEP_HIGH) == NONE_KEPT else keep_high
+
+
+def _modules_in(variable: str, models: list[Any]) -> list[str]:
+    named = os.environ.get(variable, "")
+    asked = [] if named == NONE_KEPT else [name for each in named.split(",") if (name := each.strip())]
+    has = {name for model in models for name, _ in model.named_modules()} if asked else set()
+    if (missing := [name for name in asked if name not in has]) and is_first_rank():
+        kinds = ", ".join(type(model).__name__ for model in models)
+        logger.info("amp_patch: %s names %s, which %s does not have", variable, ", ".join(missing), kinds)
+    return [name for name in asked if name in has]
 
 
 def overridden(opt_level: str, options: Options) -> tuple[str, Options]:

@@ -239,6 +239,8 @@ def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, chann
         options += ["--native"]
     elif plan.inspect:
         options += ["--inspect"]
+    if plan.keep is not None:
+        options += ["--modules"]
     if args.seed_flag is None:
         options += ["--shift"]
     if args.batch_dim is not None:

@@ -31,7 +31,7 @@ from amp_patch.support.files import fresh, write_whole
 _ASKED = "compare.json"
 _RUN = re.compile(r"(O\d[\w+.-]*|native)-seed\d+\.(jsonl|log)")
 # Of the arguments those that change no run.
-_OF_THE_CALL = ("command", "out", "resume")
+_OF_THE_CALL = ("command", "out", "resume", "trials")
 
 
 class NoComparison(ValueError):

@@ -29,6 +29,7 @@ def recorded(
     native: bool = False,
     turns: int | None = None,
     batch_dim: int = 0,
+    modules: bool = False,
 ) -> Iterator[None]:
     """Write the events of the training in the body to `path`, and last why it failed, if it did.
 
@@ -47,6 +48,7 @@ def recorded(
                 stop_after=steps,
                 inspect=inspect,
                 batch_dim=batch_dim,
+                modules=modules,
                 between_steps=None if client is None else client.between_steps,
             )
             with recorder, script, client or nullcontext():
@@ -80,11 +82,14 @@ def main() -> None:
     parser.add_argument("--inspect", action="store_true")
     parser.add_argument("--shift", action="store_true")
     parser.add_argument("--native", action="store_true")
+    parser.add_argument("--modules", action="store_true")
     parser.add_argument("--turns", type=int)
     parser.add_argument("--batch-dim", type=int, default=0)
     runner.add_arguments(parser)
     args = parser.parse_args()
-    options = {name: getattr(args, name) for name in ("steps", "inspect", "shift", "native", "turns", "batch_dim")}
+    options = {
+        name: getattr(args, name) for name in ("steps", "inspect", "shift", "native", "turns", "batch_dim", "modules")
+    }
     runner.run(args, recorded(args.record, **options))
 
 

@@ -178,8 +178,8 @@ class TurnScheduler:
 
     def _add_native_runs(self, seed: int) -> None:
         """Add a run of the script's own mixed precision for each seed from this one on."""
-        if self._native_added:  # `run.level` cannot say: while a run trains, it is the recording's
-            return
+        if self._native_added or self._plan.keep is not None:
+            return  # `run.level` cannot say: while a run trains, it is the recording's
         self._native_added = True
         added = [Run(NATIVE, each) for each in range(seed, self._plan.seeds)]
         for runs in (self.runs, self._to_make):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from amp_patch.environment import DTYPE, LEVEL, RUNG_VARIABLES, named_level
+from amp_patch.environment import DTYPE, KEEP_FP32, KEEP_HIGH, LEVEL, NONE_KEPT, RUNG_VARIABLES, named_level
 from amp_patch.lab.recording.run import NATIVE, Run
 from amp_patch.lab.wording import figure, short
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
@@ -56,6 +56,8 @@ class Plan:
         min_gain: what a level must save of the memory to be recommended for it, in per cent.
         margin: by how much a level may be worse and is as good, in per cent of O0's result.
         inspect: look at exponents and errors with `amp.inspect`.
+        keep: in a search the modules that the levels keep: in FP32, or where the products of others are FP8 or FP4 in
+            BF16; None outside of one.
     """
 
     levels: tuple[str, ...] = LEVELS
@@ -67,6 +69,7 @@ class Plan:
     inspect: bool = False
     min_gain: float = 100 * MIN_GAIN
     margin: float = 100 * MARGIN
+    keep: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         names = [str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION]
@@ -114,7 +117,15 @@ class Plan:
         environment = {LEVEL: level, "AMP_PATCH_SEED": str(run.seed)}
         if any(named_level(each).options for each in self.levels):
             environment.update(dict.fromkeys(RUNG_VARIABLES, ""))  # the names say it, of each level its own
+        if self.keep is not None and level != BASELINE:
+            environment[keep_variable(level)] = ",".join(self.keep) or NONE_KEPT
         return environment if self.dtype is None else {**environment, DTYPE: self.dtype}
+
+
+def keep_variable(level: str) -> str:
+    """The environment variable that names the modules which a level keeps: AMP_PATCH_KEEP_FP32, or at O6 and O7
+    AMP_PATCH_KEEP_HIGH."""
+    return KEEP_FP32 if OPT_LEVELS[named_level(level).level].product_format is None else KEEP_HIGH
 
 
 def progress_line(run: Run, asked_steps: int | None) -> str:

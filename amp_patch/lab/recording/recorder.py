@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from amp_patch.environment import name_of
 from amp_patch.lab.recording import size_advice
 from amp_patch.lab.recording.forward_hooks import ForwardHooks
+from amp_patch.lab.recording.module_names import module_names
 from amp_patch.lab.recording.outbox import Outbox, UnreadEvent
 from amp_patch.lab.recording.peak_memory import PeakMemory
 from amp_patch.lab.recording.run import NATIVE, Event, Run
@@ -132,6 +133,7 @@ class Recorder(Observer):
         inspect: emit a "look" of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
         activations: emit a "memory" of the third step, or of the last if that comes before; its times are NaN too.
         batch_dim: which dimension of the model's first tensor has the samples.
+        modules: emit the "modules" of each training's models.
         between_steps: called between two steps, each time that the sinks were flushed; its time is in no step.
 
     Attributes:
@@ -150,6 +152,7 @@ class Recorder(Observer):
         inspect: bool = False,
         activations: bool = True,
         batch_dim: int = 0,
+        modules: bool = False,
         between_steps: Callable[[], None] | None = None,
     ) -> None:
         if stop_after is not None and (isinstance(stop_after, bool) or stop_after < 1):
@@ -162,6 +165,7 @@ class Recorder(Observer):
         self._stop_after = stop_after
         self._inspect = inspect
         self._batch_dim = batch_dim
+        self._tells_modules = modules
         self._weigh_after = min(3, stop_after or 3) - 1 if activations else 0
 
     def __enter__(self) -> Recorder:
@@ -261,7 +265,9 @@ class Recorder(Observer):
                     "lost_eps": self._sizes.lost_eps(),
                 }
             )
-        elif training.policy != begun:
+        if self._tells_modules:
+            self._outbox.put({"event": "modules", "names": module_names(alive(training.models))})
+        if len(self._adopted) > 1 and training.policy != begun:
             self._note(f"initialize was called again, with another policy: {training.policy}")
 
     def _adopt_earlier(self, stash: Stash) -> None:

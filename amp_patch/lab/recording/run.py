@@ -105,6 +105,7 @@ class Run:
         looks: what `amp.inspect` saw, a step each.
         updates: what some of the steps changed in FP32 weights or masters, and what of that would be lost without:
             `lost_updates`. Empty where there are none. Of a training without a low-precision type, in both types.
+        modules: in a search the names of the models' modules, each behind those inside it.
         advice: sizes of layers that would better be other ones, in words, a line each; on a GPU alone.
     """
 
@@ -140,6 +141,7 @@ class Run:
     logged: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     looks: list[Look] = field(default_factory=list)
     updates: list[Updates] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -191,7 +193,7 @@ class Run:
         "begin" (once initialize was called), "end" and "outcome" (what the process that started the run says of it)
         carry attributes of this class by their names; "step" one entry of each list; "log" a step, a name and a value;
         "look" the attributes of a `Look`, "updates" those of an `Updates`; "memory" what one step took; "advice" lines;
-        "note" a text.
+        "modules" names; "note" a text.
         """
         event = dict(event)
         kind = event.pop("event")
@@ -217,10 +219,12 @@ class Run:
             self.activations, self.step_peak = event["activations"], event["step_peak"]
         elif kind == "advice":
             self.advice += [line for line in event["lines"] if line not in self.advice]
+        elif kind == "modules":
+            self.modules += [name for name in event["names"] if name not in self.modules]
         elif kind == "note":
             self.notes.append(event["text"])
         else:
-            kinds = "begin, step, log, look, updates, memory, advice, note, end or outcome"
+            kinds = "begin, step, log, look, updates, memory, advice, modules, note, end or outcome"
             raise ValueError(f"Run.add: event is {kind!r}; wanted {kinds}")
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,0 +1,187 @@
+"""`python -m amp_patch search`: which modules a level must keep in a higher precision to be as good as FP32."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from amp_patch.lab.commands import compare_arguments, compare_folder, compare_launcher
+from amp_patch.lab.commands.interrupts import Interrupts
+from amp_patch.lab.commands.report import comparison_of, print_any_letter
+from amp_patch.lab.commands.turn_scheduler import ComparisonRefused, ScriptFailed, TurnScheduler
+from amp_patch.lab.comparison import module_search
+from amp_patch.lab.comparison.machine import machine
+from amp_patch.lab.comparison.module_search import Found, Kept, Trial
+from amp_patch.lab.comparison.plan import BASELINE, MARGIN, SEEDS, Plan
+from amp_patch.lab.recording.run import Run, dumps
+from amp_patch.support.files import write_whole
+
+_LEVEL = "O5"
+_EPILOG = """
+A trial trains the level from each seed with some modules kept in FP32 (at O6 and O7, whose products are FP8 or FP4, in
+BF16), and is judged by its gap to O0 at the same seeds, as in compare. Halving finds which modules must be kept, in at
+most 2 log2(modules) + 3 trials, O0's own among them. Nothing of the script is changed: AMP_PATCH_KEEP_FP32 and
+AMP_PATCH_KEEP_HIGH tell its runs what to keep. `search --resume FOLDER` goes on with a search that was cut.
+
+The exit status is 0 if there is an answer, 1 if not or if the script fails, 130 if Ctrl-C has cut it, and 2 for
+arguments that cannot be.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `search`."""
+    parser.usage = "python -m amp_patch search [options] [-m] script [options] [-- the script's own arguments]"
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--level", default=_LEVEL, help="as compare's: O1, O2, O4, O5, O6+nvfp4 ... (default %(default)s)")
+    add("--dtype", help="float16 or bfloat16 at O1, O2 and O3 (default: as the script has it)")
+    add("--steps", type=int, help="end each run after so many optimizer steps")
+    add("--seeds", type=int, help=f"repetitions of each trial (default {SEEDS})")
+    add("--seed-flag", metavar="FLAG", help="the script's own option for a seed")
+    add("--metric", default="loss", help="judge by this name of amp.log's (default: the training loss)")
+    add("--maximize", action="store_true", help="more of the metric is better")
+    add(
+        "--margin",
+        type=float,
+        default=100 * MARGIN,
+        metavar="PERCENT",
+        help="by how much of O0's result the level may be worse and is as good (default %(default)g)",
+    )
+    add("--trials", type=int, metavar="N", help="make at most so many trials, O0's own among them")
+    add("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
+    add("--out", type=Path, default=Path("amp_search"), help="folder of the runs (default %(default)s)")
+    add("--resume", type=Path, metavar="FOLDER", help="go on with the search in this folder")
+    add("-m", dest="module", action="store_true", help="script is a module, as in python -m")
+    add("script", nargs="?", help="a script, or a folder or zip file with a __main__.py, or with -m a module")
+
+
+def defaults() -> dict[str, Any]:
+    """The arguments of `search` without any given."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return {**vars(parser.parse_args([])), "arguments": []}
+
+
+def search(args: argparse.Namespace) -> None:
+    """find which modules of a script must be kept in a higher precision for a level to be as good as FP32"""
+    print_any_letter()
+    try:
+        compare_launcher.refuse_ranks()
+        if args.resume is not None:
+            args = argparse.Namespace(**{**vars(compare_folder.resumed(args, defaults())), "trials": args.trials})
+        elif args.script is None:
+            raise ValueError("search: there is no script to run: add its name, or --resume with a search's folder")
+        elif not args.module and not os.path.exists(args.script):
+            raise ValueError(f"search: there is no {args.script!r} here")
+        if args.trials is not None and args.trials < 3:
+            raise ValueError(f"search: trials is {args.trials}; wanted 3 or more: O0's, the level's, and one more")
+        trials = _Trials(args)
+        if args.resume is None:
+            compare_folder.prepare(args.out)
+            compare_folder.begin(args)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    with Interrupts() as interrupts:
+        trials.interrupts = interrupts
+        try:
+            found = module_search.search(trials.run, trials.modules, args.trials)
+        except ComparisonRefused as error:
+            print(error, file=sys.stderr)
+            sys.exit(2)
+        except ScriptFailed as error:
+            print(f"search: {args.script} has failed {error}", file=sys.stderr)
+            sys.exit(1)
+        except _Cut as cut:
+            print(f"To go on: python -m amp_patch search --resume {shlex.quote(str(args.out))}")
+            sys.exit(cut.status)
+    _report(args, trials.level, found)
+    sys.exit(0 if found.answer is not None else 1)
+
+
+def _report(args: argparse.Namespace, level: str, found: Found) -> None:
+    device = [] if args.device is None else ["--device", args.device]
+    command = shlex.join([*device, *(["-m"] if args.module else []), args.script, *args.arguments])
+    print("\n".join(["", *module_search.report(level, found, command)]))
+    path = args.out / "search.json"
+    write_whole(path, dumps({"script": args.script, **module_search.to_dict(level, found)}, indent=1) + "\n")
+    print(f"report: {path}")
+
+
+class _Cut(Exception):
+    """Carries the exit status of a signal that has ended a trial."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class _Trials:
+    """Trains the script at the level, each trial in a folder of its own; the first one's has O0's runs.
+
+    Attributes:
+        level: its name.
+        interrupts: ends the runs by what it has noted.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        own = {**compare_arguments.defaults(), **vars(args), "levels": args.level, "one_by_one": False}
+        if args.level.strip() == BASELINE:
+            raise ValueError(f"search: level is {BASELINE}; wanted one level that is not O0, as O5")
+        self._args = argparse.Namespace(**own)
+        self._plan = replace(compare_arguments.plan_of(self._args), keep=())
+        self._made = 0
+        self._runs: list[Run] = []
+        levels = [level for level in self._plan.levels if level != BASELINE]
+        if len(levels) != 1:
+            raise ValueError(f"search: level is {args.level}; wanted one level that is not O0, as O5")
+        if self._plan.seeds < 2:
+            raise ValueError(f"search: seeds is {self._plan.seeds}; wanted 2 or more: one has no interval")
+        self.level = levels[0]
+        self.interrupts = Interrupts()
+
+    def run(self, kept: Kept) -> Trial:
+        """Train with these modules kept, unless an earlier call has done so.
+
+        Raises:
+            ComparisonRefused, ScriptFailed: as `TurnScheduler.train` raises them.
+            _Cut: a signal has come.
+        """
+        self._made += 1
+        plan = replace(self._plan, keep=kept)
+        args = argparse.Namespace(**{**vars(self._args), "out": self._args.out / f"trial{self._made}"})
+        found = self._folder(args, plan)
+        scheduler = TurnScheduler(plan, args, self.interrupts, found)
+        cut = scheduler.train()
+        self._runs = scheduler.runs
+        if cut:
+            raise _Cut(cut)
+        comparison = comparison_of(args, plan, [run for run in self._runs if run.level in plan.levels], 0, machine())
+        done = module_search.trial_of(kept, comparison)
+        print(module_search.line(self._made, done), flush=True)
+        return done
+
+    def modules(self) -> list[str]:
+        """The names of the script's modules, as the runs before have told them."""
+        return [*dict.fromkeys(name for run in self._runs if run.level != BASELINE for name in run.modules)]
+
+    def _folder(self, args: argparse.Namespace, plan: Plan) -> list[Run]:
+        """Make the folder of a trial: the runs that it has already."""
+        told = args.out / "kept.json"
+        asked = dumps([self.level, *(plan.keep or ())])
+        there = told.exists() and told.read_text() == asked and self._args.resume is not None
+        compare_folder.prepare(args.out)
+        if not there:
+            compare_folder.begin(args)
+            write_whole(told, asked)
+        if self._made > 1:
+            for record in (self._args.out / "trial1" / "runs").glob(f"{BASELINE}-seed*"):
+                shutil.copyfile(record, args.out / "runs" / record.name)
+        return compare_folder.runs_in(args.out, plan)

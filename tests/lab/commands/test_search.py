@@ -1,0 +1,153 @@
+"""`python -m amp_patch search`: its folders, what it prints, and a search that was cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from scripts import start_script
+
+from amp_patch.__main__ import main
+from amp_patch.lab.commands import compare_folder, search
+from amp_patch.lab.comparison.other_work import OtherWork
+from amp_patch.lab.recording.run import PARTS, Run, dumps, loads
+
+MODULES = ["0", "1", "2", "3"]
+
+
+class Trainings:
+    """In the place of what trains: a level passes if module "2" is kept. `made` has the runs that were made."""
+
+    made: ClassVar[list[tuple[tuple[str, ...], str, int]]] = []
+    cut_at = 0  # before so many runs; 0: never
+
+    def __init__(self, plan, args, interrupts, found):
+        self.plan, self.args, self.found, self.load, self.asked = plan, args, found, OtherWork(), 0
+
+    def train(self) -> int:
+        there = {(run.level, run.seed) for run in self.found}
+        for run in self.plan.runs():
+            if (run.level, run.seed) not in there:
+                if len(self.made) + 1 == self.cut_at:
+                    Trainings.cut_at = 0
+                    self.runs = compare_folder.runs_in(self.args.out, self.plan)
+                    return 130
+                self.made.append((self.plan.keep, run.level, run.seed))
+                self._record(run)
+        self.runs = compare_folder.runs_in(self.args.out, self.plan)
+        return 0
+
+    def _record(self, run: Run) -> None:
+        worse = 0.0 if run.level == "O0" or "2" in self.plan.keep else 0.5
+        step = {"event": "step", "seconds": 0.5, "scale": 1.0, "skipped": False, "samples": 8}
+        step |= {"loss": 2 + run.seed / 100 + worse, "parts": dict.fromkeys(PARTS, 0.1)}
+        dtype = None if run.level == "O0" else "bfloat16"
+        events = [{"event": "begin", "level": run.level, "dtype": dtype, "policy": "", "device": "cpu"}]
+        events += [{"event": "modules", "names": MODULES}, *[step] * 40]
+        path = compare_folder.record_of(self.args.out, run)
+        path.write_text("".join(f"{dumps(event)}\n" for event in events))
+        compare_folder.keep_outcome(path, run)
+
+
+@pytest.fixture(name="faked", autouse=True)
+def faked_fixture(request, monkeypatch, tmp_path):
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(search, "TurnScheduler", Trainings)
+    Trainings.made, Trainings.cut_at = [], 0
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+
+
+def run(*given: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(["search", *given])
+    return exit_.value.code or 0
+
+
+def test_a_search_shows_each_trial_and_ends_with_what_to_paste(capsys):
+    assert run("--level", "O4", "train.py", "--", "--lr", "1") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[:3] for line in shown if line.startswith("trial")] == [
+        ["trial 1", "nothing kept", "fails"],
+        ["trial 2", "kept 0, 1", "fails"],
+        ["trial 3", "kept 0, 1, 2", "passes"],
+        ["trial 4", "kept 2", "passes"],
+    ]
+    assert '    amp.initialize(model, optimizer, opt_level="O4", keep_fp32=["2"])' in shown
+    assert "    AMP_PATCH_OPT_LEVEL=O4 AMP_PATCH_KEEP_FP32=2 python -m amp_patch run train.py --lr 1" in shown
+    assert shown[-1] == "report: amp_search/search.json"
+    report = loads(Path("amp_search/search.json").read_text())
+    assert (report["level"], report["kept"], len(report["trials"])) == ("O4", ["2"], 4)
+    # O0 is trained once.
+    assert [made[2] for made in Trainings.made if made[1] == "O0"] == [0, 1, 2]
+    assert len(Trainings.made) == 3 * 5
+
+
+@pytest.mark.parametrize("cut_at", [2, 5, 9])
+def test_a_search_that_was_cut_goes_on(cut_at, capsys):
+    Trainings.cut_at = cut_at
+    assert run("train.py", "--seeds", "2") == 130
+    assert "To go on: python -m amp_patch search --resume amp_search" in capsys.readouterr().out
+    assert run("--resume", "amp_search") == 0
+    assert len(Trainings.made) == len(set(Trainings.made)) == 2 * 5, "no run is made twice"
+    assert loads(Path("amp_search/search.json").read_text())["kept"] == ["2"]
+    # Begun anew nothing of it counts.
+    assert run("train.py", "--seeds", "2") == 0 and len(Trainings.made) == 2 * 2 * 5
+
+
+def test_trials_may_be_fewer(capsys):
+    assert run("train.py", "--trials", "4") == 0
+    shown = capsys.readouterr().out
+    assert "The trials were used up; fewer modules may do: --resume with more --trials goes on." in shown
+    assert 'keep_fp32=["0", "1", "2"]' in shown
+    assert run("--resume", "amp_search", "--trials", "9") == 0 and len(Trainings.made) == 3 * 5
+    assert 'keep_fp32=["2"]' in capsys.readouterr().out
+    assert run("train.py", "--trials", "3") == 1
+    assert "nothing is found to keep" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "search: there is no script to run"),
+        (["other.py"], "search: there is no 'other.py' here"),
+        (["train.py", "--seeds", "1"], "search: seeds is 1; wanted 2 or more"),
+        (["train.py", "--trials", "2"], "search: trials is 2; wanted 3 or more"),
+        (["train.py", "--level", "O9"], "level 'O9' is none of"),
+        (["train.py", "--level", "O0"], "search: level is O0; wanted one level that is not O0"),
+        (["train.py", "--level", "O2,O4"], "search: level is O2,O4; wanted one level that is not O0"),
+        (["--resume", "none"], "none has no comparison"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_by_name(given, said, capsys):
+    assert run(*given) == 2
+    assert said in capsys.readouterr().err and not Trainings.made
+
+
+SCRIPT = """
+import torch
+
+class Fragile(torch.nn.Module):
+    def forward(self, x):
+        return torch.softmax(torch.cat([x[:, :4] + 1e5, x[:, 4:]], 1), -1) + x
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), Fragile())
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(30):
+    x = torch.randn(16, 8)
+    loss = torch.nn.functional.mse_loss(net(x), x)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_an_unedited_script_is_searched(tmp_path):
+    done = start_script(tmp_path, SCRIPT, "-m", "amp_patch", "search", "--level", "O2", "--seeds", "2")
+    assert done.returncode == 0, done.stderr
+    assert 'opt_level="O2", keep_fp32=["1"])' in done.stdout, done.stdout
+    report = loads((tmp_path / "amp_search" / "search.json").read_text())
+    assert report["trials"][0]["kind"] == "differs" and report["trials"][-1]["passes"]
