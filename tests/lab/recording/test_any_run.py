@@ -54,6 +54,7 @@ events = st.lists(
         ),
         of_kind("memory", activations=st.none() | counts, step_peak=st.none() | counts),
         of_kind("advice", lines=st.lists(words, max_size=3)),
+        of_kind("modules", names=st.lists(words, max_size=3)),
         of_kind("note", text=words),
         of_kind("end", **sizes),
     ),

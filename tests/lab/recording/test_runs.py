@@ -72,6 +72,7 @@ RUN = Run(
     looks=[LOOK],
     updates=[Updates("float16", {"a.weight": [9, 4], "b": [0, 0]}, 2), Updates("float16", {"a.weight": [1, 1]}, 4)],
     advice=["pad it"],
+    modules=["head"],
 )
 
 
@@ -101,6 +102,8 @@ def test_events_fold_into_a_run():
         {"event": "note", "text": "no batch"},
         {"event": "advice", "lines": ["pad it", "and it"]},
         {"event": "advice", "lines": ["pad it"]},
+        {"event": "modules", "names": ["body.0", "body"]},
+        {"event": "modules", "names": ["body", "head"]},
         {"event": "end", "weights": 1, "masters": 2, "gradients": 3, "state": 4, "peak_memory": 5},
     ]
     kept = json.dumps(events[0])
@@ -129,6 +132,7 @@ def test_events_fold_into_a_run():
         logged={"accuracy": [(1, 0.25), (2, 0.5)]},
         looks=[Look(1, 128.0, 256.0, errors={"a": 0.5})],
         advice=["pad it", "and it"],
+        modules=["body.0", "body", "head"],
     )
     assert run.steps == 2
 
@@ -148,7 +152,7 @@ def test_a_failed_run_says_why_and_where_in_one_line():
 def test_an_event_of_no_known_kind_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"event is 'stop'; wanted begin, step, log, look, updates, memory, advice, note, end or outcome",
+        match=r"event is 'stop'; wanted begin, step, log, look, updates, memory, advice, modules, note, end or outcome",
     ):
         Run("O0").add({"event": "stop"})
 
