@@ -16,7 +16,7 @@ from training import backward, same, through_pickle
 from amp_patch import amp, multi_tensor
 from amp_patch.environment import named_level
 from amp_patch.optimizers import FusedLAMB
-from amp_patch.support import tree
+from amp_patch.support import device_sync, tree
 
 OPTIM = torch.optim
 LEVELS = ["O4", "O5", "O5+split", "O5+stochastic"]
@@ -121,6 +121,24 @@ def test_the_gradients_of_the_model_are_never_there_at_once(level, most, less):
         pytest.skip("without the extension gradients are made FP32")
     released, ordinary = bytes_of_an_iteration(level), bytes_of_an_iteration(level, gradient_release=False)
     assert most - 0.6 < released < most and ordinary - released > less
+
+
+def test_hooks_that_were_there_first_see_each_gradient_and_may_change_it():
+    def train(**options: Any) -> tuple[list[Tensor], int]:
+        model, seen = net(), []
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.mul_(0.5).norm()))
+        model, optimizer = start(MAKERS["SGD"], "O5", model, **options)
+        for step in range(2):
+            backward(loss_of(model, step), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = numbers(model, optimizer)
+        amp.restore()
+        return found, len(seen)
+
+    (released, seen), (ordinary, _) = train(), train(gradient_release=False)
+    assert same(released, ordinary) and seen == 12
 
 
 def test_a_shared_weight_is_stepped_once_with_the_whole_gradient():
@@ -339,6 +357,48 @@ def test_a_graph_of_gradients_is_refused():
         amp.scale_loss(loss_of(model, 0), optimizer) as scaled,
     ):
         scaled.backward(create_graph=True)
+
+
+def test_a_sparse_gradient_is_refused():
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
+    model, optimizer = start(lambda p: OPTIM.SGD(p, lr=0.1), "O4", model)
+    before = model[0].weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"0\.weight gets a sparse gradient"):
+        backward(model(torch.tensor([1, 3])).square().mean(), optimizer)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_the_capture_of_a_cuda_graph_is_refused(monkeypatch):
+    model, optimizer = start(MAKERS["AdamW"])
+    loss = loss_of(model, 0)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="in the capture of a CUDA graph"), amp.scale_loss(loss, optimizer) as scaled:
+        monkeypatch.setattr(device_sync, "is_capturing", lambda: True)
+        try:
+            scaled.backward()
+        finally:
+            monkeypatch.undo()
+    assert same(model.parameters(), before)
+
+
+class Around:
+    """A wrapper, as Lookahead is."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def test_a_wrapper_is_refused():
+    model = net()
+    with pytest.raises(ValueError, match=r"not for a Around around another optimizer.*give the optimizer inside"):
+        start(lambda p: Around(OPTIM.SGD(p, lr=0.1)), "O5", model)
+    with pytest.raises(TypeError, match="gradient_release is 'yes'"):
+        start(MAKERS["SGD"], "O5", model, gradient_release="yes")
+    assert all(p.dtype is torch.float32 for p in model.parameters())
 
 
 def on_ranks() -> None:
