@@ -4,8 +4,8 @@
 
 The GPT of examples/tasks.py writes Python's manual, by AdamW. In four runs, from large steps to small ones, the meter
 of lost updates tells which share of them BF16 weights would lose without masters, and the held-out loss what that
-costs: with masters (O5), split ones, weights that are rounded by chance, and to nearest (O3 in BF16). Each is trained
-from as many seeds as there are repeats.
+costs: with masters (O5), split ones, weights that are rounded by chance, with state in eight bits, and rounded to
+nearest (O3 in BF16). Each is trained from as many seeds as there are repeats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from tasks import TopicsGPT
 
 BASE = "O0"
-LEVELS = ("O5", "O5+split", "O5+stochastic", "O3")
+LEVELS = ("O5", "O5+split", "O5+split+8bit", "O5+stochastic", "O5+stochastic+8bit", "O3")
 TRAINED_STEPS = 800  # of the model that is fine-tuned
 
 
