@@ -7,8 +7,8 @@ from amp_patch.casts.rules import INSTEAD_OF_BANNED
 
 # Apex's list -> our rules whose functions are on it. BFLOAT16_FUNCS is ROCm's.
 KINDS: dict[str, tuple[str, ...]] = {
-    "FP16_FUNCS": ("lower", "einsum", "fused", "rnn"),
-    "BFLOAT16_FUNCS": ("lower", "einsum", "fused", "rnn"),
+    "FP16_FUNCS": ("lower", "product", "einsum", "fused", "rnn"),
+    "BFLOAT16_FUNCS": ("lower", "product", "einsum", "fused", "rnn"),
     "FP32_FUNCS": ("fp32", "norm"),
     "CASTS": ("widest", "einsum_widest", "mixed_fp32"),
     "BANNED_FUNCS": ("banned",),
