@@ -165,14 +165,12 @@ def with_asked_methods(methods: Iterable[str], models: Iterable[Any]) -> tuple[s
     return (*methods, *found)
 
 
-def with_asked_modules(policy: Policy, keep_fp32: Any, keep_high: Any, models: Iterable[Any]) -> tuple[Any, Any]:
+def with_asked_modules(keep_fp32: Any, keep_high: Any, models: Iterable[Any]) -> tuple[Any, Any]:
     """A script's `keep_fp32`, with the modules that ``AMP_PATCH_KEEP_FP32`` names ("encoder,head.norm") and one of
     `models` has, and its `keep_high`, or in its place those that ``AMP_PATCH_KEEP_HIGH`` names ("()": none).
 
-    A name that none of `models` has is logged: a script may call `initialize` for several. At O0 nothing is kept.
+    A name that none of `models` has is logged: a script may call `initialize` for several.
     """
-    if policy.changes_nothing:
-        return keep_fp32, keep_high
     models = list(models)
     asked = _modules_in(KEEP_FP32, models)
     if asked:

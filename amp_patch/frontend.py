@@ -256,7 +256,7 @@ def initialize_as(
         return _apex_form(models, optimizers, optimizer_list)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
-    keep_fp32, keep_high = with_asked_modules(policy, keep_fp32, keep_high, model_list)
+    keep_fp32, keep_high = with_asked_modules(keep_fp32, keep_high, model_list)
     kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
     high = kept_high(model_list, policy, keep_high)
     releases = release.check(gradient_release, optimizer_list, targets, policy)

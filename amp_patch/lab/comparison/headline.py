@@ -130,14 +130,14 @@ def how_sure(comparison: Comparison) -> str:
     elif len(base.finite) < 2:
         more = f"{comparison.quick_note}." if comparison.quick_note else "run three seeds or more."
         said.append(f"From one seed, so without an interval{'. ' if comparison.quick_note else ': '}{more}")
+    if len(base.finite) > 1 and not seeds_change_nothing(base) and not best.finding.to_the_bit:
+        said.append(_of_the_loss(comparison, best, base))
     if best is not base and best.speedup is not None:
         low, high = best.speedup.low, best.speedup.high
         paired = len(set(best.seeds) & set(base.seeds))
         each = f"with each of {paired} seeds" if paired > 1 else "in one run"
         span = " to ".join(dict.fromkeys(f"{ratio(each)}x" for each in (low, high)))
         said.append(f"{'Faster' if low > 1 else 'Its speed'} {each}: {span}.")
-    if len(base.finite) > 1 and not seeds_change_nothing(base) and not best.finding.to_the_bit:
-        said.append(_of_the_loss(comparison, best, base))
     load = comparison.load_note
     return " ".join([*said, *([f"{_capital(load)}."] if load else [])])
 
