@@ -101,6 +101,13 @@ struct CodeLoops {
       const Lanes value = unless_code_is_zero(code, fused(m, slope[place], from)) * scale;
       put<false>(static_cast<void*>(out + i), same_bits<Integers>(value.v));
     }
+#else
+    static const std::array<float, 256> numbers = [&] {
+      std::array<float, 256> made{};
+      for (int code = 0; code < 256; ++code) made[code] = number_of<kSigned>(map, static_cast<uint8_t>(code));
+      return made;
+    }();
+    for (; i < n; ++i) out[i] = numbers[codes[i]] * scale;
 #endif
     for (; i < n; ++i) out[i] = number_of<kSigned>(map, codes[i]) * scale;
   }

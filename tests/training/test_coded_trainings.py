@@ -201,7 +201,7 @@ def test_plain_torch_steps_it_too(make):
     torch.testing.assert_close(go_on(model, optimizer, range(4)), losses, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("place", range(0, 120, 7))
+@pytest.mark.parametrize("place", range(0, 120, 19))
 @one_of_each_way
 def test_an_interrupt_leaves_each_parameter_stepped_or_not_and_the_next_step_goes_on(make, place):
     """Ctrl-C at a line of ours in the step: what is kept is whole, and of the values before or after."""
