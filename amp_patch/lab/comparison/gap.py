@@ -75,10 +75,11 @@ class Gap:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: with what is told, and with mean, low, high and margin in per cent of the baseline's mean."""
+        keys = {"mean_percent": self.mean, "low_percent": self.low, "high_percent": self.high}
         percents = {}
-        for name in ("mean", "low", "high", "margin"):
-            share = self.share(getattr(self, name))
-            percents[f"{name}_percent"] = None if share is None else 100 * share
+        for key, value in {**keys, "margin_percent": self.margin}.items():
+            share = self.share(value)
+            percents[key] = None if share is None else 100 * share
         return {**asdict(self), **percents, "told": self.told}
 
     @property
