@@ -67,9 +67,11 @@ class OptLevelTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's optimizer, which goes through `amp.initialize` with the model."""
         super().create_optimizer(*args, **kwargs)
-        if stash_of(innermost(self.optimizer)) is None:
-            initialize(self.model, self.optimizer, **self._amp_options)
-        return self.optimizer
+        model: Any = self.model  # declared optional, as the optimizer is; both are there now
+        optimizer: Any = self.optimizer
+        if stash_of(innermost(optimizer)) is None:
+            initialize(model, optimizer, **self._amp_options)
+        return optimizer
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's training; a checkpoint is loaded into the masters of a model that came in low precision.
@@ -104,7 +106,8 @@ class OptLevelTrainer(Trainer):
         def backward(loss: Tensor, **options: Any) -> None:
             # Under DDP's no_sync the sum stays scaled in the model.
             wait = not getattr(model, "require_backward_grad_sync", True)
-            with scale_loss(loss, self.optimizer, delay_unscale=wait) as scaled:
+            optimizer: Any = self.optimizer  # declared optional
+            with scale_loss(loss, optimizer, delay_unscale=wait) as scaled:
                 plain(scaled, **options)
 
         self.accelerator.backward = backward
