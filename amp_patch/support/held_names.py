@@ -17,6 +17,8 @@ from amp_patch.support.patches import Patches
 # id of a function -> the function (held: the id stays its own), and what is to be held in its place.
 Replaced = Mapping[int, tuple[Any, Any]]
 
+# Of modules in which nothing was found: the name -> the functions that were looked for, and the names' values, by id.
+_found_nothing: dict[str, tuple[frozenset[int], tuple[int, ...]]] = {}
 _NEVER = frozenset((*sys.stdlib_module_names, "torch", "functorch", __name__.partition(".")[0])) - {"__main__"}
 
 
@@ -26,8 +28,11 @@ def replace_in_modules(patches: Patches, replaced: Replaced) -> None:
     That is in its names, the values of its dicts, the attributes of its classes, in functools.partial, and in the
     defaults and closures of its functions and methods. Whoever assigns to such a place meanwhile keeps what was
     assigned. Keys, lists and tuples stay: functions are compared by them. Modules of torch, of amp_patch and of
-    Python's library are passed over; one that is imported lazily is not touched off, and has what it has by now.
+    Python's library are passed over; one that is imported lazily is not touched off, and has what it has by now. So are
+    those that held nothing the last time, if their names are the same objects still: in a process with a few large
+    libraries the search takes a tenth of a second, and a notebook makes it at each `initialize` after a `restore`.
     """
+    wanted = frozenset(replaced)
     holder = _Holder(patches, replaced)
     marks = replaced.keys() | {id(torch.Tensor), id(nn.Module)}
     marks |= {id(module) for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torch"}
@@ -35,8 +40,16 @@ def replace_in_modules(patches: Patches, replaced: Replaced) -> None:
         if name.partition(".")[0] in _NEVER or not issubclass(type(module), types.ModuleType):
             continue
         names: dict[str, Any] = object.__getattribute__(module, "__dict__")  # `vars` would run a lazy import
-        if any(id(value) in marks for value in list(names.values())) and not _is_passed_over(names):
-            holder.names(names)
+        values = tuple(map(id, list(names.values())))
+        if marks.isdisjoint(values) or _is_passed_over(names):
+            continue
+        known = wanted, values
+        if name != "__main__" and _found_nothing.get(name) == known:
+            continue
+        before = len(patches)
+        holder.names(names)
+        if len(patches) == before:
+            _found_nothing[name] = known
 
 
 def replace_in_attributes(modules: Iterable[nn.Module], replaced: Replaced) -> Patches:
