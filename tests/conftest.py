@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import warnings
 from collections.abc import Iterator
@@ -53,6 +54,11 @@ class FailuresAtOnce:
         if report.failed:
             reason = str(report.longrepr).strip().splitlines()[-1:]
             self.terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {' '.join(reason)}")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # imported modules and collected tests are no garbage, and each gc.collect() of a test looked at all
 
 
 @pytest.hookimpl(trylast=True)  # the terminal reporter is registered by then
