@@ -112,7 +112,9 @@ class RunSummary(Observer):
         line = self.line()
         if line is not None and self._first_rank and os.getpid() == self._process:
             who = f" process {self._process}:" if multiprocessing.parent_process() is not None else ""
-            print(f"amp_patch:{who} {line}", file=sys.stderr, flush=True)
+            # In one write: processes that end together share the pipe, and print() may write the end of the line apart.
+            sys.stderr.write(f"amp_patch:{who} {line}\n")
+            sys.stderr.flush()
 
     def line(self) -> str | None:
         """The line without whose it is; None where no step was made."""
