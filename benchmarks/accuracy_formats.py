@@ -12,6 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import short_training
 import torch
 from accuracy import FAMILIES, METRIC, ROOT, listed, read, seeds, table
 
@@ -53,7 +54,7 @@ def main() -> int:
 
 
 def train(family: str, seeds: int, steps: int) -> Comparison:
-    """What examples/train.py does, at each level from each seed."""
+    """The task, at each level from each seed."""
     sys.path.insert(0, str(ROOT / "examples"))
     from tasks import TASKS
 
@@ -64,20 +65,8 @@ def train(family: str, seeds: int, steps: int) -> Comparison:
         batches = torch.Generator().manual_seed(torch.initial_seed())
         model = task.model()
         model, optimizer = amp.initialize(model, task.optimizer(model), verbosity=0)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / (0.1 * steps), (steps - step) / (0.9 * steps), 1.0)
-        )
-        for _ in range(steps):
-            inputs, targets = task.batch(batches)
-            loss = task.loss(model(inputs), targets)
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            schedule.step()
-        model.eval()
-        with torch.no_grad():
-            amp.log(**task.evaluate(model))
+        short_training.train(task, model, [optimizer], steps, batches)
+        amp.log(**short_training.figures(task, model))
 
     return amp.compare(run, list(LEVELS), seeds=seeds, metric=METRIC)
 

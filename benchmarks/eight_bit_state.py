@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import short_training
 import timing
 import torch
 from torch import nn
@@ -64,28 +65,10 @@ def train(task_name: str, name: str, state: str | None, seed: int, steps: int) -
     model = task.model()
     optimizers = make(name, model)
     model, optimizers = amp.initialize(model, optimizers, opt_level="O0", optimizer_state=state, verbosity=0)
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(
-            o, lambda step: min((step + 1) / (0.1 * steps), (steps - step) / (0.9 * steps), 1.0)
-        )
-        for o in optimizers
-    ]
-    for _ in range(steps):
-        inputs, targets = task.batch(batches)
-        loss = task.loss(model(inputs), targets)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizers) as scaled_loss:
-            scaled_loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        for schedule in schedules:
-            schedule.step()
+    short_training.train(task, model, optimizers, steps, batches)
     count = sum(p.numel() for p in model.parameters())
     taken = sum(bytes_of(state) for optimizer in optimizers for state in optimizer.state.values())
-    model.eval()
-    with torch.no_grad():
-        found = task.evaluate(model)["held_out_loss"]
+    found = short_training.figures(task, model)["held_out_loss"]
     amp.restore()
     return found, taken / count
 

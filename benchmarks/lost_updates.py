@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import short_training
 import timing
 import torch
 
@@ -70,22 +71,9 @@ def _trained(lr: float, level: str, seed: int, steps: int, start: dict[str, Any]
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=named.level, dtype=dtype, verbosity=0, **named.options
     )
-    # Up for a tenth of the steps, down to nothing at the end, as in examples/train.py.
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / (0.1 * steps), (steps - step) / (0.9 * steps), 1.0)
-    )
     with amp.record() as run:
-        for _ in range(steps):
-            inputs, targets = task.batch(batches)
-            loss = task.loss(model(inputs), targets)
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            schedule.step()
-    model.eval()
-    with torch.no_grad():
-        return task.evaluate(model)["held_out_loss"], run, model
+        short_training.train(task, model, [optimizer], steps, batches)
+    return short_training.figures(task, model)["held_out_loss"], run, model
 
 
 def measure(case: Case, seeds: int, steps: int, start: dict[str, Any] | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any
 
+import benchmark_scripts
 import pytest
 import torch
 from paths import EXAMPLES
@@ -23,27 +24,15 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def loss_of(task: Any, level: str, options: dict[str, Any], seed: int) -> float:
+def loss_of(short_training: Any, task: Any, level: str, options: dict[str, Any], seed: int) -> float:
     """The mean loss of the last third of the steps: the batches are those of every other run from this seed."""
     torch.manual_seed(seed)
     model = task.model()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / (0.1 * STEPS), (STEPS - step) / (0.9 * STEPS), 1.0)
-    )
-    batches, losses = torch.Generator().manual_seed(seed), []
-    for _ in range(STEPS):
-        inputs, targets = task.batch(batches)
-        loss = task.loss(model(inputs), targets)
-        optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
+    losses = short_training.train(task, model, [optimizer], STEPS, torch.Generator().manual_seed(seed))
     amp.restore()
-    return statistics.mean(losses[-STEPS // 3 :])
+    return statistics.mean(loss.item() for loss in losses[-STEPS // 3 :])
 
 
 @pytest.mark.slow
@@ -56,8 +45,10 @@ def test_formats_cost_a_gpt_what_others_found(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     from tasks import TASKS
 
+    short_training = benchmark_scripts.load("short_training")
+
     begun, task = time.perf_counter(), TASKS["gpt"]("cpu")
-    losses = {name: [loss_of(task, *run, seed) for seed in range(SEEDS)] for name, run in RUNS.items()}
+    losses = {name: [loss_of(short_training, task, *run, seed) for seed in range(SEEDS)] for name, run in RUNS.items()}
     gaps = {name: [a - b for a, b in zip(found, losses["fp32"], strict=True)] for name, found in losses.items()}
     means = {name: statistics.mean(found) for name, found in gaps.items()}
     print(*(f"{name:18}{means[name]:+.4f}  {[round(gap, 4) for gap in gaps[name]]}" for name in RUNS), sep="\n")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
+import benchmark_scripts
 import pytest
 from made_up import made_up_run
 from paths import BENCHMARKS
@@ -21,12 +21,7 @@ SEEDS = 5
 
 @pytest.fixture(scope="module")
 def accuracy():
-    spec = importlib.util.spec_from_file_location("accuracy", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patches:
-        patches.syspath_prepend(BENCHMARKS)  # as Python does for a script
-        spec.loader.exec_module(module)
-    return module
+    return benchmark_scripts.load("accuracy")
 
 
 def comparison(second: str = "bits", without: str | None = None, **shifts: float) -> Comparison:

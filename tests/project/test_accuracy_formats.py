@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
+import benchmark_scripts
 import pytest
 from made_up import made_up_run
-from paths import BENCHMARKS
 
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.policy import PRODUCT_FORMATS
@@ -14,12 +12,7 @@ from amp_patch.policy import PRODUCT_FORMATS
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("accuracy_formats", BENCHMARKS / "accuracy_formats.py")
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patches:
-        patches.syspath_prepend(BENCHMARKS)
-        spec.loader.exec_module(module)
-    return module
+    return benchmark_scripts.load("accuracy_formats")
 
 
 def comparison(levels: tuple[str, ...]) -> Comparison:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import warnings
 
+import benchmark_scripts
 import pytest
 from paths import BENCHMARKS, ROOT
 
 
 @pytest.fixture(scope="module")
 def timing():
-    spec = importlib.util.spec_from_file_location("timing", BENCHMARKS / "timing.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark_scripts.load("timing")
 
 
 def test_rivals_are_timed_in_turns_and_each_comes_first_in_its_turn(timing):

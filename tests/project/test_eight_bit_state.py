@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from typing import Any
 
+import benchmark_scripts
 import pytest
 from paths import BENCHMARKS, ROOT
 
 
 @pytest.fixture(scope="module", name="scripts")
 def scripts_fixture() -> dict[str, Any]:
-    found = {}
-    with pytest.MonkeyPatch.context() as patches:
-        patches.syspath_prepend(BENCHMARKS)
-        for name in ("eight_bit_state", "accuracy"):
-            spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-            found[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found[name])
-    return found
+    return {name: benchmark_scripts.load(name) for name in ("eight_bit_state", "accuracy")}
 
 
 def test_the_page_has_the_section_of_the_results(scripts):

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 
+import benchmark_scripts
 import pytest
-from paths import BENCHMARKS, ROOT
+from paths import ROOT
 
 
 @pytest.fixture(scope="module", name="benchmark")
 def benchmark_fixture():
-    spec = importlib.util.spec_from_file_location("lost_updates", BENCHMARKS / "lost_updates.py")
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patches:
-        patches.syspath_prepend(BENCHMARKS)
-        spec.loader.exec_module(module)
-    return module
+    return benchmark_scripts.load("lost_updates")
 
 
 @pytest.mark.slow
