@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
 import torch
 
 from amp_patch.lab.commands import batch_search, compare_folder, compare_launcher
-from amp_patch.lab.commands.compare_arguments import defaults, plan_of
+from amp_patch.lab.commands.compare_arguments import check_script, defaults, plan_of
 from amp_patch.lab.commands.interrupts import Interrupts
 from amp_patch.lab.commands.report import comparison_of, print_any_letter, show
 from amp_patch.lab.commands.run import set_casts
-from amp_patch.lab.commands.turn_scheduler import ComparisonRefused, ScriptFailed, TurnScheduler
+from amp_patch.lab.commands.turn_scheduler import TurnScheduler, ended_by_failures
 from amp_patch.lab.comparison.machine import lacking, machine
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
@@ -47,14 +46,8 @@ def compare(args: argparse.Namespace) -> None:
                 flush=True,
             )
             args.one_by_one = True
-        try:
+        with ended_by_failures("compare", args.script):
             runs, asked, cut, load = _measure(plan, args, interrupts, found)
-        except ComparisonRefused as error:
-            print(error, file=sys.stderr)
-            sys.exit(2)
-        except ScriptFailed as error:
-            print(f"compare: {args.script} has failed {error}", file=sys.stderr)
-            sys.exit(1)
         told = compare_folder.keep_machine(args.out, machine(load))
         shown = show(comparison_of(args, plan, runs, asked, told), args.out)
         if status := cut or shown:
@@ -67,10 +60,7 @@ def _checked(args: argparse.Namespace) -> Plan:
         ValueError: arguments that cannot be, or no script.
     """
     plan = plan_of(args)
-    if args.script is None:
-        raise ValueError("compare: there is no script to run: add its name, or --resume with a comparison's folder")
-    if not args.module and not os.path.exists(args.script):
-        raise ValueError(f"compare: there is no {args.script!r} here")
+    check_script(args, "compare", "a comparison's")
     return plan
 
 

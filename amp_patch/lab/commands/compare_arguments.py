@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", help="float16 or bfloat16 at O1, O2 and O3; O4 and O5 are bfloat16 (default: as the script has it)")
     add("--steps", type=int, help="end each run after so many optimizer steps, before an evaluation that follows them")
     add("--seeds", type=int, help=f"repetitions; the verdict needs several (default {SEEDS})")
-    add("--seed-flag", metavar="FLAG", help="the script's own option for a seed")
-    add("--metric", default="loss", help="compare by this name of amp.log's (default: the training loss)")
-    add("--maximize", action="store_true", help="more of the metric is better")
-    add(
-        "--margin",
-        type=float,
-        default=100 * MARGIN,
-        metavar="PERCENT",
-        help="by how much of O0's result a level may be worse and is as good (default %(default)g)",
-    )
+    add_judging_arguments(parser)
     add(
         "--min-gain",
         type=float,
@@ -79,19 +72,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--inspect", action="store_true", help="look at exponents, overflows and errors with amp.inspect; costs time")
     add("--one-by-one", action="store_true", help="let each run end before the next begins")
     batch_search.add_arguments(parser)
-    add("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
     add("--out", type=Path, default=Path("amp_compare"), help="folder of the report (default %(default)s)")
     add("--resume", type=Path, metavar="FOLDER", help="make the runs that a comparison in this folder lacks")
     add_cast_arguments(parser)
+    add_script_arguments(parser)
+
+
+def add_judging_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare by what the runs of a level are judged."""
+    add = parser.add_argument
+    add("--seed-flag", metavar="FLAG", help="the script's own option for a seed")
+    add("--metric", default="loss", help="compare by this name of amp.log's (default: the training loss)")
+    add("--maximize", action="store_true", help="more of the metric is better")
+    add(
+        "--margin",
+        type=float,
+        default=100 * MARGIN,
+        metavar="PERCENT",
+        help="by how much of O0's result a level may be worse and is as good (default %(default)g)",
+    )
+
+
+def add_script_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the script that is run, and where."""
+    add = parser.add_argument
+    add("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
     add("-m", dest="module", action="store_true", help="script is a module, as in python -m")
     add("script", nargs="?", help="a script, or a folder or zip file with a __main__.py, or with -m a module")
 
 
-def defaults() -> dict[str, Any]:
-    """The arguments of `compare` without any given."""
+def defaults(declare: Callable[[argparse.ArgumentParser], None] = add_arguments) -> dict[str, Any]:
+    """The arguments of `compare`, or of the command whose arguments `declare` declares, without any given."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    declare(parser)
     return {**vars(parser.parse_args([])), "arguments": []}
+
+
+def check_script(args: argparse.Namespace, command: str, resumes: str) -> None:
+    """
+    Args:
+        resumes: what `--resume` goes on with, in words.
+
+    Raises:
+        ValueError: there is no script to run.
+    """
+    if args.script is None:
+        raise ValueError(f"{command}: there is no script to run: add its name, or --resume with {resumes} folder")
+    if not args.module and not os.path.exists(args.script):
+        raise ValueError(f"{command}: there is no {args.script!r} here")
 
 
 def split(given: list[str]) -> tuple[list[str], list[str]]:

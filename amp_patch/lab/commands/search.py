@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from amp_patch.lab.commands import compare_arguments, compare_folder, compare_launcher
 from amp_patch.lab.commands.interrupts import Interrupts
 from amp_patch.lab.commands.report import comparison_of, print_any_letter
-from amp_patch.lab.commands.turn_scheduler import ComparisonRefused, ScriptFailed, TurnScheduler
+from amp_patch.lab.commands.turn_scheduler import TurnScheduler, ended_by_failures
 from amp_patch.lab.comparison import module_search
 from amp_patch.lab.comparison.machine import machine
 from amp_patch.lab.comparison.module_search import Found, Kept, Trial
-from amp_patch.lab.comparison.plan import BASELINE, MARGIN, SEEDS, Plan
+from amp_patch.lab.comparison.plan import BASELINE, SEEDS, Plan
 from amp_patch.lab.recording.run import Run, dumps
 from amp_patch.support.files import write_whole
 
@@ -44,29 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", help="float16 or bfloat16 at O1, O2 and O3 (default: as the script has it)")
     add("--steps", type=int, help="end each run after so many optimizer steps")
     add("--seeds", type=int, help=f"repetitions of each trial (default {SEEDS})")
-    add("--seed-flag", metavar="FLAG", help="the script's own option for a seed")
-    add("--metric", default="loss", help="judge by this name of amp.log's (default: the training loss)")
-    add("--maximize", action="store_true", help="more of the metric is better")
-    add(
-        "--margin",
-        type=float,
-        default=100 * MARGIN,
-        metavar="PERCENT",
-        help="by how much of O0's result the level may be worse and is as good (default %(default)g)",
-    )
+    compare_arguments.add_judging_arguments(parser)
     add("--trials", type=int, metavar="N", help="make at most so many trials, O0's own among them")
-    add("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
     add("--out", type=Path, default=Path("amp_search"), help="folder of the runs (default %(default)s)")
     add("--resume", type=Path, metavar="FOLDER", help="go on with the search in this folder")
-    add("-m", dest="module", action="store_true", help="script is a module, as in python -m")
-    add("script", nargs="?", help="a script, or a folder or zip file with a __main__.py, or with -m a module")
-
-
-def defaults() -> dict[str, Any]:
-    """The arguments of `search` without any given."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return {**vars(parser.parse_args([])), "arguments": []}
+    compare_arguments.add_script_arguments(parser)
 
 
 def search(args: argparse.Namespace) -> None:
@@ -75,11 +55,10 @@ def search(args: argparse.Namespace) -> None:
     try:
         compare_launcher.refuse_ranks()
         if args.resume is not None:
-            args = argparse.Namespace(**{**vars(compare_folder.resumed(args, defaults())), "trials": args.trials})
-        elif args.script is None:
-            raise ValueError("search: there is no script to run: add its name, or --resume with a search's folder")
-        elif not args.module and not os.path.exists(args.script):
-            raise ValueError(f"search: there is no {args.script!r} here")
+            resumed = compare_folder.resumed(args, compare_arguments.defaults(add_arguments))
+            args = argparse.Namespace(**{**vars(resumed), "trials": args.trials})
+        else:
+            compare_arguments.check_script(args, "search", "a search's")
         if args.trials is not None and args.trials < 3:
             raise ValueError(f"search: trials is {args.trials}; wanted 3 or more: O0's, the level's, and one more")
         trials = _Trials(args)
@@ -92,13 +71,8 @@ def search(args: argparse.Namespace) -> None:
     with Interrupts() as interrupts:
         trials.interrupts = interrupts
         try:
-            found = module_search.search(trials.run, trials.modules, args.trials)
-        except ComparisonRefused as error:
-            print(error, file=sys.stderr)
-            sys.exit(2)
-        except ScriptFailed as error:
-            print(f"search: {args.script} has failed {error}", file=sys.stderr)
-            sys.exit(1)
+            with ended_by_failures("search", args.script):
+                found = module_search.search(trials.run, trials.modules, args.trials)
         except _Cut as cut:
             print(f"To go on: python -m amp_patch search --resume {shlex.quote(str(args.out))}")
             sys.exit(cut.status)

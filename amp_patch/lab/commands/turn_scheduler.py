@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from amp_patch.lab.commands.compare_child import Child, was_out_of_memory
@@ -37,6 +39,20 @@ class ComparisonRefused(Exception):
 
 class ScriptFailed(Exception):
     """The script has failed by itself before its first step, at the first level; the message says why and where."""
+
+
+@contextmanager
+def ended_by_failures(command: str, script: str) -> Iterator[None]:
+    """End the process, saying why, where a `TurnScheduler` in the body raises: 2 if it refuses the script, 1 if that
+    has failed."""
+    try:
+        yield
+    except ComparisonRefused as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except ScriptFailed as error:
+        print(f"{command}: {script} has failed {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 class TurnScheduler:
