@@ -31,6 +31,7 @@ import amp_patch.apex
 from amp_patch.environment import BANNED, METHODS, asked_level
 from amp_patch.lab.commands import no_cuda
 from amp_patch.lab.commands.run_summary import RunSummary, told
+from amp_patch.lab.unedited.processes import tell
 from amp_patch.lab.unedited.script import UneditedScript
 from amp_patch.training import observers
 
@@ -123,9 +124,9 @@ def at_asked_level() -> Iterator[None]:
     missing, asked = script.missing(), f"amp_patch: AMP_PATCH_OPT_LEVEL={level}"
     if missing is not None and script.processes.started:
         others = f"each of the {script.processes.started} that it has started says what it trained"
-        print(f"{asked}: this process trained nothing; {others}", file=sys.stderr)
+        tell(f"{asked}: this process trained nothing; {others}")
     elif missing is not None:
-        print(f"{asked} has changed nothing: {missing.why}{missing.way_out}", file=sys.stderr)
+        tell(f"{asked} has changed nothing: {missing.why}{missing.way_out}")
 
 
 def begin(device: str | None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.util
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from amp_patch.lab import wording
 from amp_patch.lab.recording.activations import WeighedStep
 from amp_patch.lab.recording.peak_memory import PeakMemory
 from amp_patch.lab.recording.sizes import Sizes, alive
+from amp_patch.lab.unedited.processes import tell
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import observers
@@ -112,9 +112,7 @@ class RunSummary(Observer):
         line = self.line()
         if line is not None and self._first_rank and os.getpid() == self._process:
             who = f" process {self._process}:" if multiprocessing.parent_process() is not None else ""
-            # In one write: processes that end together share the pipe, and print() may write the end of the line apart.
-            sys.stderr.write(f"amp_patch:{who} {line}\n")
-            sys.stderr.flush()
+            tell(f"amp_patch:{who} {line}")
 
     def line(self) -> str | None:
         """The line without whose it is; None where no step was made."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing.process
+import sys
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,12 @@ from torch import Tensor, nn
 from amp_patch.lab.unedited.refusal import ScriptRefused
 from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.support.patches import Patches
+
+
+def tell(line: str) -> None:
+    """Write a line to stderr, in one piece: print() writes its end apart, where another process may come between."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 class Processes:

@@ -41,7 +41,7 @@ from amp_patch.lab.unedited.exports import Exports
 from amp_patch.lab.unedited.handmade import HandmadeSteps
 from amp_patch.lab.unedited.native import NativePrecision, before_scaling
 from amp_patch.lab.unedited.pickles import Pickles
-from amp_patch.lab.unedited.processes import Processes, refuse_copies_of_shared
+from amp_patch.lab.unedited.processes import Processes, refuse_copies_of_shared, tell
 from amp_patch.lab.unedited.reach import Reach, merged, reach_of
 from amp_patch.lab.unedited.refusal import ScriptRefused
 from amp_patch.lab.unedited.source import imports_us
@@ -223,7 +223,7 @@ class UneditedScript(Observer):
     def _say(self, note: str) -> None:
         if self._applies():
             self.notes.append(note)
-            print(f"amp_patch: {note}", file=sys.stderr)
+            tell(f"amp_patch: {note}")
 
     # Models.
 
