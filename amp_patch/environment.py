@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -65,6 +65,11 @@ class NamedLevel(NamedTuple):
         rungs = [rung for rung, (option, value) in RUNGS.items() if self.options.get(option) == value]
         return "+".join([self.level, *rungs])
 
+    @property
+    def arguments(self) -> str:
+        """Those of `initialize`, as they are written: 'opt_level="O5", master_weights="split"'."""
+        return ", ".join(f'{name}="{value}"' for name, value in {"opt_level": self.level, **self.options}.items())
+
     def policy(self, dtype: torch.dtype | None = None) -> Policy:
         """The level's policy, of this type at the levels that have either.
 
@@ -107,8 +112,6 @@ def named_level(name: str) -> NamedLevel:
         option, value = RUNGS[rung]
         if option in options:
             raise ValueError(f"level {name!r} has both {options[option]} and {rung}, which set {option}; give one")
-        if option not in {field.name for field in fields(Options)}:
-            raise ValueError(f"level {name!r}: this version of amp_patch has no {option}; leave out +{rung}")
         options[option] = value
     if (own := OPT_LEVELS[level].product_format) is not None:
         options.setdefault("dtype", own)
@@ -117,9 +120,10 @@ def named_level(name: str) -> NamedLevel:
 
 def name_of(policy: Policy) -> str:
     """The name of a policy's level, with its rungs."""
-    found = {option: getattr(policy, option, None) for option, _ in RUNGS.values()} | {"dtype": policy.product_format}
-    if policy.cast_model_type is None:
-        found["master_weights"] = None  # an FP32 model's weights have no masters, whatever was asked for
+    # An FP32 model's weights have no masters, whatever was asked for.
+    masters = None if policy.cast_model_type is None else policy.master_weights
+    state = policy.optimizer_state
+    found = {"dtype": policy.product_format, "master_weights": masters, "optimizer_state": state}
     return str(NamedLevel(policy.opt_level, {option: value for option, value in found.items() if value is not None}))
 
 

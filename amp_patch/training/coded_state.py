@@ -181,7 +181,7 @@ class CodedState(dict[str, Any]):
 
     def in_fp32(self) -> dict[str, Any]:
         """An ordinary dict, with tensors of its own in the place of codes."""
-        kept = ((name, super(CodedState, self).__getitem__(name)) for name in self)
+        kept = ((name, self.kept(name)) for name in self)
         return {name: value.decoded() if type(value) is Coded else value for name, value in kept}
 
     def __reduce_ex__(self, protocol: Any) -> Any:

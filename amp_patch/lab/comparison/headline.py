@@ -170,14 +170,13 @@ def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
     best = comparison.recommended
     if best is None or best is comparison.baseline or best.level == NATIVE:
         return [], ""
-    level, options = named_level(best.level)
-    other = best.dtype if best.dtype != str(OPT_LEVELS[level].dtype).removeprefix("torch.") else None
-    also = "".join([f", {option}={value!r}".replace("'", '"') for option, value in options.items()])
-    also += f", dtype=torch.{other}" if other else ""
+    named = named_level(best.level)
+    other = best.dtype if best.dtype != str(OPT_LEVELS[named.level].dtype).removeprefix("torch.") else None
+    also = f", dtype=torch.{other}" if other else ""
     edit = [
         "from amp_patch import amp",
         "# behind the line that makes the optimizer:",
-        f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}"{also})',
+        f"model, optimizer = amp.initialize(model, optimizer, {named.arguments}{also})",
         "# in place of loss.backward():",
         "with amp.scale_loss(loss, optimizer) as scaled_loss:",
         "    scaled_loss.backward()",

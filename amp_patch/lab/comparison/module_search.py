@@ -164,7 +164,6 @@ def argument(level: str) -> str:
 def report(level: str, found: Found, command: str) -> list[str]:
     """The end of what is printed: what to paste, the gap with and without, and what it costs in memory."""
     first, answer = found.tried[0], found.answer
-    named = named_level(level)
     if answer is None:
         return [f"{level}: nothing is found to keep that would make it as good as {BASELINE}: {first.text}."]
     if not answer.kept:
@@ -173,9 +172,8 @@ def report(level: str, found: Found, command: str) -> list[str]:
     lines += [_costs(first, answer)]
     if not found.complete:
         lines.append("The trials were used up; fewer modules may do: --resume with more --trials goes on.")
-    options = "".join(f", {option}={value!r}" for option, value in named.options.items())
-    keep = f"{argument(level)}={list(answer.kept)!r}"
-    paste = f'amp.initialize(model, optimizer, opt_level="{named.level}"{options}, {keep})'.replace("'", '"')
+    keep = f"{argument(level)}={list(answer.kept)!r}".replace("'", '"')
+    paste = f"amp.initialize(model, optimizer, {named_level(level).arguments}, {keep})"
     lines += ["To use it in the script:", f"    {paste}", "To use it without an edit:"]
     variables = f"AMP_PATCH_OPT_LEVEL={level} {keep_variable(level)}={','.join(answer.kept)}"
     return [*filter(None, lines), f"    {variables} python -m amp_patch run {command}"]
