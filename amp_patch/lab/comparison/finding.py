@@ -114,6 +114,7 @@ class Verdict(NamedTuple):
         kind, better: as of `Finding`.
         text: a sentence without the level's name, without a full stop.
         reason: of the text what does not tell of speed and memory; nothing where all is as it should be.
+            Errors are cut: the page, whose table it is for, has them in full elsewhere.
     """
 
     kind: str

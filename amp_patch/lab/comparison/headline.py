@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-from dataclasses import replace
-
 from amp_patch.environment import named_level
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.level_result import LevelResult, seeds_change_nothing
@@ -188,8 +185,7 @@ def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
 
 def why_failed(level: LevelResult) -> str:
     """In one line: the first run's error, cut, and where it came from."""
-    run = level.failed[0]
-    return replace(run, error=textwrap.shorten(run.error or "", 110, placeholder=" ...")).error_in_full
+    return level.failed[0].error_in_short
 
 
 def in_short(level: LevelResult, comparison: Comparison) -> str:

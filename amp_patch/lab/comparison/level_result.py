@@ -146,12 +146,13 @@ def went_well(run: Run) -> bool:
     return run.error is None and bool(run.loss or run.logged)
 
 
-def failures(level: LevelResult) -> list[str]:
-    """The errors of a level, each once, behind the seeds that had it; in full of the first of these."""
+def failures(level: LevelResult, *, short: bool = False) -> list[str]:
+    """The errors of a level, each once, behind the seeds that had it; in full of the first of these, or cut."""
     errors: dict[str, list[Run]] = {}
     for run in level.failed:
         errors.setdefault(run.error or "recorded no step", []).append(run)
-    return [f"{seeds_in_words([run.seed for run in runs])}: {runs[0].error_in_full}" for runs in errors.values()]
+    said = {error: runs[0].error_in_short if short else runs[0].error_in_full for error, runs in errors.items()}
+    return [f"{seeds_in_words([run.seed for run in runs])}: {said[error]}" for error, runs in errors.items()]
 
 
 def seeds_in_words(seeds: Sequence[int]) -> str:

@@ -130,7 +130,7 @@ def _levels(comparison: Comparison) -> Table | None:
 
 def _finding(level: LevelResult, comparison: Comparison) -> Cell | str:
     word = headline.outcome(level, comparison)  # `reason` says why
-    reason = level.verdict.reason if level.runs else "; failed with ".join(failures(level))
+    reason = level.verdict.reason if level.runs else "; failed with ".join(failures(level, short=True))
     return Cell(reason, finding=word, state=headline.state(level, comparison)) if word else reason
 
 

@@ -32,16 +32,17 @@ UNJUDGED = (
 
 def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric: str) -> Verdict:
     """Of the level of which this was `found`."""
-    failed, lost = failures_in_words(level), "; ".join(_lost(each, metric, base) for each in found.diverged)
+    failed, cut = failures_in_words(level), failures_in_words(level, short=True)
+    lost = "; ".join(_lost(each, metric, base) for each in found.diverged)
     what = f"final {metric_in_words(metric)}"
     if not level.runs:
-        return Verdict(found.kind, failed, reason=failed)
+        return Verdict(found.kind, failed, reason=cut)
     if base is None:
         return Verdict(found.kind, lost, reason=lost)
     skips, without = _skips(found), lost_by_weights(found.lost_updates)
     if level is base:
         own = f"{what} {_mean_and_spread(base)}"
-        return Verdict(found.kind, _joined(own, lost, skips, failed), reason=_joined(lost, skips, failed))
+        return Verdict(found.kind, _joined(own, lost, skips, failed), reason=_joined(lost, skips, cut))
     collapsed = _collapsed(found.collapsed, base, what) if found.collapsed else ""
     accuracy = _joined(lost, collapsed) or _accuracy(found, level, base, what)
     if found.rejected:
@@ -54,12 +55,12 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
         accuracy = f"every loss as {base.name}'s, to the bit" if found.to_the_bit else ""
         if found.gap is not None and (found.by_range or found.kind == "so far"):
             accuracy = _what_it_tells(found, found.gap)
-    return Verdict(found.kind, text, found.better, _joined(accuracy, without, skips, failed))
+    return Verdict(found.kind, text, found.better, _joined(accuracy, without, skips, cut))
 
 
-def failures_in_words(level: LevelResult) -> str:
-    """Which seeds failed, and with which error; empty where none did."""
-    return "; ".join(f"failed with {each}" for each in failures(level))
+def failures_in_words(level: LevelResult, *, short: bool = False) -> str:
+    """Which seeds failed, and with which error, in full or cut; empty where none did."""
+    return "; ".join(f"failed with {each}" for each in failures(level, short=short))
 
 
 def more_seeds(base: LevelResult, undecided: Sequence[LevelResult] = ()) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -159,8 +160,12 @@ class Run:
     @property
     def error_in_full(self) -> str:
         """The error of a run that failed: "ValueError: no (train.py, line 31; see runs/O2-seed0.log)"."""
-        where = "; ".join(filter(None, [self.error_where, f"see {self.log}" if self.log else ""]))
-        return (self.error or "recorded no step") + (f" ({where})" if where and not self.refused else "")
+        return self._with_place(self.error or "recorded no step")
+
+    @property
+    def error_in_short(self) -> str:
+        """`error_in_full` with its message in one line, cut."""
+        return self._with_place(textwrap.shorten(self.error or "recorded no step", 110, placeholder=" ..."))
 
     @property
     def overflows(self) -> list[Look]:
@@ -176,6 +181,10 @@ class Run:
         until = self._last_finite
         lasting = [look for i, look in enumerate(self.looks) if i > until or look.not_finite is None]
         return [*dict.fromkeys(name for look in lasting for name in look.keep_fp32)]
+
+    def _with_place(self, words: str) -> str:
+        where = "; ".join(filter(None, [self.error_where, f"see {self.log}" if self.log else ""]))
+        return words + (f" ({where})" if where and not self.refused else "")
 
     @property
     def _last_finite(self) -> int:

@@ -247,6 +247,14 @@ def test_only_failures():
     assert not tree.open
 
 
+def test_a_long_error_is_cut_in_the_table_and_stands_in_full_below():
+    error = "RuntimeError: " + "no " * 100 + "more"
+    runs = [made_up_run("O0"), made_up_run("O2"), Run("O2", 1, error=error), Run("O3", 0, error=error)]
+    text = page.html(Comparison("train.py", runs))
+    assert text.count(error) == 1 and text.index("What failed") < text.index(error)
+    assert text.count("no no ...") >= 2, "the rows of O2 and of O3"
+
+
 def test_no_run_at_all():
     given = Comparison("train.py", [])
     assert "Nothing to compare\nWhyThere is no run." in Tree(page.html(given)).text
