@@ -7,26 +7,29 @@ in FP32 for the time of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from amp_patch.masters.closed_master import is_closed
 from amp_patch.masters.masters import has_gradient, publish_written, without_materialized
 from amp_patch.multi_tensor import backends
 from amp_patch.optimizers.adam import FusedAdam
-from amp_patch.policy import Policy
-from amp_patch.support import device_sync
+from amp_patch.policy import OPT_LEVELS, Policy
+from amp_patch.support import device_sync, generated_class
+from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor
-from amp_patch.support.generated_class import base_class
+from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.training import one_pass, portions
 from amp_patch.training.batch import Batch
 from amp_patch.training.coded_state import Coded, CodedState, Coder
-from amp_patch.training.stash import Stash, stash_of
-from amp_patch.training.step import WHOLE, Plain, Step, Strategy
-from amp_patch.training.zero_redundancy import is_zero
+from amp_patch.training.stash import Stash, give_stash, stash_of, take_stash
+from amp_patch.training.step import WHOLE, Plain, Step, Strategy, lead_to_step
+from amp_patch.training.zero_redundancy import is_zero, is_zero_class, stateful
 
 KEY = ("optimizer_state",)  # of the generated classes
 
@@ -40,18 +43,19 @@ def check(optimizer: Any, policy: Policy) -> None:
     if policy.optimizer_state is None:
         return
     wanted = f"initialize: optimizer_state={policy.optimizer_state!r}"
-    name = base_class(optimizer).__name__
-    if is_zero(optimizer):
+    holder = stateful(optimizer)
+    name = base_class(holder).__name__
+    if is_zero(holder):
         raise ValueError(
-            f"{wanted} is not for a ZeroRedundancyOptimizer, which keeps its state in an optimizer inside of it, "
-            "and steps that by itself; leave optimizer_state at None, or use the optimizer inside under DDP"
+            f"{wanted} is not for a ZeroRedundancyOptimizer with overlap_with_ddp=True, which makes the optimizer that "
+            "keeps the state in a later backward; make it with overlap_with_ddp=False, or leave optimizer_state at None"
         )
     if any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
         raise ValueError(
             f"{wanted} is not for parameters sharded by fully_shard, whose state is sharded too; leave optimizer_state "
             "at None"
         )
-    if (reason := _reason_against(optimizer)) is not None:
+    if (reason := _reason_against(holder)) is not None:
         raise ValueError(
             f"{wanted} is not for this {name}, whose step takes the state of all parameters in FP32 at once: {reason}; "
             "leave optimizer_state at None, or use an optimizer of torch.optim without that"
@@ -213,26 +217,117 @@ def coder_of(optimizer: Any) -> Coder:
 
 def enter(optimizer: Any, stash: Stash) -> None:
     """Have the state of `optimizer` kept in codes, where its policy says so: from the next backward or step on."""
-    if stash.policy.optimizer_state is not None and stash.neighbours.coder is None:
-        coder = stash.neighbours.coder = Coder(base_class(optimizer).__name__)
-        stash.neighbours.before_backward.append(coder.close)
-        stash.neighbours.before_step.append(coder.close)
+    if stash.policy.optimizer_state is None or stash.neighbours.coder is not None:
+        return
+    holder = stateful(optimizer)
+    coder = stash.neighbours.coder = Coder(base_class(holder).__name__)
+    if holder is not optimizer:
+        stash.neighbours.handles.append(_EnteredShare(holder, coder))
+    stash.neighbours.before_backward.append(_close)
+    stash.neighbours.before_step.append(_close)
+
+
+def _close(optimizer: Any, stash: Stash) -> None:
+    stash.neighbours.coder.close(stateful(optimizer))
 
 
 def overrides(base: Any) -> dict[str, Any]:
     """The methods of optimizers of the class `base` whose state is kept in codes."""
+    if is_zero_class(base):
+        return {"load_state_dict": _loading_of_zero(base)}
+    return {"state_dict": _state_dict_in_fp32(base), "strategy": IN_CODES}
 
+
+def _state_dict_in_fp32(base: Any) -> Any:
+    @wraps(base.state_dict)
     def state_dict(self: Any) -> dict[str, Any]:
         found: dict[str, Any] = base.state_dict(self)
         states = found["state"]
         plain = {key: state.in_fp32() if type(state) is CodedState else state for key, state in states.items()}
         return {**found, "state": plain}
 
-    state_dict.__doc__ = base.state_dict.__doc__
-    return {"state_dict": state_dict, "strategy": IN_CODES}
+    return state_dict
 
 
 def make_whole(optimizer: Any, stash: Stash) -> None:
     """Make the state of `optimizer` FP32 again."""
     if stash.neighbours.coder is not None:
-        stash.neighbours.coder.make_whole(optimizer)
+        stash.neighbours.coder.make_whole(stateful(optimizer))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch's ZeroRedundancyOptimizer: the optimizer inside keeps the state, and steps the share of this process
+
+
+class InCodesOfShare(InCodes):
+    """As `InCodes`, inside of the step of a ZeroRedundancyOptimizer, which has settled and opened the masters."""
+
+    def run(self, step: Step, plain: Plain) -> Any:
+        if step.args or step.kwargs:
+            return super().run(step, plain)
+        with _opened_masters_as_plain(step.optimizer):
+            return super().run(step, plain)
+
+
+@contextmanager
+def _opened_masters_as_plain(optimizer: Any) -> Iterator[None]:
+    """Have ordinary parameters of the same memory in the groups, and among the states' keys, for closed masters.
+
+    These are open for the time of the step. Kernels would step what is kept of them, which is not sent to the others.
+    """
+    put: list[tuple[list[Tensor], int, Tensor, Tensor]] = []
+    state = optimizer.state
+    try:
+        for group in optimizer.param_groups:
+            for index, master in enumerate(group["params"]):
+                if is_closed(master) and has_gradient(master):
+                    stand_in: Tensor = nn.Parameter(master.detach(), requires_grad=False)
+                    stand_in.grad = master.grad
+                    put.append((group["params"], index, master, stand_in))
+        for place, index, master, stand_in in put:
+            place[index] = stand_in
+            if master in state:
+                state[stand_in] = state.pop(master)
+        yield
+    finally:
+        for place, index, master, stand_in in put:
+            place[index] = master
+            if stand_in in state:
+                state[master] = state.pop(stand_in)
+
+
+class _Share(Generated):
+    """Overrides of the optimizer inside."""
+
+    strategy = InCodesOfShare()
+
+    @classmethod
+    def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
+        return {"state_dict": _state_dict_in_fp32(base)}
+
+
+class _EnteredShare:
+    """The optimizer inside, as one of O0 whose state `coder` keeps; a handle by which it is what it was before."""
+
+    def __init__(self, optimizer: Any, coder: Coder) -> None:
+        self._optimizer = optimizer
+        stash = Stash(OPT_LEVELS["O0"], [])  # without an owner: observers are told of the optimizer outside
+        stash.neighbours.coder = coder
+        give_stash(optimizer, stash)
+        generated_class.give(optimizer, _Share)
+        lead_to_step(optimizer)
+
+    def remove(self) -> None:
+        generated_class.take(self._optimizer)
+        take_stash(self._optimizer)
+
+
+def _loading_of_zero(base: Any) -> Any:
+    @wraps(base.load_state_dict)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        base.load_state_dict(self, state_dict)
+        self.state.clear()  # torch keeps the FP32 tensors of this process's share there a second time
+        if (stash := stash_of(self)) is not None:
+            stash.neighbours.coder.take(self.optim, list(self.optim.state))
+
+    return load_state_dict

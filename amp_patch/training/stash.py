@@ -393,6 +393,18 @@ def known_stash(optimizer: Any) -> Stash:
     return stash
 
 
+def enabled_stash(optimizer: Any) -> Stash | None:
+    """The stash of an optimizer whose training is enabled.
+
+    None for a copy of such an optimizer, and for one inside of a ZeroRedundancyOptimizer.
+    """
+    stash = stash_of(optimizer)
+    if not isinstance(stash, Stash) or not stash.enabled:
+        return None
+    owner = stash.neighbours.owner
+    return stash if owner is not None and owner() is optimizer else None
+
+
 def give_stash(optimizer: Any, stash: Stash) -> None:
     """Let `optimizer` have `stash`, in place of another if there is one."""
     setattr(optimizer, _ATTRIBUTE, stash)

@@ -15,9 +15,14 @@ from amp_patch.policy import Policy
 
 
 def is_zero(optimizer: Any) -> bool:
-    """Whether this is a ZeroRedundancyOptimizer. Its module is not imported: whoever has made one has done that."""
+    """Whether this is a ZeroRedundancyOptimizer."""
+    return is_zero_class(type(optimizer))
+
+
+def is_zero_class(kind: type) -> bool:
+    """Whether these are ZeroRedundancyOptimizers. Its module is not imported: whoever has made one has done that."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+    return module is not None and issubclass(kind, module.ZeroRedundancyOptimizer)
 
 
 def check_zero(optimizer: Any, policy: Policy) -> None:

@@ -24,7 +24,7 @@ from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import observers
 from amp_patch.training.observers import Observer
-from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training.stash import enabled_stash, stash_of
 from amp_patch.training.training import Training
 
 _WEIGHED = 2  # steps before the one whose activations are counted
@@ -76,8 +76,8 @@ class RunSummary(Observer):
             self._sizes.measure_gradients()
 
     def step_ends(self, optimizer: Any) -> None:
-        stash = stash_of(optimizer)
-        if not isinstance(stash, Stash) or not stash.enabled or stash.step is not None:
+        stash = enabled_stash(optimizer)
+        if stash is None or stash.step is not None:
             return  # with a `step` set this is the parent's, called by that of a subclass
         self._take_over_fork()
         self._steps += 1

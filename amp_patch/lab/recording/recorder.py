@@ -41,7 +41,7 @@ from amp_patch.training import observers
 from amp_patch.training import training as training_module
 from amp_patch.training.observers import Observer
 from amp_patch.training.scaled_backward import ScaledBackward
-from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training.stash import Stash, enabled_stash
 from amp_patch.training.training import Training
 from amp_patch.training.wrappers import innermost
 
@@ -318,13 +318,13 @@ class Recorder(Observer):
                 self._sizes.measure_gradients()
 
     def step_begins(self, optimizer: Any) -> None:
-        stash = _enabled_stash(optimizer)
+        stash = enabled_stash(optimizer)
         if stash is not None and self.is_recording():
             self._adopt_earlier(stash)
             self._clock.step_begins()
 
     def step_ends(self, optimizer: Any) -> None:
-        stash = _enabled_stash(optimizer)
+        stash = enabled_stash(optimizer)
         if stash is None or stash.step is not None or not self.is_recording():
             return  # with a `step` set this is the parent's step, called by that of a subclass
         if self._stepped_by_scaler is not optimizer:
@@ -351,11 +351,11 @@ class Recorder(Observer):
     def scaler_stepped(self, scaler: Any, optimizer: Any, skipped: Tensor | None) -> None:
         stepped, self._stepped_by_scaler = self._stepped_by_scaler, None
         if stepped is not None and skipped is not None and self.is_recording():
-            self._end_step(stepped, _enabled_stash(stepped), skipped)
+            self._end_step(stepped, enabled_stash(stepped), skipped)
 
     def _records(self, optimizer: Any) -> bool:
         """Whether the steps of an optimizer that a scaler steps are recorded; of torch's own trainings the first."""
-        if (stash := _enabled_stash(optimizer)) is not None:
+        if (stash := enabled_stash(optimizer)) is not None:
             self._adopt_earlier(stash)
         elif not (self._adopted or self._device):
             device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
@@ -432,15 +432,6 @@ class Recorder(Observer):
         self._outbox.flush(self.steps, wait)
         if self._clock.cuda is not None:
             self._peak.bank()  # a script that resets torch's peak each epoch would lose it
-
-
-def _enabled_stash(optimizer: Any) -> Stash | None:
-    """The stash of an optimizer whose training is enabled; None for a copy of such an optimizer."""
-    stash = stash_of(optimizer)
-    if stash is None or not stash.enabled:
-        return None
-    owner = stash.neighbours.owner
-    return stash if owner is not None and owner() is optimizer else None
 
 
 def _logged(event: Event, values: list[float]) -> Event:
