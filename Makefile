@@ -83,9 +83,9 @@ format: $(VENV)/installed ## rewrite the sources as lint wants them
 
 # Torch's profiler, which counts the bytes an optimizer holds, says otherwise whenever it starts and stops.
 bench: export KINETO_LOG_LEVEL ?= 99
-bench: $(VENV)/installed ## time kernels, Python calls, optimizers, whole steps, norms and FP16 on a CPU beside torch's; JSON in out/
+bench: $(VENV)/installed ## time kernels, Python calls, optimizers, whole steps, gradient release, norms and FP16 on a CPU beside torch's; JSON in out/
 	mkdir -p out
-	for name in road kernels calls optimizer step compile recording cpu_half norms; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
+	for name in road kernels calls optimizer gradient_release step compile recording cpu_half norms; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
 
 sanitize: $(VENV)/installed ## the C++ code's tests with AddressSanitizer and UBSan, built in out/sanitize
 	PYTHON=$(BIN)/python sh tests/sanitize.sh

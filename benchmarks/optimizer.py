@@ -22,7 +22,6 @@ import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import timing
@@ -214,7 +213,8 @@ def timer(rival: Rival, start: Given, device: str, clips: bool) -> timing.Timer:
 def bytes_at_step(make: Callable[[], Rival], start: Given) -> float:
     """Bytes a parameter, at the most while the optimizer steps for the second time: it has its state then."""
     mark = "the optimizer steps"
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+
+    def run() -> None:
         rival = make()
         for _ in range(2):
             rival.begin([gradient.clone() for gradient in start.gradients])
@@ -222,12 +222,8 @@ def bytes_at_step(make: Callable[[], Rival], start: Given) -> float:
             with torch.profiler.record_function(mark):
                 rival.step()
             rival.clear()
-    events = profile.profiler.kineto_results.events()
-    last = max((event for event in events if event.name() == mark), key=lambda event: event.start_ns())
-    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    before = sum(size for time, size in memory if time < last.start_ns())
-    during = [size for time, size in memory if last.start_ns() <= time <= last.end_ns()]
-    return max(accumulate(during, initial=before)) / sum(gradient.numel() for gradient in start.gradients)
+
+    return timing.most_bytes(run, mark) / sum(gradient.numel() for gradient in start.gradients)
 
 
 def compare(name: str, options: argparse.Namespace, dtype: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,21 @@ def memory_gb(device: str) -> float | None:
     most = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return most / 1e9
+
+
+def most_bytes(call: Callable[[], Any], mark: str) -> int:
+    """Of the bytes that `call` has torch's allocator give out, the most at a time in its last block of that name.
+
+    The block is one of `torch.profiler.record_function(mark)`.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = profile.profiler.kineto_results.events()
+    last = max((event for event in events if event.name() == mark), key=lambda event: event.start_ns())
+    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    before = sum(size for time, size in memory if time < last.start_ns())
+    during = [size for time, size in memory if last.start_ns() <= time <= last.end_ns()]
+    return max(accumulate(during, initial=before))
 
 
 def launches(call: Callable[[], Any], device: str) -> int | None:

@@ -11,6 +11,7 @@ import warnings
 
 import benchmark_scripts
 import pytest
+import torch
 from paths import BENCHMARKS, ROOT
 
 
@@ -239,3 +240,24 @@ def test_the_optimizers_half_of_a_step_is_the_same_training_by_hand(tmp_path):
         assert row["amp_patch bytes"] >= fewest - 0.1
         if "NAdam" not in row["work"] and "RMSprop" not in row["work"]:  # whose portions share a memory
             assert row["torch bytes"] >= row["amp_patch bytes"] - 0.1
+
+
+def test_the_most_bytes_are_those_of_the_last_block_with_what_was_there_before(timing):
+    def call():
+        kept = [torch.empty(1000, dtype=torch.uint8)]
+        for size in (50_000, 8000):
+            kept += [torch.empty(100, dtype=torch.uint8)]
+            with torch.profiler.record_function("the block"):
+                torch.empty(size, dtype=torch.uint8)
+                torch.empty(size // 2, dtype=torch.uint8)
+
+    assert timing.most_bytes(call, "the block") == 1000 + 2 * 100 + 8000
+
+
+@pytest.mark.slow
+def test_gradient_release_takes_fewer_bytes(tmp_path):
+    output, rows = run_benchmark("gradient_release", tmp_path, "--size", "tiny", "--batches", "1")
+    assert [row["level"] for row in rows] == ["O5", "O5+split", "O5+stochastic", "O4"]
+    for row in rows:
+        assert row["ratio"] > 0 and f"{row['level']:15}    1" in output
+        assert 12 - 2 * row["level"].startswith("O5+") <= row["bytes with"] < row["bytes without"] - 0.5

@@ -1,0 +1,97 @@
+"""`gradient_release=True`: what a whole step takes with it, in memory and in time, over the same without.
+
+Each row trains the GPT of benchmarks/step.py twice, with and without, in turns: zero_grad, forward, loss, backward,
+step, with torch.optim.AdamW(fused=True). `ratio` is the time of a step with gradient release over that without. `bytes`
+are those a parameter that torch's allocator has given out at the most in a step: weights, masters, the optimizer's
+state, gradients, and activations, which are the more the larger the batch.
+
+    python benchmarks/gradient_release.py [--size 12m|100m|tiny] [--batches 1 8] [--levels O5 O5+split O5+stochastic O4]
+                                          [--threads N] [--device cuda] [--repeats N] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import timing
+import torch
+import torch.nn.functional as F
+from step import SIZES, STEPS, Sizes, subject
+
+from amp_patch import amp
+from amp_patch.environment import named_level
+
+LEVELS = ("O5", "O5+split", "O5+stochastic", "O4")
+WIDTHS = {"level": -15, "batch": 5, "without ms": 12, "with ms": 9, "ratio": 7, "bytes: without": 16, "with": 7}
+TINY = {"tiny": Sizes(1, 16, 2, 32, 8, 4)}
+
+
+def training(level: str, sizes: Sizes, batch: int, device: str, release: bool) -> tuple[Callable[[], Any], int]:
+    """A step as a user would write it, and how many parameters it trains."""
+    model, inputs, targets = subject("gpt", sizes, batch, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    named = named_level(level)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=named.level, gradient_release=release, verbosity=0, **named.options
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    return step, sum(param.numel() for param in model.parameters())
+
+
+def bytes_in_a_step(level: str, sizes: Sizes, batch: int, device: str, release: bool) -> float:
+    """Bytes a parameter, at the most in the second step: the optimizer has its state then."""
+    mark, counts = "a whole step", []
+
+    def run() -> None:
+        step, count = training(level, sizes, batch, device, release)
+        counts.append(count)
+        for _ in range(2):
+            with torch.profiler.record_function(mark):
+                step()
+
+    return timing.most_bytes(run, mark) / counts[0]
+
+
+def compare(level: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One row."""
+    about = (level, (SIZES | TINY)[options.size], batch, options.device)
+    held = {release: bytes_in_a_step(*about, release) for release in (False, True)}
+    steps = {release: training(*about, release)[0] for release in (False, True)}
+    timers = {str(release): timing.timer(step, options.device, STEPS) for release, step in steps.items()}
+    times = timing.in_turns(timers, options.repeats)
+    row: dict[str, Any] = {"level": level, "batch": batch}
+    row |= {f"{name} ms": statistics.median(times[key]) / 1e3 for name, key in (("without", "False"), ("with", "True"))}
+    row["ratio"] = timing.ratio(times["True"], times["False"])
+    return row | {"bytes without": held[False], "bytes with": held[True]}
+
+
+def main() -> None:
+    parser = timing.parser(__doc__, repeats=7)
+    parser.add_argument("--size", choices=[*SIZES, *TINY], default="12m", help="parameters of the GPT")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = []
+    print(timing.heading(options))
+    print(timing.line(list(WIDTHS), WIDTHS))
+    for batch in options.batches:
+        for level in options.levels:
+            rows.append(compare(level, batch, options))
+            print(timing.line(list(rows[-1].values()), WIDTHS), flush=True)
+            timing.write_json(options, rows)
+            amp.restore()
+
+
+if __name__ == "__main__":
+    main()
