@@ -41,7 +41,10 @@ def code_map(dtype: torch.dtype, device: torch.device) -> Map:
         rows.append((count / 0.9 / decade, count * 8 / 9, 2 * count - 0.5))
         first, last_below = 0.1 + 0.45 / count, 0.1 - 0.09 / count
         least.append(decade * (first / 2 if region == 1 else (first + last_below) / 2))
-    numbers[128 if signed else 1] = 1.0
+    if signed:
+        numbers[128] = -1.0
+    else:
+        numbers[1] = 1.0
     rates, starts, limits = (_tensor(column, device) for column in zip(*rows, strict=True))
     return Map(_tensor(numbers, device), rates, starts, limits, _tensor(least, device), _fp32(1 - 0.225 / count))
 
@@ -65,8 +68,12 @@ def encode(values: Tensors, codes: Tensors, scales: Tensors) -> None:
         else:
             size = blocks = torch.where(blocks < 0, 0.0, blocks)
         most = size.amax(1)  # a NaN if one is there
-        negative = signed & (blocks == -most.unsqueeze(1)).any(1)
-        found = torch.where(most.isfinite(), torch.where(negative, -most, most), torch.nan)
+        if signed:  # the negative of the largest; of two of one magnitude the negative one's
+            negative = (blocks == -most.unsqueeze(1)).any(1)
+            found = torch.where(negative, most, -most)
+        else:
+            found = most
+        found = torch.where(most.isfinite(), found, torch.nan)
         found = torch.where(most < _SMALLEST_NORMAL, 0.0, found)
         scale.copy_(found)
         shrink = torch.where(most < 4.2535296e37, 1.0, 0.0625)  # as Inverse in codes.h, which has the reason
@@ -111,9 +118,9 @@ def _codes_of(y: Tensor, dtype: torch.dtype) -> Tensor:
     m = size * known.rate[region] + known.start[region]
     limit = known.limit[region]
     code = torch.where(m < limit, m, limit).int()
-    if signed:
-        code = torch.where(y < 0, -code, code)
-    return torch.where(y >= known.one, -128 if signed else 1, code)
+    if not signed:
+        return torch.where(y >= known.one, 1, code)
+    return torch.where(y <= -known.one, -128, torch.where(y < 0, -code, code))
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

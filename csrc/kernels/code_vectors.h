@@ -3,8 +3,10 @@
 
 #if AMP_PATCH_WIDTH > 1
 
+inline Mask at_least(Lanes a, Lanes b) { return compare<_CMP_GE_OQ>(a.v, b.v); }
+
 #if AMP_PATCH_WIDTH == 16
-// Eight numbers, found by the low three bits of an index, of which the fourth may be anything.
+// Numbers that are found by the low bits of an index: by three, of which the fourth may be anything, or by four.
 struct CodeTable {
   Register v;
 
@@ -12,6 +14,7 @@ struct CodeTable {
     const __m256 eight = _mm256_loadu_ps(numbers);
     v = _mm512_insertf32x8(_mm512_castps256_ps512(eight), eight, 1);
   }
+  explicit CodeTable(const float (&numbers)[16]) : v(_mm512_loadu_ps(numbers)) {}
   Lanes operator[](Integers index) const { return {_mm512_permutexvar_ps(index, v)}; }
 };
 template <bool kSigned>
@@ -21,10 +24,9 @@ Integers fetch_codes(const uint8_t* p) {
 }
 template <bool kSigned>
 void put_codes(uint8_t* p, Integers codes) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(codes));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), kSigned ? _mm512_cvtsepi32_epi8(codes) : _mm512_cvtepi32_epi8(codes));
 }
 inline Integers exponents(Lanes a) { return _mm512_srli_epi32(_mm512_castps_si512(a.v), 23); }
-inline Lanes magnitude(Lanes a) { return {_mm512_abs_ps(a.v)}; }
 // `a`, with its sign changed where `b` has one.
 inline Lanes with_sign(Lanes a, Lanes b) {
   const Integers sign = _mm512_set1_epi32(static_cast<int>(kSignBit));
@@ -36,19 +38,33 @@ inline Lanes unless_code_is_zero(Integers codes, Lanes a) {
 }
 inline Integers whole(Lanes a) { return _mm512_cvttps_epi32(a.v); }
 inline Lanes lanes_of(Integers a) { return {_mm512_cvtepi32_ps(a)}; }
-inline Integers replaced(Integers a, Mask mask, int b) {
-  return _mm512_mask_mov_epi32(a, mask.m, _mm512_set1_epi32(b));
-}
 inline Integers one_more(Integers a, Mask mask) { return _mm512_mask_add_epi32(a, mask.m, a, _mm512_set1_epi32(1)); }
 inline Integers rotated(Integers a) { return _mm512_rol_epi32(a, 1); }
 inline Integers most_unsigned(Integers a, Integers b) { return _mm512_max_epu32(a, b); }
-inline Integers not_negative(Integers a) { return _mm512_max_epi32(a, _mm512_setzero_si512()); }
 inline Lanes least(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
+// |a|, or in the unsigned map, where negative numbers are zero, `a`; at least kSmallest.
+template <bool kSigned>
+Lanes size_of(Lanes a) {
+  const Register smallest = broadcast(kSmallest);
+  return {kSigned ? _mm512_range_ps(a.v, smallest, 0xB) : _mm512_max_ps(a.v, smallest)};
+}
+template <bool kSigned>
+struct Regions {
+  const CodeTable border;
+  const Integers lowest;
+
+  Regions() : border(kCodeMap<kSigned>.border), lowest(_mm512_loadu_si512(kCodeMap<kSigned>.lowest)) {}
+  Integers operator()(Lanes size) const {
+    const Integers place = _mm512_srli_epi32(_mm512_castps_si512(size.v), 24);
+    return one_more(_mm512_permutexvar_epi32(place, lowest), at_least(size, border[place]));
+  }
+  Lanes with_end(Lanes, Lanes m) const { return m; }
+};
 #else
 struct CodeTable {
   Register v;
 
-  explicit CodeTable(const float (&numbers)[8]) : v(_mm256_loadu_ps(numbers)) {}
+  explicit CodeTable(const float* numbers) : v(_mm256_loadu_ps(numbers)) {}  // the first eight
   Lanes operator[](Integers index) const { return {_mm256_permutevar8x32_ps(v, index)}; }
 };
 template <bool kSigned>
@@ -64,24 +80,40 @@ void put_codes(uint8_t* p, Integers codes) {
                    kSigned ? _mm_packs_epi16(words, words) : _mm_packus_epi16(words, words));
 }
 inline Integers exponents(Lanes a) { return _mm256_srli_epi32(_mm256_castps_si256(a.v), 23); }
-inline Lanes magnitude(Lanes a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 inline Lanes with_sign(Lanes a, Lanes b) { return {_mm256_xor_ps(a.v, _mm256_and_ps(b.v, _mm256_set1_ps(-0.0f)))}; }
 inline Lanes unless_code_is_zero(Integers codes, Lanes a) {
   return {_mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(codes, _mm256_setzero_si256())), a.v)};
 }
 inline Integers whole(Lanes a) { return _mm256_cvttps_epi32(a.v); }
 inline Lanes lanes_of(Integers a) { return {_mm256_cvtepi32_ps(a)}; }
-inline Integers replaced(Integers a, Mask mask, int b) {
-  return _mm256_blendv_epi8(a, _mm256_set1_epi32(b), _mm256_castps_si256(mask.m));
-}
 inline Integers one_more(Integers a, Mask mask) { return _mm256_sub_epi32(a, _mm256_castps_si256(mask.m)); }
 inline Integers rotated(Integers a) { return _mm256_or_si256(_mm256_slli_epi32(a, 1), _mm256_srli_epi32(a, 31)); }
 inline Integers most_unsigned(Integers a, Integers b) { return _mm256_max_epu32(a, b); }
-inline Integers not_negative(Integers a) { return _mm256_max_epi32(a, _mm256_setzero_si256()); }
 inline Lanes least(Lanes a, Lanes b) { return {_mm256_min_ps(a.v, b.v)}; }
-#endif
+template <bool kSigned>
+Lanes size_of(Lanes a) {
+  const Register size = kSigned ? _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v) : a.v;
+  return {_mm256_max_ps(size, broadcast(kSmallest))};
+}
+// The bits of a number, as a number, are a guess of its region: that, or the one below. A table has no place for region
+// 8, which finds the m of region 0.
+template <bool kSigned>
+struct Regions {
+  static constexpr float kSlope = 1.0f / (3.1f * 8388608), kOffset = 7.55f - 127 / 3.1f;
+  const CodeTable next;
 
-inline Mask at_least(Lanes a, Lanes b) { return compare<_CMP_GE_OQ>(a.v, b.v); }
+  Regions() : next(kCodeMap<kSigned>.next) {}
+  Integers operator()(Lanes size) const {
+    const Lanes bits = lanes_of(same_bits<Integers>(size.v));
+    const Integers guess = whole(fused(bits, Lanes{broadcast(kSlope)}, Lanes{broadcast(kOffset)}));
+    return one_more(guess, at_least(size, next[guess]));
+  }
+  Lanes with_end(Lanes size, Lanes m) const {
+    const Lanes one{broadcast(kCodeMap<kSigned>.next[7])}, end{broadcast(kSigned ? 128 : 1)};
+    return where(at_least(size, one), end, m);
+  }
+};
+#endif
 
 #endif
 
@@ -123,15 +155,14 @@ struct CodeLoops {
     const Inverse inverse(scale);
     int64_t i = 0;
 #if AMP_PATCH_WIDTH > 1
-    const CodeTable next(map.next), rate(map.rate), start(map.start), limit(map.limit);
-    const Lanes one{broadcast(map.one)}, slope{broadcast(kGuessSlope)}, offset{broadcast(-kGuessStart)};
+    const Regions<kSigned> regions;
+    const CodeTable rate(map.rate), start(map.start), limit(map.limit);
     for (; inverse.first == 1 && i + AMP_PATCH_WIDTH <= n; i += AMP_PATCH_WIDTH) {
-      const Lanes y = Lanes{at<Register>(values + i)} * inverse.second, size = kSigned ? magnitude(y) : y;
-      Integers region = not_negative(whole(fused(lanes_of(same_bits<Integers>(size.v)), slope, offset)));
-      region = one_more(region, at_least(size, next[region]));
-      const Lanes m = least(plus(times(size, rate[region]), start[region]), limit[region]);
-      const Integers code = whole(kSigned ? with_sign(m, y) : m);
-      put_codes<kSigned>(codes + i, replaced(code, at_least(y, one), kSigned ? kSignedOne : kUnsignedOne));
+      const Lanes y = Lanes{at<Register>(values + i)} * inverse.second, size = size_of<kSigned>(y);
+      const Integers region = regions(size);
+      const Lanes linear = least(plus(times(size, rate[region]), start[region]), limit[region]);
+      const Lanes m = regions.with_end(size, linear);
+      put_codes<kSigned>(codes + i, whole(kSigned ? with_sign(m, y) : m));
     }
 #endif
     for (; i < n; ++i) codes[i] = code_of<kSigned>(map, inverse.of(values[i]));

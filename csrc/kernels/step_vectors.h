@@ -22,12 +22,14 @@ inline Integers if_below(Integers number, int bound, Integers v) {
   const Integers size = _mm512_and_si512(number, _mm512_set1_epi32(0x7FFFFFFF));
   return _mm512_maskz_mov_epi32(_mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(bound)), v);
 }
-// The low and the high 32 bits of a * b, element by element.
-inline void multiply(Integers a, uint32_t b, Integers& low, Integers& high) {
-  const Integers factor = _mm512_set1_epi32(static_cast<int>(b)), even = _mm512_mul_epu32(a, factor);
-  const Integers odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), factor);
-  low = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
-  high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+// The even elements times b, 64 bits each; the odd elements in the places of the even ones; and both in their places,
+// of which those between may be anything before.
+inline Integers product(Integers even, uint32_t b) {
+  return _mm512_mul_epu32(even, _mm512_set1_epi32(static_cast<int>(b)));
+}
+inline Integers odd_of(Integers a) { return _mm512_srli_epi64(a, 32); }
+inline Integers zipped(Integers even, Integers odd) {
+  return _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
 }
 inline Integers exclusive(Integers a, Integers b, uint32_t c) {
   return _mm512_xor_si512(_mm512_xor_si512(a, b), _mm512_set1_epi32(static_cast<int>(c)));
@@ -61,11 +63,12 @@ inline Integers if_below(Integers number, int bound, Integers v) {
   const Integers size = _mm256_and_si256(number, _mm256_set1_epi32(0x7FFFFFFF));
   return _mm256_and_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(bound), size), v);
 }
-inline void multiply(Integers a, uint32_t b, Integers& low, Integers& high) {
-  const Integers factor = _mm256_set1_epi32(static_cast<int>(b)), even = _mm256_mul_epu32(a, factor);
-  const Integers odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), factor);
-  low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
-  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+inline Integers product(Integers even, uint32_t b) {
+  return _mm256_mul_epu32(even, _mm256_set1_epi32(static_cast<int>(b)));
+}
+inline Integers odd_of(Integers a) { return _mm256_srli_epi64(a, 32); }
+inline Integers zipped(Integers even, Integers odd) {
+  return _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
 }
 inline Integers exclusive(Integers a, Integers b, uint32_t c) {
   return _mm256_xor_si256(_mm256_xor_si256(a, b), _mm256_set1_epi32(static_cast<int>(c)));
@@ -211,20 +214,24 @@ struct Loops {
     const auto high_word = [](uint64_t x) { return static_cast<uint32_t>(x >> 32); };
     for (int64_t group = 0; group < count; group += AMP_PATCH_WIDTH) {
       const uint64_t counter = first + group;  // a multiple of the width: its low word carries into no other
-      Integers words[4] = {counted(static_cast<uint32_t>(counter)), fill_integers(high_word(counter)),
-                           fill_integers(static_cast<uint32_t>(draw)), fill_integers(high_word(draw))};
+      const Integers counters = counted(static_cast<uint32_t>(counter)), carried = fill_integers(high_word(counter));
+      const Integers low = fill_integers(static_cast<uint32_t>(draw)), high = fill_integers(high_word(draw));
+      // A product of 32 bits by 32 fills two elements: counters go in two halves, the even ones and the odd ones.
+      Integers even[4] = {counters, carried, low, high}, odd[4] = {odd_of(counters), carried, low, high};
       uint32_t key0 = static_cast<uint32_t>(seed), key1 = high_word(seed);
       for (int round = 0; round < kPhiloxRounds; ++round) {
-        Integers low0, high0, low1, high1;
-        multiply(words[0], kPhiloxFactors[0], low0, high0);
-        multiply(words[2], kPhiloxFactors[1], low1, high1);
-        words[0] = exclusive(high1, words[1], key0);
-        words[1] = low1;
-        words[2] = exclusive(high0, words[3], key1);
-        words[3] = low0;
+        for (auto* const words : {even, odd}) {
+          const Integers first = product(words[0], kPhiloxFactors[0]), second = product(words[2], kPhiloxFactors[1]);
+          words[0] = exclusive(odd_of(second), words[1], key0);
+          words[1] = second;
+          words[2] = exclusive(odd_of(first), words[3], key1);
+          words[3] = first;
+        }
         key0 += kPhiloxKeys[0];
         key1 += kPhiloxKeys[1];
       }
+      Integers words[4];
+      for (int w = 0; w < 4; ++w) words[w] = zipped(even[w], odd[w]);
       transpose(words);
       for (int w = 0; w < 4; ++w) {
         put<false>(static_cast<void*>(out + group * kDrawn + 2 * AMP_PATCH_WIDTH * w), words[w]);
