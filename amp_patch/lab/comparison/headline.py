@@ -18,7 +18,6 @@ from amp_patch.lab.wording import (
     times,
     type_name,
 )
-from amp_patch.policy import OPT_LEVELS
 
 
 def headline(comparison: Comparison) -> str:
@@ -167,8 +166,7 @@ def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
     best = comparison.recommended
     if best is None or best is comparison.baseline or best.level == NATIVE:
         return [], ""
-    named = named_level(best.level)
-    other = best.dtype if best.dtype != str(OPT_LEVELS[named.level].dtype).removeprefix("torch.") else None
+    named, other = named_level(best.level), best.other_dtype
     also = f", dtype=torch.{other}" if other else ""
     edit = [
         "from amp_patch import amp",

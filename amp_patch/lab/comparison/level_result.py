@@ -69,6 +69,12 @@ class LevelResult:
         return type_name(self.dtype) if self.dtype else ""
 
     @property
+    def other_dtype(self) -> str | None:
+        """Its type, if it is not the one that the level has by itself."""
+        policy = OPT_LEVELS.get(self.level.partition("+")[0])
+        return self.dtype if policy is not None and self.dtype != str(policy.dtype).removeprefix("torch.") else None
+
+    @property
     def loses_updates(self) -> bool:
         """Whether small updates of its weights change nothing, as at O3."""
         policy = OPT_LEVELS.get(self.level.partition("+")[0])  # torch's own mixed precision has FP32 weights

@@ -173,9 +173,12 @@ def report(level: str, found: Found, command: str) -> list[str]:
     if not found.complete:
         lines.append("The trials were used up; fewer modules may do: --resume with more --trials goes on.")
     keep = f"{argument(level)}={list(answer.kept)!r}".replace("'", '"')
-    paste = f"amp.initialize(model, optimizer, {named_level(level).arguments}, {keep})"
+    other = None if answer.level is None else answer.level.other_dtype
+    also = f" dtype=torch.{other}," if other else ""
+    paste = f"amp.initialize(model, optimizer, {named_level(level).arguments},{also} {keep})"
     lines += ["To use it in the script:", f"    {paste}", "To use it without an edit:"]
-    variables = f"AMP_PATCH_OPT_LEVEL={level} {keep_variable(level)}={','.join(answer.kept)}"
+    typed = f"AMP_PATCH_DTYPE={other} " if other else ""
+    variables = f"AMP_PATCH_OPT_LEVEL={level} {typed}{keep_variable(level)}={','.join(answer.kept)}"
     return [*filter(None, lines), f"    {variables} python -m amp_patch run {command}"]
 
 

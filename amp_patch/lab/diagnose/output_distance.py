@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.environment import NamedLevel, named_level
 from amp_patch.frontend import initialize, restored
 from amp_patch.lab import wording
 from amp_patch.lab.diagnose.module_error import floats
 from amp_patch.lab.diagnose.tables import Part, Table, as_html, as_text
 from amp_patch.model.forward import policy_of
 from amp_patch.model.fp32_copies import fp32_copy
-from amp_patch.policy import OPT_LEVELS
 from amp_patch.support import distributed
 
 BASELINE = "O0"
@@ -124,14 +124,16 @@ def compare_outputs(
         model: any module, FP32 or not, in a training or not. It is compared in the mode that it is in: call `eval()`
             first for that of a sampler.
         inputs: a tuple of positional arguments, a dict of keyword arguments, or the one argument.
-        levels: those that are compared with FP32 ("O0"). " compiled" behind one runs it through torch.compile, which
-            has no figures by module: `pairs=[("O5", "O5 compiled")]`.
+        levels: those that are compared with FP32 ("O0"), each with a format of products if wanted ("O6+mxfp8").
+            " compiled" behind one runs it through torch.compile, which has no figures by module:
+            `pairs=[("O5", "O5 compiled")]`.
         pairs: (first, second) levels that are compared beside that: the sampler's and the trainer's.
         targets: classes, int64, of the shape of the logits without their last dimension. Negative ones do not count.
         band: half the width around 1 of the ratio of two probabilities, beyond which it is counted in `outside`.
         logits: from the model's output to its logits, [..., classes]. By default the output's `logits`, or else the
             output if it is one floating tensor with at least two dimensions.
-        options: more arguments of `initialize` for all levels but O0, such as `keep_fp32`.
+        options: more arguments of `initialize` for all levels but O0, such as `keep_fp32`. What stands behind a
+            level's name goes before them.
 
     Raises:
         TypeError: `model` is no module.
@@ -143,11 +145,7 @@ def compare_outputs(
     distributed.refuse(model, "compare_outputs")
     wanted = [*((BASELINE, level) for level in levels), *(tuple(pair) for pair in pairs)]
     for level in dict.fromkeys(level for pair in wanted for level in pair):
-        if level.removesuffix(COMPILED) not in OPT_LEVELS:
-            raise ValueError(
-                f"compare_outputs: {level!r} is no level; wanted one of {', '.join(OPT_LEVELS)} (the letter O, not "
-                f"zero), with {COMPILED!r} behind it for torch.compile"
-            )
+        _named(level)
     run = partial(_Forward, model, inputs, options, logits)
     found = OutputComparison(band=band)
     first: _Forward | None = None
@@ -156,6 +154,18 @@ def compare_outputs(
             first = run(begin)
         found.distances.append(_distance(first, run(end, beside=first), targets, band))
     return found
+
+
+def _named(level: str) -> NamedLevel:
+    """The level without what is not `initialize`'s."""
+    try:
+        named = named_level(level.removesuffix(COMPILED))
+        named.policy()
+    except ValueError as error:
+        raise ValueError(
+            f"compare_outputs: {error}; {COMPILED!r} stands behind all of it, for torch.compile"
+        ) from error
+    return named
 
 
 class _Forward:
@@ -183,20 +193,20 @@ class _Forward:
         self.apart: dict[str, list[Tensor]] = {}
         self._calls: dict[str, int] = {}
         self._beside = beside
-        opt_level = asked.removesuffix(COMPILED)
+        eager, named = asked.removesuffix(COMPILED), _named(asked)
         devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
         with torch.random.fork_rng(devices), restored(), torch.no_grad(), ExitStack() as stack:
             copy = fp32_copy(model)
-            given = options if opt_level != BASELINE else {}
-            initialize(copy, opt_level=opt_level, verbosity=0, **given)
+            given = {**options, **(named.options if "+" in eager else {})} if eager != BASELINE else {}
+            initialize(copy, opt_level=named.level, verbosity=0, **given)
             policy = policy_of(copy)
             low = policy is not None and policy.makes_low_tensors
             dtype = str(policy.dtype).removeprefix("torch.") if policy is not None and low else None
-            self.level = wording.level_name(opt_level, dtype) + asked.removeprefix(opt_level)
-            if asked == opt_level:
+            self.level = wording.level_name(eager, dtype) + asked.removeprefix(eager)
+            if asked == eager:
                 for name, module in copy.named_modules():
                     stack.callback(module.register_forward_hook(partial(self._hook, name)).remove)
-            called = copy if asked == opt_level else torch.compile(copy)
+            called = copy if asked == eager else torch.compile(copy)
             arguments = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
             output = called(*arguments, **(inputs if isinstance(inputs, dict) else {}))
             self.outputs = [each.float() for each in floats(output)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,6 +128,10 @@ def test_the_end_has_what_to_paste_the_gaps_and_the_memory():
         "To use it without an edit:",
         "    AMP_PATCH_OPT_LEVEL=O2 AMP_PATCH_KEEP_FP32=head python -m amp_patch run train.py --lr 1",
     ]
+    other = [replace(each, level=replace(each.level, dtype="bfloat16")) for each in found.tried]
+    typed = module_search.report("O2", replace(found, tried=other, answer=other[-1]), "train.py")
+    assert '    amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, keep_fp32=["head"])' in typed
+    assert "AMP_PATCH_OPT_LEVEL=O2 AMP_PATCH_DTYPE=bfloat16 AMP_PATCH_KEEP_FP32=head python" in typed[-1]
     low = module_search.report("O6+nvfp4", found, "train.py")
     assert '    amp.initialize(model, optimizer, opt_level="O6", dtype="nvfp4", keep_high=["head"])' in low
     assert "AMP_PATCH_OPT_LEVEL=O6+nvfp4 AMP_PATCH_KEEP_HIGH=head python" in low[-1]

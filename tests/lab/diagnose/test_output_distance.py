@@ -177,6 +177,18 @@ def test_options_go_to_initialize():
     assert found.distances[0].second == "O2 BF16" and found["O0", "O2"].output == 2.0**-9 / FINE
 
 
+def test_a_level_may_have_a_format_of_its_products():
+    model, inputs = linear([[1.0, 0.3]]), torch.ones(1, 2)
+    found = amp.compare_outputs(model, inputs, ["O6+fp8", "O6+nvfp4", "O6"], dtype="mxfp8", keep_high=())
+    assert [each.second for each in found.distances] == ["O6+fp8 BF16", "O6+nvfp4 BF16", "O6 BF16"]
+    for level, dtype in (("O6+fp8", "fp8"), ("O6+nvfp4", "nvfp4"), ("O6", "mxfp8")):
+        alone = amp.compare_outputs(model, inputs, ["O6"], dtype=dtype, keep_high=())
+        assert found["O0", level].output == alone["O0", "O6"].output
+    # Scales are powers of two: of 0.3 E4M3 makes 0.3125.
+    assert found["O0", "O6+fp8"].output == pytest.approx(0.0125 / 1.3, rel=1e-4)
+    assert found["O0", "O6+nvfp4"].output > found["O0", "O6+fp8"].output
+
+
 def test_the_table_names_pairs_and_modules():
     told = str(amp.compare_outputs(Masked(), INPUTS, ["O5"], band=0.2))
     assert "O0, O5 BF16" in told and "outside 1 ± 0.2" in told and "inner" in told and "(model)" in told
@@ -187,7 +199,8 @@ def test_the_table_names_pairs_and_modules():
     ("change", "error", "message"),
     [
         ({"model": 3}, TypeError, "model is a int; wanted a torch.nn.Module"),
-        ({"levels": ["O9"]}, ValueError, "'O9' is no level; wanted one of O0, O1"),
+        ({"levels": ["O9"]}, ValueError, "level 'O9' is none of O0, O1"),
+        ({"levels": ["O5+mxfp8"]}, ValueError, "mxfp8 is a format of the products of O6 or O7"),
         (
             {"targets": torch.zeros(2, dtype=torch.int64)},
             ValueError,
