@@ -39,6 +39,17 @@ schedule = torch.optim.lr_scheduler.LambdaLR(
     optimizer, lambda step: min((step + 1) / (0.1 * steps), (steps - step) / (0.9 * steps), 1.0)
 )
 
+
+def evaluate() -> dict[str, float]:
+    model.eval()
+    with torch.no_grad():
+        figures = task.evaluate(model)
+    model.train()
+    amp.log(**figures)
+    return figures
+
+
+evaluate()  # before the training too: a gap between levels is judged by what that gains
 for _ in range(steps):
     inputs, targets = task.batch(batches)
     loss = task.loss(model(inputs), targets)
@@ -48,8 +59,5 @@ for _ in range(steps):
     optimizer.step()
     schedule.step()
 
-model.eval()
-with torch.no_grad():
-    figures = task.evaluate(model)
-amp.log(**figures)
-print(f"{task.name}, {steps} steps, seed {args.seed}:", *(f"{name} {value:.4f}" for name, value in figures.items()))
+told = (f"{name} {value:.4f}" for name, value in evaluate().items())
+print(f"{task.name}, {steps} steps, seed {args.seed}:", *told)
