@@ -43,6 +43,9 @@ accuracy: $(VENV)/installed ## docs/accuracy.md and accuracy-formats.md anew: th
 	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/accuracy_formats.py
 
+# The tests start hundreds of Pythons, each of which would compile amp_patch anew where the shell says not to keep that.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/installed ## every test that is not marked slow
 	$(PYTEST_FILES) -m "not slow"
 
