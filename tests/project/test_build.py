@@ -335,45 +335,60 @@ def toolkit(sources):
     return sources
 
 
-def chosen(folder, **environment):
+# What setup.py chooses with each of the environments, in a process of its own; torch is imported once.
+CHOSEN = """
+import json, os, runpy, sys, torch
+torch.cuda.device_count = lambda: 0
+for given in json.loads(sys.argv.pop()):
+    if os.fork():
+        assert os.wait()[1] == 0
+        continue
+    os.environ.update(given)
+    sys.argv = ["setup.py", "--name"]
+    runpy.run_path("setup.py", run_name="__main__")
+    from torch.utils import cpp_extension as of_torch
+    flags = of_torch._get_cuda_arch_flags()
+    print(json.dumps([of_torch.CUDA_HOME, os.environ["TORCH_CUDA_ARCH_LIST"], flags]))
+    break
+"""
+
+
+def chosen(folder, *environments):
     """The toolkit and the GPUs that setup.py compiles for where torch sees no GPU, and torch's flags for these."""
-    (folder / "chosen.py").write_text(
-        "import json, os, runpy, sys, torch\ntorch.cuda.device_count = lambda: 0\n"
-        "sys.argv = ['setup.py', '--name']\nrunpy.run_path('setup.py', run_name='__main__')\n"
-        "from torch.utils import cpp_extension as of_torch\n"
-        "flags = of_torch._get_cuda_arch_flags()\n"
-        "print(json.dumps([of_torch.CUDA_HOME, os.environ['TORCH_CUDA_ARCH_LIST'], flags]))\n"
-    )
+    (folder / "chosen.py").write_text(CHOSEN)
     switches = ("AMP_PATCH_NO_EXT", "AMP_PATCH_REQUIRE_EXT", "CUDA_PATH", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")
     inherited = {name: value for name, value in os.environ.items() if name not in switches}
     result = subprocess.run(
-        [sys.executable, "chosen.py"],
+        [sys.executable, "chosen.py", json.dumps(environments)],
         cwd=folder,
-        env={**inherited, "FORCE_CUDA": "1", **environment},
+        env={**inherited, "FORCE_CUDA": "1"},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    choices = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
+    assert len(choices) == len(environments)
+    return choices
 
 
-@pytest.mark.parametrize("found", ["on PATH", "by CUDA_HOME"])
-@pytest.mark.parametrize("nvcc", ["wrapped", "cuda"])
-def test_a_wrapper_of_nvcc_is_asked_for_its_toolkit(toolkit, nvcc, found):
-    given = {"PATH": f"{toolkit / nvcc}/bin:{os.environ['PATH']}"}
-    home, _, _ = chosen(toolkit, **(given if found == "on PATH" else {"CUDA_HOME": str(toolkit / nvcc)}))
-    assert home == str(toolkit / "cuda")
+def test_a_wrapper_of_nvcc_is_asked_for_its_toolkit(toolkit):
+    on_path = [{"PATH": f"{toolkit / nvcc}/bin:{os.environ['PATH']}"} for nvcc in ("wrapped", "cuda")]
+    by_cuda_home = [{"CUDA_HOME": str(toolkit / nvcc)} for nvcc in ("wrapped", "cuda")]
+    assert [home for home, _, _ in chosen(toolkit, *on_path, *by_cuda_home)] == [str(toolkit / "cuda")] * 4
 
 
 def test_without_a_gpu_it_is_compiled_for_those_that_the_compiler_knows(toolkit):
     """An image is built on a machine without a GPU; torch would raise `IndexError: list index out of range`."""
-    home = str(toolkit / "cuda")
-    _, gpus, flags = chosen(toolkit, CUDA_HOME=home)
+    home = {"CUDA_HOME": str(toolkit / "cuda")}
+    shutil.copytree(toolkit / "cuda", toolkit / "older")
+    (toolkit / "older" / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1\n")  # of a release that has no such list
+    (_, gpus, flags), asked, older = chosen(
+        toolkit, home, {**home, "TORCH_CUDA_ARCH_LIST": "8.6"}, {"CUDA_HOME": str(toolkit / "older")}
+    )
     assert gpus == "7.5;8.0;9.0+PTX"
     assert "-gencode=arch=compute_90,code=compute_90" in flags and len(flags) == 4
-    assert chosen(toolkit, CUDA_HOME=home, TORCH_CUDA_ARCH_LIST="8.6")[1] == "8.6"
-    (toolkit / "cuda" / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1\n")  # of a release that has no such list
-    assert chosen(toolkit, CUDA_HOME=home)[1] == "7.0;7.5;8.0;8.6;8.9;9.0+PTX"
+    assert asked[1] == "8.6"
+    assert older[1] == "7.0;7.5;8.0;8.6;8.9;9.0+PTX"
 
 
 # Python 3.12 took away what setuptools 65 imports.

@@ -33,16 +33,21 @@ def tool(path, *lines):
     return str(path)
 
 
-def compiled(folder, lines, status, listing=None):
-    """compile.sh with an nvcc that says `lines`, and an nvdisasm that says `listing` where a cubin was made."""
+def compiled(folder, lines, status, listing=None, *, ask_torch=False):
+    """compile.sh with an nvcc that says `lines`, and an nvdisasm that says `listing` where a cubin was made.
+
+    It is told that torch has no folders of headers, which no compiler here reads, unless with `ask_torch`.
+    """
     (folder / "said").write_text("\n".join(lines) + "\n")
     (folder / "listing").write_text("\n".join(listing or []) + "\n")
     keep = 'while [ "$1" != --keep-dir ]; do shift; done; touch "$2/x.compute_90.cubin"' if listing else ""
     nvcc = tool(folder / "nvcc", f"cat {folder}/said >&2", keep, f"exit {status}")
     nvdisasm = tool(folder / "nvdisasm", f"cat {folder}/listing")
+    no_folders = 'case "$2" in *include_paths*) exit;; esac'
+    python = sys.executable if ask_torch else tool(folder / "python", no_folders, f'exec {sys.executable} "$@"')
     return subprocess.run(
         ["sh", str(TESTS / "cuda" / "compile.sh")],
-        env={**os.environ, "PYTHON": sys.executable, "NVCC": nvcc, "NVDISASM": nvdisasm, "CXX": "true"},
+        env={**os.environ, "PYTHON": python, "NVCC": nvcc, "NVDISASM": nvdisasm, "CXX": "true"},
         capture_output=True,
         text=True,
     )
@@ -58,7 +63,7 @@ def test_the_registers_and_spills_of_each_functor_are_printed(tmp_path):
 
 
 def test_an_error_is_shown_without_what_came_before_it(tmp_path):
-    done = compiled(tmp_path, [*said(NAMES[0], 56, 0), "cuda.cu(3): error: a semicolon"], 2)
+    done = compiled(tmp_path, [*said(NAMES[0], 56, 0), "cuda.cu(3): error: a semicolon"], 2, ask_torch=True)
     # A torch for CUDA says, as it is imported, that there is no GPU.
     shown = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
     assert done.returncode != 0 and shown == ["cuda.cu(3): error: a semicolon"] and "compiles" not in done.stdout

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from scripts import start_script
+from scripts import environment, run_each, start_script
 
+from amp_patch.environment import LEVEL
 from amp_patch.lab.comparison.outcome import failure
 from amp_patch.lab.recording.recorder import Recorder
 from amp_patch.lab.recording.run import Run, loads
@@ -40,12 +41,15 @@ for step in range(2):
 """
 
 
-@pytest.mark.parametrize("flag, level", [("--methods=decode", "O5"), ("--allow-banned", "O4")])
-def test_run(flag, level, tmp_path):
-    refused = start_script(tmp_path, CODER, "-m", "amp_patch", "run", AMP_PATCH_OPT_LEVEL=level)
-    assert refused.returncode == 1 and ("methods=" if level == "O5" else "allow_banned=True") in refused.stderr
-    done = start_script(tmp_path, CODER, "-m", "amp_patch", "run", flag, AMP_PATCH_OPT_LEVEL=level)
-    assert done.returncode == 0 and "runs in FP32" not in done.stderr, done.stderr
+def test_run(tmp_path):
+    (tmp_path / "train.py").write_text(CODER)
+    levels = {"--methods=decode": "O5", "--allow-banned": "O4"}
+    cases = [([*flags, "train.py"], {LEVEL: level}) for flag, level in levels.items() for flags in ([], [flag])]
+    not_named, named, banned, allowed = run_each(tmp_path, cases, environment())
+    for (_, errors, code), words in (not_named, "methods="), (banned, "allow_banned=True"):
+        assert code == 1 and words in errors
+    for _, errors, code in named, allowed:
+        assert code == 0 and "runs in FP32" not in errors, errors
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from paths import ROOT
+from scripts import run_each
 
 from amp_patch.lab.commands import run
 
@@ -60,30 +60,11 @@ ENDS = {
 
 MISSING = [["missing.py"], ["-m", "missing"], ["missing/"], []]
 
-# `python -m amp_patch run` for each of the lists of arguments that come on stdin, in a process each. They are forked
-# from one that has imported torch, which takes most of their time.
-DRIVER = """
-import json, os, sys
-from amp_patch.__main__ import main
 
-results = []
-for arguments in json.load(sys.stdin):
-    if os.fork() == 0:
-        for number, name in (1, "stdout"), (2, "stderr"):
-            os.dup2(os.open(name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), number)
-        sys.path[0] = os.getcwd()
-        main(["run", *arguments])
-        sys.exit()
-    code = os.waitstatus_to_exitcode(os.wait()[1])
-    results.append([open("stdout").read(), open("stderr").read(), code])
-print(json.dumps(results))
-"""
-
-
-def python(*arguments: str, cwd: Path, given: str = "") -> list[str | int]:
+def python(*arguments: str, cwd: Path) -> list[str | int]:
     """What it printed to stdout and stderr, and its exit code."""
     command = [sys.executable, *arguments]
-    ran = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, input=given, capture_output=True, text=True)
+    ran = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
     return [ran.stdout, ran.stderr, ran.returncode]
 
 
@@ -110,9 +91,8 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ran(scripts) -> dict[str, list[str | int]]:
     """What `run` printed and exited with, by its arguments."""
     cases = [*STARTS, *([name] for name in ENDS), *MISSING]
-    printed, errors, code = python("-c", DRIVER, cwd=scripts, given=json.dumps(cases))
-    assert code == 0, errors
-    return {" ".join(case): result for case, result in zip(cases, json.loads(printed), strict=True)}
+    ended = run_each(scripts, [(case, {}) for case in cases], ENVIRONMENT)
+    return {" ".join(case): result for case, result in zip(cases, ended, strict=True)}
 
 
 @pytest.mark.parametrize("arguments", STARTS, ids=" ".join)

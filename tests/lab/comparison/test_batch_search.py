@@ -9,8 +9,10 @@ import sys
 
 import pytest
 import torch
+from compared import importable_fixture  # noqa: F401  the fixture `importable`
 
 from amp_patch import multi_tensor
+from amp_patch.__main__ import main
 from amp_patch.lab.comparison.batch_search import Search, Trial, lines, search, size_in_bytes
 
 GIB = 2**30
@@ -202,10 +204,14 @@ def test_a_script_s_largest_batch_is_the_one_reckoned_by_hand(tmp_path):
         (["1GiB", "--batch-flag", "--columns"], "O0 failed with 8: the script exited with status 2: train.py: error: "),
     ],
 )
-def test_what_cannot_be_searched_is_said_once(options, message, tmp_path):
-    done = compare(tmp_path, "--batch-search", *options)
-    assert done.returncode == 2 and done.stdout == ""
-    assert message in done.stderr and done.stderr.count("\n") == 1
+def test_what_cannot_be_searched_is_said_once(options, message, tmp_path, monkeypatch, capfd):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "--batch-search", *options, "train.py"])
+    said = capfd.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert message in said.err and said.err.count("\n") == 1
 
 
 @pytest.mark.slow
