@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -217,9 +218,14 @@ def of_convnets(make: Callable[[Any], Any], **options: Any) -> Training:
     return Training(fresh, train_step, **options)
 
 
-@every_event
-@pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def crossed() -> Iterator[Any]:
+    """Each level, way and event with each of the other two kinds at once; what is left of the product is slow."""
+    for (i, level), (j, way), (k, event) in product(enumerate(OPTIONS), enumerate(WAYS), enumerate(EVENTS)):
+        marks = [pytest.mark.slow] if (i + j + k) % len(WAYS) else []
+        yield pytest.param(OPTIONS[level], WAYS[way], EVENTS[event], marks=marks, id=f"{level}-{way}-{event}")
+
+
+@pytest.mark.parametrize(("options", "make", "event"), [*crossed()])
 def test_a_training_at_any_level_goes_on_as_if_nothing_had_been(options, make, event):
     assert_goes_on(of_convnets(make, **options), event)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
-from pathlib import Path
 
+import pytest
 import torch
 from paths import ROOT
 from training import assert_unchanged
@@ -66,19 +67,18 @@ torch.save([tell(options, maker) for options in TRAININGS for maker in MAKERS], 
 '''
 
 
-def told_in(folder: Path, *flags: str) -> list[list[torch.Tensor]]:
-    script, path = folder / "story.py", folder / f"told{''.join(flags)}.pt"
+@pytest.mark.skipif(not __debug__, reason="this process has no asserts either")
+def test_what_asserts_leave_out_is_no_part_of_a_training(tmp_path, monkeypatch, capsys):
+    script, here, there = (tmp_path / name for name in ("story.py", "here.pt", "there.pt"))
     script.write_text(STORY)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONOPTIMIZE", None)
-    command = [sys.executable, *flags, str(script), str(path)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    assert ("asserts run" in run.stderr) is (not flags)
-    return torch.load(path)
-
-
-def test_what_asserts_leave_out_is_no_part_of_a_training(tmp_path):
-    wanted = told_in(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script), str(here)])
+    runpy.run_path(str(script), run_name="__main__")
+    assert "asserts run" in capsys.readouterr().err
+    wanted = torch.load(here)
     assert len(wanted) == 18 and all(tensor.isfinite().all() for told in wanted for tensor in told[9:])
-    assert_unchanged(wanted, told_in(tmp_path, "-O"))
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-O", str(script), str(there)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and "asserts run" not in run.stderr, run.stderr
+    assert_unchanged(wanted, torch.load(there))

@@ -129,8 +129,14 @@ def fifty_steps(make: Callable[[Any], Any], level: str) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("foreach", [None, True])
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    ("level", "foreach"),
+    [
+        ("O2", None),
+        ("O5", True),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [("O2", True), ("O5", None)]),
+    ],
+)
 @pytest.mark.parametrize("name", IN_PORTIONS)
 def test_portions_give_the_numbers_of_the_whole(name, level, foreach, how_many, monkeypatch):
     def make(params: Any) -> Any:
