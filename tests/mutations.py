@@ -196,9 +196,9 @@ MUTATIONS = (
     ),
     Mutation(
         "compare: faster is what is faster in every round",
-        "level.speedup is not None and level.speedup.low > 1]",
-        "level.speedup is not None and level.speedup.high > 1]",
-        ("test_page.py",),
+        "if self.low > 1:",
+        "if self.high > 1:",
+        ("test_page.py", "test_recommendation.py"),
     ),
     Mutation(
         "unedited scripts: the script's own GradScaler does nothing",
@@ -261,7 +261,8 @@ def first_failure(tree: Path, tests: Sequence[str]) -> str:
         Broken: the tests could not be run, or took too long.
     """
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # by time and size the compiled code could be of either
+    # Compiled code is told by the source's time and size: a mutation may leave both, and the tests would not see it.
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "--tb=no", *tests]
     try:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS)
