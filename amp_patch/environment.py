@@ -65,10 +65,13 @@ class NamedLevel(NamedTuple):
         rungs = [rung for rung, (option, value) in RUNGS.items() if self.options.get(option) == value]
         return "+".join([self.level, *rungs])
 
-    @property
-    def arguments(self) -> str:
-        """Those of `initialize`, as they are written: 'opt_level="O5", master_weights="split"'."""
-        return ", ".join(f'{name}="{value}"' for name, value in {"opt_level": self.level, **self.options}.items())
+    def arguments(self, dtype: str | None = None) -> str:
+        """Those of `initialize`, as they are written: 'opt_level="O5", master_weights="split"'.
+
+        With the type "bfloat16" of a level that has another by itself: 'opt_level="O2", dtype=torch.bfloat16'.
+        """
+        told = [f'{name}="{value}"' for name, value in {"opt_level": self.level, **self.options}.items()]
+        return ", ".join([*told, f"dtype=torch.{dtype}"] if dtype else told)
 
     def policy(self, dtype: torch.dtype | None = None) -> Policy:
         """The level's policy, of this type at the levels that have either.

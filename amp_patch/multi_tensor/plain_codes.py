@@ -41,10 +41,7 @@ def code_map(dtype: torch.dtype, device: torch.device) -> Map:
         rows.append((count / 0.9 / decade, count * 8 / 9, 2 * count - 0.5))
         first, last_below = 0.1 + 0.45 / count, 0.1 - 0.09 / count
         least.append(decade * (first / 2 if region == 1 else (first + last_below) / 2))
-    if signed:
-        numbers[128] = -1.0
-    else:
-        numbers[1] = 1.0
+    numbers[128 if signed else 1] = -1.0 if signed else 1.0
     rates, starts, limits = (_tensor(column, device) for column in zip(*rows, strict=True))
     return Map(_tensor(numbers, device), rates, starts, limits, _tensor(least, device), _fp32(1 - 0.225 / count))
 

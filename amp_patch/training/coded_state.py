@@ -266,7 +266,7 @@ class Coder:
         parts = memory[: sum(counts)].split(counts)
         return [part.as_strided(t.shape, t.stride()) for t, part in zip(codes, parts, strict=True)]
 
-    def close(self, optimizer: Any, stash: Any = None) -> None:
+    def close(self, optimizer: Any) -> None:
         """Encode what was read or put into the states of `optimizer`; no sync."""
         states = optimizer.state
         first = next(iter(states.values()), None)

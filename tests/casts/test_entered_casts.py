@@ -149,7 +149,7 @@ def test_regions_end_wherever_the_garbage_collector_finds_their_generators() -> 
 
     thresholds = gc.get_threshold()
     gc.collect()
-    gc.freeze()  # else each of the collections below looks at all that other tests have imported and compiled
+    gc.freeze()  # without it each collection below would look at all that other tests have imported and compiled
     try:
         for allocations in range(1, 120):
             gc.set_threshold(100_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from amp_patch.environment import named_level
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.level_result import LevelResult, seeds_change_nothing
+from amp_patch.lab.comparison.plan import variables
 from amp_patch.lab.comparison.recommendation import larger_batch, of_others
 from amp_patch.lab.comparison.verdict import interval_of, margin_in_words, percent_of
 from amp_patch.lab.recording.run import NATIVE
@@ -166,18 +167,16 @@ def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
     best = comparison.recommended
     if best is None or best is comparison.baseline or best.level == NATIVE:
         return [], ""
-    named, other = named_level(best.level), best.other_dtype
-    also = f", dtype=torch.{other}" if other else ""
+    other = best.other_dtype
     edit = [
         "from amp_patch import amp",
         "# behind the line that makes the optimizer:",
-        f"model, optimizer = amp.initialize(model, optimizer, {named.arguments}{also})",
+        f"model, optimizer = amp.initialize(model, optimizer, {named_level(best.level).arguments(other)})",
         "# in place of loss.backward():",
         "with amp.scale_loss(loss, optimizer) as scaled_loss:",
         "    scaled_loss.backward()",
     ]
-    typed = f"AMP_PATCH_DTYPE={other} " if other else ""
-    command = f"AMP_PATCH_OPT_LEVEL={best.level} {typed}python -m amp_patch run {comparison.command}"
+    command = f"{variables(best.level, other)} python -m amp_patch run {comparison.command}"
     return edit, command if comparison.command else ""
 
 

@@ -157,8 +157,9 @@ def failures(level: LevelResult, *, short: bool = False) -> list[str]:
     errors: dict[str, list[Run]] = {}
     for run in level.failed:
         errors.setdefault(run.error or "recorded no step", []).append(run)
-    said = {error: runs[0].error_in_short if short else runs[0].error_in_full for error, runs in errors.items()}
-    return [f"{seeds_in_words([run.seed for run in runs])}: {said[error]}" for error, runs in errors.items()]
+    seeds = [seeds_in_words([run.seed for run in runs]) for runs in errors.values()]
+    words = [runs[0].error_in_short if short else runs[0].error_in_full for runs in errors.values()]
+    return [f"{who}: {error}" for who, error in zip(seeds, words, strict=True)]
 
 
 def seeds_in_words(seeds: Sequence[int]) -> str:

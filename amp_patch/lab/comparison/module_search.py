@@ -11,7 +11,7 @@ from amp_patch.environment import named_level
 from amp_patch.lab import wording
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.level_result import LevelResult
-from amp_patch.lab.comparison.plan import BASELINE, keep_variable
+from amp_patch.lab.comparison.plan import BASELINE, keep_variable, variables
 from amp_patch.lab.comparison.verdict import gap_in_words
 from amp_patch.policy import OPT_LEVELS
 
@@ -174,12 +174,10 @@ def report(level: str, found: Found, command: str) -> list[str]:
         lines.append("The trials were used up; fewer modules may do: --resume with more --trials goes on.")
     keep = f"{argument(level)}={list(answer.kept)!r}".replace("'", '"')
     other = None if answer.level is None else answer.level.other_dtype
-    also = f" dtype=torch.{other}," if other else ""
-    paste = f"amp.initialize(model, optimizer, {named_level(level).arguments},{also} {keep})"
+    paste = f"amp.initialize(model, optimizer, {named_level(level).arguments(other)}, {keep})"
     lines += ["To use it in the script:", f"    {paste}", "To use it without an edit:"]
-    typed = f"AMP_PATCH_DTYPE={other} " if other else ""
-    variables = f"AMP_PATCH_OPT_LEVEL={level} {typed}{keep_variable(level)}={','.join(answer.kept)}"
-    return [*filter(None, lines), f"    {variables} python -m amp_patch run {command}"]
+    asked = f"{variables(level, other)} {keep_variable(level)}={','.join(answer.kept)}"
+    return [*filter(None, lines), f"    {asked} python -m amp_patch run {command}"]
 
 
 def _memory(each: Trial) -> str:

@@ -122,6 +122,11 @@ class Plan:
         return environment if self.dtype is None else {**environment, DTYPE: self.dtype}
 
 
+def variables(level: str, dtype: str | None = None) -> str:
+    """Those of the environment that take a script to a level as it is, as a shell has them."""
+    return f"{LEVEL}={level} {DTYPE}={dtype}" if dtype else f"{LEVEL}={level}"
+
+
 def keep_variable(level: str) -> str:
     """The environment variable that names the modules which a level keeps: AMP_PATCH_KEEP_FP32, or at O6 and O7
     AMP_PATCH_KEEP_HIGH."""

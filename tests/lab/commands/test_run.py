@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,15 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from paths import ROOT
-from scripts import run_each
+from scripts import environment, run_each
 
 from amp_patch.lab.commands import run
 
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    "PYTHONDONTWRITEBYTECODE": "1",
-}
+ENVIRONMENT = environment(PYTHONDONTWRITEBYTECODE="1")
 
 # Prints all that a script can see of how it was started. (Python's versions differ in an empty __annotations__.)
 PROBE = """
