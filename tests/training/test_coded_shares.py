@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import masters_of, same
 
-from amp_patch import amp
+from amp_patch import amp, multi_tensor
 from amp_patch.lab.commands.run_summary import RunSummary
 from amp_patch.support.generated_class import Generated
 from amp_patch.training import observers
@@ -121,6 +121,8 @@ def without_fp32_state(level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O2", "split", "stochastic"])
 def test_a_step_in_one_pass_decodes_in_registers(ranks, level):
+    if multi_tensor.backend() != "cpp":
+        pytest.skip("without the extension a portion of the state is FP32 at the step")
     ranks(without_fp32_state, level)
 
 
