@@ -49,6 +49,7 @@ from amp_patch.frontend import (
 )
 from amp_patch.grad_scaler import GradScaler
 from amp_patch.model.fp32_copies import fp32_copy
+from amp_patch.training.per_parameter import register_per_parameter_optimizer
 from amp_patch.training.scale_loss import loss_scale, scale_loss
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ __all__ = [
     "record",
     "register_float_function",
     "register_half_function",
+    "register_per_parameter_optimizer",
     "register_promote_function",
     "restore",
     "scale_loss",

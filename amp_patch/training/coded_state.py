@@ -9,7 +9,7 @@ of the dict is an ordinary one, in FP32.
 from __future__ import annotations
 
 import sys
-from collections.abc import ItemsView, Iterable, Iterator, ValuesView
+from collections.abc import Collection, ItemsView, Iterable, Iterator, ValuesView
 from threading import RLock
 from typing import Any
 
@@ -213,13 +213,14 @@ class Coder:
 
     Args:
         kind: the name of the optimizer's class.
+        in_fp32: names of states that stay FP32, beside those of `IN_FP32`.
 
     Attributes:
         is_up_to_date: whether nothing was put into the states since `close`.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, in_fp32: Collection[str] = ()) -> None:
+        self.kind, self._in_fp32 = kind, in_fp32
         self.is_up_to_date = False
         self._opened: list[Coded] = []
         self._lock = RLock()
@@ -292,11 +293,14 @@ class Coder:
     def _take(self, param: Tensor, state: CodedState) -> None:
         for name in list(state):
             value = state.kept(name)
-            if not _is_large(value, param) or (dtype := codes_of(self.kind, name, state)) is None:
+            if not _is_large(value, param) or (dtype := self._codes_of(name, state)) is None:
                 continue
             coded = Coded(value, dtype, value)
             self._opened.append(coded)
             dict.__setitem__(state, name, coded)
+
+    def _codes_of(self, name: str, beside: Iterable[str]) -> torch.dtype | None:
+        return None if name in self._in_fp32 else codes_of(self.kind, name, beside)
 
     def fresh(self, optimizer: Any, param: Tensor, name: str) -> None:
         """Put a state tensor that is still to be written into the state of `param`: codes where it is kept so."""
@@ -304,7 +308,7 @@ class Coder:
         if type(state) is dict:
             state = optimizer.state[param] = CodedState(self, state)
         value: Any = torch.empty_like(param, requires_grad=False)
-        if _is_large(value, param) and (dtype := codes_of(self.kind, name, [*state, name])) is not None:
+        if _is_large(value, param) and (dtype := self._codes_of(name, [*state, name])) is not None:
             value = Coded(value, dtype)
         dict.__setitem__(state, name, value)
 

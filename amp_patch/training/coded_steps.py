@@ -24,7 +24,7 @@ from amp_patch.support import device_sync, generated_class
 from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import Generated, base_class
-from amp_patch.training import one_pass, portions
+from amp_patch.training import one_pass, per_parameter, portions
 from amp_patch.training.batch import Batch
 from amp_patch.training.coded_state import Coded, CodedState, Coder
 from amp_patch.training.stash import Stash, give_stash, stash_of, take_stash
@@ -220,7 +220,7 @@ def enter(optimizer: Any, stash: Stash) -> None:
     if stash.policy.optimizer_state is None or stash.neighbours.coder is not None:
         return
     holder = stateful(optimizer)
-    coder = stash.neighbours.coder = Coder(base_class(holder).__name__)
+    coder = stash.neighbours.coder = Coder(base_class(holder).__name__, per_parameter.fp32_state_of(base_class(holder)))
     if holder is not optimizer:
         stash.neighbours.handles.append(_EnteredShare(holder, coder))
     stash.neighbours.before_backward.append(_close)

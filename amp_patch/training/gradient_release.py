@@ -30,7 +30,7 @@ from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import base_class
-from amp_patch.training import portions
+from amp_patch.training import per_parameter, portions
 from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import WHOLE, Step, is_untouched, plain_step
 
@@ -67,7 +67,8 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
                 f"initialize: gradient_release=True is not for a {type(optimizer).__name__} around another optimizer, "
                 "which moves the weights between backward and step; give the optimizer inside, or leave it out"
             )
-        reason = portions.reason_against(target, _WHOLE_WITH)
+        is_torchs = portions.is_torchs(base_class(target))
+        reason = portions.reason_against(target, _WHOLE_WITH) if is_torchs else "its class is not one of torch.optim"
         if reason is not None:
             raise ValueError(
                 f"initialize: gradient_release=True is not for this {name}, which cannot step one parameter without "
@@ -197,7 +198,7 @@ def step_alone(optimizer: Any, stash: Stash, group: dict[str, Any], param: Tenso
     waiting = stash.masters.waiting
     plain = plain_step(base_class(optimizer))
     assert plain is not None
-    step = Step(portions.shell_of(optimizer, group, [master]), stash)
+    step = Step(per_parameter.shell_of(optimizer, group, [master]), stash)
     step.links = LinkList([] if link is None else [(param, link)])
     try:
         if link is not None and not _lets_wait(param, master, waiting):

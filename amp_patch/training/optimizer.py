@@ -21,7 +21,7 @@ from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
-from amp_patch.training import coded_steps, ddp, one_pass, portions, thawed, untouched, zero_redundancy
+from amp_patch.training import coded_steps, ddp, one_pass, per_parameter, portions, thawed, untouched, zero_redundancy
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import WHOLE, Strategy, lead_to_step, step_of
@@ -124,7 +124,7 @@ def _strategy_of(base: Any) -> Strategy:
     """How steps of optimizers of the class `base` are made, where that suits."""
     if one_pass.suits_class(base):
         return one_pass.IN_ONE_PASS
-    return portions.IN_PORTIONS if portions.is_torchs(base) else WHOLE
+    return portions.IN_PORTIONS
 
 
 def check_optimizer(optimizer: Any, policy: Policy) -> None:
@@ -146,6 +146,8 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
             "check or gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling), without skip_nonfinite"
         )
     zero_redundancy.check_zero(optimizer, policy)
+    if policy.master_weights or policy.optimizer_state is not None:
+        per_parameter.check(zero_redundancy.stateful(optimizer), policy.optimizer_state is not None)
     coded_steps.check(optimizer, policy)
 
 

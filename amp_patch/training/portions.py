@@ -9,7 +9,8 @@ to put back after an exception. What was stepped when one comes `Step.leave` pub
 
 This is sound where parameters are stepped each by itself, which is a fact of a release of torch: `BY_CLASS` has it for
 each class of torch.optim, and a test steps each with all its settings in portions and as a whole, on every torch that
-we test. Another's class is stepped as a whole: it may clip all gradients by one norm.
+we test. Another's class is stepped as a whole, for it may clip all gradients by one norm, unless a user has registered
+it (per_parameter.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from amp_patch.masters.master import Master
 from amp_patch.masters.masters import PLAIN_TYPES, LinkList, has_gradient, materialize, round_into_weights, settle
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.generated_class import base_class
+from amp_patch.training import per_parameter
 from amp_patch.training.one_pass import done
 from amp_patch.training.stash import Stash
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy, is_untouched
@@ -83,12 +85,7 @@ def reason_against(optimizer: Any, whole_with: Sequence[str] = WHOLE_WITH) -> st
         whole_with: the settings that are against it.
     """
     base = base_class(optimizer)
-    if not is_torchs(base):
-        return "its class is not one of torch.optim"
-    first, last = RELEASES
-    if not first <= tuple(map(int, torch.__version__.split(".")[:2])) <= last:
-        return f"torch {torch.__version__} is not in {_dotted(first)} to {_dotted(last)}, whose optimizers are known"
-    if (reason := BY_CLASS.get(base.__name__, "its class is unknown")) is not None:
+    if not per_parameter.is_registered(base) and (reason := _reason_against_class(base)) is not None:
         return reason
     for group in optimizer.param_groups:
         for setting in whole_with:
@@ -97,6 +94,18 @@ def reason_against(optimizer: Any, whole_with: Sequence[str] = WHOLE_WITH) -> st
         if any(map(_has_tensor, map(group.get, optimizer.defaults))):
             return "a setting is a tensor"
     return None
+
+
+def _reason_against_class(base: Any) -> str | None:
+    if not is_torchs(base):
+        return (
+            "its class is not one of torch.optim, nor registered, by amp.register_per_parameter_optimizer, as one that "
+            "steps each parameter by itself"
+        )
+    first, last = RELEASES
+    if not first <= tuple(map(int, torch.__version__.split(".")[:2])) <= last:
+        return f"torch {torch.__version__} is not in {_dotted(first)} to {_dotted(last)}, whose optimizers are known"
+    return BY_CLASS.get(base.__name__, "its class is unknown")
 
 
 def _dotted(release: tuple[int, ...]) -> str:
@@ -170,20 +179,20 @@ def _step_each(step: Step, portions: list[tuple[Group, list[Tensor]]], plain: Pl
     masters_of = step.stash.masters
     waiting, link_of = masters_of.waiting, masters_of.by_master
     room = max(sum(map(room_for, masters)) for _, masters in portions)
-    for group, masters in portions:
-        links = LinkList(pair for master in masters if (pair := link_of.get(id(master))) is not None)
-        settle(links)
-        shell = shell_of(step.optimizer, group, masters)
-        try:
-            if waiting is not None:
-                waiting.lend(masters, room)
-            step.writes = True  # until the first portion runs, written masters are user edits
-            materialize(masters)
-            plain(shell)
-        finally:
-            if waiting is not None:
-                waiting.lent = {}
-        round_into_weights(links)
+    with per_parameter.stepping(step.optimizer, plain) as step_some:
+        for group, masters in portions:
+            links = LinkList(pair for master in masters if (pair := link_of.get(id(master))) is not None)
+            settle(links)
+            try:
+                if waiting is not None:
+                    waiting.lend(masters, room)
+                step.writes = True  # until the first portion runs, written masters are user edits
+                materialize(masters)
+                step_some(group, masters)
+            finally:
+                if waiting is not None:
+                    waiting.lent = {}
+            round_into_weights(links)
 
 
 def _portions(optimizer: Any) -> Iterator[tuple[Group, list[Tensor]]]:
@@ -212,11 +221,3 @@ def _is_dense(master: Tensor, devices: tuple[str, ...]) -> bool:
         return True
     grad = master.grad
     return grad is not None and type(grad) in PLAIN_TYPES and grad.layout is torch.strided
-
-
-def shell_of(optimizer: Any, group: Group, masters: list[Tensor]) -> Any:
-    """An optimizer with the attributes and the state of `optimizer`, and of its groups `group` with these masters."""
-    shell: Any = object.__new__(base_class(optimizer))
-    vars(shell).update(vars(optimizer))
-    shell.param_groups = [{**group, "params": masters}]
-    return shell

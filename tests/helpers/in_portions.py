@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.training import portions
+from amp_patch.training import per_parameter
 
 Group = dict[str, Any]
 
@@ -61,7 +61,7 @@ def why_not_in_portions(base: Any, settings: Group) -> str | None:
                 for part in portioned.param_groups:
                     params = [param for param in part["params"] if param.grad is not None]
                     for start in range(0, len(params), 2):
-                        plain(portions.shell_of(portioned, part, params[start : start + 2]))
+                        plain(per_parameter.shell_of(portioned, part, params[start : start + 2]))
                 if not _agree(whole, portioned):
                     return "a portion by itself is stepped differently"
     except Exception as error:

@@ -6,14 +6,17 @@ element by element or not, it must do to the masters, to the bit, what it does t
 
 from __future__ import annotations
 
+import ast
 import copy
 import io
 import math
 import pickle
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
+import coded_states
 import numpy
 import pytest
 import torch
@@ -31,6 +34,7 @@ ema_pytorch = pytest.importorskip("ema_pytorch", reason=EXTRAS)
 transformers_optimizers = pytest.importorskip("transformers.optimization", reason=EXTRAS)
 
 from amp_patch import amp  # noqa: E402
+from amp_patch.training import per_parameter, portions  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -218,6 +222,87 @@ def resumed(name: str, level: str | None) -> list[Tensor]:
 def test_it_resumes_as_the_fp32_script_does(name, level):
     expected = resumed(name, None)
     assert_unchanged(resumed(name, level), expected)
+
+
+# Those that look at several parameters at once, draw random numbers, keep state that is no parameter's, or cannot be
+# made anew of the parts of another one; FAdam takes FP32 alone.
+NOT_BY_THEMSELVES = {
+    *("adagc", "adai", "adams", "adashift", "asgd", "avagrad", "conda", "dadaptadagrad", "dadaptadam", "dadaptadan"),
+    *("dadaptlion", "dadaptsgd", "dash", "fadam", "flashadamw", "gravity", "kron", "madgrad", "magma"),
+    *("prodigy", "ranger21", "scalableshampoo", "shampoo", "spam"),
+    *("prodigyopt", "Lookahead", "TRAC", "OrthoGrad", "schedulefree wrapper"),
+}
+TORCHS_OWN = {"adam", "adamw", "nadam", "rmsprop", "sgd"}
+
+
+@pytest.fixture
+def registrations(monkeypatch):
+    """Of one test alone."""
+    monkeypatch.setattr(per_parameter, "_registered", copy.copy(per_parameter._registered))
+
+
+def registered(name: str, model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
+    """As `start_of` at O5, registered, with the state that holds weights named as `initialize` wants it."""
+    optimizer = OPTIMIZERS[name](model)
+    mode(optimizer, "train")
+    amp.register_per_parameter_optimizer(type(optimizer))
+    options = {"opt_level": "O5", "verbosity": 0, **options}
+    try:
+        return amp.initialize(model, optimizer, **options)
+    except ValueError as error:
+        named = re.search(r"register it with fp32_state=(\[.*\])$", str(error))
+        if named is None:
+            raise
+    amp.register_per_parameter_optimizer(type(optimizer), fp32_state=ast.literal_eval(named[1]))
+    return amp.initialize(model, optimizer, **options)
+
+
+@every_optimizer
+def test_one_that_is_registered_steps_in_portions_to_the_bit_or_is_refused(name, registrations, monkeypatch):
+    short = name.removeprefix("pytorch_optimizer ")
+    if short in TORCHS_OWN:
+        pytest.skip("a class of torch.optim, which needs no registration")
+    if short in NOT_BY_THEMSELVES:
+        with pytest.raises(ValueError, match="was registered by register_per_parameter_optimizer, but tried on small"):
+            registered(name, network())
+        return
+    monkeypatch.setattr(portions, "PORTION", 1)
+    (model, optimizer), (plain, plain_optimizer) = registered(name, network()), start_of(name, None)
+    assert optimizer._amp_stash.masters.waiting is not None
+    for number in range(STEPS):
+        step(model, optimizer, number)
+        step(plain, plain_optimizer, number, plain=True)
+        check("O5", model, optimizer, plain, plain_optimizer)
+    settings = [[{**group, "params": ()} for group in one.param_groups] for one in (optimizer, plain_optimizer)]
+    assert per_parameter.same(*settings)
+
+
+# With their default settings these do not train this network in FP32 either.
+UNSTABLE = {"adammini", "schedulefreesgd"}
+
+
+@every_optimizer
+def test_one_that_is_registered_trains_in_eight_bits_as_in_fp32(name, registrations):
+    short = name.removeprefix("pytorch_optimizer ")
+    if short in TORCHS_OWN | NOT_BY_THEMSELVES | UNSTABLE:
+        pytest.skip("torch's own, refused, or not stable in FP32: see the tables")
+
+    def train(state: str | None) -> list[float]:
+        model, optimizer = registered(name, coded_states.net(), master_weights="split", optimizer_state=state)
+        losses = []
+        for number in range(20):
+            torch.manual_seed(number)
+            optimizer.zero_grad()
+            loss = coded_states.loss_of(model, number % 4)
+            training.backward(loss, optimizer)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    in_fp32, in_codes = train(None), train("8bit")
+    end, wanted = (sum(losses[-4:]) / 4 for losses in (in_codes, in_fp32))
+    assert in_codes[0] == in_fp32[0]
+    assert abs(end - wanted) < 0.1 * max(abs(in_fp32[0] - wanted), 0.02)
 
 
 # The others keep numbers in attributes, which torch's `Optimizer.__getstate__` leaves out of all copies.
