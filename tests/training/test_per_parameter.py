@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from coded_states import coded, go_on, in_eight_bits, loss_of, net, opened, start
 from in_portions import Each
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from training import masters_of, same
 
 from amp_patch import amp, multi_tensor
@@ -299,3 +301,23 @@ def test_a_step_that_was_put_in_the_place_of_the_registered_one_is_another():
 def test_what_cannot_be_registered(wanted, fp32_state, message):
     with pytest.raises(TypeError, match=f"^register_per_parameter_optimizer: .*{message}"):
         amp.register_per_parameter_optimizer(wanted, fp32_state=fp32_state)
+
+
+def trained_in_shares(sharded: bool) -> list[Tensor]:
+    amp.register_per_parameter_optimizer(Counting)
+    make: Any = Counting
+    if sharded:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        make = partial(ZeroRedundancyOptimizer, optimizer_class=Counting, lr=0.1)
+    model, optimizer = start(make, master_weights="split")
+    wrapped = DistributedDataParallel(model) if sharded else model
+    go_on(wrapped, optimizer, range(3))
+    assert coded(optimizer.optim if sharded else optimizer) == {"exp_avg": 1 if sharded else 2}
+    return masters_of(optimizer)
+
+
+def test_a_zero_redundancy_optimizer_of_a_registered_class_trains_as_one_process_does(ranks):
+    wanted = trained_in_shares(False)
+    for found in ranks(trained_in_shares, True):
+        assert same(found, wanted)
