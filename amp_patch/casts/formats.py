@@ -88,6 +88,7 @@ FORMATS: dict[str, Recipe] = {  # PRODUCT_FORMATS of policy.py has the names
     "nvfp4_naive": _NVFP4,
 }
 
+_EXPONENT = 0x7F800000  # the bits of FP32's
 _HADAMARD = 16  # the matrix's order
 _SIGNS = 0b1011_0010_0110_1000  # of the rows that it is given: drawn once, as the paper has it
 
@@ -167,63 +168,96 @@ def quantize_plainly(
         draw: for rounding by chance, the number of the draw; a tensor of shape [] has it on the device.
         key: another one gives other bits.
     """
-    wide = tensor.float()
-    magnitudes = wide.abs()
     one_scale = rows == 0
+    random = None if draw is None else random_bits(tensor, key, draw)
+    if not one_scale:
+        height, width = tensor.shape[-2:]
+        tensor = _in_tiles(tensor, rows, columns)
+        random = None if random is None else _in_tiles(random, rows, columns)
+    value = tensor.to(torch.float32, copy=True).abs_()
     if one_scale:
-        largest = magnitudes.amax() if tensor.numel() else wide.new_zeros(())
+        largest = value.amax() if tensor.numel() else value.new_zeros(())
     else:
-        largest = _maxima_of_tiles(magnitudes, rows, columns)
+        largest = value
+        for dim in (-3, -1):
+            largest = largest if largest.shape[dim] == 1 else largest.amax(dim, keepdim=True)
     outer = None
     if scale == "two_levels":
-        whole = (largest.amax() if tensor.numel() else wide.new_zeros(())) / element.largest / E4M3.largest
-        whole = torch.where(largest.isfinite().all(), whole, math.nan)
+        whole = (largest.amax() if tensor.numel() else value.new_zeros(())) / element.largest / E4M3.largest
+        whole = torch.where(whole < math.inf, whole, math.nan)
         outer = torch.where(whole == 0, 1.0, whole)
     divide, multiply = scales_of(largest, element, scale, outer)
     if scale == "exact" and one_scale:
         outer = divide
-    if not one_scale:
-        divide, multiply = (_expanded(each, rows, columns, tensor) for each in (divide, multiply))
-    random = None if draw is None else random_bits(tensor, key, draw)
-    return rounded(wide, element, divide, random).mul_(multiply), outer
+    _round(value.div_(divide), element, random, tensor)
+    if multiply is not None:
+        value.mul_(multiply)
+    return value if one_scale else _out_of_tiles(value, height, width), outer
 
 
-def scales_of(largest: Tensor, element: Element, scale: Scale, whole: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What tiles with these largest magnitudes (FP32) are divided by, and then multiplied by; FP32, of their shape."""
-    ratio = largest / element.largest
+def scales_of(largest: Tensor, element: Element, scale: Scale, whole: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What tiles with these largest magnitudes (FP32) are divided by, and then multiplied by; FP32, of their shape.
+
+    The second is None for 1.
+    """
+    finite = largest < math.inf
     if scale == "exact":
-        divide = torch.where(ratio > 0, ratio, 1.0)
-        multiply = torch.ones_like(divide)
-    elif scale == "two_levels":
+        ratio = largest / element.largest
+        return torch.where(finite, torch.where(ratio > 0, ratio, 1.0), math.nan), None
+    if scale == "two_levels":
         assert whole is not None
-        multiply = rounded(ratio / whole, E4M3)
+        multiply = _round(largest / element.largest / whole, E4M3)
         both = multiply * whole
         divide = torch.where(both == 0, math.inf, both)
+        return torch.where(finite, divide, math.nan), torch.where(finite, multiply, math.nan)
+    if scale == "up":  # to the next exponent, unless the number is a power of two
+        bits = (largest / element.largest).view(torch.int32).add_(0x7FFFFF).bitwise_and_(_EXPONENT)
     else:
-        bits = (ratio if scale == "up" else largest).view(torch.int32)
-        exponent = bits >> 23
-        exponent = exponent + (bits & 0x7FFFFF != 0) if scale == "up" else exponent - int(math.log2(element.largest))
-        divide = multiply = (exponent.clamp(1, 254) << 23).view(torch.float32)
-    finite = largest.isfinite()
-    return torch.where(finite, divide, math.nan), torch.where(finite, multiply, math.nan)
+        bits = (largest.view(torch.int32) & _EXPONENT).sub_(int(math.log2(element.largest)) << 23)
+    power = torch.where(finite, bits.clamp_(1 << 23, 254 << 23).view(torch.float32), math.nan)
+    return power, power
 
 
-def rounded(values: Tensor, element: Element, divide: Tensor | float = 1.0, random: Tensor | None = None) -> Tensor:
-    """FP32 `values / divide` as numbers of the format, in FP32: to nearest, ties to even, and saturating.
+def rounded(values: Tensor, element: Element, divide: Tensor | float = 1.0) -> Tensor:
+    """FP32 `values / divide` as numbers of the format, in FP32: to nearest, ties to even, and saturating."""
+    return _round(values.abs().div_(divide), element, signs=values)
+
+
+def _round(value: Tensor, element: Element, random: Tensor | None = None, signs: Tensor | None = None) -> Tensor:
+    """`rounded` of magnitudes, in place, in few passes and with little new memory, which is what costs on a CPU.
+
+    torch's casts to its float8 types and back have the same bits, and take several times as long.
 
     Args:
         random: 16 random bits for each value (integers): it is rounded up or down by them, in proportion.
+        signs: numbers whose signs the values get; None: they stay positive.
     """
-    value = values.abs().div_(divide).clamp_(max=2 * element.largest if random is None else element.largest)
-    exponent = (value.view(torch.int32) & 0x7F800000).clamp_(min=127 + element.least_exponent << 23)
+    value.clamp_(max=element.largest)  # which is rounded to itself
+    exponent = (value.view(torch.int32) & _EXPONENT).clamp_(min=127 + element.least_exponent << 23)
+    scratch = exponent.view(torch.float32)
     if random is None:
         # Added to a number, this one leaves no room for digits below the format's last; the addition rounds them.
-        magic = exponent.add_(23 - element.mantissa << 23).bitwise_or_(0x400000).view(torch.float32)
-        value.add_(magic).sub_(magic)
+        exponent.add_((23 - element.mantissa << 23) + 0x400000)
+        value.add_(scratch).sub_(scratch)
     else:
-        step = exponent.sub_(element.mantissa << 23).view(torch.float32)
-        value = value.div_(step).add_(random * 2.0**-16).floor_().mul_(step)
-    return value.clamp_(max=element.largest).copysign_(values)
+        exponent.sub_(element.mantissa << 23)  # the format's step there
+        value.div_(scratch).add_(random * 2.0**-16).floor_().mul_(scratch)
+    if signs is not None:  # copysign_ does one number at a time
+        scratch.copy_(signs)
+        value.view(torch.int32).bitwise_or_(exponent.bitwise_and_(-(2**31)))
+    return value
+
+
+def _in_tiles(tensor: Tensor, rows: int, columns: int) -> Tensor:
+    """[..., R, C] as [..., down, `rows`, across, `columns`]; the last tiles are filled with zeros."""
+    height, width = tensor.shape[-2:]
+    if width % columns or height % rows:
+        tensor = torch.nn.functional.pad(tensor, (0, -width % columns, 0, -height % rows))
+    return tensor.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+
+
+def _out_of_tiles(tiles: Tensor, height: int, width: int) -> Tensor:
+    return tiles.flatten(-2).flatten(-3, -2)[..., :height, :width].contiguous()
 
 
 def hadamard_plainly(tensor: Tensor) -> Tensor:
@@ -241,21 +275,6 @@ def hadamard_plainly(tensor: Tensor) -> Tensor:
         a, b = pairs.unbind(-3)
         wide = torch.stack((a + b, a - b), -3).flatten(-4, -2)
     return (wide * 0.25).flatten(-3, -2).reshape(*tensor.shape[:-2], bands * _HADAMARD, columns)
-
-
-def _maxima_of_tiles(magnitudes: Tensor, rows: int, columns: int) -> Tensor:
-    height, width = magnitudes.shape[-2:]
-    down, across = -(-height // rows), -(-width // columns)
-    padded = torch.nn.functional.pad(magnitudes, (0, across * columns - width, 0, down * rows - height))
-    tiles = padded.unflatten(-1, (across, columns)).unflatten(-3, (down, rows))
-    return tiles.amax((-1, -3)) if tiles.numel() else tiles.new_zeros((*magnitudes.shape[:-2], down, across))
-
-
-def _expanded(scales: Tensor, rows: int, columns: int, like: Tensor) -> Tensor:
-    height, width = like.shape[-2:]
-    scales = scales.repeat_interleave(rows, -2) if rows > 1 else scales
-    scales = scales.repeat_interleave(columns, -1) if columns > 1 else scales
-    return scales[..., :height, :width]
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

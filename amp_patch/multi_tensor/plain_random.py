@@ -23,11 +23,11 @@ def philox(words: list[Tensor], key: int) -> list[Tensor]:
     c0, c1, c2, c3 = words
     key0, key1 = key & _WORD, key >> 32 & _WORD
     for _ in range(10):
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # of 64 bits: that the sign is one of them matters to none
-        c0, c1 = (second >> 32 & _WORD) ^ c1 ^ key0, second & _WORD
-        c2, c3 = (first >> 32 & _WORD) ^ c3 ^ key1, first & _WORD
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # of 64 bits, the sign among them
+        c0, c1 = (second >> 32).bitwise_xor_(c1).bitwise_xor_(key0).bitwise_and_(_WORD), second
+        c2, c3 = (first >> 32).bitwise_xor_(c3).bitwise_xor_(key1).bitwise_and_(_WORD), first
         key0, key1 = key0 + 0x9E3779B9 & _WORD, key1 + 0xBB67AE85 & _WORD
-    return [c0, c1, c2, c3]
+    return [c0, c1 & _WORD, c2, c3 & _WORD]
 
 
 def random_bits(like: Tensor, seed: int, draw: int | Tensor) -> Tensor:
@@ -40,10 +40,10 @@ def random_bits(like: Tensor, seed: int, draw: int | Tensor) -> Tensor:
     groups = torch.arange(-(-like.numel() // _GROUP), dtype=torch.int64, device=like.device)
     draws = (torch.zeros_like(groups) + (draw >> shift & _WORD) for shift in (0, 32))
     counters = [groups & _WORD, groups >> 32, *draws]
-    halves = [half for word in philox(counters, seed) for half in (word & 0xFFFF, word >> 16)]
-    in_order = torch.stack(halves, 1).reshape(-1)[: like.numel()]
+    halves = torch.stack(philox(counters, seed), 1).to(torch.int32).view(torch.int16)  # the lower one of each first
+    in_order = halves.flatten()[: like.numel()]
     bits.as_strided((like.numel(),), (1,)).copy_(in_order)  # elements are counted as they lie in memory
-    return bits
+    return bits.bitwise_and_(0xFFFF)
 
 
 def stochastically_rounded(master: Tensor, like: Tensor, seed: int, draw: int) -> Tensor:
