@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import benchmark_scripts
 import pytest
+import torch
 from made_up import made_up_run
+from torch import Tensor, nn
 
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.policy import PRODUCT_FORMATS
@@ -25,12 +27,14 @@ def comparison(levels: tuple[str, ...]) -> Comparison:
 
 
 def test_the_page_has_a_row_for_each_format_with_its_gap_and_verdict(script):
-    page = script.page({family: comparison(script.LEVELS) for family in script.FAMILIES})
+    errors = {name: [0.25, 0.5] for name in script.GRADIENTS}
+    page = script.page({family: comparison(script.LEVELS) for family in script.FAMILIES}, errors)
     rows = [line for line in page.splitlines() if line.startswith("| O")]
     assert len(rows) == 3 * (2 + len(PRODUCT_FORMATS))
     assert [row.split(" | ")[0] for row in rows[2:8]] == [f"| O6+{name}" for name in PRODUCT_FORMATS]
     assert "| O6+fp8 | 2.3750 | 2.1250 to 2.6250 | +0.12 | +5.6 %, 95 %: +5.6 to +5.6 % | worse |" in page
     assert "**The claims are of the order of the formats, and of the gap at this size" in page
+    assert "| nvfp4_naive, head in BF16 | 37.5 % | 25.0 to 50.0 % |" in page and "16 batches, 2 seeds." in page
     assert "| speed |" not in page and "Nothing is in the format: an LSTM's products" in page
 
 
@@ -38,3 +42,28 @@ def test_its_levels_are_all_formats_and_their_base(script):
     levels = script.LEVELS
     assert levels == ("O0", "O4", *(f"O6+{name}" for name in PRODUCT_FORMATS))
     assert set(script.STEPS) == set(script.FAMILIES) == set(script.ROUNDED)
+
+
+class Lines:
+    """Three linear layers that learn sums, as a task."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), 0.01)
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x = torch.randn(16, 32, generator=generator)
+        return x, x.cumsum(1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs.float() - targets).square().mean()
+
+
+def test_errors_of_gradients_grow_with_what_a_format_leaves_out(script):
+    errors = script.gradient_errors(Lines(), seeds=2, steps=3, batches=2)
+    assert set(errors) == set(script.GRADIENTS) and all(len(each) == 2 for each in errors.values())
+    for better, worse in ("bf16", "fp8"), ("fp8", "nvfp4_naive"), ("nvfp4_naive, head in BF16", "nvfp4_naive"):
+        assert all(0 < a < b for a, b in zip(errors[better], errors[worse], strict=True)), (better, worse)
+    assert errors["fp8"] != errors["fp8_tensorwise"]
