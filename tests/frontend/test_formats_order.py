@@ -74,8 +74,8 @@ def test_formats_cost_a_gpt_what_others_found(task):
 
 @pytest.mark.slow
 def test_the_gradient_of_a_step_has_the_whole_order_for_each_seed(task):
-    """At FP32's weights runs cannot drift apart, and FP8 by tensors has its place. Naive NVFP4 with its head in BF16 lies
-    beside the floor, as its published loss does.
+    """At FP32's weights runs cannot drift apart, and FP8 by tensors has its place. Naive NVFP4 with its head in BF16
+    lies beside the floor, as its published loss does.
     """
     begun = time.perf_counter()
     errors = benchmark_scripts.load("accuracy_formats").gradient_errors(task, SEEDS, steps=150)
