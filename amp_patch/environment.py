@@ -33,6 +33,7 @@ logger = logging.getLogger("amp_patch")
 LEVEL, DTYPE, MASTERS = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MASTER_WEIGHTS"
 STATE, BANNED, METHODS = "AMP_PATCH_OPTIMIZER_STATE", "AMP_PATCH_ALLOW_BANNED", "AMP_PATCH_METHODS"
 KEEP_FP32, KEEP_HIGH = "AMP_PATCH_KEEP_FP32", "AMP_PATCH_KEEP_HIGH"
+PER_PARAMETER = "AMP_PATCH_PER_PARAMETER"
 NONE_KEPT = "()"  # of KEEP_HIGH: no module, where an empty variable leaves the first layer and the head
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
 _OF_EITHER_DTYPE = ("O1", "O2", "O3")
@@ -195,6 +196,15 @@ def _modules_in(variable: str, models: list[Any]) -> list[str]:
         kinds = ", ".join(type(model).__name__ for model in models)
         logger.info("amp_patch: %s names %s, which %s does not have", variable, ", ".join(missing), kinds)
     return [name for name in asked if name in has]
+
+
+def per_parameter_optimizers() -> dict[str, list[str]]:
+    """The classes of optimizers that ``AMP_PATCH_PER_PARAMETER`` names, and for each the state that stays FP32.
+
+    "Lion,AdamWScheduleFree:z,ADOPT" names three; a second name of state stands behind another colon.
+    """
+    asked = (entry.strip() for entry in os.environ.get(PER_PARAMETER, "").split(","))
+    return {name: state for name, *state in (entry.split(":") for entry in asked if entry)}
 
 
 def overridden(opt_level: str, options: Options) -> tuple[str, Options]:

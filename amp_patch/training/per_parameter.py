@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from amp_patch import environment
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.step import Plain, plain_step, trusted_steps
 
@@ -205,10 +206,15 @@ SHIFT = 64.0  # of the weights, by which a state that holds weights is shifted t
 def check(optimizer: Any, keeps_codes: bool) -> None:
     """Raise if the (innermost) optimizer is of a registered class and, on small parameters, not what that wants.
 
+    A class that ``AMP_PATCH_PER_PARAMETER`` names is registered here: for a script that is not to be edited.
+
     Args:
         keeps_codes: whether its state is to be in eight bits.
     """
     base = base_class(optimizer)
+    named = environment.per_parameter_optimizers()
+    if base.__name__ in named and not is_registered(base) and isinstance(optimizer, torch.optim.Optimizer):
+        register_per_parameter_optimizer(base, fp32_state=named[base.__name__])
     if not is_registered(base):
         return
     reason = _reason_against(optimizer, _registered[base], keeps_codes)

@@ -99,8 +99,8 @@ def reason_against(optimizer: Any, whole_with: Sequence[str] = WHOLE_WITH) -> st
 def _reason_against_class(base: Any) -> str | None:
     if not is_torchs(base):
         return (
-            "its class is not one of torch.optim, nor registered, by amp.register_per_parameter_optimizer, as one that "
-            "steps each parameter by itself"
+            "its class is not one of torch.optim, nor registered as one that steps each parameter by itself (by "
+            f"amp.register_per_parameter_optimizer, or AMP_PATCH_PER_PARAMETER={base.__name__} without an edit)"
         )
     first, last = RELEASES
     if not first <= tuple(map(int, torch.__version__.split(".")[:2])) <= last:

@@ -260,7 +260,7 @@ def test_a_copy_and_a_pickle_go_on_as_it_does():
 
 
 def test_one_that_is_not_registered_is_refused_with_the_way_out():
-    way_out = r"nor registered, by amp\.register_per_parameter_optimizer, as one that steps each parameter by itself"
+    way_out = r"nor registered .*amp\.register_per_parameter_optimizer, or AMP_PATCH_PER_PARAMETER=(Counting|Heir)"
     with pytest.raises(ValueError, match=way_out):
         start(Counting)
     amp.register_per_parameter_optimizer(Counting)
@@ -272,6 +272,17 @@ def test_one_that_is_not_registered_is_refused_with_the_way_out():
         start(Heir)
     with pytest.raises(ValueError, match=r"gradient_release=True is not for this Counting.*not one of torch\.optim"):
         start(Counting, optimizer_state=None, gradient_release=True)
+
+
+def test_the_environment_registers_what_it_names(monkeypatch):
+    monkeypatch.setenv("AMP_PATCH_PER_PARAMETER", "Lion, Averaging:z,Counting")
+    for kind, wanted in (Counting, {"exp_avg": 2}), (Averaging, {}):
+        model, optimizer = start(kind)
+        go_on(model, optimizer, range(1))
+        assert coded(optimizer) == wanted
+    amp.register_per_parameter_optimizer(Averaging)  # what the script says counts
+    with pytest.raises(ValueError, match="'z' holds weights"):
+        start(Averaging)
 
 
 def test_a_step_that_was_put_in_the_place_of_the_registered_one_is_another():
