@@ -170,6 +170,8 @@ def report(level: str, found: Found, command: str) -> list[str]:
         return [f"{level} is as good as it is, nothing has to be kept: {answer.text}."]
     lines = [f"{name:8}{each.text}{_memory(each)}" for name, each in (("without", first), ("with", answer))]
     lines += [_costs(first, answer)]
+    if first.level is not None and first.level.finding.kind == "undecided":
+        lines.append("That it is worse without is not shown: with more --seeds it may be as good, with nothing kept.")
     if not found.complete:
         lines.append("The trials were used up; fewer modules may do: --resume with more --trials goes on.")
     keep = f"{argument(level)}={list(answer.kept)!r}".replace("'", '"')

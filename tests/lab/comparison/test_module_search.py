@@ -144,6 +144,18 @@ def test_the_end_has_what_to_paste_the_gaps_and_the_memory():
     assert told["trials"][1]["gap"]["told"] == "as good"
 
 
+def test_where_without_is_not_shown_to_be_worse_more_seeds_are_named():
+    def made(kept: Kept) -> Trial:
+        base = seeds("O0", 2.0, 2.02, 1.98)
+        return trial_of(kept, compare(base, seeds("O2", *(GOOD if kept else (2.1, 2.03, 1.99)))))
+
+    found = module_search.search(made, lambda: ["head"])
+    assert found.tried[0].level.finding.kind == "undecided" and found.answer.kept == ("head",)
+    hint = "That it is worse without is not shown: with more --seeds it may be as good, with nothing kept."
+    assert hint in module_search.report("O2", found, "train.py")
+    assert hint not in module_search.report("O2", searched(["head"], "head"), "train.py")
+
+
 def test_the_runs_are_told_what_to_keep():
     plan = Plan(("O2", "O6"), keep=("a", "b.c"))
     told = [plan.environment(Run(level)) for level in ("O0", "O2", "O6")]
