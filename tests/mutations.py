@@ -135,6 +135,12 @@ MUTATIONS = (
         ("test_portions.py",),
     ),
     Mutation(
+        "a registered optimizer: what portions write into its group is written back",
+        "group.update(self._settings.get(id(group), {}))",
+        "group.update({})",
+        ("test_per_parameter.py",),
+    ),
+    Mutation(
         "several optimizers: a GAN's other gradients are away during a backward",
         "_Bystander(param, gradients.take(param), stash, *before)",
         "_Bystander(param, None, stash, *before)",
