@@ -11,16 +11,25 @@ from amp_patch.support.generated_class import base_class
 _ONLY_CALL_OTHERS = (nn.Module.forward, nn.Sequential.forward)  # of ModuleList, ModuleDict; of Sequential
 
 
-def module_names(models: Iterable[nn.Module]) -> list[str]:
+def module_names(models: Iterable[nn.Module], *, with_products: bool = False) -> list[str]:
     """The modules in which something is computed, each behind those inside it, in the order of their definition.
 
     Left out are the models themselves, and containers that only call what is in them.
+
+    Args:
+        with_products: leave out torch's own that multiply no matrices too (activations, norms, dropout).
     """
-    return [*dict.fromkeys(name for model in models for name in _names(model, ""))]
+    named = [pair for model in models for pair in _named(model, "")]
+    return [*dict.fromkeys(name for name, module in named if not with_products or _may_multiply(module))]
 
 
-def _names(module: nn.Module, name: str) -> Iterator[str]:
+def _named(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
-        yield from _names(child, f"{name}.{child_name}" if name else child_name)
+        yield from _named(child, f"{name}.{child_name}" if name else child_name)
     if name and getattr(base_class(module), "forward", None) not in _ONLY_CALL_OTHERS:
-        yield name
+        yield name, module
+
+
+def _may_multiply(module: nn.Module) -> bool:
+    is_torchs = base_class(module).__module__.startswith("torch.nn.")
+    return not is_torchs or any(True for _ in module.children()) or any(p.dim() > 1 for p in module.parameters())

@@ -266,7 +266,9 @@ class Recorder(Observer):
                 }
             )
         if self._tells_modules:
-            self._outbox.put({"event": "modules", "names": module_names(alive(training.models))})
+            with_products = training.policy.product_format is not None  # what is kept there is kept out of products
+            names = module_names(alive(training.models), with_products=with_products)
+            self._outbox.put({"event": "modules", "names": names})
         if len(self._adopted) > 1 and training.policy != begun:
             self._note(f"initialize was called again, with another policy: {training.policy}")
 

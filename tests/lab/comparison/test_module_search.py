@@ -104,6 +104,12 @@ def test_what_can_be_kept_is_each_module_behind_those_inside_it():
     names = ["0.0", "0.1.parts.0", "0.1.parts.1", "0.1", "1.parts.0", "1.parts.1", "1"]
     assert module_names([model]) == names
     assert module_names([model, nn.Sequential(nn.Linear(2, 2), nn.Tanh())]) == [*names, "0"]
+    multiply = [name for name in names if not name.endswith("parts.1")]
+    assert module_names([model, nn.Sequential(nn.MultiheadAttention(4, 1))], with_products=True) == [
+        *multiply,
+        "0.out_proj",
+        "0",
+    ]
     model, _ = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     assert module_names([model]) == names
     amp.restore()
