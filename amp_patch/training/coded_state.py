@@ -9,7 +9,7 @@ of the dict is an ordinary one, in FP32.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, ItemsView, Iterable, Iterator, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, ValuesView
 from threading import RLock
 from typing import Any
 
@@ -20,6 +20,7 @@ from amp_patch import multi_tensor
 from amp_patch.masters.recycled_memory import Recycled, holders, lone_holders
 from amp_patch.multi_tensor.checks import BLOCK
 from amp_patch.support.blocks import without_grad
+from amp_patch.support.distributed import local
 
 LEAST = 4096  # elements of the smallest tensor that is kept in codes
 MOST_ROOM = 2**24  # elements of the largest memory that is kept from a step to the next
@@ -198,7 +199,7 @@ class CodedState(dict[str, Any]):
 
 def stored(state: Any) -> Any:
     """The state of a parameter, with codes and scales in the place of what they are decoded into: to count bytes."""
-    if type(state) is not CodedState:
+    if not isinstance(state, CodedState):
         return state
     kept = ((name, state.kept(name)) for name in state)
     return {name: [value.codes, value.scales] if type(value) is Coded else value for name, value in kept}
@@ -213,15 +214,23 @@ class Coder:
 
     Args:
         kind: the name of the optimizer's class.
+        state_of: makes of this coder, a parameter and its state what keeps that.
         in_fp32: names of states that stay FP32, beside those of `IN_FP32`.
 
     Attributes:
         is_up_to_date: whether nothing was put into the states since `close`.
+        stepper: the thread that makes a step, for which states of shards are plain tensors (coded_shards.py).
     """
 
-    def __init__(self, kind: str, in_fp32: Collection[str] = ()) -> None:
-        self.kind, self._in_fp32 = kind, in_fp32
+    def __init__(
+        self,
+        kind: str,
+        state_of: Callable[[Coder, Tensor, dict[str, Any]], CodedState],
+        in_fp32: Collection[str] = (),
+    ) -> None:
+        self.kind, self.state_of, self._in_fp32 = kind, state_of, in_fp32
         self.is_up_to_date = False
+        self.stepper: int | None = None
         self._opened: list[Coded] = []
         self._lock = RLock()
         self._room = Recycled()  # the memory that steps have the values in
@@ -230,18 +239,18 @@ class Coder:
     def open(self, coded: Coded) -> Tensor:
         """The FP32 value of a tensor, which counts from now on until `close`."""
         with self._lock:
-            if coded.value is None:
+            value = coded.value
+            if value is None:
                 with torch.inference_mode(False):
-                    coded.value = coded.decoded()
-                coded.is_lent = False
-                self._opened.append(coded)
-            return coded.value
+                    value = coded.decoded()
+                self._hand_out(coded, value, is_lent=False)
+            return value
 
     @without_grad
     def open_all(self, states: Iterable[Any]) -> None:
         """Have the tensors of these states in FP32, for a step; those that nobody looks at in memory of their own."""
         with self._lock:
-            kept = (value for state in states if type(state) is CodedState for value in map(state.kept, state))
+            kept = (value for state in states if isinstance(state, CodedState) for value in map(state.kept, state))
             closed = [value for value in kept if type(value) is Coded and value.value is None]
             by_device: dict[torch.device, list[Coded]] = {}
             for coded in closed:
@@ -251,8 +260,13 @@ class Coder:
                 codes, scales = [coded.codes for coded in group], [coded.scales for coded in group]
                 multi_tensor.multi_tensor_decode(codes, values, scales)
                 for coded, value in zip(group, values, strict=True):
-                    coded.value, coded.is_lent = value, True
-                    self._opened.append(coded)
+                    self._hand_out(coded, value, is_lent=True)
+
+    def _hand_out(self, coded: Coded, value: Tensor, is_lent: bool) -> None:
+        """Have `value` count. In this order: after Ctrl-C no value that counts is unknown to `encode`."""
+        self._opened.append(coded)
+        coded.is_lent = is_lent
+        coded.value = value
 
     def _room_for(self, codes: list[Tensor]) -> list[Tensor]:
         """FP32 tensors laid out as these."""
@@ -271,7 +285,7 @@ class Coder:
         """Encode what was read or put into the states of `optimizer`; no sync."""
         states = optimizer.state
         first = next(iter(states.values()), None)
-        if not self.is_up_to_date or type(first) is not CodedState:  # a dict of torch's: a state dict was loaded
+        if not self.is_up_to_date or not isinstance(first, CodedState):  # a dict of torch's: a state dict was loaded
             self.take(optimizer, list(states))
             self.is_up_to_date = True
         elif self._opened:
@@ -285,9 +299,9 @@ class Coder:
             for param in params:
                 state = states.get(param)
                 if type(state) is dict and state:
-                    state = states[param] = CodedState(self, state)
-                if type(state) is CodedState:
-                    self._take(param, state)
+                    state = states[param] = self.state_of(self, param, state)
+                if isinstance(state, CodedState):
+                    self._take(local(param), state)
             self.encode()
 
     def _take(self, param: Tensor, state: CodedState) -> None:
@@ -306,7 +320,7 @@ class Coder:
         """Put a state tensor that is still to be written into the state of `param`: codes where it is kept so."""
         state = optimizer.state[param]
         if type(state) is dict:
-            state = optimizer.state[param] = CodedState(self, state)
+            state = optimizer.state[param] = self.state_of(self, param, state)
         value: Any = torch.empty_like(param, requires_grad=False)
         if _is_large(value, param) and (dtype := self._codes_of(name, [*state, name])) is not None:
             value = Coded(value, dtype)
@@ -317,7 +331,7 @@ class Coder:
         """Encode all that was read, and give its memory back; what somebody holds is decoded anew."""
         with self._lock:
             groups: dict[torch.device, list[Coded]] = {}
-            for coded in self._opened:
+            for coded in dict.fromkeys(self._opened):  # one that Ctrl-C kept from having its value is there twice
                 if coded.value is not None:
                     groups.setdefault(coded.value.device, []).append(coded)
             for group in groups.values():
@@ -334,7 +348,7 @@ class Coder:
     def make_whole(self, optimizer: Any) -> None:
         """Make the states of `optimizer` ordinary dicts in FP32, in place."""
         for param, state in list(optimizer.state.items()):
-            if type(state) is CodedState:
+            if isinstance(state, CodedState):
                 optimizer.state[param] = state.in_fp32()
 
 

@@ -7,9 +7,9 @@ in FP32 for the time of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ from amp_patch.support import device_sync, generated_class
 from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import Generated, base_class
-from amp_patch.training import one_pass, per_parameter, portions
+from amp_patch.training import coded_shards, one_pass, per_parameter, portions
 from amp_patch.training.batch import Batch
 from amp_patch.training.coded_state import Coded, CodedState, Coder
+from amp_patch.training.stand_ins import give_back_attributes, with_stand_ins
 from amp_patch.training.stash import Stash, give_stash, stash_of, take_stash
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy, lead_to_step
 from amp_patch.training.zero_redundancy import is_zero, is_zero_class, stateful
@@ -50,10 +51,12 @@ def check(optimizer: Any, policy: Policy) -> None:
             f"{wanted} is not for a ZeroRedundancyOptimizer with overlap_with_ddp=True, which makes the optimizer that "
             "keeps the state in a later backward; make it with overlap_with_ddp=False, or leave optimizer_state at None"
         )
-    if any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
+    sharded = any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
+    if sharded and (reason := coded_shards.reason_against(base_class(holder))) is not None:
         raise ValueError(
-            f"{wanted} is not for parameters sharded by fully_shard, whose state is sharded too; leave optimizer_state "
-            "at None"
+            f"{wanted} is not for this {name}, whose parameters fully_shard has sharded, so that each process steps a "
+            f"part of each: {reason}; leave optimizer_state at None, or use an optimizer that steps each element by "
+            "itself"
         )
     if (reason := _reason_against(holder)) is not None:
         raise ValueError(
@@ -94,7 +97,7 @@ class CodedBatch(Batch):
         nothing = torch.empty(0, dtype=torch.float32, device=self.masters[0].device)
 
         def get(state: Any) -> Any:
-            value = state.kept(name) if type(state) is CodedState else state[name]
+            value = state.kept(name) if isinstance(state, CodedState) else state[name]
             scales.append(value.scales if type(value) is Coded else nothing)
             return value.codes if type(value) is Coded else value
 
@@ -179,24 +182,40 @@ class InCodes(Strategy):
             try:
                 return plain(target, *args, **kwargs)
             finally:
-                coder.take(optimizer, params)
+                coder.take(target, params)
 
         coder.close(optimizer)
+        stands_in = None if _is_given(step) else self.steppable(optimizer, coder)
         try:
+            if stands_in is not None:
+                step.optimizer, coder.stepper = stands_in, get_ident()
             return _strategy(step).run(step, in_fp32)
         finally:
+            step.optimizer, coder.stepper = optimizer, None
+            if stands_in is not None:
+                give_back_attributes(optimizer, stands_in)
             coder.follow()
+
+    def steppable(self, optimizer: Any, coder: Coder) -> Any:
+        """What is stepped in the place of `optimizer`, whose parameters the strategies do not take; None: it is."""
+        return coded_shards.of_parts(optimizer, coder)
 
 
 IN_CODES = InCodes()
 
 
+def _is_given(step: Step) -> bool:
+    """Whether the step was given a closure, or what Apex's once took."""
+    return any(value is not None for value in (*step.args, *step.kwargs.values()))
+
+
 def _strategy(step: Step) -> Strategy:
     optimizer, stash = step.optimizer, step.stash
-    if any(value is not None for value in (*step.args, *step.kwargs.values())):
+    if _is_given(step):
         return WHOLE
-    devices = {param.device.type for group in optimizer.param_groups for param in group["params"]}
-    if one_pass.kernel_of(optimizer) is not None and devices == {"cpu"} and backends.active is not None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    on_cpu = all(param.device.type == "cpu" and not is_dtensor(param) for param in params)
+    if one_pass.kernel_of(optimizer) is not None and on_cpu and backends.active is not None:
         return CODED_ONE_PASS
     if portions.is_sound(optimizer) and (stash.masters.waiting is None or stash.unobserved):
         return CODED_PORTIONS
@@ -220,7 +239,9 @@ def enter(optimizer: Any, stash: Stash) -> None:
     if stash.policy.optimizer_state is None or stash.neighbours.coder is not None:
         return
     holder = stateful(optimizer)
-    coder = stash.neighbours.coder = Coder(base_class(holder).__name__, per_parameter.fp32_state_of(base_class(holder)))
+    kind = base_class(holder)
+    coder = Coder(kind.__name__, coded_shards.state_of, per_parameter.fp32_state_of(kind))
+    stash.neighbours.coder = coder
     if holder is not optimizer:
         stash.neighbours.handles.append(_EnteredShare(holder, coder))
     stash.neighbours.before_backward.append(_close)
@@ -243,7 +264,7 @@ def _state_dict_in_fp32(base: Any) -> Any:
     def state_dict(self: Any) -> dict[str, Any]:
         found: dict[str, Any] = base.state_dict(self)
         states = found["state"]
-        plain = {key: state.in_fp32() if type(state) is CodedState else state for key, state in states.items()}
+        plain = {key: state.in_fp32() if isinstance(state, CodedState) else state for key, state in states.items()}
         return {**found, "state": plain}
 
     return state_dict
@@ -262,38 +283,21 @@ def make_whole(optimizer: Any, stash: Stash) -> None:
 class InCodesOfShare(InCodes):
     """As `InCodes`, inside of the step of a ZeroRedundancyOptimizer, which has settled and opened the masters."""
 
-    def run(self, step: Step, plain: Plain) -> Any:
-        if step.args or step.kwargs:
-            return super().run(step, plain)
-        with _opened_masters_as_plain(step.optimizer):
-            return super().run(step, plain)
+    def steppable(self, optimizer: Any, coder: Coder) -> Any:
+        """One of ordinary parameters of the same memory, where there are closed masters; these are open now.
+
+        Kernels would step what is kept of them, which is not sent to the others.
+        """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return with_stand_ins(optimizer, coder, _opened) if any(map(is_closed, params)) else None
 
 
-@contextmanager
-def _opened_masters_as_plain(optimizer: Any) -> Iterator[None]:
-    """Have ordinary parameters of the same memory in the groups, and among the states' keys, for closed masters.
-
-    These are open for the time of the step. Kernels would step what is kept of them, which is not sent to the others.
-    """
-    put: list[tuple[list[Tensor], int, Tensor, Tensor]] = []
-    state = optimizer.state
-    try:
-        for group in optimizer.param_groups:
-            for index, master in enumerate(group["params"]):
-                if is_closed(master) and has_gradient(master):
-                    stand_in: Tensor = nn.Parameter(master.detach(), requires_grad=False)
-                    stand_in.grad = master.grad
-                    put.append((group["params"], index, master, stand_in))
-        for place, index, master, stand_in in put:
-            place[index] = stand_in
-            if master in state:
-                state[stand_in] = state.pop(master)
-        yield
-    finally:
-        for place, index, master, stand_in in put:
-            place[index] = master
-            if stand_in in state:
-                state[master] = state.pop(stand_in)
+def _opened(master: Tensor) -> Tensor:
+    if not is_closed(master) or not has_gradient(master):
+        return master
+    stand_in: Tensor = nn.Parameter(master.detach(), requires_grad=False)
+    stand_in.grad = master.grad
+    return stand_in
 
 
 class _Share(Generated):

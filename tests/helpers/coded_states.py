@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -59,7 +62,7 @@ def go_on(model: Any, optimizer: Any, steps: range) -> list[float]:
 
 def coded(optimizer: Any) -> dict[str, int]:
     """How many tensors of each name are kept in codes."""
-    names = [name for state in optimizer.state.values() if type(state) is CodedState for name in kept_names(state)]
+    names = [name for state in optimizer.state.values() if isinstance(state, CodedState) for name in kept_names(state)]
     return {name: names.count(name) for name in dict.fromkeys(names)}
 
 
@@ -69,7 +72,7 @@ def kept_names(state: CodedState) -> list[str]:
 
 def opened(optimizer: Any) -> int:
     """How many of them are there in FP32, too."""
-    kept = [s.kept(name) for s in optimizer.state.values() if type(s) is CodedState for name in kept_names(s)]
+    kept = [s.kept(name) for s in optimizer.state.values() if isinstance(s, CodedState) for name in kept_names(s)]
     return sum(value.value is not None for value in kept)
 
 
@@ -85,3 +88,39 @@ def in_eight_bits(value: Tensor, dtype: torch.dtype) -> Tensor:
     multi_tensor.multi_tensor_encode([value], [codes], [scales])
     multi_tensor.multi_tensor_decode([codes], [made := torch.empty_like(value)], [scales])
     return made
+
+
+def in_codes(value: Tensor) -> Tensor:
+    """What the value of an interrupted step is encoded into."""
+    return value if value.numel() < 4096 else in_eight_bits(value, torch.uint8 if (value >= 0).all() else torch.int8)
+
+
+OURS = ("training/coded_s", "training/stand_ins")  # files
+
+
+def interrupt(place: int, call: Callable[[], Any]) -> int:
+    """`call()`, with Ctrl-C at the line number `place` that it comes to of the files that keep state in codes.
+
+    Returns how many lines it has come to; `place` or fewer where it was not interrupted.
+    """
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if not any(name in frame.f_code.co_filename.replace(os.sep, "/") for name in OURS):
+            return trace if event == "call" else None
+        if event == "line":
+            count += 1
+            if count > place:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return count

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
+from coded_shares import consolidated, start_zero, tensors_of, through_file, zero_of
 from coded_states import LEVELS, MAKERS, OPTIM, coded, go_on, loss_of, net, opened, start
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from training import masters_of, same
 
@@ -18,41 +18,6 @@ from amp_patch.lab.commands.run_summary import RunSummary
 from amp_patch.support.generated_class import Generated
 from amp_patch.training import observers
 from amp_patch.training.coded_state import CodedState, Coder
-
-
-def zero_of(make: Any, params: Any, **options: Any) -> Any:
-    """A ZeroRedundancyOptimizer of the optimizers that `make` makes."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    alike = make([nn.Parameter(torch.zeros(1))])
-    settings = {name: value for name, value in alike.defaults.items() if name != "decoupled_weight_decay"}
-    if hasattr(alike, "adam_w_mode"):
-        settings["adam_w_mode"] = alike.adam_w_mode
-    return ZeroRedundancyOptimizer(params, type(alike), **settings, **options)
-
-
-def start_zero(make: str, options: Any, **of_zero: Any) -> tuple[Any, Any, Any]:
-    model, optimizer = start(lambda params: zero_of(MAKERS[make], params, **of_zero), **options)
-    return model, optimizer, DistributedDataParallel(model)
-
-
-def consolidated(optimizer: Any) -> dict[str, Any]:
-    """The state dict as a file has it, on the first process."""
-    optimizer.consolidate_state_dict(to=0)
-    return through_file(optimizer.state_dict()) if torch.distributed.get_rank() == 0 else {}
-
-
-def through_file(states: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(states, file)
-    file.seek(0)
-    return torch.load(file)  # weights alone: there is no class of ours in it
-
-
-def tensors_of(state_dict: dict[str, Any]) -> list[Tensor]:
-    states = sorted(state_dict["state"].items())
-    return [t for _, state in states for t in state.values() if isinstance(t, Tensor)]
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Training

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from coded_states import LEVELS, MAKERS, OPTIM, coded, go_on, in_eight_bits, loss_of, net, opened, start, state_of
+from coded_states import LEVELS, MAKERS, OPTIM, coded, go_on, in_codes, interrupt, loss_of, net, opened, start, state_of
 from paths import ROOT
-from ranks import RankError
-from torch import Tensor, nn
+from torch import nn
 from training import backward, masters_of, same, through_pickle
 
 from amp_patch import amp, multi_tensor, optimizers
@@ -215,37 +214,13 @@ def test_an_interrupt_leaves_each_parameter_stepped_or_not_and_the_next_step_goe
 
     before, after, (model, optimizer) = until_the_step(), until_the_step(), until_the_step()
     after[1].step()
-    left = place
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left
-        if "coded_s" not in frame.f_code.co_filename:
-            return trace if event == "call" else None
-        if event == "line":
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        optimizer.step()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
+    interrupt(place, optimizer.step)
     for ours, old, new in zip(masters_of(optimizer), *(masters_of(o) for _, o in (before, after)), strict=True):
         assert torch.equal(ours, old) or torch.equal(ours, new)
     for ours, old, new in zip(*(state_of(o) for o in (optimizer, before[1], after[1])), strict=True):
-        assert torch.equal(ours, old) or torch.equal(ours, new) or torch.equal(in_eight_bits_like(ours), new)
+        assert torch.equal(ours, old) or torch.equal(ours, new) or torch.equal(in_codes(ours), new)
     go_on(model, optimizer, range(3, 4))
     assert coded(optimizer) and opened(optimizer) == 0
-
-
-def in_eight_bits_like(value: Tensor) -> Tensor:
-    """What the value of an interrupted step is encoded into."""
-    return value if value.numel() < 4096 else in_eight_bits(value, torch.uint8 if (value >= 0).all() else torch.int8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -311,13 +286,9 @@ def test_a_step_in_the_capture_of_a_graph_is_refused_and_changes_nothing(make, m
 
 def on_ranks(case: str) -> Any:
     """A training on two processes: the weights in the end, and what is refused."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     model, rank = net(), torch.distributed.get_rank()
-    if case == "fsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=amp.fsdp_policy("O5"))
     make = MAKERS["NAdam" if case == "portions" else "AdamW"]
     model, optimizer = start(make, model)
     wrapped = DistributedDataParallel(model)
@@ -333,8 +304,3 @@ def on_ranks(case: str) -> Any:
 def test_ranks_of_ddp_have_the_same_state(ranks, case):
     ours, theirs = ranks(on_ranks, case)
     assert same(ours, theirs)
-
-
-def test_shards_are_refused_by_name(ranks):
-    with pytest.raises(RankError, match="sharded by fully_shard"):
-        ranks(on_ranks, "fsdp")
