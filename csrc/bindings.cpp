@@ -1,7 +1,7 @@
 // amp_patch._C: all names that Python sees, but those of its submodule `casts` (casts/wrapper.cpp). The kernels are
 // documented in Python, by the functions of the same names in amp_patch.multi_tensor.
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "kernels/cpu_features.h"
 #include "kernels/ops.h"

@@ -1,6 +1,6 @@
 // Makes reads of released memory throw. Torch's kernels take a tensor's shape and pointer and do not check its storage:
 // where that is empty they read address 0, and the process dies.
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <string>
 

@@ -1,7 +1,7 @@
 // Finds the tensors that were written since their version counters were last saved. The search runs before every
 // forward of a model with masters, so it takes nanoseconds a tensor. masters/masters.py has both classes in Python, for
 // where there is no extension.
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <utility>
