@@ -34,16 +34,16 @@ def replace_in_modules(patches: Patches, replaced: Replaced) -> None:
     """
     wanted = frozenset(replaced)
     holder = _Holder(patches, replaced)
+    modules = list(sys.modules.items())
     marks = replaced.keys() | {id(torch.Tensor), id(nn.Module)}
-    marks |= {id(module) for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torch"}
-    for name, module in list(sys.modules.items()):
+    marks |= {id(module) for name, module in modules if name.startswith("torch") and name[5:6] in ("", ".")}
+    for name, module in modules:
         if name.partition(".")[0] in _NEVER or not issubclass(type(module), types.ModuleType):
             continue
         names: dict[str, Any] = object.__getattribute__(module, "__dict__")  # `vars` would run a lazy import
-        values = tuple(map(id, list(names.values())))
-        if marks.isdisjoint(values) or _is_passed_over(names):
+        if marks.isdisjoint(map(id, list(names.values()))) or _is_passed_over(names):
             continue
-        known = wanted, values
+        known = wanted, tuple(map(id, list(names.values())))
         if name != "__main__" and _found_nothing.get(name) == known:
             continue
         before = len(patches)
