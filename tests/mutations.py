@@ -106,13 +106,13 @@ MUTATIONS = (
     ),
     Mutation(
         "state in eight bits: a portion's state is encoded again",
-        "                coder.take(optimizer, params)",
+        "                coder.take(target, params)",
         "                pass",
         ("test_coded_state.py",),
     ),
     Mutation(
         "state in eight bits: a state dict has FP32",
-        "{key: state.in_fp32() if type(state) is CodedState else state for key, state in states.items()}",
+        "{key: state.in_fp32() if isinstance(state, CodedState) else state for key, state in states.items()}",
         "dict(states)",
         ("test_coded_trainings.py",),
     ),
@@ -135,7 +135,7 @@ MUTATIONS = (
         ("test_portions.py",),
     ),
     Mutation(
-        "a registered optimizer: what portions write into its group is written back",
+        "a registered optimizer: what its step writes into a group is written back once",
         "group.update(self._settings.get(id(group), {}))",
         "group.update({})",
         ("test_per_parameter.py",),

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +28,7 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.training.step import Plain, plain_step, trusted_steps
 
 Group = dict[str, Any]
+OptimizerClass = TypeVar("OptimizerClass", bound=type[torch.optim.Optimizer])
 
 _NOT_SETTINGS = ("params",)
 _NOT_ATTRIBUTES = ("param_groups", "state")
@@ -45,7 +46,9 @@ class _Registration:
 _registered: WeakKeyDictionary[type, _Registration] = WeakKeyDictionary()
 
 
-def register_per_parameter_optimizer(optimizer_class: Any, *, fp32_state: Sequence[str] = ()) -> Any:
+def register_per_parameter_optimizer(
+    optimizer_class: OptimizerClass, *, fp32_state: Sequence[str] = ()
+) -> OptimizerClass:
     """Say that a class of optimizers steps each parameter by itself, so that amp_patch may step a portion at a time.
 
     That is so where the step of a parameter takes its own weight, gradient and state, the settings of its group and a
