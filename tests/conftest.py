@@ -17,6 +17,7 @@ from amp_patch import amp
 from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts import wrappers as cast_wrappers
+from amp_patch.support import held_names
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -56,7 +57,12 @@ class FailuresAtOnce:
             self.terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {' '.join(reason)}")
 
 
+# Each installation of casts looks for torch's functions in all modules, hundreds of which the tests' tools bring.
+TOOLS = "_pytest hypothesis joblib mpmath networkx numpy pytest rich scipy setuptools sklearn sympy xdist"
+
+
 def pytest_collection_finish() -> None:
+    held_names._NEVER |= {*TOOLS.split()}
     gc.collect()
     gc.freeze()  # imported modules and collected tests are no garbage, and each gc.collect() of a test looked at all
 
@@ -66,6 +72,13 @@ def pytest_configure(config: pytest.Config) -> None:
     terminal = config.pluginmanager.getplugin("terminalreporter")  # of a worker of xdist there is none
     if terminal is not None:
         config.pluginmanager.register(FailuresAtOnce(terminal))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage_of_other_files() -> None:
+    """What earlier files have left (caches of torch's compiler above all), no collection of this one looks at."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

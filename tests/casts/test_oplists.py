@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEVICES, DTYPES, original
+from conftest import DEVICES, DTYPES, WRAPPERS, original
 from cpu_half_cases import POLICIES
 from half_kernels import half_kernels
 from op_calls import SAMPLES, call, flat, mask, resolve, result_types, sample, vectors
 from torch import Tensor, nn
 
 from amp_patch.casts import cpu_half, install, regions
+from amp_patch.casts import state as casts_state
 from amp_patch.casts.oplists import OPLISTS, OPTIONAL
 from amp_patch.casts.rules import RULES
 from amp_patch.policy import Policy
@@ -26,13 +27,20 @@ ALL = [(owner, rule, name) for owner, rules in OPLISTS.items() for rule, names i
 NOT_FLOATING = {"matrix_rank", "isclose", "allclose"}
 
 
-@pytest.fixture(autouse=True)
-def installed(wrappers: str) -> Iterator[None]:
-    install.install()
-    try:
+@pytest.fixture(scope="module", params=WRAPPERS, autouse=True)
+def installed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The casts on one kind of wrapper. The tests only call what is there, so they are installed once for all."""
+    with install.use_backend(request.param):
+        install.install()
         yield
-    finally:
-        install.uninstall()
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """In place of the one for all tests, which would uninstall the casts."""
+    yield
+    cpu_half._installation.uninstall()
+    assert casts_state.current() is None and install.installed()
 
 
 def walk(*rules: str) -> list[Any]:

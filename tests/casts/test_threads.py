@@ -190,7 +190,7 @@ def test_casts_are_installed_and_removed_under_calls() -> None:
 
     def toggle() -> None:
         try:
-            for _ in range(40):
+            for _ in range(15):
                 install.install()
                 install.installed()
                 torch.ones(1) @ torch.ones(1)

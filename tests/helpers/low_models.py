@@ -56,5 +56,5 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return (model(given).float() - x[:, :3].sin()).square().mean()
 
 
-def iterate_low(model: nn.Module, optimizer: Any, steps: int = 30) -> list[float]:
+def iterate_low(model: nn.Module, optimizer: Any, steps: int = 12) -> list[float]:
     return iterate(optimizer, partial(loss_of, model), range(steps))

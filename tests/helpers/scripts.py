@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paths import ROOT
+from python_forks import python
 
 # `python -m amp_patch run` for each of the lists of arguments and variables that come on stdin, in a process each. They
 # are forked from one that has imported torch and its compiler, which takes most of their time.
@@ -59,10 +60,4 @@ def run_each(
 def start_script(folder: Path, script: str, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`python [command] train.py` in `folder`, train.py being `script`, in `environment(**variables)`."""
     (folder / "train.py").write_text(script)
-    return subprocess.run(
-        [sys.executable, *command, "train.py"],
-        cwd=folder,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-    )
+    return python(*command, "train.py", cwd=folder, env=environment(**variables))

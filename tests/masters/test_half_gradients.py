@@ -6,8 +6,6 @@ import copy
 import gc
 import math
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import torch
 from conftest import DEVICES
 from one_weight import backward_row, master_of
+from python_forks import python
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import backward, linear
@@ -352,4 +351,4 @@ test_a_gradient_that_somebody_holds_is_not_left_to_him("O2", hold_it)
 """
     here = Path(__file__).parent
     folders = map(str, (here, here.parent, here.parent / "helpers"))
-    subprocess.run([sys.executable, "-c", script, *folders], check=True)
+    python("-c", script, *folders).check_returncode()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 import training
+from python_forks import python
 from torch import nn
 from training import LEVELS, SGD, backward, convnet, linear
 
@@ -159,7 +158,7 @@ def test_a_pickled_fp32_copy_needs_no_amp_patch(tmp_path):
         "model = torch.load(sys.argv[1], weights_only=False)\n"
         "assert type(model) is torch.nn.Sequential and model(torch.ones(1, 2)).dtype is torch.float32"
     )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "copy"], capture_output=True, text=True)
+    done = python("-c", code, tmp_path / "copy")
     assert done.returncode == 0, done.stderr
 
 

@@ -8,8 +8,6 @@ import dataclasses
 import gc
 import inspect
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 import training
 from probes import CAST
+from python_forks import python
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from training import LEVELS, SGD, backward, convnet, linear
@@ -358,7 +357,7 @@ def test_models_and_optimizers_work_when_another_process_loads_them(tmp_path):
     kept = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     kept = amp.initialize(kept, opt_level="O2", keep_fp32="linear2")
     (tmp_path / "pickle").write_bytes(pickle.dumps((o1, pair, kept)))
-    done = subprocess.run([sys.executable, "-c", CHILD, tmp_path / "pickle"], capture_output=True, text=True)
+    done = python("-c", CHILD, tmp_path / "pickle")
     assert done.returncode == 0, done.stderr
 
 

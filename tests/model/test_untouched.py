@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
 import training
+from python_forks import python
 from torch import nn
 from training import ADAM, backward, convnet, images, linear
 
@@ -153,7 +152,7 @@ assert type(model) is torch.nn.Sequential and model(torch.ones(1, 2)).dtype is t
 def test_a_pickled_model_needs_no_amp_patch(tmp_path):
     model, _ = start_o0(nn.Sequential(nn.Linear(2, 2)), torch.optim.SGD)
     torch.save(model, tmp_path / "model")
-    done = subprocess.run([sys.executable, "-c", PLAIN, tmp_path / "model"], capture_output=True, text=True)
+    done = python("-c", PLAIN, tmp_path / "model")
     assert done.returncode == 0, done.stderr
 
 

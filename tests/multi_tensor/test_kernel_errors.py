@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-import subprocess
 import sys
 from decimal import Decimal
 from fractions import Fraction
@@ -20,6 +19,7 @@ from on_every_backend import (
     scaler,
     versions,
 )
+from python_forks import python
 
 from amp_patch import multi_tensor as mt
 from amp_patch.multi_tensor import backends
@@ -341,12 +341,7 @@ def test_the_environment_forces_torch_and_the_import_touches_no_cuda():
     def run(**environment):
         import os
 
-        return subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-            capture_output=True,
-            text=True,
-        )
+        return python("-c", program, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment})
 
     assert run(AMP_PATCH_BACKEND="torch").stdout.startswith("torch False ")
     assert "AMP_PATCH_BACKEND='nonsense' is none of cpp, torch" in run(AMP_PATCH_BACKEND="nonsense").stderr

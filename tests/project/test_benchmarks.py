@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import warnings
 
 import benchmark_scripts
 import pytest
 import torch
 from paths import BENCHMARKS, ROOT
+from python_forks import python
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +138,8 @@ def run_benchmark(script, folder, *options):
     figures = folder / "figures.json"
     warnings = ["-W", "error", "-W", "ignore:`torch.jit.script_method` is deprecated"]  # Inductor's own import
     options = [*options, "--repeats", "1", "--threads", "1", "--json", str(figures)]
-    done = subprocess.run(
-        [sys.executable, *warnings, str(BENCHMARKS / f"{script}.py"), *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = python(*warnings, BENCHMARKS / f"{script}.py", *options, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout, json.loads(figures.read_text())["rows"]
 

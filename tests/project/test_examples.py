@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from paths import EXAMPLES, ROOT
+from python_forks import python
 
 from amp_patch import amp
 from amp_patch.lab.comparison.comparison import Comparison
@@ -48,12 +49,12 @@ def run_example(
     With `ranks`, what `torchrun --nproc-per-node <ranks>` prints. Unless `silent`, it may tell of overflows on stderr.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    script = [sys.executable, *options, *launcher, str(EXAMPLES / f"{example}.py"), *arguments]
+    script = [*options, *launcher, EXAMPLES / f"{example}.py", *arguments]
     # One thread: the models are tiny, and the tests may share their cores.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     if ranks:
         environment["PYTHONWARNINGS"] = "error"  # the launcher hands its own options on to nobody
-    done = subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    done = python(*script, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert not silent or done.stderr == "", "an example leaves nothing on stderr"
     return done.stdout

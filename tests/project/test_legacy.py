@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +18,7 @@ import pytest
 import torch
 from forks import Forks
 from paths import EXAMPLES
+from python_forks import python
 
 pytest.importorskip("sklearn", reason="three of the legacy programs train on its digits")
 
@@ -146,12 +145,9 @@ class Runs:
     def user(self, program: Program, *arguments: str, launcher: tuple[str, ...] = ()) -> dict[str, Any]:
         """As a user does it: `python -m amp_patch run ...`. `launcher`: what comes between python and -m."""
         warnings = ["-W", "error", "-W", "ignore:'pin_memory' argument"]  # asked for by classify, for its GPU
-        command = [sys.executable, *warnings, *launcher, "-m", "amp_patch", *self.command(program, *arguments)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        self.printed = done.stdout
+        command = [*warnings, *launcher, "-m", "amp_patch", *self.command(program, *arguments)]
+        done = python(*command, cwd=self.folder, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.printed = done.stdout + done.stderr
         assert done.returncode == 0, self.printed[-4000:]
         return json.loads((self.folder / "curve").read_text())
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import statistics
-import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -21,6 +20,7 @@ import pytest
 import torch
 from conftest import DEVICES
 from paths import EXAMPLES
+from python_forks import python
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 from training import LEVELS, convnet, images
@@ -194,9 +194,9 @@ def test_the_clip_recipe_clips(form, monkeypatch):
 
 def test_a_recipe_prints_its_losses(tmp_path):
     """As a user runs it, from anywhere."""
-    command = [sys.executable, "-W", "error", str(RECIPES / "checkpointing.py"), "--form", "native"]
+    command = ["-W", "error", RECIPES / "checkpointing.py", "--form", "native"]
     options = ["--device", "cpu", "--dtype", "bfloat16", "--steps", "3", "--reentrant"]
-    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
+    done = python(*command, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     run = load("common").Run("cpu", torch.bfloat16, steps=3)
     assert done.stdout == printed(load("checkpointing").native(amp, run, reentrant=True))

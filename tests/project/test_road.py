@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from paths import BENCHMARKS, ROOT
+from python_forks import python
 
 from amp_patch import multi_tensor
 
@@ -43,7 +42,7 @@ def counted() -> Any:
     """What a process by itself counts: what other tests have called before may take other ways."""
     path = os.pathsep.join([str(ROOT), str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True)
+    done = python("-c", COUNT, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

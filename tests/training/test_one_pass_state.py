@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 import training
+from python_forks import python
 from three_ways import SGD, LateNet, Recipe, both_levels, ends, every_recipe, go_on, loss_of, spied_kernels, trained
 from torch import nn
 
@@ -108,4 +107,4 @@ def test_a_pickle_goes_on_in_a_process_that_has_made_no_optimizer(how, tmp_path)
     model = training.linear([[1.0, 2.0]])
     both = amp.initialize(model, SGD(model.parameters(), lr=0.5), opt_level="O5", verbosity=0)
     torch.save(both, tmp_path / "both.pt")
-    subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, tmp_path / "both.pt", how], check=True)
+    python("-c", IN_A_FRESH_PROCESS, tmp_path / "both.pt", how).check_returncode()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
+from python_forks import python
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import mm_dtype
@@ -235,7 +233,6 @@ if __name__ == "__main__":
 
 def test_run_with_device_cpu_says_so_in_one_line(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "amp_patch", "run", "--device", "cpu", str(tmp_path / "train.py"), "--device", "0"]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = python("-m", "amp_patch", "run", "--device", "cpu", tmp_path / "train.py", "--device", "0")
     assert ran.stderr.count("\n") == 1 and "the CPU" in ran.stderr, ran.stderr
     assert ran.stdout == "0 ['--device', '0']\n"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 from compared import importable_fixture  # noqa: F401  the fixture `importable`
+from python_forks import python
 
 from amp_patch import multi_tensor
 from amp_patch.__main__ import main
@@ -169,8 +168,7 @@ PARAMS = 8 * 256 + 256 + 256 * 8 + 8
 
 def compare(folder, *options, script=SCRIPT):
     (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "amp_patch", "compare", "--out", "report", *options, "train.py"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return python("-m", "amp_patch", "compare", "--out", "report", *options, "train.py", cwd=folder)
 
 
 @pytest.mark.skipif(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import importable_fixture  # noqa: F401  the fixture `importable`
+from python_forks import python
 from recordings import read_lines
 
 from amp_patch.__main__ import main
@@ -71,7 +72,7 @@ def test_a_script_at_two_levels(seeds, tmp_path, monkeypatch, capsys):
 
     # O0 at seed 0 is the script as it is, to the bit.
     environment = {**os.environ, "AMP_PATCH_OPT_LEVEL": "O0"}
-    plain = subprocess.run([sys.executable, "train.py", "6"], env=environment, capture_output=True, text=True)
+    plain = python("train.py", "6", env=environment)
     assert plain.stdout.split("\n") == logs[0] and len(logs[0]) == 8
     assert recorded(out, "O0-seed0") == runs[0].loss == [float.fromhex(line) for line in logs[0][:6]]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import subprocess
 import sys
 import textwrap
 import types
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from paths import ROOT
+from python_forks import python
 from torch import nn
 from training import LEVELS
 
@@ -149,10 +149,7 @@ def run_in(main: types.ModuleType, script: str, folder: Path | None = None) -> d
 
 def run_without_us(folder: Path, script: str, *arguments: str) -> None:
     (folder / "loads.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "loads.py", *arguments], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = python("loads.py", *arguments, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
 
 
