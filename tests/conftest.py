@@ -74,13 +74,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FailuresAtOnce(terminal))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_garbage_of_other_files() -> None:
-    """What earlier files have left (caches of torch's compiler above all), no collection of this one looks at."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def restored():
     """Torch's namespace is process-wide: whatever a test installed goes when it ends."""
