@@ -10,8 +10,6 @@ there before the step, and what the portions have written, all of them the same,
 from __future__ import annotations
 
 import copy
-import random
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 
 from amp_patch import environment
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.random_states import random_states, restored_random_states
 from amp_patch.training.step import Plain, plain_step, trusted_steps
 
 Group = dict[str, Any]
@@ -189,13 +188,15 @@ def _changed(before: dict[str, Any], after: dict[str, Any], without: Sequence[st
 
 def same(one: Any, other: Any) -> bool:
     """Whether two nested containers of tensors and numbers are equal, to the bit."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
         return one.dtype is other.dtype and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
+    if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+    if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and bool(one == other)
+    return bool(one == other)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -230,18 +231,18 @@ def check(optimizer: Any, keeps_codes: bool) -> None:
 
 @torch.no_grad()
 def _reason_against(optimizer: Any, found: _Registration, keeps_codes: bool) -> str | None:
-    before = _random_states()
+    pair: list[Any] = []  # of the same weights, but for a shift
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), restored_random_states() as before:
             warnings.simplefilter("ignore")
             whole, portioned = _toy(optimizer), _toy(optimizer)
-            # A decay that is added to the gradient would have all state follow the weights.
-            still, shifted = _toy(optimizer, weight_decay=0.0), _toy(optimizer, SHIFT, weight_decay=0.0)
+            if keeps_codes:  # a decay that is added to the gradient would have all state follow the weights
+                pair = [_toy(optimizer, weight_decay=0.0), _toy(optimizer, SHIFT, weight_decay=0.0)]
             for step in range(STEPS):
-                for toy in (whole, portioned, still, shifted):
+                for toy in (whole, portioned, *pair):
                     _give_gradients(toy, step)
                     _step_toy(toy, found.plain, by_itself=toy is portioned)
-                if not same(_random_states(), before):
+                if not same(random_states(), before):
                     return "it draws random numbers, which portions would draw more of; leave the registration out"
                 if not _agree(whole, portioned):
                     return _DIFFERENT
@@ -249,32 +250,16 @@ def _reason_against(optimizer: Any, found: _Registration, keeps_codes: bool) -> 
         return _DIFFERENT
     except Exception as error:  # the class's own code, of which nothing is known
         return f"its step fails ({type(error).__name__}: {error}); mend that, or leave the registration out"
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        if len(before) > 2:
-            sys.modules["numpy"].random.set_state(before[2])
     names = list(dict.fromkeys(name for state in whole.state.values() for name in state))
     if unknown := found.fp32_state - set(names):
         return f"its state has no {sorted(unknown)[0]!r}, which fp32_state names; it has {', '.join(names) or 'none'}"
-    held = [
-        name for name in names if keeps_codes and name not in found.fp32_state and _holds_weights(still, shifted, name)
-    ]
+    held = [name for name in names if pair and name not in found.fp32_state and _holds_weights(pair, name)]
     if held:
         return (
             f"its state {held[0]!r} holds weights, which eight bits are too few for; register it with "
             f"fp32_state={[*sorted(found.fp32_state), *held]}"
         )
     return None
-
-
-def _random_states() -> list[Any]:
-    states: list[Any] = [torch.get_rng_state(), random.getstate()]
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *more = numpy.random.get_state()
-        states.append((kind, tuple(keys.tolist()), *more))
-    return states
 
 
 def _toy(optimizer: Any, shift: float = 0.0, **instead: Any) -> Any:
@@ -308,16 +293,17 @@ def _small_shapes(params: Sequence[Tensor]) -> list[tuple[int, ...]]:
     return chosen * 2 if len(chosen) == 1 else chosen
 
 
-def _wave(shape: tuple[int, ...], pace: float, start: float) -> Tensor:
+def _wave(shape: tuple[int, ...], pace: float, start: float, dtype: torch.dtype = torch.float64) -> Tensor:
     count = torch.Size(shape).numel()
-    return torch.arange(count, dtype=torch.float64, device="cpu").mul_(pace).add_(start).sin_().reshape(shape)
+    return torch.arange(count, dtype=dtype, device="cpu").mul_(pace).add_(start).sin_().reshape(shape)
 
 
 def _give_gradients(toy: Any, step: int) -> None:
     """New gradients, small and large; one parameter of each group has none in one of the steps."""
     for index, group in enumerate(toy.param_groups):
         for place, param in enumerate(group["params"]):
-            grad = _wave(tuple(param.shape), 1.7, place + 3.0 * step + index) * 10.0 ** (place % 5 + 2 * (step % 4) - 4)
+            grad = _wave(tuple(param.shape), 1.7, place + 3.0 * step + index, param.dtype)
+            grad *= 10.0 ** (place % 5 + 2 * (step % 4) - 4)
             param.grad = None if place == step == 1 else grad
 
 
@@ -345,12 +331,12 @@ def _numbers_of(toy: Any) -> list[Any]:
     return [list(params), [toy.state.get(param, {}) for param in params], settings, simple, beside]
 
 
-def _holds_weights(one: Any, shifted: Any, name: str) -> bool:
-    """Whether the state of that name follows the weights, which are the same but for `SHIFT`.
+def _holds_weights(pair: Sequence[Any], name: str) -> bool:
+    """Whether the state of that name follows the weights, which in the two toys are the same but for `SHIFT`.
 
     An average that is slow has moved by little, but everywhere by the same.
     """
-    pairs = zip(_tensors(one, name), _tensors(shifted, name), strict=True)
+    pairs = zip(*(_tensors(toy, name) for toy in pair), strict=True)
     moves = [(after - before).abs() for before, after in pairs if before.is_floating_point() and before.numel()]
     return any(
         move.max() > SHIFT / 2 or (move.min() > SHIFT / 2000 and move.min() > 0.99 * move.max()) for move in moves

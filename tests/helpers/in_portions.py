@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.training import per_parameter
+from amp_patch.training.per_parameter import _give_gradients, _wave, same
 
 Group = dict[str, Any]
 
@@ -79,20 +80,7 @@ def _toy(base: Any, settings: Group) -> Any:
 
 
 def _params(shapes: tuple[tuple[int, ...], ...], group: int) -> list[Tensor]:
-    return [nn.Parameter(_wave(shape, 0.37, index + 10.0 * group)) for index, shape in enumerate(shapes)]
-
-
-def _wave(shape: tuple[int, ...], pace: float, start: float) -> Tensor:
-    count = torch.Size(shape).numel()
-    return torch.arange(count, dtype=torch.float32, device="cpu").mul_(pace).add_(start).sin_().reshape(shape)
-
-
-def _give_gradients(toy: Any, step: int) -> None:
-    """New gradients, small and large; one parameter of each group has none in one of the steps."""
-    for index, group in enumerate(toy.param_groups):
-        for place, param in enumerate(group["params"]):
-            grad = _wave(tuple(param.shape), 1.7, place + 3.0 * step + index) * 10.0 ** (place % 5 + 2 * step - 4)
-            param.grad = None if place == step == 1 else grad
+    return [nn.Parameter(_wave(shape, 0.37, index + 10.0 * group, torch.float32)) for index, shape in enumerate(shapes)]
 
 
 def _of_groups(toy: Any) -> list[Group]:
@@ -109,17 +97,4 @@ def _agree(one: Any, other: Any) -> bool:
     states = [[toy.state.get(param, {}) for param in params] for toy, params in zip((one, other), both, strict=True)]
     if any(len(toy.state) > sum(map(bool, state)) for toy, state in zip((one, other), states, strict=True)):
         return False
-    return equal(both[0], both[1]) and equal(states[0], states[1])
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Whether two nested containers of tensors and numbers are, to the bit."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.dtype is other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
+    return same(both[0], both[1]) and same(states[0], states[1])

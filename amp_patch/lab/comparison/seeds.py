@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from amp_patch.support.patches import Patches
+from amp_patch.support.random_states import restored_random_states
 
 _STRIDE = 1_000_003  # prime and large: seed 1 of a script that sets 42 must not be seed 0 of one that sets 43
 
@@ -26,25 +27,18 @@ def seeded(seed: int, *, shift: bool = True) -> Iterator[None]:
     """
     offset = _STRIDE * seed
     numpy = importlib.import_module("numpy") if importlib.util.find_spec("numpy") is not None else None
-    found = random.getstate(), torch.get_rng_state(), numpy and numpy.random.get_state()
-    found_on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     patches = Patches()
-    try:
-        random.seed(offset)
-        torch.manual_seed(offset)
-        if numpy is not None:
-            numpy.random.seed(offset % 2**32)
-        if offset and shift:
-            _shift(patches, offset, numpy)
-        yield
-    finally:
-        patches.remove()
-        random.setstate(found[0])
-        torch.set_rng_state(found[1])
-        if numpy is not None:
-            numpy.random.set_state(found[2])
-        if found_on_cuda is not None:
-            torch.cuda.set_rng_state_all(found_on_cuda)
+    with restored_random_states():
+        try:
+            random.seed(offset)
+            torch.manual_seed(offset)
+            if numpy is not None:
+                numpy.random.seed(offset % 2**32)
+            if offset and shift:
+                _shift(patches, offset, numpy)
+            yield
+        finally:
+            patches.remove()
 
 
 def _shift(patches: Patches, offset: int, numpy: Any) -> None:

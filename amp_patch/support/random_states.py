@@ -1,0 +1,37 @@
+"""The states of the random number generators that every library draws from: read, and put back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def random_states() -> list[Any]:
+    """Python's, torch's, numpy's where that is imported, and those of all GPUs where CUDA is initialized; else None."""
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = None
+    if numpy is not None:
+        kind, keys, *more = numpy.random.get_state()
+        of_numpy = (kind, keys.tolist(), *more)  # a list, as arrays have no one answer to ==
+    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return [random.getstate(), torch.get_rng_state(), of_numpy, on_cuda]
+
+
+@contextmanager
+def restored_random_states() -> Iterator[list[Any]]:
+    """Put the states back at the end; gives them."""
+    found = of_python, of_torch, of_numpy, on_cuda = random_states()
+    try:
+        yield found
+    finally:
+        random.setstate(of_python)
+        torch.set_rng_state(of_torch)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
+        if on_cuda is not None:
+            torch.cuda.set_rng_state_all(on_cuda)
