@@ -185,7 +185,7 @@ class InCodes(Strategy):
                 coder.take(target, params)
 
         coder.close(optimizer)
-        stands_in = None if _is_given(step) else self.steppable(optimizer, coder)
+        stands_in = None if step.given else self.steppable(optimizer, coder)
         try:
             if stands_in is not None:
                 step.optimizer, coder.stepper = stands_in, get_ident()
@@ -204,14 +204,9 @@ class InCodes(Strategy):
 IN_CODES = InCodes()
 
 
-def _is_given(step: Step) -> bool:
-    """Whether the step was given a closure, or what Apex's once took."""
-    return any(value is not None for value in (*step.args, *step.kwargs.values()))
-
-
 def _strategy(step: Step) -> Strategy:
     optimizer, stash = step.optimizer, step.stash
-    if _is_given(step):
+    if step.given:
         return WHOLE
     params = [param for group in optimizer.param_groups for param in group["params"]]
     on_cpu = all(param.device.type == "cpu" and not is_dtensor(param) for param in params)

@@ -122,9 +122,7 @@ class AmpOptimizer(Generated):
 
 def _strategy_of(base: Any) -> Strategy:
     """How steps of optimizers of the class `base` are made, where that suits."""
-    if one_pass.suits_class(base):
-        return one_pass.IN_ONE_PASS
-    return portions.IN_PORTIONS
+    return one_pass.IN_ONE_PASS if one_pass.suits_class(base) else portions.IN_PORTIONS
 
 
 def check_optimizer(optimizer: Any, policy: Policy) -> None:

@@ -90,6 +90,7 @@ class Step(Block):
         args, kwargs: what `step` was given.
 
     Attributes:
+        given: whether that is a closure, or what Apex's once took.
         links: the optimizer's parameters that have masters.
         skipped: whether the host knows of an overflow, so that no strategy is asked.
         overflow: FP32, shape []: the flag on the device by which the optimizer skips there; None: it does not.
@@ -101,6 +102,7 @@ class Step(Block):
     def __init__(self, optimizer: Any, stash: Stash, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
         self.optimizer, self.stash = optimizer, stash
         self.args, self.kwargs = args, kwargs or {}
+        self.given = bool(args or kwargs) and any(value is not None for value in (*args, *self.kwargs.values()))
         self.links = stash.masters.links
         self.skipped = self.writes = self.stepped = False
         self.overflow: torch.Tensor | None = None
@@ -292,10 +294,9 @@ def _within_hooks(plain: Plain) -> Plain:
     @eager_only
     def stepped(self: Any, stash: Stash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         strategy: Strategy = type(self).strategy if is_untouched_step or plain in trusted_steps else WHOLE
-        given = bool(args or kwargs) and any(value is not None for value in (*args, *kwargs.values()))
         with Step(self, stash, args, kwargs) as step:
             asked = stash.masters.waiting is not None or not strategy.waits
-            suits = asked and strategy.suits(self, stash, given)
+            suits = asked and strategy.suits(self, stash, step.given)
             return step.run(strategy if suits else WHOLE, plain)
 
     @wraps(plain)
