@@ -36,33 +36,6 @@ ROUNDED = {
 }
 
 AFTER = 150  # steps in FP32, from which gradients are compared
-# What was measured beside the page's own runs, on the same kind of machine.
-FOUND = (
-    "**FP8 by tensors** costs this GPT no more of its loss than FP8 by rows; others have published +0.0066 nats beside "
-    "+0.0016. The training loss at the same seeds, with nothing kept in BF16 and a learning rate of 2e-3, is off from "
-    "FP32's by these means (Student's t):",
-    "\n".join(
-        (
-            "| training | seeds | by rows | by tensors | MXFP8, OCP's floor |",
-            "| --- | ---: | ---: | ---: | ---: |",
-            "| 120 steps | 6 | +0.0052 (9.3) | +0.0005 (0.3) | +0.0140 (7.4) |",
-            "| 400 steps | 6 | +0.0033 (6.4) | +0.0031 (4.7) | +0.0112 (11) |",
-            "| 300 steps, attention's products too | 5 | +0.0032 (15) | +0.0023 (5.2) | +0.0126 (23) |",
-            "| 120 steps, four times the batch | 5 | +0.0037 (3.6) | +0.0026 (4.9) | +0.0102 (8.6) |",
-            "| 200 steps, six blocks, 32 wide | 8 | +0.0064 (1.4) | +0.0023 (1.6) | +0.0121 (3.8) |",
-            "| 200 steps, SGD with momentum | 6 | +0.0041 (0.8) | +0.0084 (1.0) | +0.0204 (2.5) |",
-        )
-    ),
-    "A number of E4M3 is off by the same part of itself under any scale that keeps it in range. After 300 steps the "
-    "operands of this GPT's products are off by 2.7 % (weights) and 2.7 % (activations) by rows, 2.7 % and 2.6 % by "
-    "tensors, and what lies below E4M3's normal numbers is 1e-8 of their squares: nothing here needs a scale a row. "
-    "Only gradients, which are E5M2 by tensors, are rougher, 5.2 % in place of 2.6 %. The table above shows it; a loss "
-    "of so few steps does not.",
-    "**NVFP4's recipe** gives a better gradient than the naive one where the head is in FP4 too. With the head in BF16 "
-    "it is worse here: the gradient of a single step by its rounding by chance, and the loss of a GPT twice as wide by "
-    "+0.0147 nats (3.8), beside -0.0015 (-0.6), in 5 seeds of 250 steps. What it takes away is a bias; the mean "
-    "gradient of 24 batches was nearer to FP32's with 2 of 4 seeds. A gain at this size is not shown.",
-)
 # What the gradients' errors are of: name -> (level, options of `initialize`).
 GRADIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("O4", {}),
@@ -169,7 +142,7 @@ def of_gradients(errors: dict[str, list[float]]) -> list[str]:
         "|g - g32| / |g32|, with nothing kept in BF16 (`keep_high=()`) unless it says so. The mean of 16 batches, "
         f"{len(next(iter(errors.values())))} seeds.",
         "\n".join(f"| {' | '.join(row)} |" for row in rows),
-        *FOUND,
+        "Why losses are in another order: [what was found of them](low-bit.md#what-the-losses-do-not-show).",
     ]
 
 
