@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import signal
 import warnings
@@ -18,6 +19,7 @@ from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts import wrappers as cast_wrappers
 from amp_patch.support import held_names
+from amp_patch.training import per_parameter
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -72,6 +74,12 @@ def pytest_configure(config: pytest.Config) -> None:
     terminal = config.pluginmanager.getplugin("terminalreporter")  # of a worker of xdist there is none
     if terminal is not None:
         config.pluginmanager.register(FailuresAtOnce(terminal))
+
+
+@pytest.fixture
+def registrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`amp.register_per_parameter_optimizer` of one test alone."""
+    monkeypatch.setattr(per_parameter, "_registered", copy.copy(per_parameter._registered))
 
 
 @pytest.fixture(autouse=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from coded_states import LEVELS, OPTIM, coded, loss_of
+from coded_states import LEVELS, OPTIM, coded, die_in_the_next_step, loss_of
 from coded_states import MAKERS as CODED_MAKERS
-from fsdp_trainings import fully_shard
+from fsdp_trainings import fully_shard, load_checkpoint, save_checkpoint
 from torch import Tensor, nn
-from training import backward
+from training import iterate
 
 from amp_patch import amp
 
@@ -41,14 +39,7 @@ def start(make: Any, **options: Any) -> tuple[Any, Any]:
 
 
 def go_on(model: Any, optimizer: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = loss_of(model, 2 * step + dist.get_rank())
-        backward(loss, optimizer)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return iterate(optimizer, lambda step: loss_of(model, 2 * step + dist.get_rank()), steps)
 
 
 def here(tensors: Any) -> list[Tensor]:
@@ -64,33 +55,18 @@ def state_of(optimizer: Any) -> list[Tensor]:
 
 def resumable(make: str, options: Any, steps: range, load: str = "", save: str = "", end: int = 0) -> dict[str, Any]:
     """Train `steps`, from the checkpoint `load`; save one after step 2; rank 1 is killed within step `end`."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     model, optimizer = start(make, **options)
-
-    def states() -> dict[str, Any]:
-        of_model, of_optimizer = get_state_dict(model, optimizer)
-        return {"model": of_model, "optimizer": of_optimizer, "amp": amp.state_dict()}
-
     if load:
-        found = states()
-        dcp.load(found, checkpoint_id=load)
-        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-        amp.load_state_dict(found["amp"])
+        load_checkpoint(model, optimizer, load)
     loaded = state_of(optimizer)
-
-    def killed(*_: Any) -> None:
-        if dist.get_rank():
-            os.kill(os.getpid(), signal.SIGKILL)
 
     losses = []
     for step in steps:
         if end and step == end:
-            optimizer.register_step_pre_hook(killed)
+            die_in_the_next_step(optimizer)
         losses += go_on(model, optimizer, range(step, step + 1))
         if step == 2 and save:
-            dcp.save(states(), checkpoint_id=save)
+            save_checkpoint(model, optimizer, save)
     return {
         "losses": losses,
         "loaded": loaded,

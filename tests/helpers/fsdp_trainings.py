@@ -69,6 +69,30 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     return nn.functional.mse_loss(model(inputs).float(), targets)
 
 
+def checkpoint_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    """The states of a training, as `torch.distributed.checkpoint` takes them."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer, "amp": amp.state_dict()}
+
+
+def save_checkpoint(model: Any, optimizer: Any, path: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(checkpoint_of(model, optimizer), checkpoint_id=path)
+
+
+def load_checkpoint(model: Any, optimizer: Any, path: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    found = checkpoint_of(model, optimizer)
+    dcp.load(found, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    amp.load_state_dict(found["amp"])
+
+
 def full(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 

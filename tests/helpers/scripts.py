@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paths import ROOT
 from python_forks import python
-
-# `python -m amp_patch run` for each of the lists of arguments and variables that come on stdin, in a process each. They
-# are forked from one that has imported torch and its compiler, which takes most of their time.
-DRIVER = """
-import gc, json, os, sys
-import torch._dynamo
-from amp_patch.__main__ import main
-
-gc.freeze()  # as each process ends, its last collection looks at all that was imported here
-
-results = []
-for arguments, variables in json.load(sys.stdin):
-    if os.fork() == 0:
-        for number, name in (1, "stdout"), (2, "stderr"):
-            os.dup2(os.open(name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), number)
-        sys.path[0] = os.getcwd()
-        os.environ.update(variables)
-        main(["run", *arguments])
-        sys.exit()
-    code = os.waitstatus_to_exitcode(os.wait()[1])
-    results.append([open("stdout").read(), open("stderr").read(), code])
-print(json.dumps(results))
-"""
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -50,11 +25,8 @@ def run_each(
 
     A case is the arguments and the variables that are set beside `env`.
     """
-    ran = subprocess.run(
-        [sys.executable, "-c", DRIVER], cwd=folder, env=env, input=json.dumps(cases), capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    ended = [python("-m", "amp_patch", "run", *args, cwd=folder, env={**env, **more}) for args, more in cases]
+    return [[ran.stdout, ran.stderr, ran.returncode] for ran in ended]
 
 
 def start_script(folder: Path, script: str, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:

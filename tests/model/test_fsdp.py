@@ -16,10 +16,12 @@ from fsdp_trainings import (
     four_fixture,  # noqa: F401  the fixture `four`
     full,
     fully_shard,
+    load_checkpoint,
     loss_of,
     network,
     one_fixture,  # noqa: F401  the fixture `one`
     restored_fixture,  # noqa: F401  the fixture `restored`
+    save_checkpoint,
     shard,
     sharded_training,
     weights,
@@ -104,22 +106,11 @@ def test_two_ranks_train_as_one_process(ranks, level, dtype, maker):
 
 def resumable(level: str, dtype: Any, steps: range, load: str = "", save: str = "", end: int = 0) -> Any:
     """Train `steps`, from the checkpoint `load` if there is one; save one after step 2; rank 1 dies in step `end`."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     scale = {"loss_scale": "dynamic", "max_loss_scale": 1024.0}
     model, optimizer = sharded_training(level, dtype, "Adam", **scale)
     rank, world = dist.get_rank(), dist.get_world_size()
-
-    def state() -> dict[str, Any]:
-        of_model, of_optimizer = get_state_dict(model, optimizer)
-        return {"model": of_model, "optimizer": of_optimizer, "amp": amp.state_dict()}
-
     if load:
-        found = state()
-        dcp.load(found, checkpoint_id=load)
-        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-        amp.load_state_dict(found["amp"])
+        load_checkpoint(model, optimizer, load)
     losses = []
     for step in steps:
         optimizer.zero_grad()
@@ -135,7 +126,7 @@ def resumable(level: str, dtype: Any, steps: range, load: str = "", save: str = 
         dist.all_reduce(total)
         losses.append(total.item())
         if step == 2 and save:
-            dcp.save(state(), checkpoint_id=save)
+            save_checkpoint(model, optimizer, save)
     return losses, weights(model), amp.state_dict()["loss_scaler0"], optimizer.state_dict()["state"][0]["step"].item()
 
 

@@ -232,13 +232,14 @@ NOT_BY_THEMSELVES = {
     *("prodigy", "ranger21", "scalableshampoo", "shampoo", "spam"),
     *("prodigyopt", "Lookahead", "TRAC", "OrthoGrad", "schedulefree wrapper"),
 }
-TORCHS_OWN = {"adam", "adamw", "nadam", "rmsprop", "sgd"}
+TORCHS_OWN = {"adam", "adamw", "nadam", "rmsprop", "sgd"}  # classes of torch.optim, which need no registration
+# With their default settings these do not train `coded_states.net` in FP32 either.
+UNSTABLE = {"adammini", "schedulefreesgd"}
 
 
-@pytest.fixture
-def registrations(monkeypatch):
-    """Of one test alone."""
-    monkeypatch.setattr(per_parameter, "_registered", copy.copy(per_parameter._registered))
+SHORT = {name: name.removeprefix("pytorch_optimizer ") for name in OPTIMIZERS}
+REFUSED = [name for name, short in SHORT.items() if short in NOT_BY_THEMSELVES]
+BY_THEMSELVES = [name for name, short in SHORT.items() if short not in NOT_BY_THEMSELVES | TORCHS_OWN]
 
 
 def registered(name: str, model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
@@ -257,15 +258,18 @@ def registered(name: str, model: nn.Module, **options: Any) -> tuple[nn.Module, 
     return amp.initialize(model, optimizer, **options)
 
 
-@every_optimizer
-def test_one_that_is_registered_steps_in_portions_to_the_bit_or_is_refused(name, registrations, monkeypatch):
-    short = name.removeprefix("pytorch_optimizer ")
-    if short in TORCHS_OWN:
-        pytest.skip("a class of torch.optim, which needs no registration")
-    if short in NOT_BY_THEMSELVES:
-        with pytest.raises(ValueError, match="was registered by register_per_parameter_optimizer, but tried on small"):
-            registered(name, network())
-        return
+def test_the_names_of_what_is_refused_are_of_optimizers():
+    assert len(REFUSED) == len(NOT_BY_THEMSELVES)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_that_does_not_step_each_parameter_by_itself_is_refused_though_registered(name, registrations):
+    with pytest.raises(ValueError, match="was registered by register_per_parameter_optimizer, but tried on small"):
+        registered(name, network())
+
+
+@pytest.mark.parametrize("name", BY_THEMSELVES)
+def test_one_that_is_registered_steps_in_portions_to_the_bit(name, registrations, monkeypatch):
     monkeypatch.setattr(portions, "PORTION", 1)
     (model, optimizer), (plain, plain_optimizer) = registered(name, network()), start_of(name, None)
     assert optimizer._amp_stash.masters.waiting is not None
@@ -277,16 +281,8 @@ def test_one_that_is_registered_steps_in_portions_to_the_bit_or_is_refused(name,
     assert per_parameter.same(*settings)
 
 
-# With their default settings these do not train this network in FP32 either.
-UNSTABLE = {"adammini", "schedulefreesgd"}
-
-
-@every_optimizer
+@pytest.mark.parametrize("name", [name for name in BY_THEMSELVES if SHORT[name] not in UNSTABLE])
 def test_one_that_is_registered_trains_in_eight_bits_as_in_fp32(name, registrations):
-    short = name.removeprefix("pytorch_optimizer ")
-    if short in TORCHS_OWN | NOT_BY_THEMSELVES | UNSTABLE:
-        pytest.skip("torch's own, refused, or not stable in FP32: see the tables")
-
     def train(state: str | None) -> list[float]:
         model, optimizer = registered(name, coded_states.net(), master_weights="split", optimizer_state=state)
         losses = []

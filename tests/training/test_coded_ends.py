@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from coded_shares import consolidated, start_zero, tensors_of
-from coded_states import LEVELS, coded, go_on, in_codes, interrupt, loss_of, opened
+from coded_states import LEVELS, coded, die_in_the_next_step, go_on, in_codes, interrupt, loss_of, opened
 from ranks import RankError
 from torch import Tensor
 from training import backward, masters_of, same
@@ -36,14 +35,10 @@ def killed_share(make: str, level: str, path: str, steps: range, end: int = 0) -
         optimizer.load_state_dict(states[1])
         amp.load_state_dict(states[2])
 
-    def killed(*_: Any) -> None:
-        if dist.get_rank():
-            os.kill(os.getpid(), signal.SIGKILL)
-
     losses = []
     for step in steps:
         if end and step == end:
-            optimizer.optim.register_step_pre_hook(killed)
+            die_in_the_next_step(optimizer.optim)
         losses += go_on(wrapped, optimizer, range(step, step + 1))
         if end and step == 2:
             states = [model.state_dict(), consolidated(optimizer), amp.state_dict()]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from coded_shares import through_file
 from coded_states import coded, go_on, in_eight_bits, loss_of, net, opened, start
 from in_portions import Each
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from training import masters_of, same
 
 from amp_patch import amp, multi_tensor
 from amp_patch.training import per_parameter, portions
+
+pytestmark = pytest.mark.usefixtures("registrations")
 
 
 class Counting(Each):
@@ -96,12 +98,6 @@ class Failing(Each):
         raise ArithmeticError("odd shape")
 
 
-@pytest.fixture(autouse=True)
-def registrations(monkeypatch):
-    """Of one test alone."""
-    monkeypatch.setattr(per_parameter, "_registered", copy.copy(per_parameter._registered))
-
-
 def two_groups(make: Any) -> Any:
     """What makes an optimizer of two groups, the second of which has another learning rate."""
 
@@ -174,12 +170,6 @@ def test_its_state_in_eight_bits_is_that_of_decode_step_encode(level):
 
 def test_a_checkpoint_goes_on_to_the_bit_and_between_fp32_and_eight_bits():
     amp.register_per_parameter_optimizer(Counting)
-
-    def through_file(value: Any) -> Any:
-        file = io.BytesIO()
-        torch.save(value, file)
-        file.seek(0)
-        return torch.load(file)
 
     model, optimizer = start(Counting)
     go_on(model, optimizer, range(3))
