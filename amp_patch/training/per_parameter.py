@@ -269,9 +269,9 @@ def _toy(optimizer: Any, shift: float = 0.0, **instead: Any) -> Any:
     FP32 would round away.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    memo = {id(param): param for param in params}  # of which nothing is copied
+    memo = {id(param): param for param in params}  # deepcopy shares parameters: else each toy copies the model
     toy: Any = object.__new__(base_class(optimizer))
-    of_torch = vars(torch.optim.SGD([nn.Parameter(_wave((1,), 1.0, 0.0))]))  # hooks among them: nobody's
+    of_torch = vars(torch.optim.SGD([nn.Parameter(_wave((1,), 1.0, 0.0))]))  # empty dicts of hooks, among others
     own = {name: value for name, value in vars(optimizer).items() if name not in of_torch or name == "defaults"}
     own = {name: value for name, value in own.items() if name != "step" and not name.startswith("_amp_")}
     vars(toy).update(of_torch | {name: copy.deepcopy(value, memo) for name, value in own.items()})
