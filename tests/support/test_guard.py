@@ -18,8 +18,11 @@ from amp_patch.support.guard import Guard
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no process groups")
 
 # The lines printed are the numbers of the processes, the guard's first.
+# Signals are reset, as nohup and shells in the background leave SIGHUP and SIGINT ignored for all that they start.
 OWNER = """
-import importlib.util, os, subprocess, sys, time
+import importlib.util, os, signal, subprocess, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 spec = importlib.util.spec_from_file_location("guard", sys.argv[1])
 guard = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(guard)
