@@ -1,9 +1,11 @@
 """Gradient release: each parameter is stepped in backward, once its gradient is whole, and the gradient is freed.
 
-So the gradients of the whole model are never there at once: 2 bytes a parameter less at O5, 4 at O4. `optimizer.step()`
-afterwards has no gradients left, and ends the iteration: it calls the hooks, and schedulers follow it. The numbers are
-those of a step behind backward, to the bit, where parameters are stepped each by itself and nothing looks at several
-gradients, or at one twice: whatever does is refused by name.
+So the gradients of the whole model are never there at once: 2 bytes a parameter less at O5, 4 at O4. A call of the step
+costs the same for a bias and for a large weight, so small parameters wait until `TOGETHER` elements are ready, or the
+backward ends, and are stepped in one call. `optimizer.step()` afterwards has no gradients left, and ends the iteration:
+it calls the hooks, and schedulers follow it. The numbers are those of a step behind backward, to the bit, where
+parameters are stepped each by itself and nothing looks at several gradients, or at one twice: whatever does is refused
+by name.
 
 Released is in the body of a `scale_loss` alone, and what that optimizer's loss reaches. What a backward elsewhere
 leaves, `step` takes as ever.
@@ -18,13 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from amp_patch.casts import regions
 from amp_patch.masters import clipping
 from amp_patch.masters.grad_field import drop_gradients, own_grad
 from amp_patch.masters.gradients import gather
 from amp_patch.masters.held_gradients import HalfGradients
-from amp_patch.masters.masters import LinkList, link_of, publish
+from amp_patch.masters.masters import Link, LinkList, has_gradient, link_of, publish
 from amp_patch.policy import Policy, boolean
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
@@ -32,9 +35,12 @@ from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import per_parameter, portions
 from amp_patch.training.stash import Stash, known_stash, stash_of
-from amp_patch.training.step import WHOLE, Step, is_untouched, plain_step
+from amp_patch.training.step import WHOLE, Plain, Step, Strategy, is_untouched, plain_step, trusted_steps
 
 _WHOLE_WITH = ("capturable", "differentiable")
+
+# Elements that are stepped together: their gradients are the most that is kept, beside that of a larger parameter.
+TOGETHER = 2**16
 
 # id(parameter or master) -> the tensor, of those that are stepped in backward.
 _released: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -99,17 +105,23 @@ def enter(targets: Sequence[Any]) -> None:
     for optimizer in targets:
         release = _Release(optimizer)
         around = known_stash(optimizer).neighbours
+        around.strategy = release
         around.before_backward.append(release.begin)
         around.handles.append(optimizer.register_step_post_hook(release.end))
         around.handles.append(release)
 
 
-class _Release:
-    """One optimizer's; as a handle it takes itself away."""
+class _Release(Strategy):
+    """One optimizer's: steps in backward, and the strategy of the step behind it. As a handle it takes itself away."""
+
+    waits = False
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._stepped: set[int] = set()  # parameters (ids), since the optimizer's last `step`
+        self._ready: list[tuple[int, Tensor]] = []  # (index of the group, parameter): to be stepped together
+        self._elements = 0  # of these
+        self._task = -1  # the backward at whose end they are stepped at the latest, by autograd's number
+        self._reached: set[int] = set()  # parameters (ids) that were ready since the optimizer's last `step`
         self._body: Any = None  # the `scale_loss` in which that was
         self._handles: list[Any] = []
         self._known: list[int] = []  # ids: the hooks are the parameters'
@@ -130,16 +142,18 @@ class _Release:
             _released.pop(key, None)
         optimizer = self._optimizer()
         stash = None if optimizer is None else stash_of(optimizer)
-        if stash is not None and self.begin in stash.neighbours.before_backward:
-            stash.neighbours.before_backward.remove(self.begin)
+        if stash is not None:
+            stash.neighbours.strategy = None
+            if self.begin in stash.neighbours.before_backward:
+                stash.neighbours.before_backward.remove(self.begin)
 
     def begin(self, optimizer: Any, stash: Stash) -> None:
         """Before a `scale_loss`: refuse one that would add to gradients that are stepped already."""
         if self._body is not None and self._body.failed:
-            self.end()  # a batch that the script gives up; parameters that were reached before it failed are stepped
-        if self._stepped:
+            self.end()  # a batch that the script gives up, some of whose parameters are stepped
+        if self._reached:
             raise RuntimeError(
-                f"scale_loss: gradient_release=True has stepped {len(self._stepped)} parameters of this "
+                f"scale_loss: gradient_release=True has stepped {len(self._reached)} parameters of this "
                 f"{base_class(optimizer).__name__} in a backward since its last step(): gradients of several losses, "
                 "or micro-batches, cannot add up; call optimizer.step() after each backward, or leave "
                 "gradient_release out"
@@ -147,8 +161,18 @@ class _Release:
 
     def end(self, *_: Any) -> None:
         """Behind the optimizer's `step`: the iteration is over."""
-        self._stepped.clear()
+        self._forget_ready()
+        self._reached.clear()
         self._body = None
+
+    def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
+        return True
+
+    def run(self, step: Step, plain: Plain) -> Any:
+        """Step what no backward has stepped: settling masters that one has would be a pass over all weights."""
+        reached = {id(link.master) for param, link in step.links if id(param) in self._reached}
+        step.links = step.links.without({id(m) for m in step.links.masters if id(m) in reached and not has_gradient(m)})
+        return _suiting(step, plain, type(step.optimizer)).run(step, plain)
 
     def _gradient_is_whole(self, index: int, param: Tensor) -> None:
         optimizer = self._optimizer()
@@ -157,15 +181,32 @@ class _Release:
             return
         self._refuse(stash, param)
         self._body = body
-        step_alone(optimizer, stash, optimizer.param_groups[index], param)
-        self._stepped.add(id(param))
+        self._reached.add(id(param))
+        self._ready.append((index, param))
+        self._elements += param.numel()
+        if self._elements >= TOGETHER or (task := torch._C._current_graph_task_id()) < 0:
+            self._step_ready()
+        elif task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._step_ready)
+
+    def _step_ready(self) -> None:
+        optimizer = self._optimizer()
+        stash = None if optimizer is None else stash_of(optimizer)
+        ready = [(index, param) for index, param in self._ready if own_grad(param) is not None]
+        self._forget_ready()
+        if ready and optimizer is not None and stash is not None:
+            step_some(optimizer, stash, ready)
+
+    def _forget_ready(self) -> None:
+        self._ready, self._elements = [], 0
 
     def _refuse(self, stash: Stash, param: Tensor) -> None:
         """Raise, before anything is written, where the gradient is not the one that a step would take."""
         body, grad = stash.backward.body, own_grad(param)
         if grad is None:
             return
-        if id(param) in self._stepped:
+        if id(param) in self._reached:
             why = "has had a gradient in this backward before, which is stepped already (two passes of one graph)"
         elif stash.step is not None:
             why = "gets a gradient in a closure of step()"
@@ -188,43 +229,63 @@ class _Release:
 
 
 @without_grad
-def step_alone(optimizer: Any, stash: Stash, group: dict[str, Any], param: Tensor) -> None:
-    """Step one parameter, whose gradient is there, as `optimizer.step` would, and drop the gradient; no sync.
+def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]]) -> None:
+    """Step parameters (index of the group, parameter) that have gradients, as `optimizer.step` would; drop these.
 
-    Under an exception the parameter is stepped or not, weight and master alike.
+    No sync. Under an exception each parameter is stepped or not, weight and master alike.
     """
-    link = link_of(param)
-    master = param if link is None else link.master
     waiting = stash.masters.waiting
+    pairs: list[tuple[Tensor, Tensor]] = []
+    linked: list[tuple[Tensor, Link]] = []
+    by_group: dict[int, list[Tensor]] = {}
+    for index, param in ready:
+        if (link := link_of(param)) is not None:
+            linked.append((param, link))
+        master = param if link is None else link.master
+        pairs.append((param, master))
+        by_group.setdefault(index, []).append(master)
+    shell = per_parameter.shell_of(optimizer, {}, [])
+    shell.param_groups = [{**optimizer.param_groups[index], "params": masters} for index, masters in by_group.items()]
     plain = plain_step(base_class(optimizer))
     assert plain is not None
-    step = Step(per_parameter.shell_of(optimizer, group, [master]), stash)
-    step.links = LinkList([] if link is None else [(param, link)])
+    step = Step(shell, stash)
+    step.links = LinkList(linked)
     try:
-        if link is not None and not _lets_wait(param, master, waiting):
-            gather([(param, master)], None)
-        strategy = type(optimizer).strategy if is_untouched(plain) else WHOLE
-        suits = (waiting is not None or not strategy.waits) and strategy.suits(step.optimizer, stash, False)
+        if others := _let_wait(linked, waiting):
+            gather(others, None)
         with regions.region(None):
-            (strategy if suits else WHOLE).run(step, plain)
+            _suiting(step, plain, type(optimizer)).run(step, plain)
         if step.unpublished is not None:
             publish(step.unpublished)
     finally:
-        if waiting is not None and link is not None:
-            waiting.clear([master])
-        drop_gradients([param, master])
+        if waiting is not None:
+            waiting.clear([link.master for _, link in linked])
+        drop_gradients([tensor for pair in pairs for tensor in pair])
 
 
-def _lets_wait(param: Tensor, master: Tensor, waiting: HalfGradients | None) -> bool:
-    """Have the gradient of `param` wait for the step of `master` as it is, where it can.
+def _suiting(step: Step, plain: Plain, kind: Any) -> Strategy:
+    """How optimizers of the class `kind` make this step."""
+    strategy: Strategy = kind.strategy if is_untouched(plain) or plain in trusted_steps else WHOLE
+    is_asked = step.stash.masters.waiting is not None or not strategy.waits
+    return strategy if is_asked and strategy.suits(step.optimizer, step.stash, step.given) else WHOLE
 
-    `HalfGradients.take` would want it alone in its memory: in a hook autograd holds it too, and writes nothing.
+
+def _let_wait(linked: list[tuple[Tensor, Link]], waiting: HalfGradients | None) -> list[tuple[Tensor, Tensor]]:
+    """Have gradients wait for the step of their masters as they are, where they can; the others (param, master).
+
+    `HalfGradients.take` would want each alone in its memory: in a hook autograd holds it too, and writes nothing.
     """
-    grad = own_grad(param)
-    if waiting is None or waiting or grad is None or grad.dtype is not param.dtype or grad.stride() != param.stride():
-        return False
-    waiting.grads, waiting.factors, waiting.norms = {id(master): grad}, [], None
-    return True
+    if waiting is None or waiting:
+        return [(param, link.master) for param, link in linked]
+    half, others = {}, []
+    for param, link in linked:
+        grad = own_grad(param)
+        if grad is not None and grad.dtype is param.dtype and grad.stride() == param.stride():
+            half[id(link.master)] = grad
+        else:
+            others.append((param, link.master))
+    waiting.grads, waiting.factors, waiting.norms = half, [], None
+    return others
 
 
 def _refuse_clipping(params: list[Tensor]) -> None:

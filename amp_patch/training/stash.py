@@ -161,6 +161,7 @@ class Neighbours(OfThisProcess):
         stepped: id(master) -> how much state the optimizer had of it after a step that the host knows was taken.
         has_stepped: whether a step was taken, outside of any capture.
         coder: what keeps the optimizer's state in codes (coded_state.py); None: it is FP32.
+        strategy: how its steps are made; None: as its class has it.
         before_backward, before_step: called with optimizer and stash before each `scale_loss` and each step.
     """
 
@@ -177,6 +178,7 @@ class Neighbours(OfThisProcess):
     stepped: dict[int, int] = field(default_factory=dict)
     has_stepped: bool = False
     coder: Any = None
+    strategy: Any = None
     before_backward: list[Callable[[Any, Stash], None]] = field(default_factory=list)
     before_step: list[Callable[[Any, Stash], None]] = field(default_factory=list)
 

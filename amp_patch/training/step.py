@@ -293,7 +293,8 @@ def _within_hooks(plain: Plain) -> Plain:
 
     @eager_only
     def stepped(self: Any, stash: Stash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        strategy: Strategy = type(self).strategy if is_untouched_step or plain in trusted_steps else WHOLE
+        own: Strategy = stash.neighbours.strategy or type(self).strategy
+        strategy = own if is_untouched_step or plain in trusted_steps else WHOLE
         with Step(self, stash, args, kwargs) as step:
             asked = stash.masters.waiting is not None or not strategy.waits
             suits = asked and strategy.suits(self, stash, step.given)

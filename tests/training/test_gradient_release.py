@@ -9,46 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import Raise
+from released import LEVELS, MAKERS, OPTIM, numbers, start
 from split_masters import loss_of, net
 from torch import Tensor, nn
 from training import backward, same, through_pickle
 
 from amp_patch import amp, multi_tensor
-from amp_patch.environment import named_level
-from amp_patch.optimizers import FusedLAMB
-from amp_patch.support import device_sync, tree
+from amp_patch.training import gradient_release
 
-OPTIM = torch.optim
-LEVELS = ["O4", "O5", "O5+split", "O5+stochastic"]
 CODED = ["O4+8bit", "O5+split+8bit"]
-MAKERS = {
-    "Adam": lambda p: OPTIM.Adam(p, lr=1e-2, amsgrad=True),
-    "AdamW": lambda p: OPTIM.AdamW(p, lr=1e-2, weight_decay=0.1),
-    "AdamW, fused": lambda p: OPTIM.AdamW(p, lr=1e-2, fused=True),
-    "SGD": lambda p: OPTIM.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
-    "NAdam": lambda p: OPTIM.NAdam(p, lr=1e-2, foreach=True),
-    "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2),
-    "Adafactor": lambda p: OPTIM.Adafactor(p, lr=1e-2),
-}
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS["AdamW"], MAKERS["NAdam"]], ids=["AdamW", "NAdam"])
-
-
-def start(make: Any, level: str = "O5", model: Any = None, **options: Any) -> tuple[Any, Any]:
-    model, named = net() if model is None else model, named_level(level)
-    options = {"gradient_release": True, "verbosity": 0} | named.options | options
-    return amp.initialize(model, make(model.parameters()), opt_level=named.level, **options)
-
-
-def numbers(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """The weights, the masters, the optimizer's state."""
-    masters = list(amp.master_params(optimizer))
-    state = [each for master in masters for each in tree.tensors(optimizer.state[master])]
-    return [t.detach().clone() for t in (*model.parameters(), *masters, *state)]
 
 
 @pytest.mark.parametrize("level", [*LEVELS, *CODED])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_bits_are_those_of_a_step_behind_backward(make, level):
+def test_the_bits_are_those_of_a_step_behind_backward(make, level, monkeypatch):
+    monkeypatch.setattr(gradient_release, "TOGETHER", 2000)  # two calls
+
     def train(**options: Any) -> tuple[list[Tensor], list[float]]:
         torch.manual_seed(0)  # a weight that is large enough for codes
         model = nn.Sequential(nn.Linear(16, 300), nn.GELU(), nn.LayerNorm(300), nn.Linear(300, 5))
@@ -203,8 +181,13 @@ def raw(param: Tensor) -> Tensor | None:
 
 @one_of_each_way
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("together", [1, gradient_release.TOGETHER])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_a_backward_that_fails_leaves_each_parameter_stepped_or_not_and_the_next_goes_on(make, level, error):
+def test_a_backward_that_fails_leaves_each_parameter_stepped_or_not_and_the_next_goes_on(
+    make, level, error, together, monkeypatch
+):
+    monkeypatch.setattr(gradient_release, "TOGETHER", together)
+
     def train(fails: bool, **options: Any) -> list[Tensor]:
         model, optimizer = start(make, level, **options)
         before = [p.detach().clone() for p in model.parameters()]
@@ -218,20 +201,83 @@ def test_a_backward_that_fails_leaves_each_parameter_stepped_or_not_and_the_next
                 backward(loss_of(model, 0), optimizer)
             handle.remove()
             assert same(list(model.parameters())[:2], before[:2]), "the layer in front of it"
-        else:
+        elif together == 1:
             backward(loss_of(model, 0), optimizer)
             optimizer.step()
         reached = [p.detach().clone() for p in model.parameters()][2:]
-        assert not any(map(torch.equal, reached, before[2:]))
+        assert list(map(torch.equal, reached, before[2:])) == [together > 1] * 4
         assert all(raw(p) is None for p in model.parameters() if fails)
         optimizer.zero_grad()
         if fails:
             backward(loss_of(model, 1), optimizer)
             optimizer.step()
+            assert not any(map(torch.equal, model.parameters(), before))
         amp.restore()
         return reached
 
     assert same(train(True), train(False))
+
+
+@pytest.mark.parametrize("level", ["O5", "O5+split"])
+@pytest.mark.parametrize("together", [1, gradient_release.TOGETHER])
+@pytest.mark.parametrize("make", [MAKERS["AdamW"], MAKERS["RMSprop"]], ids=["AdamW", "RMSprop"])
+def test_an_interrupt_at_any_call_of_a_backward_leaves_each_parameter_stepped_or_not(
+    make, level, together, monkeypatch
+):
+    monkeypatch.setattr(gradient_release, "TOGETHER", together)
+
+    def train(at: int) -> tuple[list[list[Tensor]], list[list[Tensor]], int]:
+        model, optimizer = start(make, level)
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        before = found(model, optimizer)
+        raised = Raise(at)(lambda: backward(loss_of(model, 1), optimizer))
+        model(torch.ones(1, 16))  # a step whose end was cut off is published
+        after = found(model, optimizer)
+        amp.restore()
+        return before, after, raised.count
+
+    def found(model: nn.Module, optimizer: Any) -> list[list[Tensor]]:
+        pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
+        return [[tensor.detach().clone() for tensor in pair] for pair in pairs]
+
+    before, stepped, count = train(0)
+    assert not any(map(same, before, stepped))
+    for at in range(1, count, 13):
+        for reached, old, new in zip(train(at)[1], before, stepped, strict=True):
+            assert same(reached, old) or same(reached, new), at
+
+
+def test_small_parameters_are_stepped_in_one_call_and_large_ones_at_once(monkeypatch):
+    stepped: list[list[int]] = []
+    own = gradient_release.step_some
+    monkeypatch.setattr(
+        gradient_release,
+        "step_some",
+        lambda *args: stepped.append([param.numel() for _, param in args[2]]) or own(*args),
+    )
+    small = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    model, optimizer = start(MAKERS["AdamW"], "O5", nn.Sequential(small, nn.Linear(16, 4096), nn.Linear(4096, 16)))
+    for _ in range(2):
+        stepped.clear()
+        backward(model(torch.ones(2, 16)).square().mean(), optimizer)
+        optimizer.step()
+    assert stepped == [[16, 65536], [4096, 65536], [16, 256] * 4]
+
+
+def test_a_step_passes_over_no_weight_that_backward_has_stepped(monkeypatch):
+    model, optimizer = start(MAKERS["AdamW"], "O5")
+    backward(loss_of(model, 0), optimizer)
+    settled: list[int] = []
+    own = multi_tensor.multi_tensor_adopt
+    monkeypatch.setattr(multi_tensor, "multi_tensor_adopt", lambda *lists: settled.append(len(lists[0])) or own(*lists))
+    optimizer.step()
+    assert not sum(settled)
+    with torch.no_grad():
+        model[0].weight.clamp_(max=0)
+    backward(loss_of(model, 1), optimizer)
+    optimizer.step()
+    assert next(amp.master_params(optimizer)).max() < 0.1, "the edit counts at the next step"
 
 
 def test_a_training_that_is_dropped_in_an_iteration_is_freed():
@@ -258,155 +304,3 @@ def test_gradients_of_another_optimizers_loss_and_of_a_backward_elsewhere_are_no
     assert same(model.parameters(), before), "outside of scale_loss"
     optimizers[0].step()
     assert not same(model.parameters(), before)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "match"),
-    [
-        (MAKERS["AdamW"], {"opt_level": "O0"}, "contradicts opt_level 'O0'.*use O4 or O5"),
-        (MAKERS["AdamW"], {"opt_level": "O1"}, "contradicts opt_level 'O1' with loss_scale=dynamic.*use O4 or O5"),
-        (MAKERS["AdamW"], {"loss_scale": 128.0}, "with loss_scale=128.0.*checks gradients"),
-        (MAKERS["AdamW"], {"skip_nonfinite": True}, "skip_nonfinite=True.*checks gradients"),
-        (OPTIM.LBFGS, {"opt_level": "O4"}, "LBFGS.*one direction is made of all gradients"),
-        (FusedLAMB, {}, "FusedLAMB.*its class is not one of torch.optim"),
-        (lambda p: OPTIM.Adam(p, capturable=True), {}, "Adam.*capturable=True"),
-    ],
-)
-def test_what_cannot_step_in_backward_is_refused_at_once_by_name(make, options, match):
-    model = net()
-    with pytest.raises(ValueError, match=f"gradient_release=True.*{match}"):
-        amp.initialize(
-            model,
-            make(model.parameters()),
-            **{"opt_level": "O5", "gradient_release": True, "verbosity": 0} | options,
-        )
-    assert all(p.dtype is torch.float32 and not p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-def test_parameters_of_two_optimizers_are_refused():
-    model = net()
-    optimizers = [OPTIM.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    with pytest.raises(ValueError, match="not for parameters of two optimizers"):
-        amp.initialize(model, optimizers, opt_level="O4", gradient_release=True)
-
-
-@pytest.mark.parametrize("level", ["O4", "O5"])
-@pytest.mark.parametrize("given", ["params", "masters"])
-def test_clipping_is_refused(level, given):
-    model, optimizer = start(MAKERS["AdamW"], level)
-    backward(loss_of(model, 0), optimizer)
-    params = list(model.parameters() if given == "params" else amp.master_params(optimizer))
-    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
-        with pytest.raises(RuntimeError, match="clip_grad: with gradient_release=True"):
-            clip(params, 1.0)
-    others = nn.Linear(2, 2)
-    others(torch.ones(1, 2)).sum().backward()
-    nn.utils.clip_grad_norm_(others.parameters(), 1.0)
-
-
-@pytest.mark.parametrize("level", ["O4", "O5"])
-def test_accumulation_is_refused_before_anything_is_written(level):
-    model, optimizer = start(MAKERS["AdamW"], level)
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match="delay_unscale=True leaves for the next micro-batch"):
-        backward(loss_of(model, 0), optimizer, delay_unscale=True)
-    assert same(model.parameters(), before)
-    backward(loss_of(model, 0), optimizer)
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(
-        RuntimeError, match=r"has stepped 6 parameters of this AdamW.*call optimizer.step\(\) after each"
-    ):
-        backward(loss_of(model, 1), optimizer)
-    assert same(model.parameters(), before)
-    optimizer.step()
-    backward(loss_of(model, 1), optimizer)
-
-
-def test_two_passes_of_a_graph_are_refused():
-    model, optimizer = start(MAKERS["SGD"], "O4")
-    loss = model(torch.randn(4, 16)).mean() * model[3].bias.sum()
-    with amp.scale_loss(loss, optimizer) as scaled, pytest.raises(RuntimeError, match="has had a gradient in this"):
-        model[3].bias.sum().backward()
-        scaled.backward()
-
-
-def test_a_closure_is_refused():
-    model, optimizer = start(MAKERS["SGD"], "O4")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        return loss
-
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"gets a gradient in a closure of step\(\)"):
-        optimizer.step(closure)
-    assert same(model.parameters(), before)
-
-
-def test_a_graph_of_gradients_is_refused():
-    model, optimizer = start(MAKERS["SGD"], "O4")
-    with (
-        pytest.raises(RuntimeError, match="create_graph=True"),
-        amp.scale_loss(loss_of(model, 0), optimizer) as scaled,
-    ):
-        scaled.backward(create_graph=True)
-
-
-def test_a_sparse_gradient_is_refused():
-    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
-    model, optimizer = start(lambda p: OPTIM.SGD(p, lr=0.1), "O4", model)
-    before = model[0].weight.detach().clone()
-    with pytest.raises(RuntimeError, match=r"0\.weight gets a sparse gradient"):
-        backward(model(torch.tensor([1, 3])).square().mean(), optimizer)
-    assert torch.equal(model[0].weight, before)
-
-
-def test_the_capture_of_a_cuda_graph_is_refused(monkeypatch):
-    model, optimizer = start(MAKERS["AdamW"])
-    loss = loss_of(model, 0)
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match="in the capture of a CUDA graph"), amp.scale_loss(loss, optimizer) as scaled:
-        monkeypatch.setattr(device_sync, "is_capturing", lambda: True)
-        try:
-            scaled.backward()
-        finally:
-            monkeypatch.undo()
-    assert same(model.parameters(), before)
-
-
-class Around:
-    """A wrapper, as Lookahead is."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-        self.param_groups = optimizer.param_groups
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-
-def test_a_wrapper_is_refused():
-    model = net()
-    with pytest.raises(ValueError, match=r"not for a Around around another optimizer.*give the optimizer inside"):
-        start(lambda p: Around(OPTIM.SGD(p, lr=0.1)), "O5", model)
-    with pytest.raises(TypeError, match="gradient_release is 'yes'"):
-        start(MAKERS["SGD"], "O5", model, gradient_release="yes")
-    assert all(p.dtype is torch.float32 for p in model.parameters())
-
-
-def on_ranks() -> None:
-    model = net()
-    with pytest.raises(ValueError, match=r"gradient_release=True is not for several processes"):
-        start(MAKERS["AdamW"], "O5", model)
-
-
-@pytest.mark.slow
-def test_several_processes_are_refused(ranks):
-    ranks(on_ranks)

@@ -1,0 +1,38 @@
+"""Trainings with `gradient_release=True`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from split_masters import net
+from torch import Tensor, nn
+
+from amp_patch import amp
+from amp_patch.environment import named_level
+from amp_patch.support import tree
+
+OPTIM = torch.optim
+LEVELS = ["O4", "O5", "O5+split", "O5+stochastic"]
+MAKERS = {
+    "Adam": lambda p: OPTIM.Adam(p, lr=1e-2, amsgrad=True),
+    "AdamW": lambda p: OPTIM.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "AdamW, fused": lambda p: OPTIM.AdamW(p, lr=1e-2, fused=True),
+    "SGD": lambda p: OPTIM.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "NAdam": lambda p: OPTIM.NAdam(p, lr=1e-2, foreach=True),
+    "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2),
+    "Adafactor": lambda p: OPTIM.Adafactor(p, lr=1e-2),
+}
+
+
+def start(make: Any, level: str = "O5", model: Any = None, **options: Any) -> tuple[Any, Any]:
+    model, named = net() if model is None else model, named_level(level)
+    options = {"gradient_release": True, "verbosity": 0} | named.options | options
+    return amp.initialize(model, make(model.parameters()), opt_level=named.level, **options)
+
+
+def numbers(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """The weights, the masters, the optimizer's state."""
+    masters = list(amp.master_params(optimizer))
+    state = [each for master in masters for each in tree.tensors(optimizer.state[master])]
+    return [t.detach().clone() for t in (*model.parameters(), *masters, *state)]
