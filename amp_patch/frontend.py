@@ -193,8 +193,8 @@ def initialize(
             FP32, as under torch.autocast.
         optimizer_state: "8bit" keeps the optimizers' large FP32 state as 8-bit codes; who reads it finds FP32. Refused
             by name at O3, and for optimizers that are neither torch.optim's nor FusedAdam and FusedSGD.
-        gradient_release: step each parameter in backward, to the same bits, and free its gradient; `optimizer.step()`
-            then ends the iteration. At O4 and O5, for torch's optimizers; refused where gradients are needed together.
+        gradient_release: step each parameter in backward, to the same bits, and free its gradient. At O4 and O5, for
+            torch's optimizers and registered classes; refused where gradients are needed together.
 
     Returns:
         The same objects, in Apex's form: the model, or (model, optimizer) if optimizers were given; lists for lists.

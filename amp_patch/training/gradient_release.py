@@ -27,13 +27,14 @@ from amp_patch.masters import clipping
 from amp_patch.masters.grad_field import drop_gradients, own_grad
 from amp_patch.masters.gradients import gather
 from amp_patch.masters.held_gradients import HalfGradients
-from amp_patch.masters.masters import Link, LinkList, has_gradient, link_of, publish
+from amp_patch.masters.masters import Link, LinkList, has_gradient, link_of, publish, settle
 from amp_patch.policy import Policy, boolean
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import per_parameter, portions
+from amp_patch.training.per_parameter import Group, Written
 from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy, is_untouched, plain_step, trusted_steps
 
@@ -73,9 +74,8 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
                 f"initialize: gradient_release=True is not for a {type(optimizer).__name__} around another optimizer, "
                 "which moves the weights between backward and step; give the optimizer inside, or leave it out"
             )
-        is_torchs = portions.is_torchs(base_class(target))
-        reason = portions.reason_against(target, _WHOLE_WITH) if is_torchs else "its class is not one of torch.optim"
-        if reason is not None:
+        per_parameter.check(target, policy.optimizer_state is not None)  # no other asks at O4
+        if (reason := portions.reason_against(target, _WHOLE_WITH)) is not None:
             raise ValueError(
                 f"initialize: gradient_release=True is not for this {name}, which cannot step one parameter without "
                 f"the others: {reason}; leave gradient_release out"
@@ -123,6 +123,7 @@ class _Release(Strategy):
         self._task = -1  # the backward at whose end they are stepped at the latest, by autograd's number
         self._reached: set[int] = set()  # parameters (ids) that were ready since the optimizer's last `step`
         self._body: Any = None  # the `scale_loss` in which that was
+        self._written = Written()  # what a registered class has written since, before all of its step is made
         self._handles: list[Any] = []
         self._known: list[int] = []  # ids: the hooks are the parameters'
         links = known_stash(optimizer).masters.by_master
@@ -163,7 +164,7 @@ class _Release(Strategy):
         """Behind the optimizer's `step`: the iteration is over."""
         self._forget_ready()
         self._reached.clear()
-        self._body = None
+        self._body, self._written = None, Written()
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         return True
@@ -172,7 +173,31 @@ class _Release(Strategy):
         """Step what no backward has stepped: settling masters that one has would be a pass over all weights."""
         reached = {id(link.master) for param, link in step.links if id(param) in self._reached}
         step.links = step.links.without({id(m) for m in step.links.masters if id(m) in reached and not has_gradient(m)})
-        return _suiting(step, plain, type(step.optimizer)).run(step, plain)
+        strategy = _suiting(step, plain, type(step.optimizer))
+        return self._run_rest(step, strategy, plain) if self._written else strategy.run(step, plain)
+
+    def _run_rest(self, step: Step, strategy: Strategy, plain: Plain) -> Any:
+        """Step the groups that no backward has reached, or that have gradients; then write back what all have written.
+
+        A registered class counts its steps in groups and attributes: as in portions, all begin with the same count.
+        """
+        optimizer, written, result = step.optimizer, self._written, None
+        rest = [
+            group
+            for group in optimizer.param_groups
+            if step.given or not written.has(group) or any(map(has_gradient, group["params"]))
+        ]
+        step.optimizer = _shell(optimizer, [{**group} for group in rest])
+        try:
+            if rest:
+                result = strategy.run(step, plain)
+                written.note(optimizer, rest, step.optimizer)
+            else:
+                settle(step.links)
+        finally:
+            step.optimizer = optimizer
+            written.write_back(optimizer)
+        return result
 
     def _gradient_is_whole(self, index: int, param: Tensor) -> None:
         optimizer = self._optimizer()
@@ -196,7 +221,7 @@ class _Release(Strategy):
         ready = [(index, param) for index, param in self._ready if own_grad(param) is not None]
         self._forget_ready()
         if ready and optimizer is not None and stash is not None:
-            step_some(optimizer, stash, ready)
+            step_some(optimizer, stash, ready, self._written)
 
     def _forget_ready(self) -> None:
         self._ready, self._elements = [], 0
@@ -229,10 +254,11 @@ class _Release(Strategy):
 
 
 @without_grad
-def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]]) -> None:
+def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], written: Written) -> None:
     """Step parameters (index of the group, parameter) that have gradients, as `optimizer.step` would; drop these.
 
-    No sync. Under an exception each parameter is stepped or not, weight and master alike.
+    What a registered class writes into its groups and attributes is in `written` alone. No sync. Under an exception
+    each parameter is stepped or not, weight and master alike.
     """
     waiting = stash.masters.waiting
     pairs: list[tuple[Tensor, Tensor]] = []
@@ -244,8 +270,9 @@ def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]]) -> 
         master = param if link is None else link.master
         pairs.append((param, master))
         by_group.setdefault(index, []).append(master)
-    shell = per_parameter.shell_of(optimizer, {}, [])
-    shell.param_groups = [{**optimizer.param_groups[index], "params": masters} for index, masters in by_group.items()]
+    groups = [optimizer.param_groups[index] for index in by_group]
+    of_masters = zip(groups, by_group.values(), strict=True)
+    shell = _shell(optimizer, [{**group, "params": masters} for group, masters in of_masters])
     plain = plain_step(base_class(optimizer))
     assert plain is not None
     step = Step(shell, stash)
@@ -257,10 +284,18 @@ def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]]) -> 
             _suiting(step, plain, type(optimizer)).run(step, plain)
         if step.unpublished is not None:
             publish(step.unpublished)
+        if per_parameter.is_registered(base_class(optimizer)):
+            written.note(optimizer, groups, shell)
     finally:
         if waiting is not None:
             waiting.clear([link.master for _, link in linked])
         drop_gradients([tensor for pair in pairs for tensor in pair])
+
+
+def _shell(optimizer: Any, groups: list[Group]) -> Any:
+    shell = per_parameter.shell_of(optimizer, {}, [])
+    shell.param_groups = groups
+    return shell
 
 
 def _suiting(step: Step, plain: Plain, kind: Any) -> Strategy:

@@ -53,7 +53,8 @@ def register_per_parameter_optimizer(
     That is so where the step of a parameter takes its own weight, gradient and state, the settings of its group and a
     count of steps, but no number made of several parameters (a common norm, an estimated learning rate). With it the
     class has what torch's own have: with masters on a CPU its steps are made in portions, its gradients wait in low
-    precision; with split masters a portion of masters is FP32 at a time; `optimizer_state="8bit"` is possible.
+    precision; with split masters a portion of masters is FP32 at a time; `optimizer_state="8bit"` and
+    `gradient_release=True` are possible.
 
     `initialize` checks it on small parameters with the optimizer's settings. What no short trial shows is yours to
     know: a step that looks at several parameters only now and then, say.
@@ -130,36 +131,59 @@ def stepping(optimizer: Any, plain: Plain) -> Iterator[Callable[[Group, list[Ten
     if not is_registered(base_class(optimizer)):
         yield lambda group, masters: plain(shell_of(optimizer, group, masters))
         return
-    written = _Written(optimizer, plain)
+    written = Written()
+
+    def step_some(group: Group, masters: list[Tensor]) -> None:
+        shell = shell_of(optimizer, group, masters)
+        plain(shell)
+        written.note(optimizer, [group], shell)
+
     try:
-        yield written.step
-        written.step_groups_without_gradients()
+        yield step_some
+        for group in optimizer.param_groups:
+            if not written.has(group):
+                step_some(group, group["params"])  # without gradients
     finally:
-        written.write_back()
+        written.write_back(optimizer)
 
 
-class _Written:
-    """What portions write into their group and the optimizer: kept apart until all have begun with the same."""
+class Written:
+    """What shells have written into groups and attributes in one step: kept apart until all have begun with the same.
 
-    def __init__(self, optimizer: Any, plain: Plain) -> None:
-        self._optimizer, self._plain = optimizer, plain
+    False until a shell has stepped.
+    """
+
+    def __init__(self) -> None:
         self._attributes: dict[str, Any] | None = None
         self._settings: dict[int, Group] = {}  # by id(group)
 
-    def step(self, group: Group, masters: list[Tensor]) -> None:
-        shell = shell_of(self._optimizer, group, masters)
-        self._plain(shell)
-        settings = _changed(group, shell.param_groups[0], _NOT_SETTINGS)
-        attributes = _changed(vars(self._optimizer), vars(shell), _NOT_ATTRIBUTES)
-        self._refuse_if_different(self._settings.get(id(group)), settings, "group")
-        self._refuse_if_different(self._attributes, attributes, "optimizer")
-        self._settings[id(group)], self._attributes = settings, attributes
+    def __bool__(self) -> bool:
+        return self._attributes is not None
 
-    def _refuse_if_different(self, before: dict[str, Any] | None, now: dict[str, Any], where: str) -> None:
+    def has(self, group: Group) -> bool:
+        """Whether a shell has stepped some of this group of the optimizer."""
+        return id(group) in self._settings
+
+    def note(self, optimizer: Any, groups: Sequence[Group], shell: Any) -> None:
+        """Take note of what `shell` has written, whose groups are made of these of the optimizer.
+
+        Raises:
+            PortionsDisagreeError: another has written something else.
+        """
+        attributes = _changed(vars(optimizer), vars(shell), _NOT_ATTRIBUTES)
+        self._refuse_if_different(optimizer, self._attributes, attributes, "optimizer")
+        for group, after in zip(groups, shell.param_groups, strict=True):
+            settings = _changed(group, after, _NOT_SETTINGS)
+            self._refuse_if_different(optimizer, self._settings.get(id(group)), settings, "group")
+            self._settings[id(group)] = settings
+        self._attributes = attributes
+
+    @staticmethod
+    def _refuse_if_different(optimizer: Any, before: dict[str, Any] | None, now: dict[str, Any], where: str) -> None:
         if before is None or same(before, now):
             return
         name = next(name for name in [*before, *now] if not same(before.get(name), now.get(name)))
-        kind = base_class(self._optimizer).__name__
+        kind = base_class(optimizer).__name__
         raise PortionsDisagreeError(
             f"{kind}.step: {kind} was registered by register_per_parameter_optimizer, but its step has left {name!r} "
             f"of the {where} at {before.get(name)} with some parameters and at {now.get(name)} with others: it does "
@@ -167,15 +191,11 @@ class _Written:
             "registration out"
         )
 
-    def step_groups_without_gradients(self) -> None:
-        for group in self._optimizer.param_groups:
-            if id(group) not in self._settings:
-                self.step(group, group["params"])
-
-    def write_back(self) -> None:
-        for group in self._optimizer.param_groups:
+    def write_back(self, optimizer: Any) -> None:
+        """Have the optimizer and its groups have what the shells have written."""
+        for group in optimizer.param_groups:
             group.update(self._settings.get(id(group), {}))
-        vars(self._optimizer).update(self._attributes or {})
+        vars(optimizer).update(self._attributes or {})
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ ema_pytorch = pytest.importorskip("ema_pytorch", reason=EXTRAS)
 transformers_optimizers = pytest.importorskip("transformers.optimization", reason=EXTRAS)
 
 from amp_patch import amp  # noqa: E402
-from amp_patch.training import per_parameter, portions  # noqa: E402
+from amp_patch.training import gradient_release, per_parameter, portions  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -268,10 +268,13 @@ def test_one_that_does_not_step_each_parameter_by_itself_is_refused_though_regis
         registered(name, network())
 
 
+@pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("name", BY_THEMSELVES)
-def test_one_that_is_registered_steps_in_portions_to_the_bit(name, registrations, monkeypatch):
+def test_one_that_is_registered_steps_in_portions_and_in_backward_to_the_bit(name, release, registrations, monkeypatch):
     monkeypatch.setattr(portions, "PORTION", 1)
-    (model, optimizer), (plain, plain_optimizer) = registered(name, network()), start_of(name, None)
+    monkeypatch.setattr(gradient_release, "TOGETHER", 1)
+    model, optimizer = registered(name, network(), gradient_release=release)
+    plain, plain_optimizer = start_of(name, None)
     assert optimizer._amp_stash.masters.waiting is not None
     for number in range(STEPS):
         step(model, optimizer, number)

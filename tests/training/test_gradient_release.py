@@ -119,6 +119,23 @@ def test_hooks_that_were_there_first_see_each_gradient_and_may_change_it():
     assert same(released, ordinary) and seen == 12
 
 
+@one_of_each_way
+def test_a_gradient_that_is_not_laid_out_as_its_weight_is_stepped_among_others_as_by_itself(make, monkeypatch):
+    def train(together: int) -> list[Tensor]:
+        monkeypatch.setattr(gradient_release, "TOGETHER", together)
+        model = net()
+        model[3].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.t().contiguous().t()))
+        model, optimizer = start(make, "O5", model)
+        for step in range(2):
+            backward(loss_of(model, step), optimizer)
+            optimizer.step()
+        found = numbers(model, optimizer)
+        amp.restore()
+        return found
+
+    assert same(train(1), train(2**16))
+
+
 def test_a_shared_weight_is_stepped_once_with_the_whole_gradient():
     class Tied(nn.Module):
         def __init__(self) -> None:
