@@ -98,7 +98,7 @@ class Contract:
         lead: the place in `lists` of the one that the others are compared with.
         dense: the tensors at a place have one memory order, without gaps or overlaps, and no written one overlaps
             another. Else strides are free, and a written tensor may be the very one that is read.
-        rounds: the last two arguments are a seed and the draws by which bfloat16 tensors of the leading list are
+        rounds: the last three arguments are a seed, draws and starts, by which bfloat16 tensors of the leading list are
             rounded.
     """
 
@@ -129,7 +129,7 @@ class Contract:
             for argument, value in named.items():
                 self._check_argument(argument, value, device)
             if self.rounds:
-                _check_draws(self.lists[self.lead].name, lists[self.lead], *arguments[-2:])
+                _check_draws(self.lists[self.lead].name, lists[self.lead], *arguments[-3:])
         except (ValueError, TypeError) as error:
             raise type(error)(f"{self.name}: {error}") from None
         return device
@@ -339,14 +339,17 @@ def _check_strides(which: str, t: Tensor, param: Tensor) -> None:
         )
 
 
-def _check_draws(name: str, tensors: Tensors, seed: object, draws: object) -> None:
-    """Raise unless there is a seed, and a draw for each tensor where one is bfloat16."""
+def _check_draws(name: str, tensors: Tensors, seed: object, draws: object, starts: object) -> None:
+    """Raise unless there is a seed, and a draw for each tensor where one is bfloat16; starts are for all or none."""
     if not _is_int64(seed):
         raise TypeError(f"seed is {seed!r}, an int of 64 bits is wanted")
-    if not isinstance(draws, (list, tuple)) or not all(map(_is_int64, draws)):
-        raise TypeError(f"draws is {draws!r}, a list or tuple of ints of 64 bits is wanted")
-    if draws and len(draws) != len(tensors):
-        raise ValueError(f"there are {len(draws)} draws, {name} has {len(tensors)} tensors: one each is wanted")
+    for what, numbers in (("draws", draws), ("starts", starts)):
+        if not isinstance(numbers, (list, tuple)) or not all(map(_is_int64, numbers)):
+            raise TypeError(f"{what} is {numbers!r}, a list or tuple of ints of 64 bits is wanted")
+        if numbers and len(numbers) != len(tensors):
+            raise ValueError(f"there are {len(numbers)} {what}, {name} has {len(tensors)} tensors: one each is wanted")
+        if what == "starts" and min(numbers, default=0) < 0:
+            raise ValueError(f"starts is {numbers!r}, places of elements from 0 on are wanted")
     for i, t in enumerate(tensors):
         if t.dtype == torch.bfloat16 and not draws:
             raise ValueError(

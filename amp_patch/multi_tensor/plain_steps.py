@@ -96,14 +96,16 @@ def join(weights: Tensors, halves: Tensors, masters: Tensors) -> None:
         master.copy_(_joined(weight, half))
 
 
-def stochastic_round(masters: Tensors, weights: Tensors, seed: int, draws: Sequence[int]) -> None:
+def stochastic_round(
+    masters: Tensors, weights: Tensors, seed: int, draws: Sequence[int], starts: Sequence[int]
+) -> None:
     """`multi_tensor_stochastic_round`: writes BF16 `weights` from FP32 `masters`, in place."""
-    for master, weight, draw in zip(masters, weights, draws, strict=True):
-        weight.copy_(stochastically_rounded(master, weight, seed, draw))
+    for i, weight in enumerate(weights):
+        weight.copy_(stochastically_rounded(masters[i], weight, seed, draws[i], starts[i] if starts else 0))
 
 
 def _published(
-    params: Tensors, low: Tensors, masters: list[Tensor], seed: int, draws: Sequence[int]
+    params: Tensors, low: Tensors, masters: list[Tensor], seed: int, draws: Sequence[int], starts: Sequence[int]
 ) -> list[tuple[Tensors, Tensors]]:
     """Where stepped masters are stored, as (targets, values): into params, as FP32 or halves, and into low, rounded."""
     values, weights = list(masters), list(masters)
@@ -111,7 +113,7 @@ def _published(
         if param.dtype == torch.int16:
             weights[i], values[i] = _halved(masters[i])
         elif param.dtype == torch.bfloat16:
-            values[i] = stochastically_rounded(masters[i], param, seed, draws[i])
+            values[i] = stochastically_rounded(masters[i], param, seed, draws[i], starts[i] if starts else 0)
     return [(params, values), (low, weights if low else ())]
 
 
@@ -138,6 +140,7 @@ def adam(
     bias_correction: bool,
     seed: int,
     draws: Sequence[int],
+    starts: Sequence[int],
 ) -> None:
     """`multi_tensor_adam`: params, averages, `steps` and `low` in place, unless `found_inf` is not 0; no sync."""
     if not params:
@@ -164,7 +167,7 @@ def adam(
     torch._foreach_addcdiv_(p, _times_each(m, -rate / first), denominators)
     lists: list[tuple[Tensors, Tensors]]
     lists = [(averages, m), (squares, v), (max_exp_avg_sqs, max_v), (steps, [step + 1 for step in steps])]
-    for targets, values in [*lists, *_published(params, low, p, seed, draws)]:
+    for targets, values in [*lists, *_published(params, low, p, seed, draws, starts)]:
         _write(targets, values, found_inf)
     encode_back(averages, exp_avgs, average_scales)
     encode_back(squares, exp_avg_sqs, square_scales)
@@ -187,6 +190,7 @@ def sgd(
     first_run: bool,
     seed: int,
     draws: Sequence[int],
+    starts: Sequence[int],
 ) -> None:
     """`multi_tensor_sgd`: params, momentum buffers and `low` in place, unless `found_inf` is not 0; no sync."""
     if not params:
@@ -205,7 +209,7 @@ def sgd(
         g = list(torch._foreach_add(g, buffers, alpha=momentum) if nesterov else buffers)
     rate = _number(lr, p[0])
     p = list(torch._foreach_sub(p, _times_each(g, rate.expand(len(g)))))
-    for targets, values in [(before, buffers), *_published(params, low, p, seed, draws)]:
+    for targets, values in [(before, buffers), *_published(params, low, p, seed, draws, starts)]:
         _write(targets, values, found_inf)
     encode_back(before, momentum_buffers, momentum_scales)
 

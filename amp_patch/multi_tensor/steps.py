@@ -110,6 +110,7 @@ def multi_tensor_adam(
     found_inf: Tensor | None = None,
     seed: int = 0,
     draws: Sequence[int] = (),
+    starts: Sequence[int] = (),
     scales: Sequence[Tensors] = (),
 ) -> None:
     """One step of Adam (Kingma and Ba, arXiv:1412.6980), or of AdamW (arXiv:1711.05101) if ``decoupled``::
@@ -142,7 +143,8 @@ def multi_tensor_adam(
             other, each product rounded to FP32: the inverse loss scale, then the clipping coefficient.
         found_inf: a float32 tensor of one element on the lists' device. Where it is not 0 nothing changes, the steps
             neither. On CUDA it needs ``steps`` there.
-        seed, draws: of params that are bfloat16, as in `multi_tensor_stochastic_round`; there may be draws for others.
+        seed, draws, starts: of params that are bfloat16, as in `multi_tensor_stochastic_round`; there may be draws for
+            others.
         scales: where m or v of some are codes, the list of their scales for m, and that for v; a tensor without
             elements beside what is float32.
 
@@ -163,12 +165,14 @@ def multi_tensor_adam(
         (grads, params, exp_avgs, exp_avg_sqs, max_v, counts, () if low is None else low, *(scales or ((), ()))),
         (
             *(lr, count, factors, found_inf, beta1, beta2, eps, weight_decay),
-            *(decoupled, maximize, bias_correction, seed, draws),
+            *(decoupled, maximize, bias_correction, seed, draws, starts),
         ),
     )
 
 
-def multi_tensor_stochastic_round(masters: Tensors, weights: Tensors, seed: int, draws: Sequence[int]) -> None:
+def multi_tensor_stochastic_round(
+    masters: Tensors, weights: Tensors, seed: int, draws: Sequence[int], starts: Sequence[int] = ()
+) -> None:
     """FP32 ``masters`` into BF16 ``weights``, in place: up or down by chance, in proportion to how near each is.
 
     So the mean of many roundings is the number. A number that BF16 has stays, a NaN or infinity too. Finite numbers
@@ -177,11 +181,12 @@ def multi_tensor_stochastic_round(masters: Tensors, weights: Tensors, seed: int,
     The chance comes from a counter: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
     2011) of the ``seed``, the tensor's number in ``draws``, and the element's place in memory. The same three give the
     same bits: on every device, with any number of threads, at every replay. So no two roundings of one tensor may have
-    the same draw.
+    the same draw. A part of a tensor is rounded as in the whole one where ``starts`` has the place of its first element
+    there; it is empty where all are whole.
 
-    Both lists are as those of `multi_tensor_split`. ``seed`` and each of ``draws`` are ints of 64 bits.
+    Both lists are as those of `multi_tensor_split`. ``seed`` and each of ``draws`` and ``starts`` are ints of 64 bits.
     """
-    run(_STOCHASTIC_ROUND, plain_steps.stochastic_round, (masters, weights), (seed, draws))
+    run(_STOCHASTIC_ROUND, plain_steps.stochastic_round, (masters, weights), (seed, draws, starts))
 
 
 def multi_tensor_encode(values: Tensors, codes: Tensors, scales: Tensors) -> None:
@@ -244,6 +249,7 @@ def multi_tensor_sgd(
     found_inf: Tensor | None = None,
     seed: int = 0,
     draws: Sequence[int] = (),
+    starts: Sequence[int] = (),
     scales: Sequence[Tensors] = (),
 ) -> None:
     """One step of SGD as torch.optim.SGD has it::
@@ -267,5 +273,5 @@ def multi_tensor_sgd(
         _SGD if momentum != 0 else _SGD_WITHOUT_MOMENTUM,
         plain_steps.sgd,
         (grads, params, buffers, () if low is None else low, *(scales or ((),))),
-        (lr, factors, found_inf, momentum, dampening, weight_decay, nesterov, maximize, first_run, seed, draws),
+        (lr, factors, found_inf, momentum, dampening, weight_decay, nesterov, maximize, first_run, seed, draws, starts),
     )

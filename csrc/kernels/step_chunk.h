@@ -12,7 +12,7 @@ namespace amp_patch {
 struct StepBlocks : StepRow {
   uint32_t first;  // of the launch's blocks, the one that begins this row
   int32_t index;   // its place in the lists
-  int64_t before;  // elements of its tensor before the first one of this row
+  int64_t before;  // elements before the first one of this row, of its tensor or of that which it is a part of
   uint8_t width;   // elements of one memory access: 4, or 1 where the tensors are not aligned for that
   bool begins;     // the first row of its tensor: that one counts the tensor's step
 
@@ -29,12 +29,13 @@ struct StepBlocks : StepRow {
 };
 
 inline StepBlocks step_blocks(const StepRow& row, int64_t index) {
-  StepBlocks blocks{row, 0, static_cast<int32_t>(index), 0, 4, true};
+  StepBlocks blocks{row, 0, static_cast<int32_t>(index), row.start, 4, true};
   for (int k = 0; k < kPlaces; ++k) {
     const bool aligned =
         row.data[k] == nullptr || reinterpret_cast<uintptr_t>(row.data[k]) % (4 * c10::elementSize(row.dtype[k])) == 0;
     if (!aligned) blocks.width = 1;
   }
+  if (row.start % blocks.width != 0) blocks.width = 1;  // else the random bits of a pack would be of two groups
   return blocks;
 }
 
@@ -116,7 +117,7 @@ C10_HOST_DEVICE inline Pack<float, V> join_masters(const StepRow& row, const Mas
 // The random bits of the elements of pack `at`: all of them are in one group.
 template <int V>
 C10_HOST_DEVICE inline Pack<uint16_t, V> random_pack(const StepBlocks& row, uint64_t seed, int64_t at) {
-  static_assert(kDrawn % V == 0, "packs begin at multiples of V: chunks do");
+  static_assert(kDrawn % V == 0, "packs begin at multiples of V: chunks do, and `step_blocks` has seen to `start`");
   const int64_t element = row.before + at * V;
   const int within = static_cast<int>(element % kDrawn);
   uint32_t words[4];

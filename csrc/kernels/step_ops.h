@@ -28,9 +28,10 @@ struct StepJob {
   std::vector<Number> kept;        // owns the tensors that `unscale` points into
 };
 
-// The random bits of parameters without masters: a draw for each, which no two steps of one tensor share. Empty: there
-// is no such parameter.
-using DrawList = std::vector<int64_t>;
+// Of the random bits of parameters without masters: a draw for each, which no two steps of one tensor share, empty
+// where there is no such parameter; or the place of its first element in the tensor that it is a part of, empty where
+// all of them are whole.
+using IntList = std::vector<int64_t>;
 
 template <class Loop>
 struct Steps {
@@ -39,8 +40,9 @@ struct Steps {
                    const Tensors& exp_avg_scales, const Tensors& exp_avg_sq_scales, const Number& lr,
                    const Number& step, const std::vector<Number>& factors, const MaybeTensor& found_inf, double beta1,
                    double beta2, double eps, double weight_decay, bool decoupled, bool maximize, bool bias_correction,
-                   int64_t seed, const DrawList& draws);
-  static void stochastic_round(const Tensors& masters, const Tensors& weights, int64_t seed, const DrawList& draws);
+                   int64_t seed, const IntList& draws, const IntList& starts);
+  static void stochastic_round(const Tensors& masters, const Tensors& weights, int64_t seed, const IntList& draws,
+                               const IntList& starts);
   static void split(const Tensors& masters, const Tensors& weights, const Tensors& halves);
   static void join(const Tensors& weights, const Tensors& halves, const Tensors& masters);
   static void encode(const Tensors& values, const Tensors& codes, const Tensors& scales);
@@ -48,7 +50,7 @@ struct Steps {
   static void sgd(const Tensors& grads, const Tensors& params, const Tensors& momentum_buffers, const Tensors& low,
                   const Tensors& momentum_scales, const Number& lr, const std::vector<Number>& factors,
                   const MaybeTensor& found_inf, double momentum, double dampening, double weight_decay, bool nesterov,
-                  bool maximize, bool first_run, int64_t seed, const DrawList& draws);
+                  bool maximize, bool first_run, int64_t seed, const IntList& draws, const IntList& starts);
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -189,7 +191,7 @@ Number apart(const Number& number, const std::vector<StepList>& lists, const Ste
 template <class Loop>
 StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, const std::vector<Number>& factors,
                     std::initializer_list<const Number*> numbers, const MaybeTensor& found_inf, bool maximize = false,
-                    int64_t seed = 0, const DrawList& draws = {}) {
+                    int64_t seed = 0, const IntList& draws = {}, const IntList& starts = {}) {
   const Tensors& params = *lists[1].tensors;
   StepJob job{
       c10::Device(Loop::device),   {}, false, {{{1, nullptr, nullptr}, {1, nullptr, nullptr}}, maximize}, nullptr,
@@ -199,7 +201,7 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
   require(job.device.type() == Loop::device, "device");
   for (const StepList& list : lists) require(list.tensors->size() == params.size(), "length");
   require(steps.empty() || steps.size() == params.size(), "length");
-  require(draws.empty() || draws.size() == params.size(), "length");
+  for (const IntList* list : {&draws, &starts}) require(list->empty() || list->size() == params.size(), "length");
   c10::Device counted_on = job.device;
   if (!steps.empty() && steps[0].defined() && steps[0].device().type() == c10::DeviceType::CPU) {
     counted_on = steps[0].device();
@@ -215,6 +217,8 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
     check_place(lists, i, job.device, recorded, job.rows[i], storages[i], lazy);
     require(job.rows[i].dtype[kParam] != at::kBFloat16 || !draws.empty(), "draws");
     if (!draws.empty()) job.rows[i].draw = static_cast<uint64_t>(draws[i]);
+    if (!starts.empty()) job.rows[i].start = starts[i];
+    require(job.rows[i].start >= 0, "starts");
     if (!steps.empty()) {
       steps.prefetch(i + 8);
       check_step(steps[i], counted_on, recorded, job.rows[i].step, storages[i].back());
@@ -305,10 +309,10 @@ void Steps<Loop>::split(const Tensors& masters, const Tensors& weights, const Te
 }
 
 template <class Loop>
-void Steps<Loop>::stochastic_round(const Tensors& masters, const Tensors& weights, int64_t seed,
-                                   const DrawList& draws) {
+void Steps<Loop>::stochastic_round(const Tensors& masters, const Tensors& weights, int64_t seed, const IntList& draws,
+                                   const IntList& starts) {
   const std::vector<StepList> lists{{&masters, kGrad, false, kSingle}, {&weights, kParam, true, kSplitWeight}};
-  Loop::stochastic_round(check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt, false, seed, draws));
+  Loop::stochastic_round(check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt, false, seed, draws, starts));
   bump_lists(lists, Tensors());
 }
 
@@ -345,13 +349,13 @@ void Steps<Loop>::adam(const Tensors& grads, const Tensors& params, const Tensor
                        const Tensors& exp_avg_scales, const Tensors& exp_avg_sq_scales, const Number& lr,
                        const Number& step, const std::vector<Number>& factors, const MaybeTensor& found_inf,
                        double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize,
-                       bool bias_correction, int64_t seed, const DrawList& draws) {
+                       bool bias_correction, int64_t seed, const IntList& draws, const IntList& starts) {
   std::vector<StepList> lists = step_lists(grads, params, low);
   const StepList averages{&exp_avgs, kState, true, kSigned}, squares{&exp_avg_sqs, kSecond, true, kUnsigned};
   lists.insert(lists.end(), {averages, squares});
   const bool amsgrad = !max_exp_avg_sqs.empty();
   if (amsgrad) lists.push_back({&max_exp_avg_sqs, StepPlace(kState + 2), true, kSingle});
-  StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf, maximize, seed, draws);
+  StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf, maximize, seed, draws, starts);
   check_scales<Loop>(averages, exp_avg_scales, kState, job);
   check_scales<Loop>(squares, exp_avg_sq_scales, kSecond, job);
   const Number rate = apart<Loop>(lr, lists, job), count = apart<Loop>(step, lists, job);
@@ -376,11 +380,12 @@ template <class Loop>
 void Steps<Loop>::sgd(const Tensors& grads, const Tensors& params, const Tensors& momentum_buffers, const Tensors& low,
                       const Tensors& momentum_scales, const Number& lr, const std::vector<Number>& factors,
                       const MaybeTensor& found_inf, double momentum, double dampening, double weight_decay,
-                      bool nesterov, bool maximize, bool first_run, int64_t seed, const DrawList& draws) {
+                      bool nesterov, bool maximize, bool first_run, int64_t seed, const IntList& draws,
+                      const IntList& starts) {
   std::vector<StepList> lists = step_lists(grads, params, low);
   const StepList buffers{&momentum_buffers, kState, true, kSigned};
   if (momentum != 0) lists.push_back(buffers);
-  StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf, maximize, seed, draws);
+  StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf, maximize, seed, draws, starts);
   if (momentum != 0) check_scales<Loop>(buffers, momentum_scales, kState, job);
   const Number rate = apart<Loop>(lr, lists, job);
   const SgdRule rule{scalar<Loop, double>(rate)};

@@ -23,6 +23,7 @@ struct StepRow {
   // split one, whose weight is bfloat16; one of bfloat16 is a weight that has no master, and is rounded stochastically.
   c10::ScalarType dtype[kPlaces];
   uint64_t draw;  // of the random bits, with the job's seed
+  int64_t start;  // the place of the first element in the tensor that this one is a part of, for the random bits
 };
 
 // lr and the count of steps: numbers, or on the device.

@@ -207,7 +207,8 @@ struct Loops {
 
   static constexpr int kGroups = 16;  // that fill_random makes at once, at most
 
-  // The random bits of `count` groups of kDrawn elements from `first` on. `out` has room for a multiple of kGroups.
+  // The random bits of `count` groups of kDrawn elements from `first` on, which is a multiple of kGroups. `out` has
+  // room for such a multiple.
   __attribute__((flatten)) static void fill_random(uint64_t seed, uint64_t draw, int64_t first, int64_t count,
                                                    uint16_t* out) {
 #if AMP_PATCH_WIDTH > 1

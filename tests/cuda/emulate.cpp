@@ -204,8 +204,10 @@ void run_places(const std::vector<StepBlocks>& rows, const Options& options, See
   });
 }
 
-// Of what is rounded stochastically: tensor i has draw kFirstDraw + i.
+// Of what is rounded stochastically: tensor i has draw kFirstDraw + i, and is the part of one that starts at kStart *
+// i.
 constexpr uint64_t kSeed = 7, kFirstDraw = uint64_t{3} << 40;
+constexpr int64_t kStart = 10;
 
 template <class F>
 StepWork<F, true> with_numbers(const double* numbers, bool flag) {
@@ -235,6 +237,7 @@ extern "C" int emulate_step(const char* op, int64_t count, const Places* places,
     }
     row.step = places->steps != nullptr ? places->steps[i] : nullptr;
     row.draw = kFirstDraw + static_cast<uint64_t>(i);
+    row.start = kStart * i;
   }
   const std::vector<StepBlocks> rows = blocks_of(given);
   for (const StepBlocks& row : rows) seen->widest = std::max<int64_t>(seen->widest, row.width);

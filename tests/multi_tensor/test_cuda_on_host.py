@@ -125,16 +125,17 @@ def test_halves(way):
 def test_stochastic_rounding_has_the_cpus_bits(way):
     masters = draw(SIZES * 70, 4)
     draws = [number << 40 | 5 for number in range(len(masters))]
+    starts = [number % 23 for number in range(len(masters))]
     ours, theirs = ([torch.empty_like(m, dtype=torch.bfloat16) for m in masters] for _ in range(2))
-    mt.multi_tensor_stochastic_round(masters, ours, 3, draws)
+    mt.multi_tensor_stochastic_round(masters, ours, 3, draws, starts)
     with mt.use_backend("torch"):
-        mt.multi_tensor_stochastic_round(masters, theirs, 3, draws)
+        mt.multi_tensor_stochastic_round(masters, theirs, 3, draws, starts)
     assert all(map(torch.equal, ours, theirs))
     grads, whole = draw(SIZES * 70, 5), [weight.float() for weight in ours]
     options = SGD | {"momentum": 0.0}
-    mt.multi_tensor_sgd(grads, ours, None, **options, seed=3, draws=draws)
+    mt.multi_tensor_sgd(grads, ours, None, **options, seed=3, draws=draws, starts=starts)
     mt.multi_tensor_sgd(grads, whole, None, **options)
-    mt.multi_tensor_stochastic_round(whole, theirs, 3, draws)
+    mt.multi_tensor_stochastic_round(whole, theirs, 3, draws, starts)
     assert all(map(torch.equal, ours, theirs))
 
 

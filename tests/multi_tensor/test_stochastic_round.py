@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -153,6 +154,43 @@ def test_threads_and_the_place_among_other_tensors_change_no_bit():
     assert not torch.equal(rounded(master, seed=6, draws=[11])[0], alone)
 
 
+@device
+@pytest.mark.parametrize("start", [0, 4, 7, 8, 128, 2051])
+def test_a_part_of_a_tensor_is_rounded_by_the_bits_of_the_whole(device, start):
+    whole = torch.randn(40_000, generator=torch.Generator().manual_seed(4)).to(device)
+    (wanted,) = rounded(whole, draws=[11])
+    weights = [torch.empty(size, dtype=torch.bfloat16, device=device) for size in SIZES]
+    parts = [whole[start + i : start + i + size] for i, size in enumerate(SIZES)]
+    starts = [start + i for i in range(len(SIZES))]
+    mt.multi_tensor_stochastic_round(parts, weights, 5, [11] * len(SIZES), starts)
+    for weight, first, size in zip(weights, starts, SIZES, strict=True):
+        assert torch.equal(weight, wanted[first : first + size])
+
+
+@device
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_step_of_a_part_has_the_bits_of_the_step_of_the_whole(device, optimizer):
+    values = [torch.randn(5003, generator=torch.Generator().manual_seed(seed)).to(device) for seed in range(2)]
+    cuts = [0, 1, 1027, 3000, 5003]
+
+    def step(parts: list[slice], starts: list[int]) -> Tensor:
+        grads, masters = ([value[part].clone() for part in parts] for value in values)
+        weights = [master.bfloat16() for master in masters]
+        m, v = ([torch.zeros_like(grad) for grad in grads] for _ in range(2))
+        chance = {"seed": 3, "draws": [5] * len(parts), "starts": starts}
+        for _ in range(2):
+            if optimizer == "sgd":
+                mt.multi_tensor_sgd(grads, weights, m, **SGD, **chance)
+            else:
+                mt.multi_tensor_adam(grads, weights, m, v, None, 0.0, **ADAM, **chance)
+        return torch.cat(weights)
+
+    parts = [slice(*pair) for pair in itertools.pairwise(cuts)]
+    whole = step([slice(0, 5003)], [])
+    assert torch.equal(step(parts, cuts[:-1]), whole)
+    assert not torch.equal(step(parts, []), whole)
+
+
 def test_elements_are_counted_as_they_lie_in_memory():
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     (weight,) = rounded(x, draws=[2])
@@ -178,6 +216,10 @@ def test_what_is_refused_before_the_first_write():
         mt.multi_tensor_stochastic_round([x], [weight], 2**64, [0])
     with pytest.raises(TypeError, match="a list or tuple of ints of 64 bits is wanted"):
         mt.multi_tensor_stochastic_round([x], [weight], 0, [0.5])
+    with pytest.raises(ValueError, match="there are 2 starts, weights has 1 tensors"):
+        mt.multi_tensor_stochastic_round([x], [weight], 0, [0], [0, 9])
+    with pytest.raises(ValueError, match="places of elements from 0 on are wanted"):
+        mt.multi_tensor_stochastic_round([x], [weight], 0, [0], [-1])
     with pytest.raises(TypeError, match=r"tensor 0 of weights is torch\.float16, bfloat16 is wanted"):
         mt.multi_tensor_stochastic_round([x], [x.half()], 0, [0])
     assert torch.equal(weight, before)
