@@ -155,7 +155,7 @@ def initialize(
             of each FP32 master the 16 bits that its bfloat16 weight is not: 2 bytes a parameter in place of 4 (O5, and
             O2 in bfloat16; not for sharded parameters). Weights are then rounded to nearest with ties away from zero.
             "stochastic" keeps nothing: each step reads the bfloat16 weight as FP32, and rounds what it becomes up or
-            down by chance, in proportion (for the same levels). `state_dict` has the seed of that chance.
+            down by chance, in proportion (the same levels; shards must be bfloat16). `state_dict` has the seed of it.
         cast_model_outputs: dtype of the models' floating outputs. None: FP32 for a cast model, else untouched.
         num_losses: how many losses have a scale of their own; `scale_loss(loss_id=...)` chooses.
         verbosity: 0 silences the messages about overflow (logger "amp_patch"; only rank 0 speaks). 2: the next forward

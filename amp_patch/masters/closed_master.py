@@ -37,7 +37,7 @@ _DATA: Any = Tensor.data
 _raw = torch._C.DisableTorchFunctionSubclass  # in its `with` block torch reads a master's own memory, joined or not
 _opening = RLock()
 _constructors = Installation()
-_ATTRIBUTES = ("form", "low_half", "draw", "edits", "weight", "joined", "captured")
+_ATTRIBUTES = ("form", "low_half", "draw", "start", "edits", "weight", "joined", "captured")
 
 # C++ code bypasses `__torch_function__`: make it raise instead of reading freed memory. Without the extension torch can
 # make only those functions raise that want a pointer to write to.
@@ -84,7 +84,7 @@ class ClosedMaster(Master):
     Attributes:
         form: how the value is kept; None: this one is whole, as copies are.
         low_half: what is kept beside the weight, laid out as that, where there is anything.
-        draw: by which the next step rounds the weight, where that is of chance.
+        draw, start: by which the next step rounds the weight; of a part, the place of its first element in the whole.
         edits: how often the weight was rounded since the last step, for what else was written into the master.
         weight: gives the parameter, or None where that is gone.
         joined: while it is open, its version when its memory had what is kept; None where a step may write.
@@ -94,7 +94,7 @@ class ClosedMaster(Master):
     form: Form | None = None
     low_half: Tensor | None = None
     draw: int | None = None
-    edits = 0
+    start = edits = 0
     weight: Callable[[], Tensor | None] = staticmethod(lambda: None)
     joined: int | None = None
     captured = False

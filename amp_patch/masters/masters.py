@@ -10,7 +10,7 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -240,18 +240,28 @@ def materialize(masters: Iterable[Tensor]) -> None:
         closed_master.materialize(masters)
 
 
-def kernel_tensors(masters: list[Any]) -> tuple[list[Tensor], int, list[int]]:
-    """What a kernel steps in the place of `masters`: each itself, or what is kept of one without memory of its own.
+class KernelTensors(NamedTuple):
+    """What a kernel steps in the place of masters, and the chance by which it rounds them: none unless all are weights.
 
-    That is the half (int16) beside the weight, or the weight.
-
-    Returns:
-        These tensors, and the seed and the draws by which the kernel rounds them; no draws unless all are weights.
+    Attributes:
+        tensors: each itself, or what is kept of one without memory of its own: the half (int16) beside the weight, or
+            the weight.
+        seed, draws, starts: as of `multi_tensor_stochastic_round`.
     """
+
+    tensors: list[Tensor]
+    seed: int = 0
+    draws: Sequence[int] = ()
+    starts: Sequence[int] = ()
+
+
+def kernel_tensors(masters: list[Any]) -> KernelTensors:
+    """What a kernel steps in the place of `masters`."""
     if not closed_master.used:
-        return masters, 0, []
+        return KernelTensors(masters)
     tensors: list[Tensor] = []
     draws: list[Any] = []
+    starts: list[int] = []
     seed = 0
     for master in masters:
         tensor = master
@@ -263,8 +273,9 @@ def kernel_tensors(masters: list[Any]) -> tuple[list[Tensor], int, list[int]]:
                 if not draws:
                     form.check_step()
                 draws.append(master.draw)
+                starts.append(master.start)
         tensors.append(tensor)
-    return tensors, seed, draws if len(draws) == len(masters) else []
+    return KernelTensors(tensors, seed, draws, starts) if len(draws) == len(masters) else KernelTensors(tensors)
 
 
 def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) -> Result:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from amp_patch.masters.masters import (
 )
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support.distributed import is_dtensor, local, place_in_whole
 from amp_patch.support.patches import Attempts
 from amp_patch.support.quantized import is_quantized
 
@@ -41,9 +42,12 @@ class GroupParams:
         params, masters: of `pairs`.
         low, linked_masters: of those of `distinct` that are two tensors.
         bare: those of `distinct` that are low precision and have no master.
+
+    Args:
+        parts: has the ids of the shards whose parts have masters.
     """
 
-    def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]], parts: Container[int] = ()) -> None:
         self.pairs = pairs
         self.params = [param for param, _ in pairs]
         self.masters = [master for _, master in pairs]
@@ -52,7 +56,22 @@ class GroupParams:
         self.distinct_params = [param for param, _ in self.distinct]
         self.low = [param for param, master in self.distinct if param is not master]
         self.linked_masters = [master for param, master in self.distinct if param is not master]
-        self.bare = [param for param, master in self.distinct if param is master and param.dtype in LOW_PRECISION]
+        own = [param for param, master in self.distinct if param is master and param.dtype in LOW_PRECISION]
+        self.bare = [param for param in own if id(param) not in parts]
+
+
+class Part(NamedTuple):
+    """The elements that are here of a low-precision parameter that is sharded.
+
+    Attributes:
+        shard: the DTensor, which the groups hold.
+        param: a plain parameter in its memory.
+        master: of that one.
+    """
+
+    shard: Tensor
+    param: Tensor
+    master: Tensor
 
 
 class Masters:
@@ -60,6 +79,8 @@ class Masters:
 
     The optimizer's groups hold the masters, in the user's order. All that is kept here is the way back from a master to
     the model's parameter. The groups are arguments, so that nothing here has to be kept in step with them.
+
+    Shards stay in the groups, where checkpoints find them: their parts have the masters.
 
     Attributes:
         waiting: where gradients wait in low precision; None where they do not.
@@ -72,12 +93,14 @@ class Masters:
         self._route = GradRoute()
         self._stepped_grads = SteppedGradients()
         self._params: dict[int, tuple[Tensor, Link]] = {}  # id(master) -> the parameter and its link to this master
+        self.parts: dict[int, Part] = {}  # by the shard's id
         self._known: GroupParams | None = None
 
     def __getstate__(self) -> list[tuple[Tensor, Tensor, bool, int | None]]:
+        of_parts = {id(part.master) for part in self.parts.values()}  # made anew of the copied shards
         return [
             (param, link.master, link.version.written(), getattr(link.master, "draw", None))
-            for param, link in self.links
+            for param, link in self.links.without(of_parts)
         ]
 
     def __setstate__(self, pairs: Iterable[Sequence[Any]]) -> None:
@@ -110,7 +133,9 @@ class Masters:
         known = self._known
         if known is None or len(masters) != len(known.masters) or not all(map(is_, masters, known.masters)):
             params = self._params
-            known = self._known = GroupParams([(params[id(m)][0] if id(m) in params else m, m) for m in masters])
+            known = self._known = GroupParams(
+                [(params[id(m)][0] if id(m) in params else m, m) for m in masters], self.parts
+            )
             if known.bare and self.found_bare is not None:
                 self.found_bare()
         return known
@@ -220,11 +245,17 @@ class Masters:
         parameter a low-precision one next. A parameter that is float16 or bfloat16 already gets the master that it
         has, or an FP32 copy; none if it is frozen, or quantized. With a `form` the copies are closed one after the
         other, so that they are never there at once. The optimizer's state and an existing gradient move to the master.
+
+        With a `form` a parameter that is sharded stays where it is, and its part here gets a master of that form.
         """
         params = group["params"]
         for index, param in enumerate(params):
             low = param.dtype in LOW_PRECISION
             if (id(param) not in about_to_be_cast and not low) or is_quantized(param):
+                continue
+            if form is not None and is_dtensor(param):
+                if param.requires_grad and id(param) not in self.parts:
+                    self._attach_part(param, form)
                 continue
             master = master_of(param)  # another optimizer's, maybe
             if master is None and low and not param.requires_grad:
@@ -243,6 +274,34 @@ class Masters:
                 master.grad = grad.to(master.dtype)
                 set_own_grad(param, None)
 
+    def _attach_part(self, shard: Tensor, form: Form) -> None:
+        param = nn.Parameter(local(shard).detach())
+        master = nn.Parameter(param.detach().float())
+        link = self._add(param, master)
+        self._serve(link)
+        closed_master.close([(param, master)], form, exact=True)
+        vars(master)["start"] = place_in_whole(shard)
+        link.version.save()
+        self.parts[id(shard)] = Part(shard, param, master)
+
+    def master_of_part(self, shard: Tensor) -> Tensor | None:
+        """The master of what is here of `shard`, in the memory that this has now; None where it has none."""
+        part = self.parts.get(id(shard))
+        if part is None:
+            return None
+        if not part.param.is_set_to(here := local(shard).detach()):
+            part.param.data = here
+        return part.master
+
+    def exchange(self, optimizer: Any, *, shards: bool) -> None:
+        """Put masters into the groups in the place of the shards whose parts they are of, or shards again; in place."""
+        pairs = [(part.shard, part.master) for part in self.parts.values()]
+        instead = {id(master): shard for shard, master in pairs} if shards else {id(s): master for s, master in pairs}
+        for group in optimizer.param_groups:
+            for index, param in enumerate(group["params"]):
+                if (other := instead.get(id(param))) is not None:
+                    _replace(optimizer, group["params"], index, other)
+
     def detach(self, optimizer: Any) -> None:
         """Undo `attach`: put the parameters into the groups again, and move the state to them.
 
@@ -257,6 +316,7 @@ class Masters:
             if getattr(link.master, "waiting", None) is self.waiting:  # another training may keep the master
                 attempt(stop_waiting, link.master)
         self._params.clear()
+        self.parts.clear()
         self._changed()
         attempt.finish()
 

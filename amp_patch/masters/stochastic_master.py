@@ -27,7 +27,7 @@ class Rounding(Form):
 
     The bits of a step depend on the seed, on the number of the master (in the order in which optimizers got them), and
     on how many steps that master has had. So they are the same on each process of a DDP training, in portions and in
-    one pass, and after a checkpoint with `state_dict`.
+    one pass, in the parts that `fully_shard` makes, and after a checkpoint with `state_dict`.
 
     Attributes:
         seed: of 63 bits; 0 unless somebody has loaded another, for processes that seed torch differently must agree.
@@ -72,10 +72,9 @@ class Rounding(Form):
 
     def write(self, masters: list[tuple[Tensor, ClosedMaster, Tensor]]) -> None:
         self.check_step()
-        draws = [self._draw(master) for _, master, _ in masters]
-        multi_tensor.multi_tensor_stochastic_round(
-            [value for _, _, value in masters], [weight for weight, _, _ in masters], self.seed, draws
-        )
+        weights, of_these, values = map(list, zip(*masters, strict=True))
+        draws, starts = [self._draw(master) for master in of_these], [master.start for master in of_these]
+        multi_tensor.multi_tensor_stochastic_round(values, weights, self.seed, draws, starts)
 
     def _draw(self, master: ClosedMaster) -> int:
         """The draw for what was written into an open master, which moves on: the step, or an edit of somebody's."""

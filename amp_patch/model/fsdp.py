@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.policy import LOW_PRECISION, SPLIT, STOCHASTIC, Policy
+from amp_patch.support import distributed
 from amp_patch.support.distributed import is_dtensor
 
 # FSDP's state of a module is private: `_state` and `_param_groups` read it. In a torch without these attributes nothing
@@ -80,16 +81,18 @@ def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module])
             for key, param in module._parameters.items():
                 if param is not None and is_dtensor(param):
                     gathers = own.get(id(param)) or getattr(_state(fsdp), "_mp_policy", None)
-                    _check_shard(f"{name}.{key}".lstrip("."), policy, id(module) in stays, fsdp, gathers)
+                    _check_shard(f"{name}.{key}".lstrip("."), param, policy, id(module) in stays, fsdp, gathers)
 
 
-def _check_shard(name: str, policy: Policy, stays: bool, fsdp: Any, gathers: Any) -> None:
+def _check_shard(name: str, param: Any, policy: Policy, stays: bool, fsdp: Any, gathers: Any) -> None:
     low, level = policy.cast_model_type, policy.opt_level
-    if policy.closes_masters:
+    if policy.master_weights == SPLIT:
         raise ValueError(
-            f"initialize: parameter {name!r} is sharded, and master_weights={policy.master_weights!r} is not for "
-            "shards: these are FP32, the masters themselves; leave master_weights at None"
+            f"initialize: parameter {name!r} is sharded, and master_weights='split' is not for shards: these are FP32, "
+            "the masters themselves; leave master_weights at None"
         )
+    if policy.master_weights == STOCHASTIC and param.requires_grad and not stays:
+        _check_rounded(name, param)
     if low is not None and not policy.master_weights:
         raise ValueError(f"initialize: parameter {name!r} is sharded; {no_masters(policy)}")
     if fsdp is None:
@@ -100,7 +103,7 @@ def _check_shard(name: str, policy: Policy, stays: bool, fsdp: Any, gathers: Any
                 " or choose opt_level='O1'"
             )
         return
-    found = getattr(gathers, "param_dtype", None) or torch.float32
+    found = getattr(gathers, "param_dtype", None) or (low if param.dtype is low else torch.float32)
     wanted = torch.float32 if low is None or stays else low
     if gathers is None or found is wanted:
         return
@@ -116,6 +119,22 @@ def _check_shard(name: str, policy: Policy, stays: bool, fsdp: Any, gathers: Any
         f"initialize: fully_shard gathers parameter {name!r} in {found}, and opt_level {level!r} wants {wanted}; shard "
         f"with fully_shard(..., mp_policy=amp.fsdp_policy({level!r}, dtype={policy.dtype})){other}"
     )
+
+
+def _check_rounded(name: str, param: Any) -> None:
+    wanted = f"initialize: parameter {name!r} is sharded"
+    if param.dtype is torch.float32:
+        raise ValueError(
+            f"{wanted} in torch.float32, and master_weights='stochastic' wants shards in BF16, which each step rounds: "
+            "call model.bfloat16() before fully_shard; or leave master_weights at None, which has the FP32 shards for "
+            "masters"
+        )
+    if distributed.place_in_whole(param) is None:
+        raise ValueError(
+            f"{wanted} as {param.placements}, and master_weights='stochastic' rounds by the place of an element in the "
+            "whole parameter, which it knows where one dimension of the mesh shards dimension 0 alone; shard it so, or "
+            "leave master_weights at None and have FP32 shards for masters"
+        )
 
 
 def no_masters(policy: Policy) -> str:

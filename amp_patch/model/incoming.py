@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.masters.masters import master_of
 from amp_patch.model.buffers import Owned
-from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.policy import LOW_PRECISION, STOCHASTIC, Policy
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.quantized import is_quantized
 from amp_patch.support.tensor_content import hook_swaps, release_in_swaps
@@ -135,7 +135,7 @@ def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
             continue
         if type_of(param) is None:
             continue
-        if is_dtensor(param) and param.requires_grad:
+        if is_dtensor(param) and param.requires_grad and not _is_rounded_shard(param, id(param) in stays, policy):
             raise ValueError(
                 f"{named} is sharded and {param.dtype}; wanted trained shards in FP32, which serve as masters: call "
                 "model.float() before fully_shard"
@@ -143,6 +143,11 @@ def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
         wanted = wanted_type(param, id(param) in stays, policy, widened=False)
         if wanted is torch.float16 and param.dtype is torch.bfloat16 and master_of(param) is None:
             _check_range(named, param, policy)
+
+
+def _is_rounded_shard(param: Tensor, stays: bool, policy: Policy) -> bool:
+    """Whether `policy` trains this low-precision shard as it is, and rounds it by chance."""
+    return policy.master_weights == STOCHASTIC and param.dtype is policy.cast_model_type and not stays
 
 
 @torch.no_grad()

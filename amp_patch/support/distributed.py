@@ -34,6 +34,23 @@ def local(tensor: Tensor) -> Tensor:
     return part.wait() if hasattr(part, "wait") else part  # AsyncCollectiveTensor: the collective may be running
 
 
+def place_in_whole(tensor: Any) -> int | None:
+    """The place, among all elements of a DTensor as they lie in a contiguous whole, of the first that is here.
+
+    None where those that are here do not follow each other there: they are sharded along another dimension than the
+    first, or twice.
+    """
+    sharded = [(dim, placement) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if not sharded:
+        return 0
+    (dim, placement), *more = sharded
+    if more or type(placement).__name__ != "Shard" or placement.dim != 0:  # `_StridedShard` is a Shard too
+        return None
+    count, mesh = tensor.shape[0], tensor.device_mesh
+    rows = -(-count // mesh.size(dim))
+    return min(mesh.get_local_rank(dim) * rows, count) * (tensor.numel() // max(count, 1))
+
+
 def refuse(model: nn.Module, caller: str) -> None:
     """Raise if `model` has sharded parameters, of whose values and gradients `caller` would see a part or none."""
     if any(map(is_dtensor, model.parameters())):

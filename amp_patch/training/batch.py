@@ -43,7 +43,7 @@ class Batch:
         weights: the model's, which take the rounded results; empty where each master is its own.
         first_run: whether there is no momentum yet.
         stepped: what the kernel writes in the place of the masters.
-        seed, draws: by which it rounds the masters that are weights.
+        seed, draws, starts: by which it rounds the masters that are weights.
         version: of the first of these, before the step.
     """
 
@@ -56,6 +56,7 @@ class Batch:
     stepped: list[Tensor] = field(default_factory=list)
     seed: int = 0
     draws: Sequence[int] = ()
+    starts: Sequence[int] = ()
     version: int = -1
     state: BatchState = BatchState.NEW
 
@@ -63,7 +64,7 @@ class Batch:
 
     def ready(self) -> Batch:
         """The batch, with what its kernel will write."""
-        self.stepped, self.seed, self.draws = kernel_tensors(self.masters)
+        self.stepped, self.seed, self.draws, self.starts = kernel_tensors(self.masters)
         self.version = self.stepped[0]._version
         return self
 
@@ -82,7 +83,8 @@ class Batch:
     def settings(self) -> dict[str, Any]:
         """What each kernel is given."""
         low = None if self.draws else self.weights or None
-        return {"low": low, "factors": self.factors, "seed": self.seed, "draws": self.draws}
+        chance = {"seed": self.seed, "draws": self.draws, "starts": self.starts}
+        return {"low": low, "factors": self.factors, **chance}
 
     @property
     def is_stepped(self) -> bool:

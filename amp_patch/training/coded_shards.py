@@ -106,10 +106,10 @@ def of_parts(optimizer: Any, coder: Coder) -> Any:
     sharded = [param for param in params if is_dtensor(param) and has_gradient(param)]
     if not sharded or not all(are_alike(param.grad, param) for param in sharded):
         return None
-    return with_stand_ins(optimizer, coder, _part)
+    return with_stand_ins(optimizer, coder, part_of)
 
 
-def _part(param: Tensor) -> Tensor:
+def part_of(param: Tensor) -> Tensor:
     """A plain parameter in the memory of the part that is here; `param` itself where it is whole."""
     if not is_dtensor(param):
         return param

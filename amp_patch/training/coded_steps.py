@@ -58,14 +58,15 @@ def check(optimizer: Any, policy: Policy) -> None:
             f"part of each: {reason}; leave optimizer_state at None, or use an optimizer that steps each element by "
             "itself"
         )
-    if (reason := _reason_against(holder)) is not None:
+    if (reason := reason_against(holder)) is not None:
         raise ValueError(
             f"{wanted} is not for this {name}, whose step takes the state of all parameters in FP32 at once: {reason}; "
             "leave optimizer_state at None, or use an optimizer of torch.optim without that"
         )
 
 
-def _reason_against(optimizer: Any) -> str | None:
+def reason_against(optimizer: Any) -> str | None:
+    """Why the state of all parameters has to be there in FP32 for a step; None where it has not."""
     if one_pass.suits_class(base_class(optimizer)):
         for group in optimizer.param_groups:
             for setting in ("capturable", "differentiable"):
@@ -229,13 +230,22 @@ def coder_of(optimizer: Any) -> Coder:
     return coder
 
 
+def is_for(stash: Stash) -> bool:
+    """Whether the optimizer of this stash has its state in codes."""
+    return stash.policy.optimizer_state is not None
+
+
 def enter(optimizer: Any, stash: Stash) -> None:
     """Have the state of `optimizer` kept in codes, where its policy says so: from the next backward or step on."""
-    if stash.policy.optimizer_state is None or stash.neighbours.coder is not None:
-        return
+    if stash.policy.optimizer_state is not None and stash.neighbours.coder is None:
+        keep_state(optimizer, stash, Coder)
+
+
+def keep_state(optimizer: Any, stash: Stash, kind_of_coder: type[Coder]) -> None:
+    """Have the state of `optimizer` kept by a coder of this class."""
     holder = stateful(optimizer)
     kind = base_class(holder)
-    coder = Coder(kind.__name__, coded_shards.state_of, per_parameter.fp32_state_of(kind))
+    coder = kind_of_coder(kind.__name__, coded_shards.state_of, per_parameter.fp32_state_of(kind))
     stash.neighbours.coder = coder
     if holder is not optimizer:
         stash.neighbours.handles.append(_EnteredShare(holder, coder))

@@ -21,7 +21,17 @@ from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
-from amp_patch.training import coded_steps, ddp, one_pass, per_parameter, portions, thawed, untouched, zero_redundancy
+from amp_patch.training import (
+    coded_steps,
+    ddp,
+    one_pass,
+    per_parameter,
+    portions,
+    rounded_shards,
+    thawed,
+    untouched,
+    zero_redundancy,
+)
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import WHOLE, Strategy, lead_to_step, step_of
@@ -39,7 +49,9 @@ class AmpOptimizer(Generated):
     @classmethod
     def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
         overrides = {"step": step_of(base), "strategy": _strategy_of(base)}
-        return overrides | coded_steps.overrides(base) if key == coded_steps.KEY else overrides
+        for way in (coded_steps, rounded_shards):
+            overrides |= way.overrides(base) if set(way.KEY) <= set(key) else {}
+        return overrides
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """torch's, and the low-precision gradients of the model's parameters with it."""
@@ -146,7 +158,8 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
     zero_redundancy.check_zero(optimizer, policy)
     if policy.master_weights or policy.optimizer_state is not None:
         per_parameter.check(zero_redundancy.stateful(optimizer), policy.optimizer_state is not None)
-    coded_steps.check(optimizer, policy)
+    for way in (coded_steps, rounded_shards):
+        way.check(optimizer, policy)
 
 
 def enter_training(
@@ -162,7 +175,8 @@ def enter_training(
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
         _copies.install(_carry_stash)  # the optimizer keeps its class, so that its copies need the stash from here
     else:
-        generated_class.give(optimizer, mixin, coded_steps.KEY if stash.policy.optimizer_state else ())
+        ways = (way for way in (coded_steps, rounded_shards) if way.is_for(stash))
+        generated_class.give(optimizer, mixin, tuple(name for way in ways for name in way.KEY))
         _lead_scheduler(optimizer)
     enter_step(optimizer, stash)
 
@@ -201,7 +215,8 @@ def _lead_scheduler(optimizer: Any) -> None:
 def enter_step(optimizer: Any, stash: Stash) -> None:
     """Let `stash` know whose it is, and have gradients wait where the optimizer's strategy takes them so."""
     stash.neighbours.owner = weakref.ref(optimizer)
-    coded_steps.enter(optimizer, stash)
+    for way in (coded_steps, rounded_shards):
+        way.enter(optimizer, stash)
     if stash.policy.master_weights and (one_pass.knows(optimizer) or portions.knows(optimizer, stash)):
         stash.masters.let_gradients_wait()
     thawed.watch(optimizer, stash)

@@ -192,6 +192,15 @@ class Step(Block):
         if self._made and not stash.neighbours.has_stepped and not device_sync.is_capturing():
             stash.neighbours.has_stepped = True
 
+    def run_closure(self) -> Any:
+        """Run the closure, if there is one, and let the step go on as one that was given none; returns its result."""
+        closure = self._closure()
+        self.args, self.kwargs, self.given = (), {}, False
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
     def _closure(self) -> Any:
         return self.args[0] if self.args else self.kwargs.get("closure")
 

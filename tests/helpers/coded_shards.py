@@ -1,4 +1,4 @@
-"""Trainings with optimizer_state="8bit" of models that went through torch's `fully_shard`."""
+"""Trainings of models that went through torch's `fully_shard`, with state in eight bits or rounded by chance."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from coded_states import LEVELS, OPTIM, coded, die_in_the_next_step, loss_of
+from coded_states import LEVELS, OPTIM, coded, die_in_the_next_step, in_eight_bits, loss_of, opened
 from coded_states import MAKERS as CODED_MAKERS
 from fsdp_trainings import fully_shard, load_checkpoint, save_checkpoint
 from torch import Tensor, nn
-from training import iterate
+from training import backward, iterate
 
-from amp_patch import amp
+from amp_patch import amp, multi_tensor
+from amp_patch.training.coded_state import codes_of
 
 MAKERS = {**CODED_MAKERS, "SGD, not fused": lambda params: OPTIM.SGD(params, lr=0.05, momentum=0.9)}
-SHARDED = {name: LEVELS[name] for name in ("O0", "O1", "O2", "O4", "O5")}  # masters of other forms are refused
+SHARDED = {name: LEVELS[name] for name in ("O0", "O1", "O2", "O4", "O5", "stochastic")}  # split masters are refused
+ROUNDED = SHARDED["stochastic"] | {"optimizer_state": None}
 
 
 def net() -> nn.Sequential:
@@ -24,8 +26,8 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(48, 171), nn.GELU(), nn.Linear(171, 48), nn.LayerNorm(48), nn.Linear(48, 1))
 
 
-def sharded(level: str) -> Any:
-    model = net()
+def sharded(level: str, dtype: torch.dtype = torch.float32) -> Any:
+    model = net().to(dtype)
     policy = amp.fsdp_policy(level)
     for index in (0, 2):
         fully_shard(model[index], mp_policy=policy)
@@ -34,7 +36,8 @@ def sharded(level: str) -> Any:
 
 def start(make: Any, **options: Any) -> tuple[Any, Any]:
     wanted = {"opt_level": "O5", "optimizer_state": "8bit", "verbosity": 0} | options
-    model = sharded(wanted["opt_level"])
+    dtype = torch.bfloat16 if wanted.get("master_weights") == "stochastic" else torch.float32
+    model = sharded(wanted["opt_level"], dtype)
     return amp.initialize(model, (MAKERS.get(make) or make)(model.parameters()), **wanted)
 
 
@@ -51,6 +54,59 @@ def state_of(optimizer: Any) -> list[Tensor]:
     """All tensors of the state as `state_dict()` gives them, those of this process."""
     states = sorted(optimizer.state_dict()["state"].items())
     return here(t for _, state in states for t in state.values() if isinstance(t, Tensor))
+
+
+def trained(make: Any, options: Any) -> dict[str, Any]:
+    model, optimizer = start(make, **options)
+    losses = go_on(model, optimizer, range(4))
+    return {
+        "losses": losses,
+        "weights": here(model.parameters()),
+        "coded": coded(optimizer),
+        "opened": opened(optimizer),
+        "state": state_of(optimizer),
+    }
+
+
+def referenced(make: Any, options: Any) -> dict[str, Any]:
+    """The same by torch: what is here of the shards, under an optimizer of its own; its state and BF16 are rounded."""
+    kept = options.get("optimizer_state", "8bit")
+    model, optimizer = start(make, **options | {"optimizer_state": None})
+    shards = list(model.parameters())
+    parts = [nn.Parameter(shard.to_local().detach().float()) for shard in shards]
+    reference = (MAKERS.get(make) or make)(parts)
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, 2 * step + dist.get_rank())
+        backward(loss, optimizer)
+        for part, shard in zip(parts, shards, strict=True):
+            part.grad = shard.grad.to_local().float()
+        reference.step()
+        losses.append(loss.item())
+        for number, (part, shard) in enumerate(zip(parts, shards, strict=True)):
+            give_back(part, shard, number << 40 | step)
+        for part, state in reference.state.items() if kept else ():
+            for name, value in state.items():
+                codes = codes_of(type(reference).__name__, name, state)
+                if part.numel() >= 4096 and getattr(value, "shape", None) == part.shape and codes is not None:
+                    value.copy_(in_eight_bits(value, codes))
+    states = sorted(reference.state_dict()["state"].items())
+    tensors = [t for _, state in states for t in state.values() if isinstance(t, Tensor)]
+    return {"losses": losses, "weights": here(shards), "state": here(tensors)}
+
+
+@torch.no_grad()
+def give_back(part: Tensor, shard: Any, draw: int) -> None:
+    """The FP32 values of a part into what is here of its shard; into BF16 by the chance of the whole parameter."""
+    weight = shard.to_local()
+    if weight.dtype is torch.float32:
+        weight.copy_(part)
+        return
+    rows = -(-shard.shape[0] // dist.get_world_size())
+    before = min(dist.get_rank() * rows, shard.shape[0]) * shard[0].numel()
+    multi_tensor.multi_tensor_stochastic_round([part.detach()], [weight], 0, [draw], [before])
+    part.copy_(weight)
 
 
 def resumable(make: str, options: Any, steps: range, load: str = "", save: str = "", end: int = 0) -> dict[str, Any]:

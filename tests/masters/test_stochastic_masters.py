@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankError
 from split_masters import MAKERS, OPTIM, iterate_split, loss_of, memory_of, net, opened
 from three_ways import rounds_as_torch
 from torch import Tensor, nn
@@ -399,15 +398,11 @@ def test_a_step_in_the_capture_of_a_graph_is_refused_and_changes_nothing(make, m
 
 
 def on_ranks(case: str) -> Any:
-    """A training on two processes, which have seeded torch differently: the weights in the end, and what is refused."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    """A training on two processes, which have seeded torch differently: the weights in the end."""
     from torch.nn.parallel import DistributedDataParallel
 
     model, rank = net(), torch.distributed.get_rank()
     torch.manual_seed(rank)
-    if case == "fsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=amp.fsdp_policy("O5"))
     make = MAKERS["NAdam" if case == "portions" else "AdamW"]
     model, optimizer = start(make, model)
     wrapped = DistributedDataParallel(model)
@@ -422,8 +417,3 @@ def on_ranks(case: str) -> Any:
 def test_ranks_of_ddp_round_alike(ranks, case):
     ours, theirs = ranks(on_ranks, case)
     assert same(ours, theirs)
-
-
-def test_shards_are_refused_by_name(ranks):
-    with pytest.raises(RankError, match="is not for shards"):
-        ranks(on_ranks, "fsdp")

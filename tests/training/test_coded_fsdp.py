@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from coded_shards import MAKERS, SHARDED, go_on, here, resumable, sharded, start, state_of
+from coded_shards import MAKERS, SHARDED, go_on, here, referenced, resumable, sharded, start, state_of, trained
 from coded_states import MAKERS as CODED_MAKERS
 from coded_states import OPTIM, coded, in_eight_bits, kept_names, loss_of, opened
 from fsdp_trainings import (
@@ -17,12 +17,12 @@ from fsdp_trainings import (
 from three_ways import rounds_as_torch
 from torch import Tensor, nn
 from torch_optimizers import OPTIMIZERS
-from training import backward, same
+from training import same
 
 from amp_patch import amp, multi_tensor
 from amp_patch.support.generated_class import Generated
 from amp_patch.training.coded_shards import ShardState
-from amp_patch.training.coded_state import Coder, codes_of, stored
+from amp_patch.training.coded_state import Coder, stored
 
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event"
@@ -30,43 +30,6 @@ pytestmark = pytest.mark.skipif(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The numbers
-
-
-def trained(make: Any, options: Any) -> dict[str, Any]:
-    model, optimizer = start(make, **options)
-    losses = go_on(model, optimizer, range(4))
-    return {
-        "losses": losses,
-        "weights": here(model.parameters()),
-        "coded": coded(optimizer),
-        "opened": opened(optimizer),
-        "state": state_of(optimizer),
-    }
-
-
-def referenced(make: Any, options: Any) -> dict[str, Any]:
-    """The same by torch: what is here of the shards, under an optimizer of its own, whose state is rounded."""
-    model, optimizer = start(make, **options, optimizer_state=None)
-    shards = list(model.parameters())
-    parts = [nn.Parameter(shard.to_local().detach()) for shard in shards]
-    reference = (MAKERS.get(make) or make)(parts)
-    losses = []
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = loss_of(model, 2 * step + dist.get_rank())
-        backward(loss, optimizer)
-        for part, shard in zip(parts, shards, strict=True):
-            part.grad = shard.grad.to_local()
-        reference.step()
-        losses.append(loss.item())
-        for part, state in reference.state.items():
-            for name, value in state.items():
-                codes = codes_of(type(reference).__name__, name, state)
-                if part.numel() >= 4096 and getattr(value, "shape", None) == part.shape and codes is not None:
-                    value.copy_(in_eight_bits(value, codes))
-    states = sorted(reference.state_dict()["state"].items())
-    tensors = [t for _, state in states for t in state.values() if isinstance(t, Tensor)]
-    return {"losses": losses, "weights": here(parts), "state": here(tensors)}
 
 
 CASES = [("AdamW", "O2"), ("NAdam", "O5"), ("SGD", "O1"), ("FusedAdam", "O4")]

@@ -61,7 +61,7 @@ class Sizes:
         states = [getattr(zero_redundancy.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
         self.bytes["weights"] = _bytes(param for param, _ in pairs)
         masters = [master for param, master in pairs if master is not param]
-        stepped, _, _ = kernel_tensors(masters)
+        stepped = kernel_tensors(masters).tensors
         weights = {id(param) for param, _ in pairs}  # what a master that is rounded by chance is kept in
         self.bytes["masters"] = _bytes(tensor for tensor in stepped if id(tensor) not in weights)
         kept = [tensor for state in states for tensor in tree.tensors([*map(stored, state.values())])]

@@ -1,0 +1,158 @@
+"""Parameters that `fully_shard` has sharded in BF16, and that each step rounds by chance (master_weights="stochastic").
+
+The groups keep the shards, which checkpoints find by identity. The step is that of any training, on the masters of the
+parts that are here: each is rounded by its place in the whole parameter, so that no bit depends on how many processes
+there are. The optimizer's state is FP32, and whoever reads it finds DTensors laid out as the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.masters.grad_field import set_own_grad
+from amp_patch.masters.masters import has_gradient
+from amp_patch.policy import STOCHASTIC, Policy
+from amp_patch.support.compiled import wraps
+from amp_patch.support.distributed import is_dtensor, local
+from amp_patch.support.generated_class import base_class
+from amp_patch.training import coded_shards, coded_steps
+from amp_patch.training.coded_state import Coder
+from amp_patch.training.stand_ins import with_stand_ins
+from amp_patch.training.stash import Stash, known_stash, stash_of
+from amp_patch.training.step import Plain, Step
+
+KEY = ("rounded_shards",)  # of the generated classes
+
+
+def check(optimizer: Any, policy: Policy) -> None:
+    """Raise unless the (innermost) optimizer can step the parts of shards that `policy` has rounded by chance."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if policy.master_weights != STOCHASTIC or not any(map(_is_rounded, params)):
+        return
+    base = base_class(optimizer)
+    reason = coded_shards.reason_against(base) or coded_steps.reason_against(optimizer)
+    if reason is not None:
+        raise ValueError(
+            f"initialize: master_weights='stochastic' is not for this {base.__name__}, whose parameters fully_shard "
+            f"has sharded, so that each process steps a part of each: {reason}; leave master_weights at None and shard "
+            "the model in FP32, or use an optimizer that steps each element by itself"
+        )
+
+
+def _is_rounded(param: Tensor) -> bool:
+    return is_dtensor(param) and param.dtype is torch.bfloat16 and param.requires_grad
+
+
+class InFp32(Coder):
+    """Keeps the state of a parameter that is sharded as FP32 tensors of what is here."""
+
+    def _codes_of(self, name: str, beside: Iterable[str]) -> torch.dtype | None:
+        return None
+
+
+class OnMasters(coded_steps.InCodes):
+    """On the masters of the parts of shards."""
+
+    def run(self, step: Step, plain: Plain) -> Any:
+        stash = step.stash
+        if (form := stash.master_form) is not None:
+            form.check_step()
+        result = step.run_closure()
+        try:
+            super().run(step, plain)
+        finally:
+            _take_gradients(stash)
+        return result
+
+    def steppable(self, optimizer: Any, coder: Coder) -> Any:
+        stash = known_stash(optimizer)
+        masters = stash.masters
+        grads: dict[int, Tensor] = {}
+
+        def stand_in(param: Tensor) -> Tensor:
+            if (master := masters.master_of_part(param)) is None:
+                return coded_shards.part_of(param)
+            if has_gradient(param):
+                grads[id(master)] = _gradient(optimizer, stash, param)
+            return master
+
+        shell = with_stand_ins(optimizer, coder, stand_in)
+        _give_gradients(stash, grads)
+        return shell
+
+
+ON_MASTERS = OnMasters()
+
+
+def _gradient(optimizer: Any, stash: Stash, shard: Any) -> Tensor:
+    if not coded_shards.are_alike(shard.grad, shard):
+        name = stash.neighbours.names.get(id(shard), "a shard")
+        raise RuntimeError(
+            f"{base_class(optimizer).__name__}.step: the gradient of {name!r} is laid out as "
+            f"{getattr(shard.grad, 'placements', None)}, the parameter as {shard.placements}, and "
+            "master_weights='stochastic' steps what is here of both: give it grad.redistribute(placements="
+            "param.placements)"
+        )
+    return local(shard.grad)
+
+
+def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
+    """Have these wait for their masters; FP32 ones where none can, or where others wait that are to be multiplied."""
+    waiting = stash.masters.waiting
+    if waiting is not None and not waiting:
+        waiting.grads, waiting.factors, waiting.norms = grads, [], None
+        return
+    for part in stash.masters.parts.values():
+        if (grad := grads.get(id(part.master))) is not None:
+            set_own_grad(part.master, grad.float())
+
+
+def _take_gradients(stash: Stash) -> None:
+    """Forget them: the shards have them."""
+    for part in stash.masters.parts.values():
+        if stash.masters.waiting is not None:
+            stash.masters.waiting.drop(part.master)
+        set_own_grad(part.master, None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The optimizer
+
+
+def is_for(stash: Stash) -> bool:
+    """Whether the optimizer of this stash has shards that are rounded."""
+    return bool(stash.masters.parts)
+
+
+def enter(optimizer: Any, stash: Stash) -> None:
+    """Have the state of an optimizer of rounded shards kept for their parts; of a copy make these anew."""
+    if stash.master_form is None or not any(
+        _is_rounded(p) for group in optimizer.param_groups for p in group["params"]
+    ):
+        return
+    for group in optimizer.param_groups:
+        stash.masters.attach(optimizer, group, form=stash.master_form)
+    if stash.neighbours.coder is None:
+        coded_steps.keep_state(optimizer, stash, InFp32)
+
+
+def overrides(base: Any) -> dict[str, Any]:
+    """The methods of optimizers of the class `base` with rounded shards."""
+
+    @wraps(base.load_state_dict)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        stash = stash_of(self)
+        if stash is None:
+            base.load_state_dict(self, state_dict)
+            return
+        stash.masters.exchange(self, shards=False)  # torch casts the state to the type of the parameter
+        try:
+            base.load_state_dict(self, state_dict)
+        finally:
+            stash.masters.exchange(self, shards=True)
+
+    return coded_steps.overrides(base) | {"strategy": ON_MASTERS, "load_state_dict": load_state_dict}
