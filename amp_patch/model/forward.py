@@ -36,7 +36,8 @@ class AmpModel(Generated):
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
         overrides = {name: advising(name, function) for name, function in generated_class.own_methods(base)}
-        return overrides | {name: _entering(base, name) for name in ("forward", *key)}
+        overrides |= {name: _entering(base, name) for name in ("forward", *key)}
+        return overrides | fsdp.without_fsdp(base)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         own: ModelState | None = vars(self).get("_amp")

@@ -27,6 +27,18 @@ def is_fsdp(module: Any) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
+def without_fsdp(base: type) -> dict[str, Any]:
+    """How a class generated of `base` makes instances, `model[2:]` say: as fully_shard's own class does, without it.
+
+    torch looks for the class of before at a fixed place of the method resolution order, where a generated one has
+    another.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is None or not issubclass(base, kind):
+        return {}
+    return {"__new__": lambda cls, *args, **kwargs: base.__new__(base, *args, **kwargs)}
+
+
 def is_used() -> bool:
     """Whether a module of this process may have gone through `fully_shard`, which makes a subclass for each class."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)

@@ -50,6 +50,19 @@ KINDS = [
 ]
 
 
+def sliced(level: str) -> None:
+    model, optimizer = sharded_training(level, None, "SGD")
+    inner = model[3:]
+    assert type(inner) is nn.Sequential and list(inner) == list(model)[3:]
+    backward(loss_of(model, 0, dist.get_rank()), optimizer)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_part_of_a_sharded_container_is_one_of_torchs(ranks, level):
+    ranks(sliced, level)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Two ranks and one process.
 
