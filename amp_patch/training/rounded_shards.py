@@ -124,19 +124,18 @@ def _take_gradients(stash: Stash) -> None:
 
 
 def is_for(stash: Stash) -> bool:
-    """Whether the optimizer of this stash has shards that are rounded."""
-    return bool(stash.masters.parts)
+    """Whether the optimizer of this stash has shards that are rounded, or may come to have some."""
+    return stash.master_form is not None and bool(stash.neighbours.sharded or stash.masters.parts)
 
 
 def enter(optimizer: Any, stash: Stash) -> None:
     """Have the state of an optimizer of rounded shards kept for their parts; of a copy make these anew."""
-    if stash.master_form is None or not any(
-        _is_rounded(p) for group in optimizer.param_groups for p in group["params"]
-    ):
+    if (form := stash.master_form) is None:
         return
-    for group in optimizer.param_groups:
-        stash.masters.attach(optimizer, group, form=stash.master_form)
-    if stash.neighbours.coder is None:
+    if any(_is_rounded(param) for group in optimizer.param_groups for param in group["params"]):
+        for group in optimizer.param_groups:
+            stash.masters.attach(optimizer, group, form=form)
+    if is_for(stash) and stash.neighbours.coder is None:
         coded_steps.keep_state(optimizer, stash, InFp32)
 
 

@@ -296,8 +296,24 @@ def grows() -> None:
     assert not any(same([a], [b]) for a, b in zip(before, here(model.parameters()), strict=True) if a.numel())
 
 
-def test_a_group_that_comes_later_and_shards_that_were_frozen(ranks):
-    ranks(grows)
+def begins_without_any() -> None:
+    """An optimizer that holds frozen shards alone, and a group of others, when its training begins."""
+    model = sharded("O5", torch.bfloat16)
+    later = list(model[2].parameters())
+    optimizer = MAKERS["AdamW"](list(model[0].requires_grad_(False).parameters()))
+    model, optimizer = amp.initialize(model, optimizer, **ROUNDED, verbosity=0)
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": later})
+    before = here([*model[0].parameters(), *later])
+    go_on(model, optimizer, range(2))
+    after = here([*model[0].parameters(), *later])
+    assert chance()["steps"] == [2] * 4 and not any(map(torch.equal, before, after))
+    assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("train", [grows, begins_without_any])
+def test_a_group_that_comes_later_and_shards_that_were_frozen(ranks, train):
+    ranks(train)
 
 
 def moved(moves: bool) -> list[Tensor]:
