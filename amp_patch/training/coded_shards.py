@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from amp_patch.masters.masters import has_gradient
 from amp_patch.support.distributed import is_dtensor, local
+from amp_patch.support.generated_class import base_class
+from amp_patch.training import trial_of_parts
 from amp_patch.training.coded_state import Coded, CodedState, Coder
 from amp_patch.training.per_parameter import is_registered
 from amp_patch.training.stand_ins import with_stand_ins
@@ -25,10 +27,12 @@ OVER_WHOLE_TENSORS = {
 }
 
 
-def reason_against(base: type) -> str | None:
-    """Why no part of a parameter can be stepped by itself by an optimizer of the class `base`; None where it can."""
+def reason_against(optimizer: Any) -> str | None:
+    """Why no part of a parameter can be stepped by itself by this (innermost) optimizer; None where it can."""
+    base = base_class(optimizer)
     if is_registered(base):
-        return "nobody has said that it steps each element by itself"
+        reason = trial_of_parts.reason_against_parts(optimizer)
+        return None if reason is None else f"tried on small parameters {reason}"
     return OVER_WHOLE_TENSORS.get(base.__name__)
 
 

@@ -52,7 +52,7 @@ def check(optimizer: Any, policy: Policy) -> None:
             "keeps the state in a later backward; make it with overlap_with_ddp=False, or leave optimizer_state at None"
         )
     sharded = any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
-    if sharded and (reason := coded_shards.reason_against(base_class(holder))) is not None:
+    if sharded and (reason := coded_shards.reason_against(holder)) is not None:
         raise ValueError(
             f"{wanted} is not for this {name}, whose parameters fully_shard has sharded, so that each process steps a "
             f"part of each: {reason}; leave optimizer_state at None, or use an optimizer that steps each element by "

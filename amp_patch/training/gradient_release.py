@@ -33,7 +33,7 @@ from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import base_class
-from amp_patch.training import per_parameter, portions
+from amp_patch.training import per_parameter, portions, trial
 from amp_patch.training.per_parameter import Group, Written
 from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy, is_untouched, plain_step, trusted_steps
@@ -74,7 +74,7 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
                 f"initialize: gradient_release=True is not for a {type(optimizer).__name__} around another optimizer, "
                 "which moves the weights between backward and step; give the optimizer inside, or leave it out"
             )
-        per_parameter.check(target, policy.optimizer_state is not None)  # no other asks at O4
+        trial.check(target, policy.optimizer_state is not None)  # no other asks at O4
         if (reason := portions.reason_against(target, _WHOLE_WITH)) is not None:
             raise ValueError(
                 f"initialize: gradient_release=True is not for this {name}, which cannot step one parameter without "

@@ -25,10 +25,10 @@ from amp_patch.training import (
     coded_steps,
     ddp,
     one_pass,
-    per_parameter,
     portions,
     rounded_shards,
     thawed,
+    trial,
     untouched,
     zero_redundancy,
 )
@@ -157,7 +157,7 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
         )
     zero_redundancy.check_zero(optimizer, policy)
     if policy.master_weights or policy.optimizer_state is not None:
-        per_parameter.check(zero_redundancy.stateful(optimizer), policy.optimizer_state is not None)
+        trial.check(zero_redundancy.stateful(optimizer), policy.optimizer_state is not None)
     for way in (coded_steps, rounded_shards):
         way.check(optimizer, policy)
 

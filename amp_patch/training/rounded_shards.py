@@ -34,7 +34,7 @@ def check(optimizer: Any, policy: Policy) -> None:
     if policy.master_weights != STOCHASTIC or not any(map(_is_rounded, params)):
         return
     base = base_class(optimizer)
-    reason = coded_shards.reason_against(base) or coded_steps.reason_against(optimizer)
+    reason = coded_shards.reason_against(optimizer) or coded_steps.reason_against(optimizer)
     if reason is not None:
         raise ValueError(
             f"initialize: master_weights='stochastic' is not for this {base.__name__}, whose parameters fully_shard "

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from coded_states import LEVELS, OPTIM, coded, die_in_the_next_step, in_eight_bits, loss_of, opened
 from coded_states import MAKERS as CODED_MAKERS
-from fsdp_trainings import fully_shard, load_checkpoint, save_checkpoint
+from fsdp_trainings import full, fully_shard, load_checkpoint, save_checkpoint
 from torch import Tensor, nn
 from training import backward, iterate
 
@@ -56,18 +56,6 @@ def state_of(optimizer: Any) -> list[Tensor]:
     return here(t for _, state in states for t in state.values() if isinstance(t, Tensor))
 
 
-def trained(make: Any, options: Any) -> dict[str, Any]:
-    model, optimizer = start(make, **options)
-    losses = go_on(model, optimizer, range(4))
-    return {
-        "losses": losses,
-        "weights": here(model.parameters()),
-        "coded": coded(optimizer),
-        "opened": opened(optimizer),
-        "state": state_of(optimizer),
-    }
-
-
 def referenced(make: Any, options: Any) -> dict[str, Any]:
     """The same by torch: what is here of the shards, under an optimizer of its own; its state and BF16 are rounded."""
     kept = options.get("optimizer_state", "8bit")
@@ -109,7 +97,7 @@ def give_back(part: Tensor, shard: Any, draw: int) -> None:
     part.copy_(weight)
 
 
-def resumable(make: str, options: Any, steps: range, load: str = "", save: str = "", end: int = 0) -> dict[str, Any]:
+def resumable(make: Any, options: Any, steps: range, load: str = "", save: str = "", end: int = 0) -> dict[str, Any]:
     """Train `steps`, from the checkpoint `load`; save one after step 2; rank 1 is killed within step `end`."""
     model, optimizer = start(make, **options)
     if load:
@@ -129,3 +117,101 @@ def resumable(make: str, options: Any, steps: range, load: str = "", save: str =
         "end": [*here(model.parameters()), *state_of(optimizer)],
         "coded": coded(optimizer),
     }
+
+
+def trained(make: Any, options: Any, **settings: Any) -> dict[str, Any]:
+    """Four steps; `settings` are put into the first group after `initialize`."""
+    model, optimizer = start(make, **options)
+    optimizer.param_groups[0].update(settings)
+    losses = go_on(model, optimizer, range(4))
+    return {
+        "losses": losses,
+        "weights": here(model.parameters()),
+        "coded": coded(optimizer),
+        "opened": opened(optimizer),
+        "state": state_of(optimizer),
+    }
+
+
+def overflows(make: Any, level: str) -> dict[str, Any]:
+    """A step whose gradients overflow on rank 1 alone; what this process holds before, after, and a step later."""
+    model, optimizer = start(make, **{**SHARDED[level], "loss_scale": "dynamic", "max_loss_scale": 1024.0})
+    go_on(model, optimizer, range(2))
+    before = [*here(model.parameters()), *state_of(optimizer)]
+    optimizer.zero_grad()
+    # One value of what rank 1 holds alone: the loss of both is finite.
+    with amp.scale_loss(loss_of(model, 2), optimizer) as loss:
+        loss.backward()
+        if dist.get_rank():
+            model[0].weight.grad.to_local()[0, 0] = float("inf")
+    optimizer.step()
+    after = [*here(model.parameters()), *state_of(optimizer)]
+    skipped = optimizer._amp_stash.step_skipped
+    go_on(model, optimizer, range(3, 4))
+    end = [*here(model.parameters()), *state_of(optimizer)]
+    return {"before": before, "after": after, "end": end, "skipped": skipped, "coded": coded(optimizer)}
+
+
+def numbers_of(optimizer: Any) -> list[Any]:
+    """The settings of its groups, and its count of calls."""
+    groups = [
+        {name: value for name, value in group.items() if name not in ("params", "fused")}
+        for group in optimizer.param_groups
+    ]
+    return [groups, getattr(optimizer, "calls", None)]
+
+
+def on_one_process(make: Any, level: str, kept: dict[str, torch.dtype]) -> dict[str, Any]:
+    """Four steps of whole parameters with the same gradients, by an optimizer of their own.
+
+    After each step its state is rounded as the ranks round their parts.
+
+    Args:
+        kept: of the states that are kept in codes, the type of these.
+    """
+    model, scaled = start(make, **SHARDED[level], optimizer_state=None)
+    shards = list(model.parameters())
+    wholes = [nn.Parameter(full(shard.detach()).float().clone()) for shard in shards]
+    optimizer = make(wholes)
+    losses = []
+    for step in range(4):
+        scaled.zero_grad()
+        loss = loss_of(model, 2 * step + dist.get_rank())
+        backward(loss, scaled)
+        for whole, shard in zip(wholes, shards, strict=True):
+            whole.grad = full(shard.grad).float()
+        optimizer.step()
+        losses.append(loss.item())
+        for number, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
+            give_back_whole(whole, shard, number << 40 | step)
+        for state in optimizer.state.values():
+            for name, codes in kept.items():
+                for part in state[name].chunk(2):
+                    if part.numel() >= 4096:
+                        part.copy_(in_eight_bits(part, codes))
+    states = sorted(optimizer.state_dict()["state"].items())
+    tensors = [t for _, state in states for t in state.values() if isinstance(t, Tensor)]
+    return {
+        "losses": losses,
+        "weights": here(shards),
+        "state": parts_of(tensors),
+        "numbers": numbers_of(optimizer),
+    }
+
+
+@torch.no_grad()
+def give_back_whole(whole: Tensor, shard: Any, draw: int) -> None:
+    """The FP32 values of a parameter into what is here of its shard; into BF16 by chance, which they then have."""
+    if shard.dtype is torch.bfloat16:
+        low = torch.empty_like(whole, dtype=torch.bfloat16)
+        multi_tensor.multi_tensor_stochastic_round([whole.detach()], [low], 0, [draw])
+        whole.copy_(low)
+    shard.to_local().copy_(parts_of([whole])[0])
+
+
+def parts_of(tensors: Any) -> list[Tensor]:
+    """What a process holds of them."""
+    rank = dist.get_rank()
+    return [
+        t.detach().clone() if not t.dim() else [*t.detach().chunk(2), t.detach()[:0]][rank].clone() for t in tensors
+    ]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.training import per_parameter
-from amp_patch.training.per_parameter import _give_gradients, _wave, same
+from amp_patch.training.per_parameter import same
+from amp_patch.training.trial import _give_gradients, wave
 
 Group = dict[str, Any]
 
@@ -80,7 +81,7 @@ def _toy(base: Any, settings: Group) -> Any:
 
 
 def _params(shapes: tuple[tuple[int, ...], ...], group: int) -> list[Tensor]:
-    return [nn.Parameter(_wave(shape, 0.37, index + 10.0 * group, torch.float32)) for index, shape in enumerate(shapes)]
+    return [nn.Parameter(wave(shape, 0.37, index + 10.0 * group, torch.float32)) for index, shape in enumerate(shapes)]
 
 
 def _of_groups(toy: Any) -> list[Group]:
