@@ -40,8 +40,8 @@ class _States(defaultdict[Tensor, Any]):
         super().__init__(dict)
         self._states, self._coder, self._params = optimizer.state, coder, params
         for stand_in, param in params.items():
-            if param in optimizer.state:
-                super().__setitem__(stand_in, optimizer.state[param])
+            if param in optimizer.state:  # a dict of torch's where somebody has asked for it before the first step
+                self[stand_in] = optimizer.state[param]
 
     def __missing__(self, stand_in: Tensor) -> Any:
         self[stand_in] = {}

@@ -18,7 +18,7 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.support.random_states import restored_random_states
 from amp_patch.training.per_parameter import registration_of, same
 from amp_patch.training.step import Plain
-from amp_patch.training.trial import Shape, params_of, settings_of, toy_of, wave
+from amp_patch.training.trial import Shape, settings_of, toy_of, wave
 
 # torch's vectorized loops take so many elements at once, at most. The rest goes another way, where `pow`, `sigmoid` or
 # `atan2` of the same number may have another last bit: to the bit are compared toys whose parts are all multiples.
@@ -105,14 +105,20 @@ class _Toys:
         self._plain = plain
         self._whole, self._parts = (toy_of(optimizer, shapes_of=_shapes_to_cut) for _ in range(2))
         self._cuts = []
+        seen = set()
         for group, of_parts in zip(self._whole.param_groups, self._parts.param_groups, strict=True):
+            if (kind := _kind_of(group)) in seen:  # as with a group a layer, each with a learning rate of its own
+                for alike in (group, of_parts):
+                    alike["params"] = [nn.Parameter(wave((1,), 1.0, 0.0))]  # which gets no gradient
+                continue
+            seen.add(kind)
             cuts = [_cut(param, dim, empty) for param in group["params"] for dim in range(param.dim())]
             of_parts["params"] = [part for cut in cuts for part in cut.parts]
             self._cuts += cuts
 
     def reason_at(self, step: int) -> str | None:
         """Make a step; why the parts are not those of the whole then."""
-        for place, param in enumerate(params_of(self._whole)):
+        for place, param in enumerate(dict.fromkeys(cut.whole for cut in self._cuts)):
             param.grad = _varied_gradient(param, place, step)
         return self._reason()
 
@@ -154,6 +160,13 @@ class _Toys:
             if not (all(same(value, other) for other in values) if is_number else cut.divides(value, values)):
                 return _OTHERWISE
         return None
+
+
+def _kind_of(group: dict[str, Any]) -> tuple[Any, ...]:
+    """Shapes and settings of a group; of a setting in floating point whether it is zero."""
+    settings = {name: value for name, value in group.items() if isinstance(value, int | float | str | None)}
+    kinds = [(name, bool(value) if isinstance(value, float) else value) for name, value in sorted(settings.items())]
+    return (*(tuple(param.shape) for param in group["params"]), *kinds)
 
 
 def _is_of_elements(value: Any, shape: torch.Size) -> bool:

@@ -120,7 +120,7 @@ def resumable(make: Any, options: Any, steps: range, load: str = "", save: str =
 
 
 def trained(make: Any, options: Any, **settings: Any) -> dict[str, Any]:
-    """Four steps; `settings` are put into the first group after `initialize`."""
+    """Four steps; `settings` are put into the first group after `initialize`. No state is to be a plain tensor then."""
     model, optimizer = start(make, **options)
     optimizer.param_groups[0].update(settings)
     losses = go_on(model, optimizer, range(4))
@@ -130,6 +130,7 @@ def trained(make: Any, options: Any, **settings: Any) -> dict[str, Any]:
         "coded": coded(optimizer),
         "opened": opened(optimizer),
         "state": state_of(optimizer),
+        "plain": [n for s in optimizer.state.values() for n, v in s.items() if type(v) is Tensor and v.dim()],
     }
 
 

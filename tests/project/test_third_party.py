@@ -339,6 +339,7 @@ def test_it_trains_in_eight_bits_on_shards_to_the_bits_of_whole_parameters(ranks
     ours = ranks(coded_shards.trained, make, coded_shards.SHARDED["O2"])
     for rank, wanted in zip(ours, ranks(coded_shards.on_one_process, make, "O2", kept), strict=True):
         assert rank["losses"] == wanted["losses"] and rank["coded"].keys() == kept.keys()
+        assert not rank["plain"]
         assert per_parameter.same(rank["weights"], wanted["weights"])
         assert per_parameter.same(rank["state"], wanted["state"])
 

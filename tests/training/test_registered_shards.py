@@ -58,6 +58,15 @@ class ScheduleFree(Each):
         return (param - state["z"]) / (float(state["step"]) * group["lr"]) + 0.01 * update
 
 
+class AskedFor(ScheduleFree):
+    """Its states are there before the first step, and empty, as those of schedulefree after `train()`."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for param in self.param_groups[0]["params"]:
+            assert self.state[param] == {}
+
+
 class Lamb(Each):
     def direction(self, group: Any, param: Tensor) -> Tensor:
         average = self.state[param].setdefault("exp_avg", torch.zeros_like(param)).lerp_(param.grad, 0.1)
@@ -67,6 +76,7 @@ class Lamb(Each):
 def register() -> None:
     amp.register_per_parameter_optimizer(Lion)
     amp.register_per_parameter_optimizer(ScheduleFree, fp32_state=["z"])
+    amp.register_per_parameter_optimizer(AskedFor, fp32_state=["z"])
     amp.register_per_parameter_optimizer(Lamb)
 
 
@@ -108,7 +118,7 @@ def trained_by(kind: Any, level: str, way: str) -> dict[str, Any]:
 
 CASES = [
     (Lion, "O2", "one by one", {"exp_avg": torch.int8}),
-    (ScheduleFree, "O5", "in portions", {"exp_avg_sq": torch.uint8}),
+    (AskedFor, "O5", "in portions", {"exp_avg_sq": torch.uint8}),
     (Lion, "O1", "as a whole", {"exp_avg": torch.int8}),
     (Lion, "stochastic", "in portions", {"exp_avg": torch.int8}),
 ]
@@ -125,7 +135,7 @@ MORE = [
 def test_each_process_steps_its_elements_to_the_bits_of_the_class_on_whole_parameters(ranks, kind, level, way, kept):
     ours, theirs = ranks(trained_by, kind, level, way), ranks(on_one_process, kind, level, kept)
     for rank, wanted in zip(ours, theirs, strict=True):
-        assert rank["losses"] == wanted["losses"] and rank["opened"] == 0
+        assert rank["losses"] == wanted["losses"] and rank["opened"] == 0 and not rank["plain"]
         assert same(rank["weights"], wanted["weights"]) and same(rank["state"], wanted["state"])
         assert rank["numbers"] == wanted["numbers"]
         assert min(rank["most"], 2) == {"one by one": 1, "in portions": 2, "as a whole": 0}[way]
@@ -169,6 +179,10 @@ def refused(kind: Any) -> None:
         amp.initialize(model, optimizer, opt_level="O5", optimizer_state="8bit", verbosity=0)
     assert type(optimizer) is kind and not optimizer.state
     start(kind, optimizer_state=None)
+    with pytest.raises(
+        ValueError, match=r"master_weights='stochastic' is not for .*: tried on small parameters it steps a"
+    ):
+        start(kind, master_weights="stochastic", optimizer_state=None)
 
 
 def test_a_registered_class_that_takes_norms_is_refused_by_name(ranks, registrations):

@@ -273,6 +273,21 @@ def test_a_setting_that_makes_it_step_each_element_by_itself_counts():
     assert str(reason_against_parts(Scaled(groups))).startswith(OTHERWISE)
 
 
+def test_of_groups_that_are_alike_one_is_tried():
+    seen: set[float] = set()
+
+    class Decayed(Each):
+        def direction(self, group: Any, param: Tensor) -> Tensor:
+            seen.add(group["lr"])
+            return param.grad / param.grad.norm() if group["weight_decay"] else param.grad
+
+    amp.register_per_parameter_optimizer(Decayed)
+    groups = [{"params": [nn.Parameter(torch.ones(4, 4))], "lr": lr} for lr in (0.1, 0.2, 0.3)]
+    assert reason_against_parts(Decayed(groups, weight_decay=0.0)) is None and seen == {0.1}
+    groups[2]["weight_decay"] = 0.1
+    assert str(reason_against_parts(Decayed(groups, weight_decay=0.0))).startswith(OTHERWISE)
+
+
 @pytest.mark.parametrize(
     "value",
     [
