@@ -1,4 +1,5 @@
 // Reads and clears the gradients of many parameters in one call: in Python each attribute costs 50 ns a parameter.
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
