@@ -36,7 +36,7 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.training import per_parameter, portions, trial
 from amp_patch.training.per_parameter import Group, Written
 from amp_patch.training.stash import Stash, known_stash, stash_of
-from amp_patch.training.step import WHOLE, Plain, Step, Strategy, is_untouched, plain_step, trusted_steps
+from amp_patch.training.step import Plain, Step, Strategy, is_untouched, plain_step, suiting, trusted_steps
 
 _WHOLE_WITH = ("capturable", "differentiable")
 
@@ -300,9 +300,7 @@ def _shell(optimizer: Any, groups: list[Group]) -> Any:
 
 def _suiting(step: Step, plain: Plain, kind: Any) -> Strategy:
     """How optimizers of the class `kind` make this step."""
-    strategy: Strategy = kind.strategy if is_untouched(plain) or plain in trusted_steps else WHOLE
-    is_asked = step.stash.masters.waiting is not None or not strategy.waits
-    return strategy if is_asked and strategy.suits(step.optimizer, step.stash, step.given) else WHOLE
+    return suiting(kind.strategy, step, trusted=is_untouched(plain) or plain in trusted_steps)
 
 
 def _let_wait(linked: list[tuple[Tensor, Link]], waiting: HalfGradients | None) -> list[tuple[Tensor, Tensor]]:

@@ -296,18 +296,25 @@ def is_untouched(step: Any) -> bool:
 trusted_steps: set[Plain] = set()  # the steps of other classes for which users answer
 
 
+def suiting(strategy: Strategy, step: Step, *, trusted: bool) -> Strategy:
+    """`strategy`, or WHOLE where it does not suit.
+
+    Args:
+        trusted: whether the class's own step is as its author wrote it.
+    """
+    is_asked = trusted and (step.stash.masters.waiting is not None or not strategy.waits)
+    return strategy if is_asked and strategy.suits(step.optimizer, step.stash, step.given) else WHOLE
+
+
 def _within_hooks(plain: Plain) -> Plain:
     """What stands in the place of the class's own step, `plain`."""
     is_untouched_step = is_untouched(plain)
 
     @eager_only
     def stepped(self: Any, stash: Stash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own: Strategy = stash.neighbours.strategy or type(self).strategy
-        strategy = own if is_untouched_step or plain in trusted_steps else WHOLE
+        strategy: Strategy = stash.neighbours.strategy or type(self).strategy
         with Step(self, stash, args, kwargs) as step:
-            asked = stash.masters.waiting is not None or not strategy.waits
-            suits = asked and strategy.suits(self, stash, step.given)
-            return step.run(strategy if suits else WHOLE, plain)
+            return step.run(suiting(strategy, step, trusted=is_untouched_step or plain in trusted_steps), plain)
 
     @wraps(plain)
     def within(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -392,11 +399,11 @@ def _warn_of_ungathered(optimizer: Any, stash: Stash, links: LinkList) -> None:
     The loss of another optimizer may rightly leave such gradients (a GAN's generator loss fills the discriminator's).
     After the body of another optimizer the warning comes only if no master of this one has a gradient.
     """
-    strays = {id(links.masters[index]): links.params[index] for index in with_gradient(links.params)}
-    dropped = stash.backward.strays
-    strays |= {id(link.master): param for param, link in links if id(param) in dropped} if dropped else {}
-    if not strays:
+    left, dropped = with_gradient(links.params), stash.backward.strays
+    if not (left or dropped):
         return
+    strays = {id(links.masters[index]): links.params[index] for index in left}
+    strays |= {id(link.master): param for param, link in links if id(param) in dropped}
     # Whether a body of another optimizer is running, or was since the last one of this optimizer.
     others = bool(stash.backward.other_open_bodies) or stash.backward.ended != body_events.count
     if others and any(map(has_gradient, links.masters)):
