@@ -325,7 +325,7 @@ def test_the_state_of_a_first_step_is_never_fp32_as_a_whole():
         model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))
         model, optimizer = start(make, model, master_weights="split")
         backward(model(torch.randn(4, 128)).square().mean(), optimizer)
-        with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             optimizer.step()
         events = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
         held = most = 0

@@ -69,7 +69,7 @@ def test_weights_have_moved_and_gradients_are_gone_when_backward_is_over(make, l
 
 def bytes_of_an_iteration(level: str, **options: Any) -> float:
     """Bytes a parameter that torch's allocator has given out at the most, from the second forward to its step's end."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
         model, optimizer = start(MAKERS["AdamW"], level, model, **options)

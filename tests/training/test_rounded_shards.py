@@ -12,6 +12,7 @@ from coded_shards import MAKERS, ROUNDED, SHARDED, go_on, here, net, referenced,
 from coded_states import MAKERS as CODED_MAKERS
 from coded_states import loss_of
 from fsdp_trainings import (
+    averaged,
     four_fixture,  # noqa: F401  the fixture `four`
     full,
     fully_shard,
@@ -91,6 +92,7 @@ def whole_training(make: str, options: Any, build: Any, shards: bool) -> dict[st
         for options in OPTIONS.values()
     ],
 )
+@averaged
 def test_one_process_two_and_an_unsharded_model_have_the_same_bits(ranks, one, make, options):
     wanted = whole_training(make, options, even, shards=False)
     for result in (*one(whole_training, make, options, even, True), *ranks(whole_training, make, options, even, True)):
@@ -99,6 +101,7 @@ def test_one_process_two_and_an_unsharded_model_have_the_same_bits(ranks, one, m
 
 
 @pytest.mark.slow
+@averaged
 def test_four_processes_have_them_too_and_so_have_rows_that_do_not_divide(ranks, four):
     for build in (even, net):
         wanted = whole_training("NAdam", ROUNDED, build, shards=False)
@@ -122,6 +125,7 @@ def of_two_meshes() -> list[Tensor]:
 
 
 @pytest.mark.slow
+@averaged
 def test_hybrid_sharding_rounds_replicas_alike(four):
     wanted = whole_training("NAdam", ROUNDED, net, shards=False)["weights"]
     assert all(same(weights, wanted) for weights in four(of_two_meshes))

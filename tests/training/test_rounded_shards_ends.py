@@ -10,6 +10,7 @@ import torch.distributed as dist
 from coded_shards import ROUNDED, SHARDED, go_on, here, resumable, sharded, start, state_of
 from coded_states import OPTIM, coded, interrupt, loss_of, opened
 from fsdp_trainings import (
+    averaged,
     full,
     fully_shard,
     load_checkpoint,
@@ -53,6 +54,7 @@ def saved_and_trained(steps: range, load: str = "", save: str = "") -> dict[str,
     return {"weights": [full(p).detach().clone() for p in model.parameters()], "state": tensors}
 
 
+@averaged
 def test_a_checkpoint_resumes_to_the_bit_on_another_number_of_processes(ranks, one, tmp_path):
     saved = str(tmp_path / "saved")
     (wanted,) = one(saved_and_trained, range(5))
