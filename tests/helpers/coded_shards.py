@@ -134,9 +134,9 @@ def trained(make: Any, options: Any, **settings: Any) -> dict[str, Any]:
     }
 
 
-def overflows(make: Any, level: str) -> dict[str, Any]:
+def overflows(make: Any, options: Any) -> dict[str, Any]:
     """A step whose gradients overflow on rank 1 alone; what this process holds before, after, and a step later."""
-    model, optimizer = start(make, **{**SHARDED[level], "loss_scale": "dynamic", "max_loss_scale": 1024.0})
+    model, optimizer = start(make, **options | {"loss_scale": "dynamic", "max_loss_scale": 1024.0})
     go_on(model, optimizer, range(2))
     before = [*here(model.parameters()), *state_of(optimizer)]
     optimizer.zero_grad()
@@ -147,10 +147,11 @@ def overflows(make: Any, level: str) -> dict[str, Any]:
             model[0].weight.grad.to_local()[0, 0] = float("inf")
     optimizer.step()
     after = [*here(model.parameters()), *state_of(optimizer)]
-    skipped = optimizer._amp_stash.step_skipped
+    skipped, of_amp = optimizer._amp_stash.step_skipped, amp.state_dict()
     go_on(model, optimizer, range(3, 4))
     end = [*here(model.parameters()), *state_of(optimizer)]
-    return {"before": before, "after": after, "end": end, "skipped": skipped, "coded": coded(optimizer)}
+    found = {"before": before, "after": after, "end": end}
+    return found | {"skipped": skipped, "amp": of_amp, "coded": coded(optimizer)}
 
 
 def numbers_of(optimizer: Any) -> list[Any]:

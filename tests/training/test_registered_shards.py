@@ -145,7 +145,7 @@ def test_each_process_steps_its_elements_to_the_bits_of_the_class_on_whole_param
 
 @pytest.mark.parametrize("kind", [Lion, ScheduleFree])
 def test_an_overflow_on_one_process_is_skipped_by_all_and_changes_nothing(ranks, kind):
-    for rank in ranks(in_process, overflows, kind, "O2"):
+    for rank in ranks(in_process, overflows, kind, SHARDED["O2"]):
         assert rank["skipped"] and rank["coded"] and same(rank["before"], rank["after"])
         assert not same(rank["after"], rank["end"])
 
