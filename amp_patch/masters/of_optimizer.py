@@ -94,11 +94,13 @@ class Masters:
         self._stepped_grads = SteppedGradients()
         self._params: dict[int, tuple[Tensor, Link]] = {}  # id(master) -> the parameter and its link to this master
         self.parts: dict[int, Part] = {}  # by the shard's id
+        self._draws: dict[int, tuple[Tensor, int | None]] = {}  # of a copy, for the parts to be made of its shards
         self._known: GroupParams | None = None
 
     def __getstate__(self) -> list[tuple[Tensor, Tensor, bool, int | None]]:
         of_parts = {id(part.master) for part in self.parts.values()}  # made anew of the copied shards
-        return [
+        shards = [(part.shard, part.shard, False, getattr(part.master, "draw", None)) for part in self.parts.values()]
+        return shards + [
             (param, link.master, link.version.written(), getattr(link.master, "draw", None))
             for param, link in self.links.without(of_parts)
         ]
@@ -106,8 +108,11 @@ class Masters:
     def __setstate__(self, pairs: Iterable[Sequence[Any]]) -> None:
         self.__init__()  # type: ignore[misc]
         for param, master, *more in pairs:
-            self._add(param, master)
             written, draw = (*more, False, None)[:2]  # of older pickles
+            if param is master:
+                self._draws[id(param)] = param, draw
+                continue
+            self._add(param, master)
             if written:  # an unpublished edit; a new link would count it as published
                 torch.autograd.graph.increment_version(master)
             if draw is not None:  # `keep` finds it there
@@ -279,6 +284,7 @@ class Masters:
         master = nn.Parameter(param.detach().float())
         link = self._add(param, master)
         self._serve(link)
+        vars(master)["draw"] = self._draws.pop(id(shard), (shard, None))[1]
         closed_master.close([(param, master)], form, exact=True)
         vars(master)["start"] = place_in_whole(shard)
         link.version.save()

@@ -104,7 +104,7 @@ def _check_shard(name: str, param: Any, policy: Policy, stays: bool, fsdp: Any, 
             "the masters themselves; leave master_weights at None"
         )
     if policy.master_weights == STOCHASTIC and param.requires_grad and not stays:
-        _check_rounded(name, param)
+        _check_rounded(f"initialize: parameter {name!r}", param)
     if low is not None and not policy.master_weights:
         raise ValueError(f"initialize: parameter {name!r} is sharded; {no_masters(policy)}")
     if fsdp is None:
@@ -133,19 +133,23 @@ def _check_shard(name: str, param: Any, policy: Policy, stays: bool, fsdp: Any, 
     )
 
 
-def _check_rounded(name: str, param: Any) -> None:
-    wanted = f"initialize: parameter {name!r} is sharded"
+def _check_rounded(named: str, param: Any) -> None:
     if param.dtype is torch.float32:
         raise ValueError(
-            f"{wanted} in torch.float32, and master_weights='stochastic' wants shards in BF16, which each step rounds: "
-            "call model.bfloat16() before fully_shard; or leave master_weights at None, which has the FP32 shards for "
-            "masters"
+            f"{named} is sharded in torch.float32, and master_weights='stochastic' wants shards in BF16, which each "
+            "step rounds: call model.bfloat16() before fully_shard; or leave master_weights at None, which has the "
+            "FP32 shards for masters"
         )
+    check_place(named, param)
+
+
+def check_place(named: str, param: Any) -> None:
+    """Raise where elements of this shard, which an error calls `named`, cannot be rounded by their place."""
     if distributed.place_in_whole(param) is None:
         raise ValueError(
-            f"{wanted} as {param.placements}, and master_weights='stochastic' rounds by the place of an element in the "
-            "whole parameter, which it knows where one dimension of the mesh shards dimension 0 alone; shard it so, or "
-            "leave master_weights at None and have FP32 shards for masters"
+            f"{named} is sharded as {param.placements}, and master_weights='stochastic' rounds by the place of an "
+            "element in the whole parameter, which it knows where one dimension of the mesh shards dimension 0 alone; "
+            "shard it so, or leave master_weights at None and have FP32 shards for masters"
         )
 
 

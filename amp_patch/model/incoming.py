@@ -136,6 +136,11 @@ def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
         if type_of(param) is None:
             continue
         if is_dtensor(param) and param.requires_grad and not _is_rounded_shard(param, id(param) in stays, policy):
+            if policy.master_weights == STOCHASTIC and id(param) in stays:
+                raise ValueError(
+                    f"{named} is sharded and {param.dtype}, and its module stays FP32 (a batch norm, or keep_fp32): "
+                    "call float() of that module before fully_shard; or pass keep_batchnorm_fp32=False"
+                )
             raise ValueError(
                 f"{named} is sharded and {param.dtype}; wanted trained shards in FP32, which serve as masters: call "
                 "model.float() before fully_shard"

@@ -90,9 +90,11 @@ class AmpOptimizer(Generated):
         """
         stash = stash_of(self)
         if stash is not None and stash.enabled:
-            _refuse_known(self, stash, param_group)
+            added = _new_params(param_group)
+            _refuse_known(self, stash, added)
             if stash.policy.master_weights:
                 zero_redundancy.check_new_group(self)
+                rounded_shards.check_new_group(self, stash.policy, added)
         super().add_param_group(param_group)  # type: ignore[misc]
         if stash is None or not stash.enabled:
             return
@@ -175,7 +177,7 @@ def enter_training(
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
         _copies.install(_carry_stash)  # the optimizer keeps its class, so that its copies need the stash from here
     else:
-        ways = (way for way in (coded_steps, rounded_shards) if way.is_for(stash))
+        ways = (way for way in (coded_steps, rounded_shards) if way.is_for(optimizer, stash))
         generated_class.give(optimizer, mixin, tuple(name for way in ways for name in way.KEY))
         _lead_scheduler(optimizer)
     enter_step(optimizer, stash)
@@ -256,10 +258,18 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
 
 
 def state_follows_params(optimizer: Any) -> None:
-    """Cast the optimizer's state to its parameters' dtypes, by torch's own rules for loading a state."""
+    """Cast the optimizer's state to the dtypes of what it steps, by torch's own rules for loading a state."""
     optimizer = zero_redundancy.stateful(optimizer)
-    if getattr(optimizer, "state", None) and any(
-        isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0 and value.dtype is not param.dtype
+    stash = stash_of(optimizer)
+    parts = {} if stash is None else stash.masters.parts  # which have FP32 masters, that no group holds
+
+    def follows(value: Any, param: Tensor) -> bool:
+        wanted = torch.float32 if id(param) in parts else param.dtype
+        is_of_elements = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+        return not is_of_elements or value.dtype is wanted
+
+    if getattr(optimizer, "state", None) and not all(
+        follows(value, param)
         for param, state in optimizer.state.items()
         if isinstance(param, Tensor) and isinstance(state, dict)
         for value in state.values()
@@ -303,13 +313,20 @@ def _widen(stash: Stash, group: dict[str, Any]) -> None:
     ddp.reduce_anew({id(p) for p in low})
 
 
-def _refuse_known(optimizer: Any, stash: Stash, param_group: Any) -> None:
+def _new_params(param_group: Any) -> list[Tensor]:
+    """The parameters of a group that is to be added, into which a list is put in the place of an iterator.
+
+    Empty where torch's own error says what is wrong.
+    """
     params = param_group.get("params") if isinstance(param_group, dict) else None
-    if params is None:
-        return  # torch's own error says what is wrong
-    params = [params] if isinstance(params, Tensor) else params
-    if not isinstance(params, list | tuple):
-        return
+    if isinstance(params, Iterator):
+        params = param_group["params"] = list(params)
+    given = params if isinstance(params, list | tuple) else [params]
+    unnamed = [p[-1] if isinstance(p, tuple) and p else p for p in given]  # a name may be beside each
+    return [p for p in unnamed if isinstance(p, Tensor)]
+
+
+def _refuse_known(optimizer: Any, stash: Stash, params: list[Tensor]) -> None:
     known = {id(param) for param, _ in stash.masters.pairs(optimizer.param_groups)}
-    if any(isinstance(p, Tensor) and id(p) in known for p in params):
+    if any(id(p) in known for p in params):
         raise ValueError("add_param_group: some parameters appear in more than one parameter group")

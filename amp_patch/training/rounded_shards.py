@@ -15,6 +15,7 @@ from torch import Tensor
 
 from amp_patch.masters.grad_field import set_own_grad
 from amp_patch.masters.masters import has_gradient
+from amp_patch.model import fsdp
 from amp_patch.policy import STOCHASTIC, Policy
 from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor, local
@@ -29,22 +30,35 @@ KEY = ("rounded_shards",)  # of the generated classes
 
 
 def check(optimizer: Any, policy: Policy) -> None:
-    """Raise unless the (innermost) optimizer can step the parts of shards that `policy` has rounded by chance."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if policy.master_weights != STOCHASTIC or not any(map(_is_rounded, params)):
+    """Raise unless the (innermost) optimizer can step the parts of the shards that `policy` has rounded by chance.
+
+    Those that are frozen count: they may be trained later.
+    """
+    _check("initialize", optimizer, policy, [param for group in optimizer.param_groups for param in group["params"]])
+
+
+def check_new_group(optimizer: Any, policy: Policy, params: list[Tensor]) -> None:
+    """Raise as `check`, of the parameters of a group that comes later; and where these are not sharded by rows."""
+    _check("add_param_group", optimizer, policy, params)
+    for index, param in enumerate(params):
+        if policy.master_weights == STOCHASTIC and _is_low_shard(param):
+            fsdp.check_place(f"add_param_group: parameter {index}", param)
+
+
+def _check(caller: str, optimizer: Any, policy: Policy, params: list[Tensor]) -> None:
+    if policy.master_weights != STOCHASTIC or not any(map(_is_low_shard, params)):
         return
-    base = base_class(optimizer)
     reason = coded_shards.reason_against(optimizer) or coded_steps.reason_against(optimizer)
     if reason is not None:
         raise ValueError(
-            f"initialize: master_weights='stochastic' is not for this {base.__name__}, whose parameters fully_shard "
-            f"has sharded, so that each process steps a part of each: {reason}; leave master_weights at None and shard "
-            "the model in FP32, or use an optimizer that steps each element by itself"
+            f"{caller}: master_weights='stochastic' is not for this {base_class(optimizer).__name__}, whose parameters "
+            f"fully_shard has sharded, so that each process steps a part of each: {reason}; leave master_weights at "
+            "None and shard the model in FP32, or use an optimizer that steps each element by itself"
         )
 
 
-def _is_rounded(param: Tensor) -> bool:
-    return is_dtensor(param) and param.dtype is torch.bfloat16 and param.requires_grad
+def _is_low_shard(param: Tensor) -> bool:
+    return is_dtensor(param) and param.dtype is torch.bfloat16
 
 
 class InFp32(Coder):
@@ -123,19 +137,20 @@ def _take_gradients(stash: Stash) -> None:
 # The optimizer
 
 
-def is_for(stash: Stash) -> bool:
-    """Whether the optimizer of this stash has shards that are rounded, or may come to have some."""
-    return stash.master_form is not None and bool(stash.neighbours.sharded or stash.masters.parts)
+def is_for(optimizer: Any, stash: Stash) -> bool:
+    """Whether `optimizer` has shards that are rounded, or may come to have some."""
+    sharded = stash.policy.master_weights == STOCHASTIC and bool(stash.neighbours.sharded or stash.masters.parts)
+    return sharded and coded_steps.reason_against(optimizer) is None
 
 
 def enter(optimizer: Any, stash: Stash) -> None:
     """Have the state of an optimizer of rounded shards kept for their parts; of a copy make these anew."""
     if (form := stash.master_form) is None:
         return
-    if any(_is_rounded(param) for group in optimizer.param_groups for param in group["params"]):
-        for group in optimizer.param_groups:
+    for group in optimizer.param_groups:
+        if any(map(_is_low_shard, group["params"])):
             stash.masters.attach(optimizer, group, form=form)
-    if is_for(stash) and stash.neighbours.coder is None:
+    if getattr(type(optimizer), "strategy", None) is ON_MASTERS and stash.neighbours.coder is None:
         coded_steps.keep_state(optimizer, stash, InFp32)
 
 
@@ -148,8 +163,8 @@ def overrides(base: Any) -> dict[str, Any]:
         if stash is None:
             base.load_state_dict(self, state_dict)
             return
-        stash.masters.exchange(self, shards=False)  # torch casts the state to the type of the parameter
         try:
+            stash.masters.exchange(self, shards=False)  # torch casts the state to the type of the parameter
             base.load_state_dict(self, state_dict)
         finally:
             stash.masters.exchange(self, shards=True)

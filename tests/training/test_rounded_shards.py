@@ -380,3 +380,69 @@ def pickled(make: str) -> None:
 @pytest.mark.parametrize("make", ["AdamW", "NAdam"])
 def test_a_pickled_optimizer_steps_as_the_first(ranks, make):
     ranks(pickled, make)
+
+
+def pickled_alone() -> None:
+    """The second of two optimizers, whose shards are the fifth and those after it of their training."""
+    model = sharded("O5", torch.bfloat16)
+    made = [MAKERS["NAdam"](list(part.parameters())) for part in (model[:2], model[2:4], model[4:])]
+    model, optimizers = amp.initialize(model, made, **ROUNDED, verbosity=0)
+    for step in range(2):
+        with amp.scale_loss(loss_of(model, step), optimizers) as loss:
+            loss.backward()
+        if step == 0:
+            [optimizer.step() for optimizer in optimizers]
+    copy = pickle.loads(pickle.dumps(optimizers[1]))
+    shards, copies = ([p for group in o.param_groups for p in group["params"]] for o in (optimizers[1], copy))
+    for param, other in zip(shards, copies, strict=True):
+        other.grad = param.grad.clone()
+    optimizers[1].step()
+    copy.step()
+    assert same(here(copies), here(shards))
+
+
+def test_one_of_several_optimizers_that_is_pickled_alone_rounds_by_the_same_chance(ranks):
+    ranks(pickled_alone)
+
+
+def pickled_without_any() -> None:
+    model = sharded("O5", torch.bfloat16)
+    optimizer = MAKERS["NAdam"]([nn.Parameter(torch.ones(4))])
+    model, optimizer = amp.initialize(model, optimizer, **ROUNDED, verbosity=0)
+    copy = pickle.loads(pickle.dumps(optimizer))
+    (param,) = copy.param_groups[0]["params"]
+    param.grad = torch.ones_like(param)
+    copy.step()
+    assert bool((param < 1).all())
+
+
+def test_a_pickled_optimizer_that_has_no_shards_yet_steps(ranks):
+    ranks(pickled_without_any)
+
+
+def begun_in_bf16(make: Any) -> None:
+    """Steps of torch's own, or the optimizer's constructor, have left state in BF16 when the training begins."""
+    model = sharded("O5", torch.bfloat16)
+    optimizer = make(list(model.parameters()))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [value.float() for value in state_of(optimizer)]
+    model, optimizer = amp.initialize(model, optimizer, **ROUNDED, verbosity=0)
+    assert same(state_of(optimizer), before)
+    parts = [nn.Parameter(part.float()) for part in here(model.parameters())]
+    reference = make(parts)
+    for part, state in zip(parts, optimizer.state_dict()["state"].values(), strict=True):
+        reference.state[part] = {name: here([value])[0] for name, value in state.items()}
+    backward(loss_of(model, 1), optimizer)
+    for part, shard in zip(parts, model.parameters(), strict=True):
+        part.grad = shard.grad.to_local().float()
+    optimizer.step()
+    reference.step()
+    states = sorted(reference.state_dict()["state"].items())
+    assert same(state_of(optimizer), [value for _, state in states for value in state.values()])
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.Adagrad])
+def test_state_that_was_made_in_bf16_is_fp32_from_then_on(ranks, make):
+    ranks(begun_in_bf16, make)

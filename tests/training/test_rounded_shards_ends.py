@@ -168,6 +168,12 @@ def refused() -> None:
     )
     with pytest.raises(ValueError, match=r"sharded as .*Shard\(dim=1\).*shards dimension 0 alone"):
         initialize(columns)
+    frozen = sharded("O5", torch.bfloat16).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"not for this Adafactor, .*a norm of the whole"):
+        initialize(frozen, OPTIM.Adafactor)
+    kept = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).bfloat16(), mp_policy=amp.fsdp_policy("O5"))
+    with pytest.raises(ValueError, match=r"'1.weight' of .* its module stays FP32 .*: call float\(\) of that module"):
+        initialize(kept)
     model = sharded("O5", torch.bfloat16)
     model, optimizer = amp.initialize(model, OPTIM.SGD(model.parameters(), lr=0.1), **ROUNDED, verbosity=0)
     backward(loss_of(model, 0), optimizer)
@@ -179,5 +185,27 @@ def refused() -> None:
     assert same(here(model.parameters()), before)
 
 
-def test_what_cannot_be_is_refused_by_name(ranks):
-    ranks(refused)
+def refused_later() -> None:
+    from torch.distributed.tensor import Shard
+
+    def begun(make: Any) -> Any:
+        model = sharded("O5", torch.bfloat16)
+        optimizer = make([nn.Parameter(torch.ones(4))])
+        return amp.initialize(model, optimizer, **ROUNDED, verbosity=0)
+
+    model, optimizer = begun(OPTIM.Adafactor)
+    for params in (list(model.parameters()), model.parameters(), model[0].weight):
+        with pytest.raises(ValueError, match=r"add_param_group: .* not for this Adafactor, .*a norm of the whole"):
+            optimizer.add_param_group({"params": params})
+    model, optimizer = begun(OPTIM.NAdam)
+    columns = fully_shard(nn.Linear(48, 64).bfloat16(), shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    with pytest.raises(ValueError, match=r"add_param_group: parameter 0 is sharded as .*shards dimension 0 alone"):
+        optimizer.add_param_group({"params": columns.parameters()})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": model.parameters()})
+    assert len(optimizer.param_groups[1]["params"]) == 8
+
+
+@pytest.mark.parametrize("refuse", [refused, refused_later])
+def test_what_cannot_be_is_refused_by_name(ranks, refuse):
+    ranks(refuse)
