@@ -230,8 +230,8 @@ def coder_of(optimizer: Any) -> Coder:
     return coder
 
 
-def is_for(optimizer: Any, stash: Stash) -> bool:
-    """Whether `optimizer` has its state in codes."""
+def is_for(stash: Stash) -> bool:
+    """Whether the optimizer of this stash has its state in codes."""
     return stash.policy.optimizer_state is not None
 
 

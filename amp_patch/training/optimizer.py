@@ -177,7 +177,7 @@ def enter_training(
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
         _copies.install(_carry_stash)  # the optimizer keeps its class, so that its copies need the stash from here
     else:
-        ways = (way for way in (coded_steps, rounded_shards) if way.is_for(optimizer, stash))
+        ways = (way for way in (coded_steps, rounded_shards) if way.is_for(stash))
         generated_class.give(optimizer, mixin, tuple(name for way in ways for name in way.KEY))
         _lead_scheduler(optimizer)
     enter_step(optimizer, stash)

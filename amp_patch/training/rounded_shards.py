@@ -137,10 +137,9 @@ def _take_gradients(stash: Stash) -> None:
 # The optimizer
 
 
-def is_for(optimizer: Any, stash: Stash) -> bool:
-    """Whether `optimizer` has shards that are rounded, or may come to have some."""
-    sharded = stash.policy.master_weights == STOCHASTIC and bool(stash.neighbours.sharded or stash.masters.parts)
-    return sharded and coded_steps.reason_against(optimizer) is None
+def is_for(stash: Stash) -> bool:
+    """Whether the optimizer of this stash has shards that are rounded, or may come to have some."""
+    return stash.master_form is not None and bool(stash.neighbours.sharded or stash.masters.parts)
 
 
 def enter(optimizer: Any, stash: Stash) -> None:

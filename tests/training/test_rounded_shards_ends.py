@@ -1,13 +1,14 @@
-"""How trainings on BF16 shards that are rounded by chance end: checkpoints, `kill -9`, Ctrl-C, `restore`, refusals."""
+"""How trainings on BF16 shards that are rounded by chance end: checkpoints, `kill -9`, Ctrl-C, `restore`, pickles, refusals."""
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from coded_shards import ROUNDED, SHARDED, go_on, here, resumable, sharded, start, state_of
+from coded_shards import MAKERS, ROUNDED, SHARDED, go_on, here, resumable, sharded, start, state_of
 from coded_states import OPTIM, coded, interrupt, loss_of, opened
 from fsdp_trainings import (
     averaged,
@@ -135,6 +136,65 @@ def restored(make: str) -> None:
 @pytest.mark.parametrize("make", ["NAdam", "SGD, not fused"])
 def test_restore_leaves_torchs_own_training_in_bf16(ranks, make):
     ranks(restored, make)
+
+
+def pickled(make: str) -> None:
+    """The optimizer's own shards, and what is here of them, go with it."""
+    model, optimizer = start(make, **ROUNDED)
+    go_on(model, optimizer, range(2))
+    optimizer.zero_grad()
+    backward(loss_of(model, 2), optimizer)
+    copy = pickle.loads(pickle.dumps(optimizer))
+    shards, copies = ([p for group in o.param_groups for p in group["params"]] for o in (optimizer, copy))
+    for param, other in zip(shards, copies, strict=True):
+        other.grad = param.grad.clone()
+    assert len(copy._amp_stash.masters.links) == 8, "one master for the part of each"
+    optimizer.step()
+    copy.step()
+    assert same(here(copies), here(shards)) and same(state_of(copy), state_of(optimizer))
+
+
+@pytest.mark.parametrize("make", ["AdamW", "NAdam"])
+def test_a_pickled_optimizer_steps_as_the_first(ranks, make):
+    ranks(pickled, make)
+
+
+def pickled_alone() -> None:
+    """The second of two optimizers, whose shards are the fifth and those after it of their training."""
+    model = sharded("O5", torch.bfloat16)
+    made = [MAKERS["NAdam"](list(part.parameters())) for part in (model[:2], model[2:4], model[4:])]
+    model, optimizers = amp.initialize(model, made, **ROUNDED, verbosity=0)
+    for step in range(2):
+        with amp.scale_loss(loss_of(model, step), optimizers) as loss:
+            loss.backward()
+        if step == 0:
+            [optimizer.step() for optimizer in optimizers]
+    copy = pickle.loads(pickle.dumps(optimizers[1]))
+    shards, copies = ([p for group in o.param_groups for p in group["params"]] for o in (optimizers[1], copy))
+    for param, other in zip(shards, copies, strict=True):
+        other.grad = param.grad.clone()
+    optimizers[1].step()
+    copy.step()
+    assert same(here(copies), here(shards))
+
+
+def test_one_of_several_optimizers_that_is_pickled_alone_rounds_by_the_same_chance(ranks):
+    ranks(pickled_alone)
+
+
+def pickled_without_any() -> None:
+    model = sharded("O5", torch.bfloat16)
+    optimizer = MAKERS["NAdam"]([nn.Parameter(torch.ones(4))])
+    model, optimizer = amp.initialize(model, optimizer, **ROUNDED, verbosity=0)
+    copy = pickle.loads(pickle.dumps(optimizer))
+    (param,) = copy.param_groups[0]["params"]
+    param.grad = torch.ones_like(param)
+    copy.step()
+    assert bool((param < 1).all())
+
+
+def test_a_pickled_optimizer_that_has_no_shards_yet_steps(ranks):
+    ranks(pickled_without_any)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
