@@ -99,6 +99,12 @@ MUTATIONS = (
         ("test_stochastic_masters.py",),
     ),
     Mutation(
+        "stochastic rounding: a shard is rounded by the bits of the whole parameter",
+        'vars(master)["start"] = place_in_whole(shard)',
+        "pass",
+        ("test_rounded_shards.py",),
+    ),
+    Mutation(
         "state in eight bits: what was read is encoded before the next backward or step",
         "        elif self._opened:\n            self.encode()",
         "        elif self._opened:\n            pass",
