@@ -7,7 +7,6 @@ and portions, are those of any training.
 
 from __future__ import annotations
 
-from threading import get_ident
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,7 +62,7 @@ class ShardState(CodedState):
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        return value if self.coder.stepper == get_ident() else self._whole(value)
+        return value if self.coder.is_stepping else self._whole(value)
 
     def __setitem__(self, name: str, value: Any) -> None:
         value = self._part(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, ValuesView
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -219,7 +219,7 @@ class Coder:
 
     Attributes:
         is_up_to_date: whether nothing was put into the states since `close`.
-        stepper: the thread that makes a step, for which states of shards are plain tensors (coded_shards.py).
+        stepper: the thread that makes a step, and that `Step`.
     """
 
     def __init__(
@@ -230,11 +230,19 @@ class Coder:
     ) -> None:
         self.kind, self.state_of, self._in_fp32 = kind, state_of, in_fp32
         self.is_up_to_date = False
-        self.stepper: int | None = None
+        self.stepper: tuple[int, Any] | None = None
         self._opened: list[Coded] = []
         self._lock = RLock()
         self._room = Recycled()  # the memory that steps have the values in
         self._most = 0  # the elements that it has
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether this thread makes a step, for which states of shards are plain tensors (coded_shards.py).
+
+        After Ctrl-C `stepper` may be there still: its step is over.
+        """
+        return self.stepper is not None and self.stepper[0] == get_ident() and self.stepper[1].is_running
 
     def open(self, coded: Coded) -> Tensor:
         """The FP32 value of a tensor, which counts from now on until `close`."""

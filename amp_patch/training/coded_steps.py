@@ -189,7 +189,7 @@ class InCodes(Strategy):
         stands_in = None if step.given else self.steppable(optimizer, coder)
         try:
             if stands_in is not None:
-                step.optimizer, coder.stepper = stands_in, get_ident()
+                step.optimizer, coder.stepper = stands_in, (get_ident(), step)
             return _strategy(step).run(step, in_fp32)
         finally:
             step.optimizer, coder.stepper = optimizer, None

@@ -111,6 +111,11 @@ class Step(Block):
         self._no_casts: regions.region | None = None
         self._exit_watch: Any = None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the block was entered, and not left."""
+        return self.stash.step is self
+
     def __enter__(self) -> Step:
         optimizer, stash = self.optimizer, self.stash
         self._exit_watch = when_left(self, lambda _: self._leave_for_good())
