@@ -81,7 +81,7 @@ void adam(const List& grads, const List& params, const List& first, const List& 
   const Lists lists({grads, params, first, second});
   const Tensors none;
   Steps<LateSteps>::adam(lists.of[0], lists.of[1], lists.of[2], lists.of[3], none, none, none, none, none, lr, step,
-                         factors, std::nullopt, 0.9, 0.99, 1e-8, 0.1, true, false, true, 0, {});
+                         factors, std::nullopt, 0.9, 0.99, 1e-8, 0.1, true, false, true, 0, {}, {});
 }
 
 void sgd(const List& grads, const List& params, const List& buffers, const Number& lr,
@@ -89,7 +89,7 @@ void sgd(const List& grads, const List& params, const List& buffers, const Numbe
   const Lists lists({grads, params, buffers});
   const Tensors none;
   Steps<LateSteps>::sgd(lists.of[0], lists.of[1], lists.of[2], none, none, lr, factors, std::nullopt, 0.9, 0, 0.1,
-                        false, false, false, 0, {});
+                        false, false, false, 0, {}, {});
 }
 
 }  // namespace
