@@ -26,7 +26,7 @@ from amp_patch.environment import named_level
 
 LEVELS = ("O5", "O5+split", "O5+stochastic", "O4")
 WIDTHS = {"level": -15, "batch": 5, "without ms": 12, "with ms": 9, "ratio": 7, "bytes: without": 16, "with": 7}
-TINY = {"tiny": Sizes(1, 16, 2, 32, 8, 4)}
+TINY = {"tiny": Sizes(2, 192, 2, 32, 8, 4)}  # whose large weights are released one by one
 
 
 def training(level: str, sizes: Sizes, batch: int, device: str, release: bool) -> tuple[Callable[[], Any], int]:
