@@ -116,6 +116,13 @@ class HalfGradients:
         self._first = next((TensorWeakRef(grad) for grad in taken.values()), None)
         return True
 
+    def hold(self, grads: dict[int, Tensor]) -> None:
+        """Have these wait, by the id of their masters, for a step that follows at once; none may wait before.
+
+        Others may hold them too, and they may be parts of other tensors: nobody writes them before the step.
+        """
+        self.grads, self.factors, self.norms = grads, [], None
+
     def check(self, inverse: Number) -> Tensor:
         """Make `inverse` (FP32, one element; 1.0: none) the first factor; whether a product overflows; no sync.
 

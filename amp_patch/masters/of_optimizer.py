@@ -84,6 +84,7 @@ class Masters:
 
     Attributes:
         waiting: where gradients wait in low precision; None where they do not.
+        parts: of the sharded parameters that are low precision what is here, by the shard's id.
         found_bare: called when the groups have come to hold low-precision parameters without masters; not copied.
     """
 
@@ -92,8 +93,8 @@ class Masters:
         self.found_bare: Callable[[], None] | None = None
         self._route = GradRoute()
         self._stepped_grads = SteppedGradients()
+        self.parts: dict[int, Part] = {}
         self._params: dict[int, tuple[Tensor, Link]] = {}  # id(master) -> the parameter and its link to this master
-        self.parts: dict[int, Part] = {}  # by the shard's id
         self._draws: dict[int, tuple[Tensor, int | None]] = {}  # of a copy, for the parts to be made of its shards
         self._known: GroupParams | None = None
 

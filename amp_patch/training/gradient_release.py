@@ -317,7 +317,7 @@ def _let_wait(linked: list[tuple[Tensor, Link]], waiting: HalfGradients | None) 
             half[id(link.master)] = grad
         else:
             others.append((param, link.master))
-    waiting.grads, waiting.factors, waiting.norms = half, [], None
+    waiting.hold(half)
     return others
 
 

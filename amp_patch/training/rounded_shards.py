@@ -118,7 +118,7 @@ def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
     """Have these wait for their masters; FP32 ones where none can, or where others wait that are to be multiplied."""
     waiting = stash.masters.waiting
     if waiting is not None and not waiting:
-        waiting.grads, waiting.factors, waiting.norms = grads, [], None
+        waiting.hold(grads)
         return
     for part in stash.masters.parts.values():
         if (grad := grads.get(id(part.master))) is not None:
