@@ -37,6 +37,9 @@ from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, 
 from amp_patch.training.step import WHOLE, Strategy, lead_to_step, step_of
 from amp_patch.training.unscale import unscale_pending
 
+# What keeps an optimizer's state otherwise than torch: each has KEY, `check`, `is_for`, `enter` and `overrides`.
+_KEEPERS = (coded_steps, rounded_shards)
+
 _copies = Installation()
 _KNOWN_ZERO_GRADS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)  # as they are before anybody patches
 
@@ -49,7 +52,7 @@ class AmpOptimizer(Generated):
     @classmethod
     def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
         overrides = {"step": step_of(base), "strategy": _strategy_of(base)}
-        for way in (coded_steps, rounded_shards):
+        for way in _KEEPERS:
             overrides |= way.overrides(base) if set(way.KEY) <= set(key) else {}
         return overrides
 
@@ -160,7 +163,7 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
     zero_redundancy.check_zero(optimizer, policy)
     if policy.master_weights or policy.optimizer_state is not None:
         trial.check(zero_redundancy.stateful(optimizer), policy.optimizer_state is not None)
-    for way in (coded_steps, rounded_shards):
+    for way in _KEEPERS:
         way.check(optimizer, policy)
 
 
@@ -177,7 +180,7 @@ def enter_training(
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
         _copies.install(_carry_stash)  # the optimizer keeps its class, so that its copies need the stash from here
     else:
-        ways = (way for way in (coded_steps, rounded_shards) if way.is_for(stash))
+        ways = (way for way in _KEEPERS if way.is_for(stash))
         generated_class.give(optimizer, mixin, tuple(name for way in ways for name in way.KEY))
         _lead_scheduler(optimizer)
     enter_step(optimizer, stash)
@@ -217,7 +220,7 @@ def _lead_scheduler(optimizer: Any) -> None:
 def enter_step(optimizer: Any, stash: Stash) -> None:
     """Let `stash` know whose it is, and have gradients wait where the optimizer's strategy takes them so."""
     stash.neighbours.owner = weakref.ref(optimizer)
-    for way in (coded_steps, rounded_shards):
+    for way in _KEEPERS:
         way.enter(optimizer, stash)
     if stash.policy.master_weights and (one_pass.knows(optimizer) or portions.knows(optimizer, stash)):
         stash.masters.let_gradients_wait()
