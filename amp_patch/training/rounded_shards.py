@@ -32,9 +32,12 @@ KEY = ("rounded_shards",)  # of the generated classes
 def check(optimizer: Any, policy: Policy) -> None:
     """Raise unless the (innermost) optimizer can step the parts of the shards that `policy` has rounded by chance.
 
-    Those that are frozen count: they may be trained later.
+    Those that are frozen count: they may be trained later. Where the state is kept in codes, `coded_steps.check` has
+    made the same trial.
     """
-    _check("initialize", optimizer, policy, [param for group in optimizer.param_groups for param in group["params"]])
+    if policy.optimizer_state is None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        _check("initialize", optimizer, policy, params)
 
 
 def check_new_group(optimizer: Any, policy: Policy, params: list[Tensor]) -> None:
