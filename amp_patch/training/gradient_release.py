@@ -171,8 +171,8 @@ class _Release(Strategy):
 
     def run(self, step: Step, plain: Plain) -> Any:
         """Step what no backward has stepped: settling masters that one has would be a pass over all weights."""
-        reached = {id(link.master) for param, link in step.links if id(param) in self._reached}
-        step.links = step.links.without({id(m) for m in step.links.masters if id(m) in reached and not has_gradient(m)})
+        reached = {id(link.master): link.master for param, link in step.links if id(param) in self._reached}
+        step.links = step.links.without({key for key, master in reached.items() if not has_gradient(master)})
         strategy = _suiting(step, plain, type(step.optimizer))
         return self._run_rest(step, strategy, plain) if self._written else strategy.run(step, plain)
 
