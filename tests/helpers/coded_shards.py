@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from coded_states import LEVELS, OPTIM, coded, die_in_the_next_step, in_eight_bits, loss_of, opened
 from coded_states import MAKERS as CODED_MAKERS
+from coded_states import state_of as whole_state_of
 from fsdp_trainings import full, fully_shard, load_checkpoint, save_checkpoint
 from torch import Tensor, nn
 from training import backward, iterate
@@ -52,8 +53,7 @@ def here(tensors: Any) -> list[Tensor]:
 
 def state_of(optimizer: Any) -> list[Tensor]:
     """All tensors of the state as `state_dict()` gives them, those of this process."""
-    states = sorted(optimizer.state_dict()["state"].items())
-    return here(t for _, state in states for t in state.values() if isinstance(t, Tensor))
+    return here(whole_state_of(optimizer))
 
 
 def referenced(make: Any, options: Any) -> dict[str, Any]:
@@ -79,9 +79,7 @@ def referenced(make: Any, options: Any) -> dict[str, Any]:
                 codes = codes_of(type(reference).__name__, name, state)
                 if part.numel() >= 4096 and getattr(value, "shape", None) == part.shape and codes is not None:
                     value.copy_(in_eight_bits(value, codes))
-    states = sorted(reference.state_dict()["state"].items())
-    tensors = [t for _, state in states for t in state.values() if isinstance(t, Tensor)]
-    return {"losses": losses, "weights": here(shards), "state": here(tensors)}
+    return {"losses": losses, "weights": here(shards), "state": state_of(reference)}
 
 
 @torch.no_grad()
@@ -191,12 +189,10 @@ def on_one_process(make: Any, level: str, kept: dict[str, torch.dtype]) -> dict[
                 for part in state[name].chunk(2):
                     if part.numel() >= 4096:
                         part.copy_(in_eight_bits(part, codes))
-    states = sorted(optimizer.state_dict()["state"].items())
-    tensors = [t for _, state in states for t in state.values() if isinstance(t, Tensor)]
     return {
         "losses": losses,
         "weights": here(shards),
-        "state": parts_of(tensors),
+        "state": parts_of(whole_state_of(optimizer)),
         "numbers": numbers_of(optimizer),
     }
 

@@ -22,6 +22,7 @@ from coded_shards import (
 )
 from coded_states import MAKERS as CODED_MAKERS
 from coded_states import loss_of
+from coded_states import state_of as whole_state_of
 from fsdp_trainings import (
     averaged,
     four_fixture,  # noqa: F401  the fixture `four`
@@ -84,12 +85,10 @@ def whole_training(make: str, options: Any, build: Any, shards: bool) -> dict[st
         losses.append(loss.item())
         backward(loss, optimizer)
         optimizer.step()
-    states = [optimizer.state_dict()["state"][index] for index in range(len(list(model.parameters())))]
-    tensors = [full(value) for state in states for value in state.values() if isinstance(value, Tensor)]
     return {
         "losses": losses,
         "weights": [full(p).detach().clone() for p in model.parameters()],
-        "state": tensors,
+        "state": list(map(full, whole_state_of(optimizer))),
         "chance": amp.state_dict(),
     }
 

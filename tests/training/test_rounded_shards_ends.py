@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from coded_shards import MAKERS, ROUNDED, SHARDED, go_on, here, resumable, sharded, start, state_of
 from coded_states import OPTIM, coded, interrupt, loss_of, opened
+from coded_states import state_of as whole_state_of
 from fsdp_trainings import (
     averaged,
     full,
@@ -20,7 +21,7 @@ from fsdp_trainings import (
     save_checkpoint,
 )
 from ranks import RankError
-from torch import Tensor, nn
+from torch import nn
 from training import backward, same
 
 from amp_patch import amp
@@ -50,9 +51,8 @@ def saved_and_trained(steps: range, load: str = "", save: str = "") -> dict[str,
         optimizer.step()
     if save:
         save_checkpoint(model, optimizer, save)
-    states = sorted(optimizer.state_dict()["state"].items())
-    tensors = [full(t) for _, state in states for t in state.values() if isinstance(t, Tensor)]
-    return {"weights": [full(p).detach().clone() for p in model.parameters()], "state": tensors}
+    weights = [full(p).detach().clone() for p in model.parameters()]
+    return {"weights": weights, "state": list(map(full, whole_state_of(optimizer)))}
 
 
 @averaged
