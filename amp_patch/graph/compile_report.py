@@ -1,4 +1,4 @@
-"""What `Graph.debug` prints: how many graphs a call compiled, in what time, and why they broke."""
+"""The report of `Graph.debug`: how many graphs a call compiled, in how much time, and why graphs broke."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class CompileReport:
-    """A context manager that prints what was compiled in its block; at `level` 1 or more also why graphs broke."""
+    """Print the compilations of the block; at `level` 1 or more also the reasons for graph breaks."""
 
     def __init__(self, name: str, level: int) -> None:
         self._name, self._level = name, level

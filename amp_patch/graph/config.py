@@ -45,10 +45,10 @@ class GraphConfig:
     def set_gradient_accumulation_steps(self, value: int) -> None:
         """Take each call's batch in `value` micro-batches, with one optimizer step for all of them.
 
-        Every tensor given to the graph, those of shape [] aside, is split along its first dimension, which `value` must
-        divide. The gradients are the sum over the micro-batches: where the loss is a mean, divide it by `value`, as in
-        OneFlow. Of what `build` returns, tensors are concatenated along their first dimension, and those of shape []
-        become one of shape [value].
+        Every tensor given to the graph, except those of shape [], is split along its first dimension; `value` must
+        divide its size. The gradients are the sum over the micro-batches: if the loss is a mean, divide it by `value`,
+        as in OneFlow. Tensors that `build` returns are concatenated along their first dimension. Tensors of shape []
+        become one tensor of shape [value].
         """
         self.check_open("set_gradient_accumulation_steps")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -81,7 +81,7 @@ class GraphConfig:
         }
 
     def _left_to_the_compiler(self, mode: Any = True) -> None:
-        """Accepted, without effect: the compiler fuses, orders and chooses by itself."""
+        """Accepted without effect: the compiler decides about fusion, order and algorithms."""
 
     allow_fuse_model_update_ops = _left_to_the_compiler
     allow_fuse_add_to_output = _left_to_the_compiler

@@ -1,4 +1,4 @@
-"""Graph: one call compiles and runs a step; here is what it checks at its first call, and what each call does."""
+"""Graph: the checks of its first call, and the compiled step that each call runs."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ class Graph:
         self.debug(debug_v_level)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """What the graph computes, to be overridden: calls modules, and `loss.backward()` where it trains."""
+        """Compute the step; override this: call modules and, in a training graph, `loss.backward()`."""
         raise NotImplementedError(f"{type(self).__name__}.build must be overridden: it says what the graph computes")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph on `build`'s arguments; returns what it returns, detached."""
+        """Run the graph on the arguments of `build`; returns the result of `build`, detached."""
         if self._run is None:
             self._run = self._prepared()
         if self._debug_level < 0:
@@ -175,10 +175,11 @@ class Graph:
         self._debug_level = v_level if prints else -1
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The state of all that the graph holds; written into `destination` if given. Syncs with the device.
+        """Return the state of all objects of the graph; written into `destination` if given. Syncs with the device.
 
-        Each module's state dict is under the name of its attribute; under "graph.optimizers", "graph.lr_schedulers",
-        "graph.grad_scaler" and "graph.loss_scalers" (of `initialize`) is that of the rest, where there is any.
+        Each module's state dict has the name of its attribute as key. The keys "graph.optimizers",
+        "graph.lr_schedulers", "graph.grad_scaler" and "graph.loss_scalers" (of `initialize`) hold the state of the
+        other objects, if the graph has any.
         """
         state = {} if destination is None else destination
         for name, part in self._parts().items():
@@ -186,10 +187,10 @@ class Graph:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load what `state_dict` gave, before the first call or after it.
+        """Load a result of `state_dict`, before the first call or after it.
 
         Args:
-            strict: that the keys are those of this graph, and of each of its modules; else what both have is loaded.
+            strict: require the keys of this graph and of each of its modules; otherwise load the common keys.
 
         Raises:
             RuntimeError: the keys differ, or a list has another length. Nothing is loaded then.
@@ -224,7 +225,7 @@ class Graph:
         return {
             **vars(self),
             "_run": None,
-        }  # compiled and bound to this graph: a copy compiles anew
+        }  # compiled and bound to this graph: a copy compiles again
 
     def __getattr__(self, name: str) -> Any:
         if name in ("config", "_run", "_optimizers", "_name", "_debug_level"):
@@ -286,7 +287,7 @@ class Graph:
         return {name: value for name, value in vars(self).items() if isinstance(value, nn.Module)}
 
     def _stashes(self) -> list[Stash]:
-        """What amp_patch knows of those optimizers that went through `initialize`."""
+        """Return the stashes of the optimizers that went through `initialize`."""
         found = [stash_of(innermost(optim)) for optim, _ in self._optimizers]
         return [stash for stash in found if stash is not None and stash.enabled]
 
@@ -335,7 +336,7 @@ class Graph:
         return results[0] if steps == 1 else joined(results)
 
     def _built(self, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
-        """What `build` returns, and the losses that called `backward()` in it."""
+        """Return the result of `build`, and the losses whose `backward()` it called."""
         assert self._run is not None
         noted = self._noted
         try:

@@ -1,4 +1,4 @@
-"""What `loss.backward()` does inside a graph's `build`: the loss is noted, and its backward runs after `build`."""
+"""`loss.backward()` inside a graph's `build`: the loss is recorded, and its backward runs after `build`."""
 
 from __future__ import annotations
 

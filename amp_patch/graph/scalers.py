@@ -10,12 +10,12 @@ from amp_patch.policy import scale_number
 class GradScaler(OlderGradScaler):
     """`amp_patch.GradScaler` with OneFlow's arguments: `GradScaler(2.0**16, 2.0, 0.5, 2000)`.
 
-    The scale is on CUDA where there is a device. Source: oneflow.amp.GradScaler.
+    The scale is on CUDA if a device is available. Source: oneflow.amp.GradScaler.
     """
 
 
 class StaticGradScaler(AnyGradScaler):
-    """A loss scale that stays what it is. A step whose gradients overflow is skipped, where OneFlow's would take it.
+    """A constant loss scale. A step whose gradients overflow is skipped; OneFlow's would take it.
 
     Args:
         scale_factor: the scale, a positive number.

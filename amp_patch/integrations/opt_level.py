@@ -1,4 +1,4 @@
-"""What the plugins for `lightning` and for `pytorch_lightning` share: Lightning's hooks. It imports neither package."""
+"""Lightning's hooks, shared by the plugins for `lightning` and `pytorch_lightning`. This file imports neither."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class OptLevel:
     """Lightning's `Precision` hooks at an opt level, for automatic and manual optimization, on one device or under DDP.
 
     From the set-up of `fit`, `validate`, `test` or `predict` to its end the LightningModule is a model of
-    `amp.initialize`, and so are the children that `training_step` may call directly; then it is plain again, in FP32
-    with the masters' values, or in the FP16 or BF16 in which it came, to which they are rounded. The casts of O1 hold
-    in the steps, not in the rest of the process.
+    `amp.initialize`. So are the children that `training_step` may call directly. At the end the module is plain again,
+    in FP32 with the masters' values. If it came in FP16 or BF16, the values are rounded to that type. The casts of O1
+    apply in the steps, not in the rest of the process.
 
-    A backward gives all optimizers unscaled gradients, except those that `toggle_optimizer` has switched off. Clipping
-    acts on the masters; `on_after_backward` and later hooks see unscaled gradients, at O2 and O5 those of the
-    optimizers' parameters. A checkpoint holds FP32 weights, and the loss scale.
+    A backward leaves unscaled gradients for all optimizers, except optimizers that `toggle_optimizer` has switched off.
+    Clipping acts on the masters. `on_after_backward` and later hooks see unscaled gradients; at O2 and O5 they see the
+    gradients of the optimizers' parameters. A checkpoint holds FP32 weights and the loss scale.
 
     Args:
         opt_level, options: as of `amp.initialize`. All losses share one scale.
@@ -75,7 +75,7 @@ class OptLevel:
         casts_state.set_default(default)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The casts of the level, in which Lightning runs the steps."""
+        """Return the context of the level's casts; Lightning runs the steps in it."""
         policy = policy_of(self.models[0]) if self.models else None
         return nullcontext() if policy is None else regions.region(policy)
 

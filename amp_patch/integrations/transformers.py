@@ -38,9 +38,9 @@ class OptLevelTrainer(Trainer):
 
     Losses and gradient norms are logged unscaled, clipping acts on the masters, and checkpoints hold FP32 weights, a
     config that says so, and the loss scale: `resume_from_checkpoint` goes on to the same bits. The model stays one of
-    `amp.initialize` when the training ends; save it with `save_model`, or as `amp.fp32_copy(trainer.model)`, a plain
-    one: `save_pretrained` by itself names the type of the cast weights in its config, and they come back in that. A
-    step skipped on overflow moves the schedule of the learning rate nonetheless.
+    `amp.initialize` when the training ends. Save it with `save_model`, or save the plain
+    `amp.fp32_copy(trainer.model)`: `save_pretrained` alone writes the type of the cast weights into its config, and
+    loads them in that type. A step that is skipped on overflow still moves the schedule of the learning rate.
 
     Args:
         opt_level: as of `amp.initialize`.
@@ -48,7 +48,7 @@ class OptLevelTrainer(Trainer):
         args, kwargs: as of `transformers.Trainer`.
 
     Raises:
-        ValueError: the TrainingArguments ask for a mixed precision of their own (`fp16`, `bf16`).
+        ValueError: the TrainingArguments request a mixed precision (`fp16`, `bf16`) in addition to the opt level.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class OptLevelTrainer(Trainer):
             _says_fp32(Path(output_dir or self.args.output_dir or "", "config.json"), policy.cast_model_type)
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """The Trainer's step, in which `accelerator.backward` scales the loss."""
+        """Run the Trainer's step with an `accelerator.backward` that scales the loss."""
         plain = self.accelerator.backward  # whatever loss a subclass's compute_loss has made arrives there
 
         def backward(loss: Tensor, **options: Any) -> None:
@@ -123,10 +123,11 @@ def _trains_low_precision(model: Any) -> bool:
 
 @contextmanager
 def _adapters_keep_their_type(model: Any) -> Iterator[None]:
-    """Let `load_adapter` of a PeftModel that is cast leave the adapters that it has in their type.
+    """Make `load_adapter` of a cast PeftModel keep the type of adapters that the model has already.
 
-    By itself it makes FP32 of what it has loaded, also where the masters have the exact values: these would take the
-    rounded ones for an edit. The Trainer calls it to resume, and for `load_best_model_at_end`.
+    Without this it casts the loaded adapters to FP32. The masters hold the exact values, and would take the rounded
+    values of the parameters for a user's edit. The Trainer calls `load_adapter` to resume, and for
+    `load_best_model_at_end`.
     """
     load = getattr(model, "load_adapter", None)
     if load is None or "autocast_adapter_dtype" not in inspect.signature(load).parameters:

@@ -5,17 +5,17 @@ one, or of float64 (then the tensors at that place are float64 in every list: fl
 tensors, 0 too; any sizes, 0 too; any strides. All on one device: callers group by device. Arithmetic is in FP32 (FP64
 for float64), each result is rounded once, to nearest even: exactly ``(src.float() * factor).to(dst.dtype)``.
 
-Nothing here is recorded by autograd: outputs that require grad are refused unless grad mode is off. Nothing syncs with
-the device. What is wrong with a call (ValueError, TypeError) is found before the first write. Written tensors have
-their version counter bumped, as by torch's in-place functions.
+Autograd records no call: outputs that require grad are refused unless grad mode is off. No call syncs with the device.
+Invalid arguments raise ValueError or TypeError before the first write. A call bumps the version counter of each tensor
+that it writes, as torch's in-place functions do.
 
-``found_inf`` is a float32 tensor of one element on the lists' device. A kernel only ever writes 1.0 into it, where it
-meets an infinity or a NaN; zeroing it is the caller's (as for torch's ``_amp_foreach_non_finite_check_and_unscale_``).
+``found_inf`` is a float32 tensor of one element on the lists' device. A kernel writes 1.0 into it if it meets an
+infinity or a NaN, and never another value. The caller zeroes it (as for torch's
+``_amp_foreach_non_finite_check_and_unscale_``).
 
-Two backends give the same results, up to rounding in the sums of norms and the steps of optimizers: the extension
-``amp_patch._C``, and plain torch where it is absent or not built for the tensors' device.
-``AMP_PATCH_BACKEND=torch`` in the environment, or
-``use_backend("torch")``, turns to plain torch.
+There are two backends: the extension ``amp_patch._C``, and plain torch, used if the extension is absent or not built
+for the tensors' device. Their results are equal up to rounding in the sums of norms and in the steps of optimizers.
+``AMP_PATCH_BACKEND=torch`` in the environment, or ``use_backend("torch")``, selects plain torch.
 """
 
 from __future__ import annotations
@@ -182,16 +182,16 @@ def multi_tensor_unscale_l2norm(
 def multi_tensor_unscale_l2norm(
     grads: Tensors, inv_scale: Number, found_inf: Tensor | None, per_tensor: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``multi_tensor_unscale``, then ``multi_tensor_l2norm`` of what it stored, in one pass: for clipping."""
+    """``multi_tensor_unscale``, then ``multi_tensor_l2norm`` of the stored values, in one pass: for clipping."""
     total, norms = run(_UNSCALE_L2NORM, plain.unscale_l2norm, (grads,), (inv_scale, found_inf))
     return (total, norms) if per_tensor else total
 
 
 def multi_tensor_adopt(params: Tensors, masters: Tensors) -> None:
-    """Where a user changed a published low-precision weight, its FP32 master takes the new value.
+    """Copy user edits of low-precision weights into their FP32 masters.
 
-    Element by element: ``master = param if master.to(param.dtype) != param else master``. So a master keeps its
-    precision where nothing was edited, and a NaN in a parameter is adopted. ``masters`` are float32, written in place.
+    Element by element: ``master = param if master.to(param.dtype) != param else master``. An element that was not
+    edited keeps its FP32 value. A NaN in a parameter counts as an edit. ``masters`` are float32, written in place.
     """
     run(_ADOPT, plain.adopt, (params, masters), ())
 

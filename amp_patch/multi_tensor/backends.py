@@ -1,4 +1,4 @@
-"""What runs the kernels: the extension `amp_patch._C`, or plain torch, and why; and the call of a kernel."""
+"""Choice of the backend, the extension `amp_patch._C` or plain torch, and the call of a kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BUILD = "build it with `pip install --no-build-isolation .`"
 
 
 def _load() -> tuple[ModuleType | None, str]:
-    """The extension `amp_patch._C`, or None; and the reason, in a line."""
+    """Import the extension `amp_patch._C`; returns it or None, and the reason in one line."""
     lacks, built_with = _build_notes()
     if built_with and _minor(built_with) != _minor(torch.__version__):
         # No trial import: a build for another torch may import without a missing symbol and read a wrong object layout.
@@ -40,9 +40,9 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 def _build_notes() -> tuple[str, str]:
-    """From `_build.py`, which setup.py writes: what the extension lacks, or why there is none; its torch's version.
+    """Read `_build.py`, which setup.py writes: why the extension is incomplete or absent, and its torch version.
 
-    Each may be "". A clone that has built nothing has no such file, and older builds wrote no `TORCH`.
+    Each is "" if unknown. A clone without a build has no such file, and older builds wrote no `TORCH`.
     """
     try:
         build = importlib.import_module("amp_patch._build")
@@ -52,7 +52,7 @@ def _build_notes() -> tuple[str, str]:
 
 
 def _minor(version: str) -> list[str]:
-    """The first two numbers of a version. Extensions built with 2.13.0 load in 2.13.1, and not in 2.14.0."""
+    """Return the first two numbers of a version: an extension built with 2.13.0 loads in 2.13.1, not in 2.14.0."""
     return version.split(".")[:2]
 
 
@@ -66,23 +66,23 @@ if _forced == "" and _C is None and _build_notes()[1]:  # an extension was built
     warnings.warn(f"amp_patch runs on plain torch: {_reason}", RuntimeWarning, stacklevel=2)
 
 
-# The extension, where it runs the kernels; None where plain torch does. `use_backend` sets it, for all threads: read it
-# anew for every call.
+# The extension if it runs the kernels; None if plain torch does. `use_backend` sets it for all threads, so each call
+# must read it again.
 active: Any = None if _forced == "torch" else _C
 
 
 def extension() -> ModuleType | None:
-    """The extension ``amp_patch._C``; None where it is absent or turned off, and ``backend()`` is ``"torch"``."""
+    """Return the extension ``amp_patch._C``; None if it is absent or turned off (``backend()`` is ``"torch"``)."""
     return active
 
 
 def backend() -> str:
-    """``"cpp"`` or ``"torch"``: what runs the kernels, where the extension is built for the tensors' device."""
+    """Return ``"cpp"`` or ``"torch"``, the backend for devices that the extension is built for."""
     return "torch" if active is None else "cpp"
 
 
 def backend_reason() -> str:
-    """One line: why ``backend()`` is what it is."""
+    """Return the reason for the present ``backend()``, in one line."""
     return "AMP_PATCH_BACKEND or use_backend() asks for torch" if _C is not None and active is None else _reason
 
 
@@ -102,7 +102,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def run(contract: Contract, in_torch: Callable[..., Any], lists: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-    """A kernel: of the extension where that serves the tensors' device, else `in_torch`; both take the same.
+    """Call the extension's kernel if it is built for the tensors' device; otherwise `in_torch`. Both take the same.
 
     Raises:
         ValueError, TypeError: the call breaks the contract. Nothing was written.

@@ -23,23 +23,23 @@ CODES = (*SIGNED, *UNSIGNED)
 BLOCK = 256  # elements whose codes share a scale
 LOW = (torch.float16, torch.bfloat16)
 DTYPES = (*FP32, *LOW, torch.float64)
-MOST_FACTORS = 2  # a step multiplies gradients by at most so many
+MOST_FACTORS = 2  # the most factors that a step multiplies gradients by
 
 
 @dataclass(frozen=True, eq=False)  # eq: the dicts of the checker hash by identity, which is fast
 class TensorList:
-    """A list that a kernel takes.
+    """A list of tensors that a kernel takes.
 
     Attributes:
-        name: the argument's.
-        dtypes: one of these each tensor has.
-        written: in place; else the list is only read.
-        optional: it may be empty beside others that are not.
-        is_counts: the tensors have one element each, and may lie on the CPU while the others lie elsewhere.
-        weights: the name of the list with the bfloat16 weights of the int16 tensors here, which are halves of split
-            masters. A bfloat16 tensor here has no weight: it is one, rounded stochastically.
-        scales_of: the name of the list with the codes whose scales are here. Beside a tensor that is no codes there is
-            one without elements.
+        name: of the argument.
+        dtypes: the types that a tensor of the list may have.
+        written: the list is written in place; otherwise it is only read.
+        optional: the list may be empty while others are not.
+        is_counts: each tensor has one element, and may be on the CPU while the other lists are on another device.
+        weights: name of the list with the bfloat16 weights that belong to int16 tensors of this list (low halves of
+            split masters). A bfloat16 tensor of this list is a weight itself, and is rounded stochastically.
+        scales_of: name of the list of quantized values whose scales this list holds. The entry for a tensor that is not
+            quantized has no elements.
     """
 
     name: str
@@ -52,21 +52,21 @@ class TensorList:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Return the argument's name for messages."""
         return f"{self.name} of {self.scales_of}" if self.scales_of else self.name
 
 
 @dataclass(frozen=True, eq=False)  # eq: the dicts of the checker hash by identity, which is fast
 class Argument:
-    """What a kernel takes beside its lists: a tensor of one element on their device, a number, or either.
+    """A scalar argument of a kernel: a tensor of one element on the lists' device, a number, or either.
 
     Attributes:
-        name: the argument's.
-        dtypes: of the tensor; empty where a tensor is none of the choices.
-        number: float, or int for one of 32 bits; None where a number is none of the choices.
-        written: in place, where it is a tensor.
-        optional: None is right.
-        several: the argument is a list or tuple of up to MOST_FACTORS of them.
+        name: of the argument.
+        dtypes: the types that a tensor may have; empty if no tensor is accepted.
+        number: float, or int (32 bits); None if no number is accepted.
+        written: a tensor is written in place.
+        optional: None is accepted.
+        several: the argument is a list or tuple of up to MOST_FACTORS scalars.
     """
 
     name: str
@@ -89,17 +89,17 @@ def floats(*names: str) -> list[Argument]:
 
 @dataclass(frozen=True)
 class Contract:
-    """What one kernel takes. Its lists have one length, and the tensors at a place one shape.
+    """The arguments of one kernel. All lists have one length, and the tensors at one index have one shape.
 
     Attributes:
-        name: the function's.
+        name: of the function.
         lists: in the order of the extension's function.
-        arguments: those that follow the lists. What follows them is not checked.
-        lead: the place in `lists` of the one that the others are compared with.
-        dense: the tensors at a place have one memory order, without gaps or overlaps, and no written one overlaps
-            another. Else strides are free, and a written tensor may be the very one that is read.
-        rounds: the last three arguments are a seed, draws and starts, by which bfloat16 tensors of the leading list are
-            rounded.
+        arguments: the scalars after the lists. Later arguments are not checked.
+        lead: index in `lists` of the list that the others are compared with.
+        dense: the tensors at one index have one memory order, without gaps or overlaps, and no written tensor overlaps
+            another. Otherwise strides are free, and a tensor may be both read and written.
+        rounds: the last three arguments are a seed, draws and starts, for rounding bfloat16 tensors of the leading list
+            stochastically.
     """
 
     name: str

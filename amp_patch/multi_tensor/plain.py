@@ -95,7 +95,7 @@ def l2norm(tensors: Tensors, factor: Number = 1.0, found_inf: Tensor | None = No
 
 
 def unscale_l2norm(grads: Tensors, inv_scale: Number, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`unscale`, which writes `grads` in place, then `l2norm` of what it stored."""
+    """`unscale`, which writes `grads` in place, then `l2norm` of the stored values."""
     unscale(grads, inv_scale, found_inf)
     total, norms = l2norm(grads)
     return (total, norms) if grads or found_inf is None else (total.to(found_inf.device), norms.to(found_inf.device))

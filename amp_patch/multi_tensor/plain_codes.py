@@ -89,7 +89,7 @@ def decode(codes: Tensors, values: Tensors, scales: Tensors) -> None:
 
 
 def decoded(states: Tensors, scales: Tensors) -> list[Tensor]:
-    """The states in FP32: those that are codes as copies, any other itself."""
+    """Return the states in FP32: a dequantized copy of a quantized state, any other state itself."""
     made = [torch.empty_like(t, dtype=torch.float32) if is_coded(t) else t for t in states]
     coded = [i for i, t in enumerate(states) if is_coded(t)]
     decode([states[i] for i in coded], [made[i] for i in coded], [scales[i] for i in coded])

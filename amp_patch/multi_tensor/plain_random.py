@@ -14,16 +14,16 @@ def philox(words: list[Tensor], key: int) -> list[Tensor]:
     """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
     Args:
-        words: the four of the counters, int64 tensors of 32 bits each, of one shape.
-        key: of 64 bits.
+        words: the four words of the counters: int64 tensors of one shape with 32-bit values.
+        key: 64 bits.
 
     Returns:
-        Four random words, in such tensors.
+        Four random words, in the form of `words`.
     """
     c0, c1, c2, c3 = words
     key0, key1 = key & _WORD, key >> 32 & _WORD
     for _ in range(10):
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # of 64 bits, the sign among them
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64 bits, including the sign bit
         c0, c1 = (second >> 32).bitwise_xor_(c1).bitwise_xor_(key0).bitwise_and_(_WORD), second
         c2, c3 = (first >> 32).bitwise_xor_(c3).bitwise_xor_(key1).bitwise_and_(_WORD), first
         key0, key1 = key0 + 0x9E3779B9 & _WORD, key1 + 0xBB67AE85 & _WORD
@@ -44,7 +44,7 @@ def random_bits(like: Tensor, seed: int, draw: int | Tensor, start: int = 0) -> 
     counters = [groups & _WORD, groups >> 32, *draws]
     halves = torch.stack(philox(counters, seed), 1).to(torch.int32).view(torch.int16)  # the lower one of each first
     in_order = halves.flatten()[start % _GROUP :][: like.numel()]
-    bits.as_strided((like.numel(),), (1,)).copy_(in_order)  # elements are counted as they lie in memory
+    bits.as_strided((like.numel(),), (1,)).copy_(in_order)  # elements are numbered in memory order
     return bits.bitwise_and_(0xFFFF)
 
 

@@ -1,11 +1,11 @@
 """Adam and SGD in plain torch. No sync.
 
-`adam` and `sgd` are the kernels where the extension does not serve the device: any device, and all that
-`multi_tensor_adam` documents. They are called after the checks, as those of plain.py.
+`adam` and `sgd` are the kernels for devices that the extension is not built for. They do all that `multi_tensor_adam`
+documents, on any device, and are called after the checks, like the kernels in plain.py.
 
-`fused_adam` and `fused_sgd` are torch's fused functions, for the optimizers of `amp_patch.optimizers`: in place, on
-FP32 or FP64 lists, on devices that have such a function. Their last bits differ from those of the kernels, by the order
-of roundings and by the weight decay.
+`fused_adam` and `fused_sgd` call torch's fused functions, for the optimizers of `amp_patch.optimizers`: in place, on
+FP32 or FP64 lists, on devices that have such a function. The order of their roundings and their weight decay differ
+from the kernels', so the last bits may differ.
 """
 
 from __future__ import annotations

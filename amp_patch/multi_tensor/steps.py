@@ -1,13 +1,13 @@
-"""Optimizers' steps for mixed precision: unscaling, moments, FP32 master and published weight in one pass.
+"""Optimizer steps for mixed precision: unscaling, moments, FP32 master and low-precision weight in one pass.
 
-What torch does in five passes (cast and unscale the gradients, step, cast the masters) each of these kernels does in
-one, over all tensors of the call. The lists are as long as one another. The tensors at a place have one shape and one
-memory order: the same strides, dense and without overlap (contiguous, channels_last, transposed alike). Whatever else
-comes is refused before the first write, so that the caller can take another way.
+torch takes five passes (cast and unscale the gradients, step, cast the masters). Each of these kernels takes one, over
+all tensors of the call. All lists have one length. The tensors at one index have one shape and one memory order: the
+same strides, dense and without overlap (contiguous, channels_last or transposed alike). Other tensors are refused
+before the first write, so that the caller can fall back to another implementation.
 
-On the CPU, with the extension, results are those of torch's fused kernels (``torch._fused_adamw_`` and its kind, as
-compiled into the wheels of torch 2.13 for x86-64) on FP32 tensors, to the bit. On CUDA and in plain torch each result
-is within rounding of them.
+On the CPU, with the extension, results equal torch's fused kernels (``torch._fused_adamw_`` and similar, as compiled
+into the wheels of torch 2.13 for x86-64) on FP32 tensors, to the bit. On CUDA and in plain torch they are within
+rounding.
 """
 
 from __future__ import annotations

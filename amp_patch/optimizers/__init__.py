@@ -1,7 +1,7 @@
 """Apex's fused optimizers: a few passes over all parameters of a step, on CPU and CUDA, FP32 inside.
 
-They take Apex's arguments and keep Apex's state names, and are torch optimizers in every other respect. What differs
-from torch's stands in each class.
+They take Apex's arguments and keep Apex's state names, and are torch optimizers in every other respect. Each class
+documents its differences from torch's.
 """
 
 from __future__ import annotations

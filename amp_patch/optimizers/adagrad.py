@@ -48,7 +48,7 @@ class FusedAdagrad(FusedOptimizer):
     Args:
         params: parameters, or dicts of parameter groups.
         lr, eps, weight_decay: as in torch.optim.Adagrad.
-        set_grad_none: what `zero_grad()` does to gradients.
+        set_grad_none: `zero_grad()` sets gradients to None; otherwise to zeros.
         adagrad_w_mode: weight decay apart from the gradient, as AdamW has it; else added to the gradient.
 
     State: `sum` (FP32).

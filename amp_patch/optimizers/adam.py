@@ -40,7 +40,7 @@ class FusedAdam(FusedOptimizer):
         bias_correction: divide the running averages by `1 - beta ** step`.
         adam_w_mode: weight decay apart from the gradient (AdamW); else added to it (Adam).
         amsgrad: refused.
-        set_grad_none: what `zero_grad()` does to gradients.
+        set_grad_none: `zero_grad()` sets gradients to None; otherwise to zeros.
         capturable: the learning rate and the count of steps are tensors on the device, so that a CUDA graph can hold a
             step; torch.amp.GradScaler then skips on the device too, and the step unscales the gradients, in place.
         master_weights: keep FP32 copies of float16 and bfloat16 parameters, in the state as `master_param`, and step

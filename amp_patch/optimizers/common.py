@@ -1,4 +1,4 @@
-"""What the fused optimizers share: lists of one kind to compute on, and the optimizer around them."""
+"""Shared code of the fused optimizers: lists of one type to compute on, and the optimizer base class."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ Number = float | Tensor
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which parameters of `dtype` are updated and their state is kept."""
+    """Return the type for the update and the state of parameters of `dtype`."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 @contextmanager
 def computable(written: Sequence[Tensors], read: Sequence[Tensors]) -> Iterator[tuple[list[list[Tensor]], ...]]:
-    """The lists as torch's fused kernels want them: of one type, FP32 or FP64, tensors of one place laid out alike.
+    """Yield the lists in the form that torch's fused kernels require: one type, FP32 or FP64, and one memory order.
 
-    A tensor that is so already is handed out itself, any other has a stand-in. When the block ends, the stand-ins of
-    `written` are rounded once into their originals. (torch's fused kernels read tensors that are laid out differently
-    in the wrong order, without an error.) Of a sharded tensor the part that this process holds is handed out.
+    The tensors at one index get one memory order, because torch's fused kernels read differently laid out tensors in
+    the wrong order, without an error. A tensor in the required form is yielded itself, any other as a copy. When the
+    block ends, the copies of `written` are rounded once into their originals. Of a sharded tensor the local shard is
+    yielded.
 
     Args:
-        written: lists of floating tensors on one device, parameters first; their type decides.
-        read: more of them. All of one length, tensors of one place of one shape.
+        written: lists of floating-point tensors on one device, parameters first; their type is the required one.
+        read: further lists. All lists have one length, and the tensors at one index one shape.
 
     Yields:
-        The lists of `written`, and those of `read`.
+        The lists of `written`, then the lists of `read`.
     """
     written, read = ([[distributed.local(t) for t in ts] for ts in lists] for lists in (written, read))
     taken: list[tuple[Tensor, Tensor]] = []  # (original, stand-in)
@@ -93,7 +94,7 @@ def descend(params: list[Tensor], updates: list[Tensor], lr: Number) -> None:
 
 
 def bias_corrections(betas: tuple[float, float], step: int, on: bool) -> tuple[float, float]:
-    """What the running averages are divided by after `step` steps: `1 - beta ** step`, or 1."""
+    """Return the divisors of the running averages after `step` steps: `1 - beta ** step`, or 1."""
     return (1 - betas[0] ** step, 1 - betas[1] ** step) if on else (1.0, 1.0)
 
 
@@ -147,7 +148,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             closure: evaluates the loss and its gradients first.
 
         Returns:
-            What the closure returned.
+            The closure's result.
 
         Raises:
             RuntimeError: a gradient is sparse. Nothing was changed.
@@ -209,7 +210,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return found
 
     def _masters(self, params: list[Tensor], dtypes: Sequence[torch.dtype] = LOW_PRECISION) -> list[Tensor]:
-        """What a step computes on: of parameters of these types FP32 copies, kept in the state; else the parameters."""
+        """Return the tensors that a step computes on: for parameters of these types FP32 copies, kept in the state."""
         for param in params:
             if param.dtype in dtypes:
                 self.state[param].setdefault("master_param", param.detach().float())

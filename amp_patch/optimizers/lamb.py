@@ -43,8 +43,8 @@ def lamb(
     """One step of LAMB (You et al., arXiv:1904.00962) in place: `lamb_update`, then `lamb_apply`.
 
     All lists on one device, written are params, exp_avgs and exp_avg_sqs; `grad_norm` as `lamb_update` has it. `step`,
-    `lr` and `found_inf` may be tensors of one element there. Where `found_inf` is not 0, nothing changes; the gradients
-    must be 0 then, for what is not finite would spread. No sync.
+    `lr` and `found_inf` may be tensors of one element there. If `found_inf` is not 0, nothing changes. The caller must
+    set the gradients to 0 in that case: infinities and NaNs would spread. No sync.
     """
     with computable([params, exp_avgs, exp_avg_sqs], [grads]) as ((p, m, v), (g,)):
         if not p:
@@ -178,7 +178,7 @@ class FusedLAMB(FusedOptimizer):
         amsgrad: refused.
         adam_w_mode: weight decay apart from the gradient; else added to it.
         grad_averaging: multiply the gradient by `1 - beta1` in its running average.
-        set_grad_none: what `zero_grad()` does to gradients.
+        set_grad_none: `zero_grad()` sets gradients to None; otherwise to zeros.
         max_grad_norm: all gradients of all groups are scaled down together to this norm; None for no clipping.
         use_nvlamb: the trust ratio also for groups without weight decay.
 

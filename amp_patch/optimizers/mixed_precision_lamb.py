@@ -34,15 +34,15 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging, max_grad_norm, use_nvlamb: see
             FusedLAMB.
 
-    No step waits for the device. An overflow, of which a GradScaler or `amp.initialize` tells, changes nothing: the
-    scaled gradients are read, not written.
+    No step syncs with the device. If a GradScaler or `amp.initialize` reports an overflow, nothing changes: the scaled
+    gradients are read, not written.
 
     State: `exp_avg`, `exp_avg_sq` (FP32), and `master_param`: a checkpoint resumes to the bit. Apex's, which has no
     copies in it, loads too.
 
     Attributes:
-        param_groups_full_precision: for each group {"params": the FP32 copies, None where there is none}; made anew
-            when it is read.
+        param_groups_full_precision: for each group {"params": the FP32 copies, None for parameters without one};
+            computed at each read.
     """
 
     pickled_settings = (*FusedLAMB.pickled_settings, "reduced_precision_dtype", "first_step")
@@ -109,11 +109,11 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
         Args:
             closure: evaluates the loss and its gradients first.
-            grad_scaler: (by name) does what `grad_scaler.step(self)` does: unscale, and skip an overflow. Call its
-                `update()` afterwards, as ever.
+            grad_scaler: (keyword) act as `grad_scaler.step(self)`: unscale, and skip an overflow. Call its `update()`
+                afterwards.
 
         Returns:
-            What the closure returned.
+            The closure's result.
 
         Raises:
             TypeError: any other argument; and what FusedLAMB's raises. Nothing was changed.

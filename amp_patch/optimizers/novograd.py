@@ -95,7 +95,7 @@ class FusedNovoGrad(FusedOptimizer):
         grad_averaging: multiply the gradient by `1 - beta1` in its running average.
         norm_type: 2 for the 2-norm, 0 for the largest absolute value.
         init_zero: the running norm starts at 0; else at the first gradient's.
-        set_grad_none: what `zero_grad()` does to gradients.
+        set_grad_none: `zero_grad()` sets gradients to None; otherwise to zeros.
 
     State: `exp_avg` (FP32; Apex's has the parameters' type). The count of steps is `group["step"]`, the norms are
     `group["exp_avg_sq"]`, a list of two tensors as in Apex: there norms of the float16 and of the float32 parameters;
@@ -198,7 +198,7 @@ class FusedNovoGrad(FusedOptimizer):
         return norms
 
     def _owners(self, group: Group, low: Tensor, full: Tensor) -> list[int]:
-        """The positions of the parameters that stored norms are of: those that have stepped, float16 ones first."""
+        """Return the indices of the parameters with a stored norm: all that have stepped, float16 ones first."""
         stepped = [(i, p) for i, p in enumerate(group["params"]) if self.state.get(p)]
         halves = [i for i, p in stepped if p.dtype is not wide(p.dtype)]
         others = [i for i, p in stepped if p.dtype is wide(p.dtype)]

@@ -20,9 +20,9 @@ class FusedSGD(FusedOptimizer):
         momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD.
         wd_after_momentum: apply the weight decay to the update instead of to the gradient.
         materialize_master_grads: accepted for Apex's sake. Master gradients always exist, as with any optimizer.
-        set_grad_none: what `zero_grad()` does to gradients.
+        set_grad_none: `zero_grad()` sets gradients to None; otherwise to zeros.
 
-    State: `momentum_buffer` (FP32), where there is momentum.
+    State: `momentum_buffer` (FP32), if momentum is not 0.
     """
 
     pickled_settings = (*FusedOptimizer.pickled_settings, "wd_after_momentum", "materialize_master_grads")

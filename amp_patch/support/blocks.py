@@ -1,11 +1,12 @@
-"""Context managers that end with their `with` statement, also where an exception comes just as `__exit__` is called.
+"""Context managers whose exit work is done even if an interrupt arrives at the entry of `__exit__`.
 
-An interrupt (Ctrl-C) may come at the entry of any Python function. At that of an `__exit__` it leaves the block's work
-undone, for as long as the process lives. But there is one thing that a `with` statement always does at its end, in C:
-it lets go of the bound `__exit__` that it has fetched before it called `__enter__`. So here that object is one of our
-own which nobody else holds, no frame and no traceback either, and when it goes, what is left to do is done.
+Python may raise KeyboardInterrupt at the entry of any Python function. If that function is `__exit__`, its body never
+runs. A `with` statement fetches the bound `__exit__` before it calls `__enter__`, and frees that object in C when the
+statement ends. `Block` therefore returns a bound `__exit__` that only the statement references: no frame and no
+traceback holds it. A weak reference to the object calls `when_left`'s callback when the object is freed.
 
-torch's own context managers are not like that. In their place, for two of them, stand calls that go straight into C.
+torch's context managers have no such protection. `without_grad` and `saving_through` replace two of them with calls
+into C.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class _Held(functools.partial[Any]):
-    """A bound `__exit__`, held by the `with` statement alone. A partial, since its calls have no frame of their own."""
+    """A bound `__exit__` that only the `with` statement references; a partial, because its calls have no frame."""
 
     @property
     def __func__(self) -> Any:  # Dynamo reads `__func__` of bound methods
@@ -42,7 +43,7 @@ _fetched = _Fetched()
 
 
 class _Exit:
-    # A function by `isinstance`: from torch 2.15 on Dynamo enters an object only where the class's `__exit__` is one.
+    # Dynamo of torch 2.15 enters an object only if its class's `__exit__` is an instance of FunctionType.
     __class__ = property(lambda _: types.FunctionType)
 
     def __get__(self, block: Any, owner: Any = None) -> Any:
@@ -54,25 +55,27 @@ class _Exit:
 
 
 class Block:
-    """The base of context managers. The first subclass writes its `__exit__` as ever; it becomes `leave_block`."""
+    """Base of context managers; the `__exit__` that the first subclass defines becomes `leave_block`."""
 
     __exit__: Any = _Exit()
     leave_block: Any = None  # the `__exit__` that the first subclass defines
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A user's subclass keeps an `__exit__` of its own, which may call `super().__exit__`.
+        # A user's subclass keeps the `__exit__` that it defines, which may call `super().__exit__`.
         if cls.leave_block is None and "__exit__" in vars(cls):
             cls.leave_block = vars(cls)["__exit__"]
             del cls.__exit__
 
 
 def when_left(block: Any, then: Callable[[Any], Any]) -> weakref.ref[Any] | None:
-    """For `__enter__` of `block`: have `then` called when the `with` statement that calls it is over.
+    """Register `then` to be called when the `with` statement around `block` ends; call this in `block.__enter__`.
 
-    It is called with the reference that this returns, at the latest at the end of the statement, as long as that
-    exists; on whatever thread lets go of the statement, which for a suspended generator's is any. None, and it is never
-    called, where no `with` statement calls `__enter__`.
+    `then` receives the returned reference. It is called while the caller keeps that reference, at the end of the
+    statement at the latest, on the thread that ends the statement (any thread, if a suspended generator holds it).
+
+    Returns:
+        The reference. None if `__enter__` was not called by a `with` statement: `then` is never called in that case.
     """
     newest, _fetched.newest = _fetched.newest, None
     held = None if newest is None else newest()
@@ -93,7 +96,7 @@ class _Generated(Block, contextlib._GeneratorContextManager[Yielded, None, None]
 def block(
     function: Callable[..., Generator[Yielded, None, None]],
 ) -> Callable[..., contextlib.AbstractContextManager[Yielded]]:
-    """`contextlib.contextmanager`, whose generator ends with the `with` statement at the latest."""
+    """Decorate as `contextlib.contextmanager` does, and close the generator at the end of the `with` statement."""
 
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[Yielded]:
@@ -107,7 +110,7 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def without_grad(function: Callable[P, Result]) -> Callable[P, Result]:
-    """As `torch.no_grad()` around a function."""
+    """Wrap a function in `torch.no_grad()`, by calls into C."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -122,9 +125,9 @@ def without_grad(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def saving_through(pack: Callable[[Any], Any], unpack: Callable[[Any], Any], call: Callable[[], Result]) -> Result:
-    """`call()` as inside of `torch.autograd.graph.saved_tensors_hooks(pack, unpack)`."""
+    """Return `call()`, run inside `torch.autograd.graph.saved_tensors_hooks(pack, unpack)`."""
     try:
-        # Not bound at import, as `_pop_hooks` is: a recording may replace this one, to count.
+        # Looked up at each call, unlike `_pop_hooks`: a recorder may replace this function to count its calls.
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         return call()
     finally:

@@ -1,4 +1,4 @@
-"""torch.compile: questions to it that do not import the compiler, which takes a second; what it may trace, or not."""
+"""Queries and marks for torch.compile. No function here imports the compiler, an import of one second."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """A region in which compiled code runs as plain Python; does not import the compiler."""
+    """Return a context manager in which compiled code runs as plain Python."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile is making a graph on this thread now; does not import the compiler."""
+    """Tell whether torch.compile traces a graph on this thread now."""
     guards = sys.modules.get("torch._guards")
     return guards is not None and guards.TracingContext.try_get() is not None
 
 
 def wraps(function: Function) -> Callable[[Callable[..., Any]], Function]:
-    """`functools.wraps`, but for the note with which a function that Dynamo has disabled says what is beneath it.
+    """Decorate as `functools.wraps` does, without copying Dynamo's attribute `_torchdynamo_orig_callable`.
 
-    In torch 2.6 and 2.8 whoever disables or compiles a wrapper that has a copy of that note gets what is beneath, and
-    the wrapper is lost. (From 2.11 on the note says whose it is.) Torch itself disables SparseAdam's step at the first
-    `torch.compile` of a process.
+    Dynamo sets that attribute on a disabled function, to find the original. If a wrapper has a copy of it, torch 2.6
+    and 2.8 disable or compile the original and drop the wrapper. (torch 2.11 checks the attribute's owner.) torch
+    disables SparseAdam's step at the first `torch.compile` of a process.
     """
 
     def mark(wrapper: Any) -> Any:
@@ -41,7 +41,7 @@ def wraps(function: Function) -> Callable[[Callable[..., Any]], Function]:
 
 
 def eager_only(function: Function) -> Function:
-    """`function`, before and after which torch.compile ends its graphs, as of `torch.compiler.disable`."""
+    """Make torch.compile break the graph around calls of `function`, as `torch.compiler.disable` does."""
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
@@ -55,30 +55,31 @@ def eager_only(function: Function) -> Function:
 
 
 def not_traced(function: Any) -> Any:
-    """Mark a function that compiled code calls, and that lies where Dynamo traces nothing (casts/dynamo.py)."""
+    """Mark a function that Dynamo must not trace (casts/dynamo.py reads the mark)."""
     function._torchdynamo_disable = True
     return function
 
 
 def constant_in_traces(function: Function) -> Function:
-    """Mark a function that Dynamo calls, with constants, at the point to which its trace has come.
+    """Mark a function that Dynamo calls while it traces; its arguments must be constants.
 
-    The result is a constant of what it compiles, in which nothing is left of the call. That is what
-    `torch.compiler.assume_constant_result` does, without the import of the compiler.
+    The compiled graph holds the result as a constant and does not contain the call. The mark is that of
+    `torch.compiler.assume_constant_result`, which would import the compiler.
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
 def uncompiled(model: Any) -> Any:
-    """The module inside of what `torch.compile` made of it; anything else as it is."""
+    """Return the module inside the wrapper that `torch.compile(module)` made; any other object unchanged."""
     return model._orig_mod if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod") else model
 
 
 def asks_first(function: Callable[..., Any], kind: type, prepare: Callable[[list[Any]], list[Any]]) -> Any:
-    """`function`, which calls `prepare([data])` if its first argument is of this kind, and holds the result meanwhile.
+    """Wrap `function` to call `prepare([data])` first if its argument `data` is an instance of `kind`.
 
-    Dynamo reads this file, as it does not that of a master: `torch.tensor` in compiled code goes through here.
+    The wrapper holds the result of `prepare` until `function` returns. This function is defined here because Dynamo
+    traces this file, and not that of a master: `torch.tensor` in compiled code calls the wrapper.
     """
 
     @functools.wraps(function)

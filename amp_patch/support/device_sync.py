@@ -1,4 +1,4 @@
-"""What the host may ask a device: nothing while a CUDA graph is captured, and when it must wait for the answer."""
+"""Reads of device values by the host: which of them sync, and whether a CUDA graph capture forbids them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream. What is done now is done again at each replay."""
+    """Tell whether the current stream captures a CUDA graph: each replay repeats the work that is queued now."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def waits(device: torch.device) -> bool:
-    """Whether reading a value of `device` makes the host wait for all that was asked of it before."""
+    """Tell whether a read of a value on `device` syncs: the host waits for all work that was queued before."""
     return device.type != "cpu"
 
 
 class DeviceNumbers:
-    """The values of a tensor on their way to the host.
+    """An asynchronous copy of a tensor to the host.
 
     Args:
-        values: of one dimension. On CUDA it is copied into pinned memory, behind what its device does now; on a CPU it
-            is taken as it is, and must not be written afterwards.
+        values: shape [n], any dtype. On CUDA it is copied into pinned memory on the current stream, without a sync.
+            On a CPU it is referenced, not copied: the caller must not write it afterwards.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -36,11 +36,11 @@ class DeviceNumbers:
             self._arrived.record(torch.cuda.current_stream(values.device))
 
     def here(self) -> bool:
-        """Whether `read` needs no wait."""
+        """Tell whether `read` can return without a sync."""
         return self._arrived is None or bool(self._arrived.query())
 
     def read(self) -> list[Any]:
-        """The numbers; waits for the device if it must."""
+        """Return the values as Python numbers; syncs with the device if the copy has not arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.tolist()

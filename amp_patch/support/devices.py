@@ -1,4 +1,4 @@
-"""Lists of tensors, apart for each device: a kernel takes those of one."""
+"""Lists of tensors grouped by device: a kernel takes the tensors of one device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def by_device(rows: Iterable[tuple[Tensor, ...]]) -> dict[torch.device, list[list[Tensor]]]:
-    """Device of a row's first tensor -> the columns of its rows, in order: (param, grad), ... gives [params, grads]."""
+    """Group rows by the device of their first tensor: {device: columns}; rows (param, grad) give [params, grads]."""
     groups: dict[torch.device, list[tuple[Tensor, ...]]] = {}
     for row in rows:
         groups.setdefault(row[0].device, []).append(row)

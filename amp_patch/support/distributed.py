@@ -1,4 +1,4 @@
-"""What is asked of torch.distributed: this process's part of a tensor, overflow flags that all processes agree on."""
+"""Helpers for torch.distributed: the local shard of a DTensor, and overflow flags reduced over all ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 FoundInf = dict[torch.device, Tensor]
 
-_PLAIN = {Tensor, nn.Parameter}  # the types that no DTensor has
+_PLAIN = {Tensor, nn.Parameter}  # types that are no DTensor: tested first, because the test is cheap
 
 # ---------------------------------------------------------------------------------------------------------------------
 # DTensors.
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether `tensor` is one process's part of a larger one."""
+    """Tell whether `tensor` is a DTensor, one rank's shard of a larger tensor."""
     if type(tensor) in _PLAIN:
         return False
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
@@ -26,7 +26,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that this process holds, as a plain tensor that shares its memory; else `tensor` itself."""
+    """Return a DTensor's local shard, a plain tensor that shares its memory; a plain `tensor` is returned as is."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -35,10 +35,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def place_in_whole(tensor: Any) -> int | None:
-    """The place, among all elements of a DTensor as they lie in a contiguous whole, of the first that is here.
+    """Return the index of the local shard's first element in the flattened, contiguous whole tensor.
 
-    None where those that are here do not follow each other there: they are sharded along another dimension than the
-    first, or twice.
+    None if the shard's elements are not consecutive in the whole: it is sharded twice, or along a dimension other than
+    the first.
     """
     sharded = [(dim, placement) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if not sharded:
@@ -52,7 +52,7 @@ def place_in_whole(tensor: Any) -> int | None:
 
 
 def refuse(model: nn.Module, caller: str) -> None:
-    """Raise if `model` has sharded parameters, of whose values and gradients `caller` would see a part or none."""
+    """Raise ValueError if `model` has sharded parameters, because `caller` would see only one rank's values."""
     if any(map(is_dtensor, model.parameters())):
         raise ValueError(
             f"{caller}: the parameters of this {type(model).__name__} are sharded (DTensors); give {caller} a copy of "
@@ -61,15 +61,17 @@ def refuse(model: nn.Module, caller: str) -> None:
 
 
 def agree(found: FoundInf, params: Iterable[Tensor]) -> FoundInf:
-    """Let all processes that hold a part of `params` know of an overflow that one of them found; no sync.
+    """Reduce overflow flags over all ranks that hold shards of `params`; no sync.
 
-    Each of them calls this with the same parameters. One all-reduce of four bytes for each dimension of their meshes.
+    Every such rank must call this with the same parameters. It makes one all-reduce of four bytes for each dimension of
+    the parameters' meshes.
 
     Args:
-        found: per device an FP32 tensor of one element; may be overwritten.
+        found: {device: FP32 flag of one element}; may be overwritten.
+        params: the parameters whose gradients were checked.
 
     Returns:
-        The same, equal on all processes. `found` itself where nothing is sharded.
+        {device: FP32 flag}, equal on all ranks. `found` itself if no parameter is sharded.
     """
     params = list(params)
     if set(map(type, params)) <= _PLAIN:
@@ -91,6 +93,6 @@ def agree(found: FoundInf, params: Iterable[Tensor]) -> FoundInf:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that speaks for all: rank 0, or the only one."""
+    """Tell whether this process is rank 0, or the only process: the one that prints messages."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and that are written where they lie."""
+"""Atomic writes of text files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Put a file with this text, in UTF-8, in the place of `path`: a symbolic link there is replaced, not followed.
+    """Replace the file `path` atomically by one with this text, in UTF-8.
 
-    Who reads meanwhile finds the old file or the new one; so does everybody after an error or a kill. What UTF-8 has no
-    form for (a stray byte of a file's name) becomes a question mark.
+    A reader finds either the old file or the new one, also after an error or a kill. A symbolic link at `path` is
+    replaced, not followed. A character that UTF-8 cannot encode (a stray byte of a file name) becomes a question mark.
 
     Raises:
-        OSError: it cannot be written. What was there stays.
+        OSError: the file cannot be written. The old file remains.
     """
     path = Path(path)
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
@@ -30,10 +30,10 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
 
 
 def fresh(path: str | os.PathLike[str]) -> Path:
-    """`path`, with nothing there: a file or a symbolic link is taken away. Its folder is not looked at.
+    """Delete the file or symbolic link at `path`, if one exists, and return `path`. The folder need not exist.
 
     Raises:
-        OSError: what is there cannot be taken away.
+        OSError: the file cannot be deleted.
     """
     path = Path(path)
     path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Tell when a model's forward begins, compiled or not. In a file of its own, which torch.compile may trace."""
+"""Notify a callback when a model's forward begins, compiled or not. torch.compile may trace this file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-Began = Callable[[Any, Any, Any], None]  # is given the module, its arguments and its keyword arguments
+Began = Callable[[Any, Any, Any], None]  # receives the module, its arguments and its keyword arguments
 
 
 class ForwardHook:
-    """A forward pre-hook that calls `began` with the module and the arguments; compiled, it is nothing.
+    """A forward pre-hook that calls `began`, except in compiled code.
 
-    Copies and pickles of a model that has it have one that does nothing in its place.
+    A copy or a pickle of the model has a `NoHook` instead.
     """
 
     def __init__(self, began: Began) -> None:
@@ -30,14 +30,14 @@ class ForwardHook:
 
 
 class NoHook:
-    """The hook that a pickled or copied model has in the place of ours: does nothing."""
+    """The hook of a pickled or copied model; does nothing."""
 
     def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
         pass
 
 
 class CompiledForward:
-    """What `module.compile()` leaves in the module, with `began` before each call of it: hooks are compiled away."""
+    """The compiled call that `module.compile()` stores, with `began` called first: compilation removes hooks."""
 
     def __init__(self, module: Any, compiled: Callable[..., Any], began: Began) -> None:
         self.module = weakref.ref(module)
@@ -51,7 +51,7 @@ class CompiledForward:
 
 
 def before_compiled(call: Callable[..., Any], began: Began) -> Callable[..., Any]:
-    """`__call__` of what `torch.compile(module)` returns, with `began` before it."""
+    """Wrap `__call__` of the class that `torch.compile(module)` returns, to call `began` first."""
 
     @functools.wraps(call)
     def begin_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:

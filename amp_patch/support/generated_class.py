@@ -1,8 +1,8 @@
-"""Generated subclasses: behaviour added to one instance of somebody else's class, with no method rebound.
+"""Generated subclasses: they add behaviour to one instance of a user's class, and rebind no method.
 
-An instance is given a class that inherits from its own, as torch's `fully_shard` does. `isinstance` holds, name and
-module are the base's, deepcopy and pickle work (a copy is built as the base and given the generated class again),
-DataParallel's replicas get it through `type(self)`, and `restore` is one assignment.
+`give` assigns the instance a class that inherits from its own, as torch's `fully_shard` does. `isinstance` holds. Name
+and module are the base's. deepcopy and pickle work: a copy is built as the base, then receives the generated class.
+DataParallel's replicas get the class through `type(self)`. `take` undoes it by one assignment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _classes: WeakValueDictionary[tuple[type, type, tuple[str, ...]], type] = WeakVa
 
 
 class Generated:
-    """Root of the mixins that `give` puts before a class; knows how such an instance is copied and pickled."""
+    """Base of the mixins that `give` puts before a class; defines how an instance is copied and pickled."""
 
     _amp_base: type
     _amp_mixin: type
@@ -33,31 +33,31 @@ class Generated:
         def plain(value: Any) -> Any:
             return generated._amp_base if value is generated else value
 
-        # A generated class has no importable name: build the base, then give the class again.
+        # A generated class has no importable name: the pickle builds the base, then gives the class.
         function, args, *rest = reduced
         rebuild = (generated._amp_mixin, generated._amp_key, plain(function), tuple(map(plain, args)))
         return (needs_weights_only_false_or_save_fp32_copy, rebuild, *rest)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # `super().__init_subclass__` is not called: a base's registry of subclasses is for the user's own.
+        # `super().__init_subclass__` is not called: a registry of subclasses in the base would list our class too.
         pass
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        """Methods made for this base and key, beside those that the mixin defines."""
+        """Return methods made for this base and key, in addition to the mixin's own."""
         return {}
 
 
 class _MixinFirst(type):
-    """The metaclass of generated classes, or an ancestor of theirs where the base has one of its own.
+    """The metaclass of generated classes; an ancestor of it, if the base has a metaclass.
 
-    `instance.__class__` accepts a class of the same memory layout alone, and the layout comes from the first base,
-    which must be the instance's class. (`class Model(ABC, nn.Module)` has another layout than a class that begins with
-    a mixin: ABC has no `__dict__`.) `mro` has the mixin's methods found first all the same.
+    `instance.__class__` accepts only a class of the same memory layout. The layout comes from the first base, so the
+    instance's class must be the first base. (`class Model(ABC, nn.Module)` has a different layout than a class that
+    begins with a mixin: ABC has no `__dict__`.) `mro` puts the mixin's methods first nevertheless.
     """
 
     def mro(cls) -> list[type]:
-        """The generated class, the mixin's, then the base's."""
+        """Return the generated class, then the mixin's classes, then the base's."""
         if "_amp_base" not in vars(cls):  # a subclass that fully_shard or a parametrization made of a generated class
             return super().mro()
         bases: Any = cls.__bases__
@@ -66,7 +66,7 @@ class _MixinFirst(type):
 
 
 def _new_class(base: type, mixin: type[Generated], names: dict[str, Any]) -> type:
-    """A class of these bases, of the metaclass of `base`; the code of a user's metaclass is not called."""
+    """Make a class with the bases `base` and `mixin`, without calling the code of a user's metaclass."""
     kind: Any = type(base)
     plain: Any = next(meta for meta in kind.__mro__ if meta.__module__ in ("abc", "builtins", "typing"))
     ordered = _MixinFirst if kind is type else type(kind.__name__, (_MixinFirst, kind), {"__module__": kind.__module__})
@@ -77,7 +77,7 @@ def _new_class(base: type, mixin: type[Generated], names: dict[str, Any]) -> typ
 
 
 def give(instance: Any, mixin: type[Generated], key: tuple[str, ...] = ()) -> None:
-    """Give `instance` the generated subclass of its class for `mixin` and `key`, made once per class."""
+    """Assign `instance` the generated subclass of its class for `mixin` and `key`; one is made per class."""
     base = type(instance)
     generated = _classes.get((mixin, base, key))
     if generated is None:
@@ -95,7 +95,7 @@ def give(instance: Any, mixin: type[Generated], key: tuple[str, ...] = ()) -> No
 
 
 def take(instance: Any) -> None:
-    """Give `instance` its own class back."""
+    """Restore the class that `instance` had before `give`."""
     generated = type(instance)
     if "_amp_base" not in vars(generated):
         raise RuntimeError(
@@ -106,17 +106,17 @@ def take(instance: Any) -> None:
 
 
 def base_class(instance: Any) -> type:
-    """The class of `instance` without ours."""
+    """Return the user's class of `instance`, without the generated one."""
     return _generated(instance)._amp_base if isinstance(instance, Generated) else type(instance)
 
 
 def key_of(instance: Generated) -> tuple[str, ...]:
-    """The key that the class of `instance` was made with."""
+    """Return the key that the class of `instance` was made with."""
     return instance._amp_key
 
 
 def own_methods(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The plain methods that the user's classes add to torch.nn.Module's, `forward` aside."""
+    """Yield name and function of each method that the user's classes add to torch.nn.Module, except `forward`."""
     seen = set(dir(nn.Module)) | {"forward"}
     for cls in base.__mro__:
         if cls.__module__.startswith("torch.") or cls is object:
@@ -136,10 +136,10 @@ def _generated(instance: Any) -> Any:
 def needs_weights_only_false_or_save_fp32_copy(
     mixin: type[Generated], key: tuple[str, ...], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    """Rebuild a pickled instance. torch.load(weights_only=True) refuses such a pickle with the name of this function.
+    """Rebuild a pickled instance. torch.load(weights_only=True) refuses the pickle and prints this function's name.
 
-    The error is torch's, raised where amp_patch may not even be imported: the name alone can say there what to do. No
-    list of safe globals would do, since the policy and the masters in the pickle are objects of ours too.
+    The error is torch's, and amp_patch may not be imported there, so only the name can tell the way out. A list of safe
+    globals would not help: the pickle also holds the policy and the masters.
     """
     instance = function(*args)
     give(instance, mixin, key)

@@ -1,9 +1,9 @@
-"""A process beside ours that ends what ours has started, should ours end first: by a signal, kill -9 or a terminal.
+"""A guard process that ends the watched processes if the parent ends first: by a signal, kill -9 or a terminal.
 
-It is this file, run by itself, and imports neither torch nor amp_patch. It reads from a pipe of which ours holds the
-other end: whatever ends us closes that. Then all that it watches, and all that was started from there, is ended by
-SIGTERM, and by SIGKILL two seconds later. Processes that have left their group and parents are known by a variable of
-their environment where the system tells of that (Linux).
+The guard runs this file as a script, and imports neither torch nor amp_patch. It reads from a pipe. The parent holds
+the other end, which closes when the parent ends. The guard then sends SIGTERM to the watched processes and their
+descendants, and SIGKILL two seconds later. On Linux it also finds processes that left their group and their parents,
+by a variable in their environment.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _POLL = 0.02
 
 
 class Guard:
-    """Begins to wait when it is made; where there are no process groups (Windows) it does nothing.
+    """A running guard process. Without process groups (Windows) it does nothing.
 
     Attributes:
-        environment: of the processes that are to be watched, with what else they have.
+        environment: variables that the caller must add to the environment of the watched processes.
     """
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class Guard:
         self._process: subprocess.Popen[bytes] | None = None
         if os.name != "posix":
             return
-        # A scheduler signals the guard too, which must outlive this process: the guard inherits the blocked signals,
-        # and ends when the pipe does.
+        # A scheduler signals the guard too, but the guard must outlive this process. It inherits the blocked signals,
+        # and ends when the pipe closes.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         try:
             self._process = subprocess.Popen(
@@ -44,7 +44,7 @@ class Guard:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # Without the mark of an outer guard, which would end this one.
+                # Without this, an outer guard would find its mark here and end this guard.
                 env={name: value for name, value in os.environ.items() if name != _VARIABLE},
                 start_new_session=True,
             )
@@ -52,22 +52,22 @@ class Guard:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def watch(self, target: int) -> None:
-        """Take the process of that number under guard; of a negative one its group."""
+        """Watch the process with the ID `target`; if it is negative, the process group -`target`."""
         self._say(str(target))
 
     def release(self) -> None:
-        """What was watched has ended."""
+        """Tell the guard that the watched processes have ended, and end the guard."""
         self._say(_RELEASED)
         self.end()
 
     def end(self) -> None:
-        """End what is watched, unless it was released; `join` waits for that."""
+        """Have the guard end the watched processes, unless `release` was called; does not wait (see `join`)."""
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
 
     def join(self) -> None:
-        """Wait for the end of the guard, some seconds at most: it has ended what it watched then."""
+        """Wait until the guard has ended the watched processes and itself: a few seconds at most."""
         if self._process is not None:
             self.end()
             self._process.wait()
@@ -99,7 +99,7 @@ def _end_all(mark: bytes, watched: list[int]) -> None:
 
 
 def _signalled(target: int, how: int) -> bool:
-    """Send the signal; whether the process or group exists. Signal 0 only checks."""
+    """Send the signal `how`, or only check with 0; returns whether the process or group exists."""
     try:
         os.kill(target, how)
     except ProcessLookupError:
@@ -110,7 +110,7 @@ def _signalled(target: int, how: int) -> bool:
 
 
 def _marked(mark: bytes) -> set[int]:
-    """The processes with the mark in their environment."""
+    """Return the IDs of the processes that have the mark in their environment."""
     found = set()
     with suppress(OSError):
         for name in filter(str.isdigit, os.listdir("/proc")):

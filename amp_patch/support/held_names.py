@@ -1,4 +1,4 @@
-"""Who holds a function that is replaced: modules by `from torch import einsum`, defaults, closures, attributes."""
+"""Replacement of functions in every place that references them: module names, defaults, closures, attributes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from torch import nn
 
 from amp_patch.support.patches import Patches
 
-# id of a function -> the function (held: the id stays its own), and what is to be held in its place.
+# id of a function -> (the function, its replacement). The reference keeps the id from being reused.
 Replaced = Mapping[int, tuple[Any, Any]]
 
-# Of modules in which nothing was found: the name -> the functions that were looked for, and the names' values, by id.
+# Cache of fruitless searches. Module name -> (ids of the functions searched for, ids of the module's values).
 _found_nothing: dict[str, tuple[frozenset[int], tuple[int, ...]]] = {}
 _NEVER = frozenset((*sys.stdlib_module_names, "torch", "functorch", __name__.partition(".")[0])) - {"__main__"}
 
 
 def replace_in_modules(patches: Patches, replaced: Replaced) -> None:
-    """Replace the functions wherever a module that uses torch holds them, until `patches` are removed.
+    """Replace the functions in every module that uses torch, until `patches` are removed.
 
-    That is in its names, the values of its dicts, the attributes of its classes, in functools.partial, and in the
-    defaults and closures of its functions and methods. Whoever assigns to such a place meanwhile keeps what was
-    assigned. Keys, lists and tuples stay: functions are compared by them. Modules of torch, of amp_patch and of
-    Python's library are passed over; one that is imported lazily is not touched off, and has what it has by now. So are
-    those that held nothing the last time, if their names are the same objects still: in a process with a few large
-    libraries the search takes a tenth of a second, and a notebook makes it at each `initialize` after a `restore`.
+    A module references a function through its names, the values of its dicts, the attributes of its classes,
+    functools.partial, and the defaults and closures of its functions and methods. If user code assigns to such a place
+    before the removal, its value stays. Keys, lists and tuples are left alone, because code compares functions by them.
+
+    Modules of torch, of amp_patch and of Python's library are skipped. A lazily imported module is searched in its
+    present state and not loaded. A module without a hit is skipped the next time if its names still hold the same
+    objects: with a few large libraries the search takes a tenth of a second, and a notebook repeats it at each
+    `initialize` after a `restore`.
     """
     wanted = frozenset(replaced)
     holder = _Holder(patches, replaced)
@@ -53,7 +55,7 @@ def replace_in_modules(patches: Patches, replaced: Replaced) -> None:
 
 
 def replace_in_attributes(modules: Iterable[nn.Module], replaced: Replaced) -> Patches:
-    """Replace the functions in attributes of these modules, their dicts and lists; `remove` puts them back."""
+    """Replace the functions in the attributes of these modules, their dicts and lists; `remove` restores them."""
     patches = Patches()
     holder = _Holder(patches, replaced)
     for module in modules:
@@ -62,22 +64,22 @@ def replace_in_attributes(modules: Iterable[nn.Module], replaced: Replaced) -> P
 
 
 class _Holder:
-    """Replaces the functions in one thing after another."""
+    """A search that replaces the functions in one object after another."""
 
     def __init__(self, patches: Patches, replaced: Replaced) -> None:
         self._patches, self._replaced = patches, replaced
-        self._seen: dict[int, Any] = {}  # functions, partials and classes that are done, by id
+        self._seen: dict[int, Any] = {}  # functions, partials and classes that were searched, by id
 
     def names(self, names: dict[str, Any]) -> None:
-        """A module's names, and what its classes have."""
+        """Search a module's names and the attributes of its classes."""
         for name, value in list(names.items()):
             self._item(names, name, value)
-            # Not isinstance: that asks proxies for their class, which some import or compute first.
+            # Not isinstance, which reads `__class__` of a proxy: some proxies import or compute their class first.
             if issubclass(type(value), type) and vars(value).get("__module__") == names.get("__name__"):
                 self._class(value)
 
     def attributes(self, attributes: dict[str, Any]) -> None:
-        """An object's attributes, and its dicts and lists."""
+        """Search an object's attributes, and the dicts and lists among them."""
         for name, value in list(attributes.items()):
             self._item(attributes, name, value)
             if type(value) is list:
@@ -136,7 +138,7 @@ class _Holder:
 
     def _function(self, function: Any) -> None:
         if not (function.__defaults__ or function.__closure__ or function.__kwdefaults__):
-            return  # most have none, and a process has some ten thousand
+            return  # most functions have none, and a process has about ten thousand functions
         if id(function) in self._seen or _is_passed_over(function.__globals__):
             return
         self._seen[id(function)] = function
@@ -163,19 +165,19 @@ class _Holder:
         self._seen[id(partial)] = partial
         function, *rest = before = partial.__reduce__()[2]
         if (new := self._instead(function)) is not function:
-            # In place: others may hold this very object.
+            # In place, because other objects may reference this partial.
             self._patches.apply(lambda: partial.__setstate__((new, *rest)), lambda: partial.__setstate__(before))
         else:
             self._inside(function)
 
 
 def _is_passed_over(names: dict[str, Any]) -> bool:
-    """Whether these are the names of a module of torch's, ours or Python's, whatever `sys.modules` calls it."""
+    """Tell whether `names` belongs to a module of torch, amp_patch or Python, under any name in `sys.modules`."""
     return str(names.get("__name__")).partition(".")[0] in _NEVER
 
 
 def _put(patches: Patches, items: MutableMapping[Any, Any] | list[Any], key: Any, before: Any, new: Any) -> None:
-    """`items[key] = new` until `patches` are removed, unless something else was put there meanwhile."""
+    """Assign `items[key] = new`; the removal of `patches` restores `before` if the value is still `new`."""
 
     def undo() -> None:
         try:

@@ -1,4 +1,4 @@
-"""Modules that somebody else imports, if anybody: what is to happen once one is there."""
+"""Callbacks for the import of a module that amp_patch does not import itself."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _waiting: dict[str, list[Then]] = {}  # name of a module that is not imported ye
 
 
 def when_imported(name: str, then: Then) -> None:
-    """Call `then(module)` once the module `name` is imported: now if it is, else as soon as its code has run.
+    """Call `then(module)` when the module `name` is imported: now, if it is already.
 
-    In the second case the call comes before the `import` returns, so what it changes is there for a `from ... import`;
-    what it raises, the import raises. Waiting imports nothing. The same `then` waits once.
+    Otherwise `then` runs after the module's code and before the `import` statement returns, so that
+    `from ... import` sees its changes. The import raises the exceptions of `then`. Registering imports nothing, and
+    the same `then` is registered once.
     """
     if name in sys.modules:
         then(sys.modules[name])
@@ -30,10 +31,10 @@ def when_imported(name: str, then: Then) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Has the loaders of awaited modules call back after `exec_module`. Finding a spec alone ends no wait."""
+    """A finder that makes loaders of registered modules run the callbacks after `exec_module`."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """The other finders' spec of an awaited module, with a loader that calls back; None for other modules."""
+        """Return the other finders' spec of a registered module, its loader wrapped; None for other modules."""
         if name not in _waiting:
             return None
         others = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)

@@ -1,4 +1,4 @@
-"""Replace attributes and put back exactly what was there."""
+"""Replacement of attributes with an exact undo."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ _MISSING = object()
 class Patches:
     """An undo stack of replaced attributes.
 
-    `set` and `set_cell` replace something and remember how to undo it; `remove` undoes everything, last first, so that
-    two replacements of one name come apart in the right order. The object holds whatever it replaced until then. Not
-    thread-safe: its owner serialises the calls.
+    `set`, `set_cell` and `set_item` replace a value and store its undo. `remove` runs the undos last first, which is
+    right for two replacements of one name. The object references the replaced values until then. Not thread-safe: the
+    owner serializes the calls.
     """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def __len__(self) -> int:
-        """How many replacements are in force."""
+        """Return the number of replacements in force."""
         return len(self._undo)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Make `owner.name` be `value` until `remove`.
+        """Set `owner.name` to `value` until `remove`.
 
-        `owner` is a class, a module or any object that takes attributes. The slot is read from the owner's own
-        `__dict__`: a name that the owner only inherits, or answers through `__getattr__`, is deleted again by
-        `remove`, not shadowed by a copy. A name that does not exist yet is deleted too.
+        `owner` is a class, a module or any object with settable attributes. The old value is read from the owner's own
+        `__dict__`. If the name is not in it (inherited, computed by `__getattr__`, or new), `remove` deletes the name.
 
         Raises:
-            AttributeError, TypeError: the owner does not take the attribute; nothing has changed then.
+            AttributeError, TypeError: `owner` refuses the attribute. Nothing has changed.
         """
         found = _own_slot(owner, name)
 
@@ -46,7 +45,7 @@ class Patches:
         self.apply(lambda: setattr(owner, name, value), undo)
 
     def set_cell(self, cell: CellType, value: Any) -> None:
-        """Make a closure's cell hold `value` until `remove`: redirects what a function captured from around it."""
+        """Set a closure cell to `value` until `remove`: this redirects a variable that a function has captured."""
         try:
             found = cell.cell_contents
         except ValueError:  # an empty cell
@@ -61,7 +60,7 @@ class Patches:
         self.apply(lambda: fill(value), lambda: fill(found))
 
     def set_item(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
-        """Make `mapping[key]` be `value` until `remove`."""
+        """Set `mapping[key]` to `value` until `remove`."""
         found = mapping.get(key, _MISSING)
 
         def undo() -> None:
@@ -73,10 +72,10 @@ class Patches:
         self.apply(lambda: mapping.__setitem__(key, value), undo)
 
     def remove(self) -> None:
-        """Undo everything, last first.
+        """Undo all replacements, last first.
 
-        An undo that fails (somebody deleted the attribute meanwhile) does not keep the others from running; the first
-        failure is raised at the end. The stack is empty afterwards in any case.
+        If an undo raises (user code has deleted the attribute), the others still run, and the first exception is raised
+        at the end. The stack is empty afterwards.
         """
         failure: BaseException | None = None
         while self._undo:
@@ -93,7 +92,7 @@ class Patches:
 
     def apply(self, change: Callable[[], Any], undo: Callable[[], Any]) -> None:
         """Call `change` now, and `undo` in `remove`."""
-        # The undo goes in first: an interrupt between the two lines must not leave a change that nobody can undo.
+        # The undo is stored first: an interrupt between the two lines must not leave a change without an undo.
         self._undo.append(undo)
         try:
             change()
@@ -103,17 +102,17 @@ class Patches:
 
 
 def cell_of(function: Any) -> CellType | None:
-    """The cell of a decorated function's closure that holds what it decorates, its `__wrapped__`; None without one."""
+    """Return the closure cell of a decorated function that holds its `__wrapped__`; None if there is none."""
     wrapped = getattr(function, "__wrapped__", None)
     cells = getattr(function, "__closure__", None) or ()
     return next((cell for cell in cells if cell.cell_contents is wrapped and wrapped is not None), None)
 
 
 class Installation:
-    """What one file of amp_patch replaces in torch for the whole process: once, and undone as a whole.
+    """The replacements that one file of amp_patch makes in torch, for the whole process.
 
-    Any thread may call any method. An installation in force is known to `installations`, by which
-    `amp_patch.restore()` undoes it, unless it is `of_process`: then only its own `uninstall` does.
+    They are made once and undone together. Any thread may call any method. `installations` lists an installation in
+    force, and `amp_patch.restore()` undoes it. If it is `of_process`, only its own `uninstall` does.
 
     Attributes:
         lock: held while something is replaced or put back; the thread that holds it may take it again.
@@ -128,16 +127,16 @@ class Installation:
         self.installed = False
 
     def install(self, change: Callable[[Patches], Any]) -> None:
-        """`add(change)`, unless something is installed already."""
+        """Call `add(change)`, unless this installation is in force."""
         if not self.installed:
             with self.lock:
                 if not self.installed:
                     self.add(change)
 
     def add(self, change: Callable[[Patches], Any]) -> None:
-        """Call `change(patches)`, which replaces things. If it raises, all of this installation is undone."""
+        """Call `change(patches)`, which makes replacements. If it raises, the whole installation is undone."""
         with self.lock:
-            _in_force[self] = None  # before `change`: `restore` must find what an interrupted `change` did
+            _in_force[self] = None  # before `change`: `restore` must undo an interrupted `change` too
             try:
                 change(self.patches)
                 self.installed = True
@@ -146,7 +145,7 @@ class Installation:
                 raise
 
     def uninstall(self) -> None:
-        """Undo everything, last first, as `Patches.remove`. Does nothing where nothing is installed."""
+        """Undo all replacements, last first, as `Patches.remove` does. Without replacements this does nothing."""
         with self.lock:
             self.installed = False
             try:
@@ -159,28 +158,28 @@ _in_force: dict[Installation, None] = {}  # in the order of `add`
 
 
 def installations() -> list[Installation]:
-    """The installations in force that are not `of_process`, newest first."""
+    """Return the installations in force that are not `of_process`, newest first."""
     return [found for found in reversed(list(_in_force)) if not found.of_process]
 
 
 class Attempts:
-    """Steps of a way back: one that fails does not keep the next from being taken; `finish` raises the first failure.
+    """Steps of an undo that all run, even if one raises; `finish` raises the first exception.
 
-    An interrupt goes through at once.
+    A KeyboardInterrupt is raised at once.
     """
 
     def __init__(self) -> None:
         self.errors: list[Exception] = []
 
     def __call__(self, step: Callable[..., Any], *args: Any) -> None:
-        """`step(*args)`."""
+        """Run `step(*args)` and store its exception."""
         try:
             step(*args)
         except Exception as error:
             self.errors.append(error)
 
     def finish(self) -> None:
-        """Raise what failed first, if anything did."""
+        """Raise the first stored exception, if there is one."""
         if self.errors:
             raise self.errors[0]
 

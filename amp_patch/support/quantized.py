@@ -1,6 +1,6 @@
-"""Which tensors hold quantized values: integers, FP8, and what bitsandbytes and torchao make. None is cast or trained.
+"""Recognition of tensors with quantized values: integers, FP8, and the types of bitsandbytes and torchao.
 
-Those libraries are recognised by the names of their classes: neither is imported.
+Such a tensor is neither cast nor trained. The libraries are recognised by class names and not imported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _CLASSES = ("Params4bit", "Int8Params")
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether `tensor` has values that only its library can read, or too few bits to be cast: integers, bool, FP8."""
+    """Tell whether `tensor` is integer, bool or FP8, or of a class whose values only its library can read."""
     dtype = tensor.dtype
     if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize == 1:
         return True

@@ -1,4 +1,4 @@
-"""The states of the random number generators that every library draws from: read, and put back."""
+"""Reading and restoring the states of the global random number generators."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 
 
 def random_states() -> list[Any]:
-    """Python's, torch's, numpy's where that is imported, and those of all GPUs where CUDA is initialized; else None."""
+    """Return the states of Python, torch, NumPy (None: not imported) and all GPUs (None: CUDA not initialized)."""
     numpy: Any = sys.modules.get("numpy")
     of_numpy = None
     if numpy is not None:
         kind, keys, *more = numpy.random.get_state()
-        of_numpy = (kind, keys.tolist(), *more)  # a list, as arrays have no one answer to ==
+        of_numpy = (kind, keys.tolist(), *more)  # a list: `==` of arrays gives an array
     on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     return [random.getstate(), torch.get_rng_state(), of_numpy, on_cuda]
 
 
 @contextmanager
 def restored_random_states() -> Iterator[list[Any]]:
-    """Put the states back at the end; gives them."""
+    """Yield the states, and restore them at the end of the block."""
     found = of_python, of_torch, of_numpy, on_cuda = random_states()
     try:
         yield found

@@ -1,4 +1,4 @@
-"""Which line of the user's a warning or an error is about."""
+"""The line of user code that a warning or an error names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RUNNERS = ("runpy", "importlib", "contextlib")
 
 
 def stacklevel() -> int:
-    """For `warnings.warn` in the caller: the level of the innermost function that is neither torch's nor ours."""
+    """Return the `stacklevel` for `warnings.warn` in the caller: the innermost frame outside torch and amp_patch."""
     frame, level = sys._getframe(1), 1
     while _package(frame) in _NOT_THE_USERS and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
@@ -20,7 +20,7 @@ def stacklevel() -> int:
 
 
 def place(frame: FrameType, line: int) -> str | None:
-    """ "train.py, line 31"; None where the frame's code is an installed package's, the interpreter's or ours."""
+    """Return "train.py, line 31", or None for code of an installed package, the interpreter or amp_patch."""
     path = frame.f_code.co_filename
     if "site-packages" in path or path.startswith(("<frozen", os.path.dirname(os.__file__) + os.sep)):
         return None
@@ -32,7 +32,7 @@ def _package(frame: FrameType) -> str:
 
 
 def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """The frames that the first of the errors behind `error` went through, and their lines; innermost last."""
+    """Yield the frames and lines of the traceback of the first error in the chain of `error`, innermost last."""
     while error.__cause__ is not None:
         error = error.__cause__
     found = error.__traceback__
@@ -42,6 +42,6 @@ def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 
 
 def raised_at(error: BaseException) -> str:
-    """ " (net.py, line 31)": the innermost line behind `error` that is neither torch's nor ours; empty if none is."""
+    """Return " (net.py, line 31)", the innermost line of `error` outside torch and amp_patch; "" if there is none."""
     lines = [(frame, line) for frame, line in frames_of(error) if _package(frame) not in _NOT_THE_USERS]
     return f" ({os.path.basename(lines[-1][0].f_code.co_filename)}, line {lines[-1][1]})" if lines else ""

@@ -1,14 +1,14 @@
-"""A tensor that stays the same object and gets another content: what hangs on it goes along.
+"""Replacement of a tensor's content that keeps its hooks and weak references.
 
-Hooks on the accumulation node. That adds up the gradient of a leaf, and there Horovod and its like hang their hooks.
-torch drops the node of a parameter whose type changes, and with it every hook that is on it: they would never be called
-again, without a word. In `set_data` the hooks go over to the new node. Hooks on the parameter itself (`register_hook`,
-`register_post_accumulate_grad_hook`) stay by themselves. Hooks that C++ has put on the node cannot be seen from here:
-their owner, DistributedDataParallel, gets new ones in training/ddp.py.
+Hooks on the accumulation node. The node adds up the gradient of a leaf; Horovod and similar libraries register hooks on
+it. torch drops the node of a parameter whose dtype changes, and all its hooks, without a message. `set_data` moves them
+to the new node. Hooks on the parameter (`register_hook`, `register_post_accumulate_grad_hook`) survive without help.
+Hooks that C++ registered on the node are not visible here: training/ddp.py makes new ones for DistributedDataParallel.
 
-Weak references. `torch.utils.swap_tensors` refuses a tensor that has some: holders of such references release them
-meanwhile (`release_in_swaps`). torch calls it in `module.to(...)` and `load_state_dict`, for each parameter, where a
-script has set `torch.__future__.set_swap_module_params_on_conversion(True)`.
+Weak references. `torch.utils.swap_tensors` refuses a tensor that has weak references. Their holders release them for
+the time of the swap (`release_in_swaps`). If a script has set
+`torch.__future__.set_swap_module_params_on_conversion(True)`, torch swaps each parameter in `module.to(...)` and
+`load_state_dict`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _KINDS = ("register_prehook", "register_hook")
 
 
 class _Moved:
-    """The hooks of a node that is gone, as one hook of the node that took its place.
+    """The hooks of a dropped node, as one hook of the new node.
 
-    `hooks` is the dictionary that the users' handles remove them from: it is read at each call.
+    Users' handles remove hooks from the dictionary `hooks`, so each call reads it again.
     """
 
     def __init__(self, hooks: Any) -> None:
@@ -54,7 +54,7 @@ class _After(_Moved):
 
 
 def set_data(param: Tensor, data: Tensor) -> None:
-    """`param.data = data`, of any type; the hooks on the parameter's accumulation node are called as before."""
+    """Assign `param.data = data`, of any dtype, and keep the hooks on the parameter's accumulation node."""
     loses_its_node = data.dtype is not param.dtype and param.requires_grad and not param.is_inference()
     found = _hooks(param) if loses_its_node else []
     param.data = data
@@ -70,7 +70,7 @@ def _node(param: Tensor) -> Any:
 
 
 def _hooks(param: Tensor) -> list[tuple[str, Any]]:
-    """The dictionaries of hooks on the accumulation node of `param`, each with the method that made it."""
+    """Return the dictionaries of hooks on the accumulation node of `param`, each with the method that fills it."""
     node = _node(param)
     found = []
     for register in _KINDS:
@@ -89,7 +89,7 @@ def _hooks(param: Tensor) -> list[tuple[str, Any]]:
 # Weak references
 
 Again = Callable[[], Any]
-# Releases its weak references to a tensor; returns a function that makes them again, or None.
+# Releases the holder's weak references to a tensor; returns a function that makes them again, or None.
 Holder = Callable[[Tensor], Again | None]
 
 _holders: list[Holder] = []
@@ -97,7 +97,7 @@ _installation = Installation()
 
 
 def release_in_swaps(holder: Holder) -> Holder:
-    """Decorates a function that is called before each swap, for both tensors, once `hook_swaps` was."""
+    """Decorate a function that each swap calls first, for both tensors, after `hook_swaps` was called."""
     _holders.append(holder)
     return holder
 

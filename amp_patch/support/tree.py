@@ -1,4 +1,4 @@
-"""Walk nested containers of tensors; every container keeps its type, and its identity where nothing changed."""
+"""Walks over nested containers of tensors. A container keeps its type; an unchanged one also its identity."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ ObjectFn = Callable[[Any], Any]
 def map_tensors(fn: TensorFn, value: Any) -> Any:
     """Apply `fn` to every tensor in `value` and return a structure of the same types.
 
-    Walks tuples (named ones, `torch.return_types` and `PackedSequence` too), lists, dicts, `collections.UserDict`,
-    dataclasses and subclasses of all of these, at any depth. A rebuilt container is a copy that skips the class's
-    constructor where the class allows it. A container in which `fn` returned every tensor unchanged (`is`) is returned
-    itself, so that a callee's edits of it reach the caller. Of a `PackedSequence` only `data` is a tensor in this
-    sense; the rest is its index and lives on the CPU. Everything else, modules included, is returned as it is.
+    The walk enters tuples (also named tuples, `torch.return_types` and `PackedSequence`), lists, dicts,
+    `collections.UserDict`, dataclasses and their subclasses, at any depth. A changed container is copied, without a
+    call of its constructor if the class allows that. If `fn` returned every tensor of a container unchanged (`is`), the
+    container itself is returned, so that a callee's edits reach the caller. Of a `PackedSequence` only `data` is
+    walked: the rest is an index on the CPU. All other objects, modules included, are returned unchanged.
     """
     return _map(value, fn, lambda other: other)
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors in `value`, in the order of the walk; see `map_tensors` for what is walked."""
+    """Return the tensors in `value`, in the order of the walk of `map_tensors`."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -45,14 +45,15 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | None = None) -> Any:
-    """Cast the floating tensors in `value` to `dtype`, through autograd; see `map_tensors` for what is walked.
+    """Cast the floating-point tensors in `value` to `dtype`, through autograd; `map_tensors` defines the walk.
 
-    Integer, boolean and complex tensors are left alone, and so are floating ones outside `only` where that is given.
-    A tensor that occurs twice is cast once: two references to one tensor stay two references to one. An object that is
-    no container, tensor or module but has a method `.to` (a batch class of the user's) is replaced by
-    `object.to(dtype)`, as in Apex. Where that raises TypeError, and of other objects of people's own classes that hold
-    tensors in attributes (PyTorch Geometric's `Data`, a `SimpleNamespace`), a copy with cast attributes takes its
-    place; what cannot be copied is left as it is.
+    Integer, boolean and complex tensors are left alone. If `only` is given, so are floating-point tensors of other
+    dtypes. A tensor that occurs twice is cast once, and both places reference the result.
+
+    An object with a method `.to` that is no container, tensor or module (a user's batch class) is replaced by
+    `object.to(dtype)`, as in Apex. If that raises TypeError, or if an object of a user's class holds tensors in
+    attributes (PyTorch Geometric's `Data`, a `SimpleNamespace`), a copy with cast attributes replaces the object. An
+    object that cannot be copied is left alone.
     """
     wanted = None if only is None else frozenset(only)
     if isinstance(value, Tensor):  # the common case: no walk
@@ -60,7 +61,7 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
         if found is dtype or not found.is_floating_point or (wanted is not None and found not in wanted):
             return value
         return value.to(dtype)
-    done: dict[int, Tensor] = {}  # keyed by id: `value` keeps the tensors alive meanwhile
+    done: dict[int, Tensor] = {}  # keyed by id: `value` keeps the tensors alive
 
     def cast(tensor: Tensor) -> Tensor:
         found = tensor.dtype
@@ -72,7 +73,7 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
             done[id(tensor)] = tensor.to(dtype)
         return done[id(tensor)]
 
-    inside: list[Any] = []  # the objects that the walk is in
+    inside: list[Any] = []  # the objects that enclose the present one
 
     def convert(other: Any) -> Any:
         if isinstance(other, (nn.Module, type)):
@@ -94,9 +95,9 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
 
 
 def edited_places(given: Any, passed: Any) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """The dicts of `given`, a dict or an object, beside those of `passed`, the cast copy: keys and values, attributes.
+    """Yield pairs of dicts, one of `given` and one of its cast copy `passed`, in which a callee's edits can be found.
 
-    A callee's edits of the copy are found there. Dicts in dicts are passed over.
+    For a dict that is the dict itself, for an object its attributes. Dicts inside dicts are not searched.
     """
     if isinstance(given, dict):
         yield given, passed
@@ -135,8 +136,8 @@ def _map(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
     return other(value)
 
 
-_DEEP = 3  # objects in objects
-# Classes of these packages are no batches: what they hold is their own.
+_DEEP = 3  # how deep objects inside objects are walked
+# Objects of these packages are no batches: their attributes are left alone.
 _NO_BATCHES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "pandas", __name__.partition(".")[0])) - {
     "__main__",
     "argparse",
@@ -145,7 +146,7 @@ _NO_BATCHES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "pandas", _
 
 
 def _has_attributes(value: Any) -> bool:
-    """Whether `value` is an object of somebody's own class, whose attributes may be tensors."""
+    """Tell whether `value` is an object of a user's class, whose attributes may be tensors."""
     cls = type(value)
     return (
         type(getattr(value, "__dict__", None)) is dict
@@ -159,7 +160,7 @@ def _is_among(value: Any, values: list[Any]) -> bool:
 
 
 def _object(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
-    """`value`, or a copy of it with the attributes that `_map` changed."""
+    """Return `value`, or a copy of it with the attributes that `_map` changed."""
     attributes = vars(value)
     found = [(name, item, _map(item, fn, other)) for name, item in list(attributes.items())]
     changed = [(name, item, new) for name, item, new in found if new is not item]
@@ -174,7 +175,7 @@ def _object(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
     for name, item, new in changed:
         own = vars(result).get(name)
         if own is not item and type(own) is type(new) is type(item) and _has_attributes(own):
-            # The copy has a copy of the attribute by itself, which may know whose it is: PyTorch Geometric's stores do.
+            # `copy.copy` copied the attribute too. Keep that copy: PyTorch Geometric's stores reference their owner.
             vars(own).update((key, each) for key, each in vars(new).items() if each is not vars(item).get(key))
         else:
             vars(result)[name] = new
@@ -182,7 +183,7 @@ def _object(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
 
 
 def _same(items: Iterable[Any], originals: Iterable[Any]) -> bool:
-    # torch.compile has no identity of tuples; that of torch 2.6 compares the items of lists, tensors, by `!=`.
+    # torch.compile does not trace `is` of tuples, and torch 2.6 compares the tensors of lists by `!=`.
     return all(map(_is_same, items, originals))
 
 
@@ -191,7 +192,7 @@ def _is_same(item: Any, original: Any) -> bool:
 
 
 def _sequence(value: Any, items: list[Any]) -> Any:
-    """`items` in a tuple or list of the type of `value`."""
+    """Return `items` as a tuple or list of the type of `value`."""
     cls: Any = type(value)
     if cls is list:
         return items
@@ -223,8 +224,8 @@ def _dict(value: dict[Any, Any], fn: TensorFn, other: ObjectFn) -> Any:
         for key, new in changed.items():
             result[key] = new
     if dataclasses.is_dataclass(value):
-        # A dict that is a dataclass too (the output classes of transformers) holds each value twice, as item and as
-        # field. Most classes keep the two equal; for others the field is set here.
+        # A dict that is also a dataclass (the output classes of transformers) holds each value twice, as item and as
+        # field. Most classes keep the two equal. For the others the field is set here.
         aliases = {id(item): result[key] for key, item in items}
         for field in dataclasses.fields(value):
             item = getattr(value, field.name, None)
