@@ -4,7 +4,7 @@ Either `python -m amp_patch run train.py`, with the script as it is, or one line
 
     import amp_patch.apex; amp_patch.apex.install()
 
-Nothing is called `apex` until then: packages that look for Apex to choose their path find what is really installed.
+No module is called `apex` before that: a package that probes for Apex finds only a real installation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _serve(patches: Patches) -> None:
     real: set[str] = set()
     for name, module in ours.items():
         parent = name.rpartition(".")[0]
-        # Not searched below a package of ours: `find_spec` would load our files a second time, under Apex's names.
+        # No search below our packages: `find_spec` would load our files a second time, under Apex's names.
         found = _real(name) if not parent or parent in real else None
         if found is None:
             _register(patches, name, module, below_real=parent in real)
@@ -63,7 +63,7 @@ def _serve(patches: Patches) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: imports of Apex find what they found before. Names that scripts hold already stay usable."""
+    """Undo `install`: later imports find a real Apex, or fail. Names that a script has imported stay usable."""
     _installation.uninstall()
 
 
@@ -109,16 +109,16 @@ def _add_missing(patches: Patches, real: ModuleType, ours: ModuleType) -> None:
 
 
 class _Elsewhere:
-    """The last of the finders: says of a module of Apex's that nobody has found where its function is to be had."""
+    """The last finder on `sys.meta_path`: names the replacement for a module of Apex that no finder has found."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         # `from apex import contrib` asks for "amp_patch.apex.contrib": the parent's name is this package's.
         first, _, rest = fullname.removeprefix("amp_patch.").partition(".")
         if first != "apex" or not rest or f"apex.{rest.partition('.')[0]}" in sys.modules:
-            return None  # the parent is there: Python's own error says what is missing
+            return None  # the parent exists: Python's error names the missing module
         served = sorted(name for name in sys.modules if name.startswith("apex.") and name.count(".") == 1)
         hint = ELSEWHERE.get(rest.partition(".")[0], "")
-        # Raised without `name=`: with it `from apex import contrib` would replace the message by one of its own.
+        # Raised without `name=`: with it `from apex import contrib` would replace our message by Python's.
         raise ModuleNotFoundError(
             f"No module named 'apex.{rest}': amp_patch serves {', '.join(served)}" + (f"; {hint}" if hint else "")
         )

@@ -13,11 +13,11 @@ __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_er
 
 
 class AmpState:
-    """What scripts reach as `apex.amp._amp_state`. It speaks of the newest `initialize`.
+    """The object `apex.amp._amp_state`. It describes the newest `initialize`.
 
     Attributes:
-        opt_properties: what the opt level and its overrides came to, a `frontend.Properties`; absent before the first
-            `initialize`.
+        opt_properties: the options of the opt level with the overrides, a `frontend.Properties`; absent before the
+            first `initialize`.
         handle: switches the casts of the newest `initialize`, an `AmpHandle`; absent before it.
         allow_incoming_model_not_fp32: True lets `initialize` take models whose weights are FP16 already.
         hard_override: True makes contradictions to the opt level messages instead of errors.

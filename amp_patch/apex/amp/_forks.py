@@ -137,12 +137,12 @@ def say_what_has_no_effect(chosen: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# combine_ddp: gradients averaged by amp itself, in the place of DistributedDataParallel.
+# combine_ddp: gradients averaged by amp itself, instead of by DistributedDataParallel.
 
 
 @torch.no_grad()
 def broadcast(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
-    """Make parameters, and masters where there are any, those of rank 0."""
+    """Broadcast the parameters, and their masters if any, from rank 0."""
     models, optimizers = list(models), list(optimizers)
     params = {id(p): p for model in models for p in model.parameters()}
     masters = {id(p): p for optimizer in optimizers for p in master_params(optimizer)}
@@ -161,9 +161,9 @@ def averages(optimizers: Any) -> bool:
 
 @block
 def averaged(scaling: AbstractContextManager[Tensor], optimizers: Any) -> Generator[Tensor, None, None]:
-    """The body of `scale_loss`, at the end of which the model's gradients, still scaled, become the processes' mean.
+    """The body of `scale_loss`; its end replaces the model's gradients, still scaled, by their mean over the ranks.
 
-    Each process must come here equally often. A parameter that had no gradient takes part with zeros, and has them
+    All ranks must call this equally often. A parameter without a gradient takes part with zeros, and has zeros
     afterwards, as with Huawei's combined tensors. No sync with the device.
     """
     with scaling as scaled_loss:

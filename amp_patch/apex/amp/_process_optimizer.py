@@ -24,7 +24,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class AmpOptimizerState(Stash):
-    """`optimizer._amp_stash`. Lists are made anew whenever they are read, in the order of the optimizer's groups.
+    """`optimizer._amp_stash`. Each read computes the lists, in the order of the optimizer's groups.
 
     Attributes:
         lazy_init_called: Apex made masters at the first backward pass; ours exist from `initialize` on, so it is True.
@@ -103,7 +103,7 @@ class AmpOptimizerState(Stash):
         return [[pair for pair in self.masters.pairs([group]) if pair[0].requires_grad] for group in groups]
 
     def _mastered(self) -> list[Pairs]:
-        """Of `_groups` the pairs whose master is another tensor; AttributeError at a level without masters."""
+        """Return the pairs of `_groups` with a separate master; AttributeError at a level without masters."""
         if not self.policy.master_weights:
             raise AttributeError("'AmpOptimizerState': there are no masters at this opt level, and no lists of them")
         return [[pair for pair in pairs if pair[0] is not pair[1]] for pairs in self._groups()]
@@ -122,7 +122,7 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
             self._amp_stash.lazy_init_called = True
 
     def _lazy_init_maybe_master_weights(self) -> None:
-        """Cast the optimizer's state to the types of what it updates."""
+        """Cast the optimizer's state to the types of the tensors that it updates."""
         optimizer_side.state_follows_params(self)
 
     def _master_params_to_model_params(self) -> None:

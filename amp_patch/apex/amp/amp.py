@@ -50,14 +50,14 @@ def init(
         loss_scale: of the optimizers that the handle wraps: "dynamic" or a number.
         enable_caching, verbose: see `AmpHandle`.
         allow_banned: run functions without a safe FP16 form in FP32 instead of refusing them.
-        patch_type: what the casts lower to: torch.float16, or torch.bfloat16 (ROCm's). Also as a string.
+        patch_type: low-precision type of the casts: torch.float16, or torch.bfloat16 (ROCm's). Also as a string.
         user_cast_preferred: without effect: a registered function always has the registered rule alone (Huawei's).
 
     Returns:
         The handle: `wrap_optimizer(optimizer, num_loss=1)`, and `_deactivate()` to turn the casts off again.
 
     Raises:
-        ValueError: a type or a loss scale that cannot be. Nothing was changed then.
+        ValueError: an invalid type or loss scale. Nothing was changed then.
     """
     handle: AmpHandle | NoOpHandle
     if enabled:

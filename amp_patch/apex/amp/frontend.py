@@ -23,7 +23,7 @@ from amp_patch.training.training import newest_training
 from amp_patch.training.wrappers import as_list
 
 _CASTS_FUNCTIONS = ("O1", "O4")
-# The options of which a level has its own, in the order in which contradictions are told.
+# Options that a level sets, in the order of reported contradictions.
 _CONSTRAINED = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
 
 __all__ = [
@@ -44,8 +44,8 @@ __all__ = [
 class Properties:
     """The options of an opt level, as attributes and in the dict `options`; contradictions to the level are refused.
 
-    Source: Apex's class of this name, its options and the order in which they constrain each other; the type of the
-    patched functions is ROCm's, the switches behind the loss scale are Huawei's.
+    Source: Apex's class of this name, with its options and its order of constraints. The type of the patched functions
+    is ROCm's. The options after the loss scale are Huawei's.
     """
 
     options: dict[str, Any]
@@ -181,24 +181,24 @@ def initialize(
 ) -> Any:
     """`amp_patch.initialize` with Apex's arguments, whose models and optimizers answer to Apex's private names too.
 
-    The arguments from `dtype` to `methods` are amp_patch's own, and so are the environment variables
-    ``AMP_PATCH_OPT_LEVEL`` and ``AMP_PATCH_DTYPE``. `amp._amp_state` then speaks of this training.
+    The arguments from `dtype` to `methods` and the environment variables ``AMP_PATCH_OPT_LEVEL`` and
+    ``AMP_PATCH_DTYPE`` are amp_patch's. After the call `amp._amp_state` describes this training.
 
     Args:
-        patch_torch_functions_type: ROCm's. The type to which O1 and O4 cast around functions: that of the level, or of
-            `dtype`, and no other; also as a string.
-        dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window: Huawei's. Where a dynamic scale
-            starts, what it is multiplied by when it grows and at an overflow, and how many clean backward passes in a
-            row let it grow. A static one ignores them.
-        combine_ddp: Huawei's. Average the gradients over all processes at the end of each `scale_loss` body, and make
-            parameters those of rank 0 now: for a model that no DistributedDataParallel wraps. At every level.
-        combine_grad, ddp_replica_count, user_cast_preferred, check_combined_tensors: Huawei's, and without effect,
-            which the log says: gradients are unscaled in one pass, and registered functions have their rule, anyway.
+        patch_torch_functions_type: ROCm's. The low-precision type of O1's and O4's casts. It must equal the type of the
+            level or of `dtype`; also as a string.
+        dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window: Huawei's. The start of a dynamic
+            scale, its factors at growth and at an overflow, and the number of consecutive clean backward passes before
+            it grows. A static scale ignores them.
+        combine_ddp: Huawei's. Average the gradients over all ranks at the end of each `scale_loss` body, and broadcast
+            the parameters from rank 0 now. For a model without DistributedDataParallel, at every level.
+        combine_grad, ddp_replica_count, user_cast_preferred, check_combined_tensors: Huawei's, without effect, which is
+            logged: gradients are always unscaled in one pass, and registered functions always have their rule.
 
     Raises:
         RuntimeError: an override that contradicts the level (printed while `_amp_state.hard_override`, and dropped); an
             FP16_Optimizer; combine_ddp without a process group.
-        ValueError, TypeError: any other argument that cannot be honoured. Nothing was changed then.
+        ValueError, TypeError: any other invalid argument. Nothing was changed then.
     """
     if isinstance(enabled, str):
         raise TypeError(f"initialize: enabled, the third argument, is {enabled!r}; name the level: opt_level='O1'")
@@ -239,9 +239,9 @@ def _refuse_fp16_optimizers(optimizers: Any) -> None:
 
 
 def _without_contradictions(opt_level: str, options: dict[str, Any], patched_type: Any) -> dict[str, Any]:
-    """The options, None in the place of each that contradicts the level, of which `warn_or_err` tells.
+    """Return the options; an option that contradicts the level becomes None and is reported by `warn_or_err`.
 
-    `patched_type`, of the patched functions, is only checked: it says what the level says, or is dropped.
+    `patched_type` is only checked: it must equal the level's type, or is dropped.
     """
     checked = {name: options[name] for name in _CONSTRAINED}
     checked["patch_torch_functions_type"] = _forks.low_precision("initialize: patch_torch_functions_type", patched_type)
@@ -259,7 +259,7 @@ def _resolved(opt_level: str, options: dict[str, Any], moves: dict[str, Any]) ->
     opt_level, given = overridden(opt_level, Options(**options))
     policy = replace(resolve(opt_level, given), op_lists="apex", **moves)
     if given.cast_model_type is False:
-        # Weights stay as they came, and those that came in half get masters all the same.
+        # Weights keep their type, and FP16 or BF16 weights get masters nevertheless.
         policy = replace(policy, cast_model_type=None)
     return policy
 
@@ -300,7 +300,7 @@ def _describe(policy: Policy, properties: Properties) -> Properties:
     known = (name for name in properties.options if name != "enabled" and hasattr(policy, name))
     options = {name: getattr(policy, name) for name in known}
     options["patch_torch_functions_type"] = policy.dtype if policy.patch_torch_functions else None
-    if policy.opt_level not in _CASTS_FUNCTIONS:  # where nothing is cast Apex says so with a type and a False
+    if policy.opt_level not in _CASTS_FUNCTIONS:  # if no function is cast, Apex sets this to a type and False
         options["cast_model_type"] = options["cast_model_type"] or torch.float32
         options["master_weights"] = bool(options["master_weights"])
     properties.options.update(options, enabled=True)

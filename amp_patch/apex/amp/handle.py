@@ -31,7 +31,7 @@ __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
 
 def dialect() -> Dialect:
-    """What makes a training answer to Apex's private names."""
+    """Dialect that gives a training Apex's private names."""
     return Dialect(LossScaler, AmpOptimizerState, AmpOptimizer, _amp_state.allow_incoming_model_not_fp32, False)
 
 
@@ -56,16 +56,15 @@ def disable_casts() -> regions.region:
 
 
 class AmpHandle:
-    """Switches the casts of a training, or (`amp.init`) those of the whole process.
+    """A switch for the casts of a training, or (`amp.init`) of the whole process.
 
     Args:
         loss_scale: of optimizers that this handle wraps: "dynamic" or a number.
         enable_caching: kept as `has_cache`. Weights are cast once per forward and `scale_loss` in any case.
         verbose: kept as `verbose`; casts are not printed.
         patch_type: the low-precision type of the process's casts; None is torch.float16.
-        training: None for the process. Its level is then O1, or what ``AMP_PATCH_OPT_LEVEL`` says: O4, or O0, at
-            which the handle does all that it does without casting or scaling anything. Other levels cast a model, of
-            which there is none: ValueError.
+        training: None for the process. Its level is O1, unless ``AMP_PATCH_OPT_LEVEL`` is O4, or O0: at O0 the handle
+            casts and scales nothing. Other levels cast a model, and there is no model: ValueError.
     """
 
     def __init__(
@@ -137,14 +136,14 @@ class AmpHandle:
                 stash.policy = after
 
     def _deactivate(self) -> None:
-        """Undo the casts: torch's functions do what they do without amp."""
+        """Undo the casts of torch's functions."""
         self._is_active = False
 
     def _disable_casts(self) -> regions.region:
         return disable_casts()
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """The optimizer with a `scale_loss` of its own, for `num_loss` losses an iteration."""
+        """Wrap the optimizer in an object with a method `scale_loss`, for `num_loss` losses an iteration."""
         self._adopt(optimizer, num_loss)
         return OptimWrapper(optimizer, self, num_loss)
 
@@ -211,7 +210,7 @@ class NoOpHandle:
 
 
 def _enabled(optimizers: Any) -> bool:
-    """False where `opt_properties.enabled` of the optimizers' training is; of the newest one where they have none."""
+    """Return `opt_properties.enabled` of the optimizers' training; of the newest training if they have none."""
     found = (stash_of(innermost(optimizer)) for optimizer in as_list(optimizers) if optimizer is not None)
     stashes = [stash for stash in found if stash is not None]
     newest = [getattr(_amp_state, "opt_properties", None)] if not stashes else []

@@ -1,4 +1,4 @@
-"""OptimWrapper: an optimizer that scales its losses by itself (the API before `amp.initialize`)."""
+"""OptimWrapper: an optimizer with a method `scale_loss` (the API before `amp.initialize`)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["OptimWrapper"]
 
 
 class OptimWrapper:
-    """What `handle.wrap_optimizer(optimizer, num_loss)` returns::
+    """The result of `handle.wrap_optimizer(optimizer, num_loss)`::
 
         with optimizer.scale_loss(loss) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
 
-    Each of the `num_loss` losses of an iteration has a scale of its own; they come in one order, and gradients add up.
-    All other attributes are the optimizer's.
+    Each of the `num_loss` losses of an iteration has its scale. The order of the losses must not change. Gradients add
+    up. All other attributes are the optimizer's.
     """
 
     # False even if the wrapped optimizer's is True: torch's GradScaler would set `found_inf` on this object.

@@ -16,7 +16,7 @@ __all__ = ["LossScaler"]
 
 
 class LossScaler(core.LossScaler):
-    """`amp_patch`'s scaler with Apex's constructor, methods and private names; usable by itself.
+    """amp_patch's loss scaler with Apex's constructor, methods and private names; usable without `initialize`.
 
     Args:
         loss_scale: "dynamic", or a positive number.
@@ -24,7 +24,7 @@ class LossScaler(core.LossScaler):
         scale_factor: unused: growth and backoff are by 2, as in Apex, or by the two below.
         scale_window: how many clean backward passes in a row let it grow.
         min_loss_scale, max_loss_scale: its range; None is 2**-24 (in Apex: 0, where gradients become NaN).
-        scale_growth_factor, scale_backoff_factor: what it is multiplied by when it grows, and at an overflow; Huawei's.
+        scale_growth_factor, scale_backoff_factor: factors of the scale at growth and at an overflow; Huawei's.
 
     Attributes:
         _overflow_buf: int32, shape [1], on the loss's device: not 0 after an overflow. May be replaced by a tensor of
@@ -58,7 +58,7 @@ class LossScaler(core.LossScaler):
             verbosity=verbosity,
         )
         self._overflow_buf = torch.zeros(1, dtype=torch.int32, device="cpu")
-        self._overflow: bool | Tensor = False  # of the latest update; a tensor until somebody reads it
+        self._overflow: bool | Tensor = False  # of the latest update; a tensor until the first read
         self._moved = False  # whether the scale has moved since the overflow was recorded
 
     @classmethod
@@ -78,7 +78,7 @@ class LossScaler(core.LossScaler):
 
     @property
     def _loss_scale(self) -> float:
-        """The scale. Reading syncs with the device; what is written scales the next loss, also at O0 and O3."""
+        """The scale. A read syncs with the device. A written value scales the next loss, also at O0 and O3."""
         return self.loss_scale()
 
     @_loss_scale.setter
@@ -156,12 +156,12 @@ class LossScaler(core.LossScaler):
         super().update()
 
     def clear_overflow_state(self) -> None:
-        """Forget what was found; no sync."""
+        """Clear the recorded overflow; no sync."""
         self._overflow, self._moved = False, False
         self._overflow_buf.zero_()
 
     def update_scale(self) -> bool:
-        """Move the scale by what was found since it was last cleared; returns whether to skip the step. Syncs."""
+        """Update the scale by the overflow recorded since the last clear; returns whether to skip the step. Syncs."""
         self.update()
         return self.dynamic and self._has_overflow
 
@@ -174,7 +174,7 @@ class LossScaler(core.LossScaler):
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """Write `model_grads` (any floating dtype) over the scale into `master_grads`; what is not finite is noted.
+        """Write `model_grads` (any floating dtype) over the scale into `master_grads`; records infinities and NaNs.
 
         Nothing is done after an overflow that was not cleared, nor for a static scale of 1 where the two are the same.
         """
@@ -200,7 +200,7 @@ class LossScaler(core.LossScaler):
         """Write `model_grads` over the scale, plus `stashed_master_grads`, into `master_grads`.
 
         `scale_override` is (scale of the model's gradients, of the stashed ones, of the result). Only the model's
-        gradients are watched for what is not finite. Nothing is done after an overflow that was not cleared.
+        gradients are checked for infinities and NaNs. After an overflow that was not cleared nothing is done.
         """
         if self._has_overflow:
             return

@@ -1,13 +1,13 @@
 """Apex's compiled module `amp_C`: its multi-tensor functions over `amp_patch.multi_tensor` and the fused optimizers.
 
-Each takes `(chunk_size, noop_flag, tensor_lists, *arguments)`, as `multi_tensor_applier` calls it and as callers do by
-themselves, in Apex's order. `chunk_size` is ignored. `noop_flag` is a tensor of one element, int32
-(`torch.cuda.IntTensor([0])`) or another number type: it is set to 1 where Apex sets it, on what is not finite, and also
-where a finite element overflows in its new type. Where Apex's function does nothing once the flag is set
-(`multi_tensor_sgd` and the capturable Adams), nothing is written. No function syncs with the device; all of them write
-to tensors that require grad, as Apex's do.
+Each takes `(chunk_size, noop_flag, tensor_lists, *arguments)` in Apex's order, called directly or by
+`multi_tensor_applier`. `chunk_size` is ignored. `noop_flag` is a tensor of one element, int32
+(`torch.cuda.IntTensor([0])`) or another number type. As in Apex it is set to 1 if an element is infinite or NaN; here
+also if a finite element overflows in its new type. If Apex's function does nothing once the flag is set
+(`multi_tensor_sgd` and the capturable Adams), nothing is written. No function syncs with the device. As in Apex, a
+tensor that requires grad may be written.
 
-Gradients are only read: Apex's `multi_tensor_lamb` puts the update into them, its capturable Adams what they unscale.
+Gradients are only read. Apex's `multi_tensor_lamb` writes the update into them, its capturable Adams the unscaled ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the functions of `amp_C` are given: lists of tensors, and the flag that tells of what is not finite."""
+"""The arguments of `amp_C`'s functions: lists of tensors, and the overflow flag."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def flag_of(name: str, noop_flag: Any) -> Tensor:
 
 @contextmanager
 def raising(name: str, noop_flag: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """A `found_inf` for the kernels, on the tensors' device; when the block ends, what it holds is set in the flag."""
+    """Yield a `found_inf` for the kernels, on the tensors' device; the end of the block copies it into the flag."""
     flag = flag_of(name, noop_flag)
     found_inf = torch.zeros((), dtype=torch.float32, device=tensors[0].device if tensors else flag.device)
     yield found_inf
@@ -45,13 +45,13 @@ def raising(name: str, noop_flag: Tensor, tensors: Sequence[Tensor]) -> Iterator
 
 
 def skip_flag(name: str, noop_flag: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """1.0 where the flag is set, else 0.0, on the tensors' device: what torch's fused kernels skip by."""
+    """Return 1.0 if the flag is set, otherwise 0.0, on the tensors' device: `found_inf` for torch's fused kernels."""
     flag = flag_of(name, noop_flag) != 0
     return flag.to(device=tensors[0].device if tensors else flag.device, dtype=torch.float32)
 
 
 def multiplied(tensors: Sequence[Tensor], factor: float | Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """`tensors * factor`: new tensors in the type in which those of `like` are updated, FP32 or FP64."""
+    """Return `tensors * factor`: new tensors of the type of the update of `like`, FP32 or FP64."""
     results = [torch.empty_like(t, dtype=wide(other.dtype)) for t, other in zip(tensors, like, strict=True)]
     multi_tensor.multi_tensor_scale(tensors, results, factor)
     return results

@@ -1,4 +1,4 @@
-"""`apex.fp16_utils`: mixed precision by hand, as before amp. New code is better off with `amp.initialize`."""
+"""`apex.fp16_utils`: manual mixed precision, from the time before amp. New code should use `amp.initialize`."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class FP16_Optimizer:
                 tensor.grad = tensor.grad.detach().zero_()
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Backward through the FP32 value of `loss` times the scale; gradients add to those that are there.
+        """Backward through the FP32 value of `loss` times the scale; gradients add to existing ones.
 
         With `update_master_grads=False`, for the first of several losses, call `update_master_grads` before `step`.
         """
@@ -217,7 +217,7 @@ class FP16_Optimizer:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, the wrapped optimizer's state and the masters; of plain types, as `torch.load` wants them."""
+        """Return the scale, the wrapped optimizer's state and the masters, in plain types that `torch.load` accepts."""
         return {
             "loss_scaler": dict(vars(self.loss_scaler)),
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -268,7 +268,7 @@ class FP16_Optimizer:
                 )
 
     def _held(self) -> list[Tensor]:
-        """What the wrapped optimizer updates."""
+        """Return the tensors that the wrapped optimizer updates."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
 

@@ -1,4 +1,4 @@
-"""Half-precision models and lists of FP32 master parameters, kept by hand."""
+"""Half-precision models, and lists of FP32 master parameters that the caller maintains."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class FP16Model(nn.Module):
         self.network = convert_network(network, torch.half)
 
     def forward(self, *inputs: Tensor) -> Any:
-        """What `network` returns for `inputs` in float16: its output is not cast back."""
+        """Return the output of `network` for `inputs` cast to float16; the output is not cast back."""
         return self.network(*(tensor.half() for tensor in inputs))
 
 

@@ -1,4 +1,4 @@
-"""`apex.fp16_utils.loss_scaler`: loss scales that the host keeps, for loops that scale by hand."""
+"""`apex.fp16_utils.loss_scaler`: loss scales on the host, for loops that scale the loss themselves."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DynamicLossScaler(LossScaler):
 
     Attributes:
         cur_iter: iterations so far, counted by `update_scale`.
-        last_overflow_iter: that of the last overflow; -1 before the first.
+        last_overflow_iter: iteration of the last overflow; -1 before the first.
     """
 
     def __init__(

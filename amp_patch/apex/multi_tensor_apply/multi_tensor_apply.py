@@ -16,7 +16,7 @@ class MultiTensorApply:
     Attributes:
         available: True. Apex's is False where it was built without its extensions; ours need none.
         warned: False, as in Apex.
-        chunk_size: what each call hands on.
+        chunk_size: passed on to each call of `op`.
     """
 
     available = True

@@ -117,7 +117,7 @@ def _layer_norm(
     input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> Tensor:
     if any(t is not None and t.dtype is not input.dtype for t in (weight, bias)) or dtype is not input.dtype:
-        # torch's kernel for one type computes in FP32 by itself; for two it exists on the CPU only.
+        # torch's kernel for inputs of one type computes in FP32; a kernel for two types exists on the CPU only.
         input, weight, bias = _widen(input), _widen(weight), _widen(bias)
     return F.layer_norm(input, _as_shape(shape), weight, bias, eps).to(dtype)
 

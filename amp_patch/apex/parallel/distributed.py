@@ -155,7 +155,7 @@ class DistributedDataParallel(TorchDDP):
         self.needs_refresh = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the module returns. With grad mode on, outside of `no_sync`, the next backward reduces."""
+        """Return the module's result. With grad mode on, outside of `no_sync`, the next backward reduces."""
         if not self.reduces:
             return self.module(*inputs, **kwargs)
         output = super().forward(*inputs, **kwargs)
@@ -168,12 +168,12 @@ class DistributedDataParallel(TorchDDP):
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Average gradients again, those that added up meanwhile too, from the next forward on."""
+        """Average gradients again from the next forward on, including gradients that have added up in between."""
         self.require_backward_grad_sync = True
 
 
 class _Sending(NamedTuple):
-    """Apex's three arguments about what is sent and how it is divided."""
+    """Apply Apex's three arguments about the type that is sent and about the division."""
 
     always_fp32: bool
     average: bool

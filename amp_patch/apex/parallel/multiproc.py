@@ -1,7 +1,7 @@
 """`python -m amp_patch run -m apex.parallel.multiproc train.py --its --arguments`: one process of a script per GPU.
 
 As Apex's launcher of 2018, each gets `--world-size` and `--rank`; the output of all but the first goes to
-`GPU_<rank>.log`. One process where there is no GPU. New scripts use `torchrun`.
+`GPU_<rank>.log`. One process without a GPU. New scripts use `torchrun`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from amp_patch.support.guard import Guard
 
 __all__ = ["main"]
 
-_PATIENCE = 5.0  # seconds that interrupted workers have to end by themselves
+_PATIENCE = 5.0  # seconds for interrupted workers to end without a signal
 
 
 def main(arguments: list[str] | None = None, world_size: int | None = None) -> int:

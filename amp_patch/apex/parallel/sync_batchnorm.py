@@ -1,4 +1,4 @@
-"""`apex.parallel.sync_batchnorm`: batch norm whose statistics are those of all processes' batches together."""
+"""`apex.parallel.sync_batchnorm`: batch norm with statistics over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group
 
 
 class SyncBatchNorm(_BatchNorm):
-    """What torch's SyncBatchNorm computes, with Apex's arguments; on the CPU too, which torch's refuses.
+    """torch's SyncBatchNorm with Apex's arguments; it runs on the CPU too, which torch's refuses.
 
     As in Apex it is no `torch.nn.SyncBatchNorm`: torch's DistributedDataParallel refuses those on the CPU.
 
@@ -112,7 +112,7 @@ class _Sum(torch.autograd.Function):
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
-    """Put a `SyncBatchNorm` in the place of every batch norm in `module`, in place; returns `module`.
+    """Replace every batch norm in `module` by a `SyncBatchNorm`, in place; returns `module`.
 
     A module that is a batch norm itself is returned as another one. Parameters and buffers stay the same objects, so
     that an optimizer, amp or DistributedDataParallel that has them goes on; the mode (training, eval) stays too.

@@ -15,4 +15,4 @@ FP16_FUNCS = names(ADDRESS, "FP16_FUNCS")
 BFLOAT16_FUNCS = names(ADDRESS, "BFLOAT16_FUNCS")
 FP32_FUNCS = names(ADDRESS, "FP32_FUNCS")
 CASTS = names(ADDRESS, "CASTS")
-SEQUENCE_CASTS = ["cat", "stack"]  # to the widest type, which torch does by itself
+SEQUENCE_CASTS = ["cat", "stack"]  # to the widest type; torch promotes these without a cast of ours
