@@ -1,6 +1,6 @@
-"""What somebody asks about a training: causes (diagnose), records, comparisons, commands, unedited scripts.
+"""Tools around a training: causes (diagnose), records, comparisons, commands, unedited scripts.
 
-Nothing of the floors below imports it: it subscribes to trainings, and `amp_patch` loads it at the first use of a name.
+No lower floor imports it. It subscribes to trainings, and `amp_patch` loads it at the first use of one of its names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The columns of every table of text: what `inspect`, `explain`, `compare`, the batch search and `check` print."""
+"""Text tables, as printed by `inspect`, `explain`, `compare`, the batch search and `check`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 def in_columns(
     rows: Sequence[Sequence[str]], *, right: Collection[int] = (), widths: Sequence[int] = (), gap: str = "  "
 ) -> list[str]:
-    """A line for each row, without blanks at its end. Cells are padded to their column's width, and never cut.
+    """Return a line for each row, without trailing blanks. Cells are padded to their column's width, and never cut.
 
     Args:
         rows: cells. One with fewer than the others ends there.

@@ -1,4 +1,4 @@
-"""What a run leaves behind: `record`, `log`, and the files and tables of it."""
+"""Recordings of trainings: `record`, `log`, and their files and tables."""
 
 from __future__ import annotations
 

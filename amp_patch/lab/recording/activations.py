@@ -1,9 +1,9 @@
-"""What autograd saves of one step for its backward pass: the bytes of it that live at once, at most.
+"""The peak of the bytes that autograd saves for the backward pass of one step.
 
-torch's saved-tensor hooks show each tensor that is saved, and the end of its memory is heard of by a weak reference, so
-neither an allocator nor its cache is in the figure, on any device. The hooks hand on what they get: the step's numbers
-are the same to the bit. Hooks of others (of a checkpoint, which recomputes in the backward) do their part, and what
-they keep in a tensor's place is counted.
+torch's saved-tensor hooks see each tensor that is saved, and a weak reference notifies of the end of its memory. So the
+figure includes neither an allocator nor its cache, on any device. The hooks return their argument: the step's numbers
+are the same to the bit. Hooks of user code (of a checkpoint, which recomputes in backward) still run, and the objects
+that they save instead of a tensor are counted.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _checkpoint: Any = torch.utils.checkpoint
 
 
 class SavedBytes:
-    """Counts storages that autograd has saved, each once, as long as it lives.
+    """A counter of the storages that autograd has saved, each once, for as long as it lives.
 
-    Parameters and their views are not counted, nor what is `left_out`.
+    Parameters and their views are not counted, nor are tensors in `left_out`.
 
     Attributes:
-        peak: bytes, of those that lived at once; None once something was saved whose memory cannot be told, and as long
-            as nothing was: a CUDA graph that is replayed saves without a word.
-        peak_in_fp32: what they would be if low precision were FP32; None where `peak` is.
+        peak: the most bytes alive at once. None before the first saved tensor (a replayed CUDA graph saves tensors
+            without calling hooks), and after a tensor of unknown size was saved.
+        peak_in_fp32: the same if low-precision tensors were FP32; None if `peak` is None.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class SavedBytes:
         self._peak_in_fp32 = 0
         self._seen = False
         self._live = self._live_in_fp32 = 0
-        self._lock = threading.Lock()  # autograd runs a backward on threads of its own, one a device
+        self._lock = threading.Lock()  # autograd runs a backward on its own threads, one a device
         self._ended: deque[int] = deque()  # keys of freed storages, which `_note` subtracts
         # id of a storage -> a weak reference, and its bytes; 0 where it is left out. torch keeps the Python object of a
         # storage as long as its memory, so no other storage has the id before the reference's callback.
@@ -107,12 +107,12 @@ class _Saved(NamedTuple):
 
 
 class WeighedStep:
-    """Counts what one step saves, from its making until `leave`, both between two steps of somebody else's loop.
+    """A count of the bytes that one step saves, from construction to `leave`, both between two steps of a user's loop.
 
     Args:
-        at_rest: what is there between steps and may be saved: parameters and buffers.
-        step: how many steps there were before.
-        cuda: the device whose allocator tells its peak too; None without one.
+        at_rest: tensors that live between steps and may be saved: parameters and buffers.
+        step: the number of steps before this one.
+        cuda: the device whose allocator's peak is read too; None without CUDA.
     """
 
     def __init__(self, at_rest: Iterable[Tensor], step: int, cuda: torch.device | None) -> None:
@@ -135,7 +135,7 @@ class WeighedStep:
         self._peak = PeakAboveRest(cuda) if cuda is not None else None
 
     def leave_out_inputs(self, args: Any, kwargs: Any) -> None:
-        """Do not count what a forward is given and no function of autograd has made: it is there at any level."""
+        """Do not count a forward's inputs that no function of autograd has made: every level holds them."""
         with suppress(RuntimeError):  # a container that holds itself
             self._bytes.leave_out(tensor for tensor in tree.tensors((args, kwargs)) if tensor.grad_fn is None)
 
@@ -152,7 +152,7 @@ class WeighedStep:
 
     @property
     def in_fp32(self) -> int | None:
-        """What the activations would be if low precision were FP32, in bytes; None where they are not known."""
+        """Return the bytes of the activations if low precision were FP32; None if they are not known."""
         return self._bytes.peak_in_fp32
 
     def abandon(self) -> None:
@@ -208,7 +208,7 @@ class WeighedStep:
         return see_and_wrap
 
     def _before(self, disable: Callable[..., Any]) -> Callable[..., Any]:
-        """Pop the hooks before a transform of torch.func, which refuses to run where there are some."""
+        """Pop the hooks before a transform of torch.func, which refuses to run under such hooks."""
 
         def leave_and_disable(*args: Any, **kwargs: Any) -> Any:
             self.abandon()

@@ -1,7 +1,7 @@
-"""Forwards of compiled models, told to whoever records. torch calls no hook of the model before what it has compiled.
+"""Notification of recorders when a compiled model's forward begins: torch calls no hook before compiled code.
 
-While somebody listens, and only then, `OptimizedModule.__call__` (of `torch.compile(model)`), `Module.compile` and what
-that gave to a model are replaced by functions that tell of the call first.
+While a listener is registered, `OptimizedModule.__call__` (of `torch.compile(model)`), `Module.compile` and the
+compiled calls that it stored are replaced by functions that notify the listener first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _patched: list[Any] = []  # holds Dynamo's module once that is patched
 
 
 def add(listener: Listener) -> None:
-    """Tell `listener` of the forwards of compiled models, of those that `watch` was given."""
+    """Notify `listener` of the forwards of the compiled models that `watch` received."""
     with _installation.lock:
         _listeners.append(listener)
 

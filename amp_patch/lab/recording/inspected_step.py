@@ -1,4 +1,4 @@
-"""One `amp.inspect` that is entered between two steps of somebody else's loop, and left after the next."""
+"""One `amp.inspect` that is entered between two steps of a user's loop, and left after the next."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from amp_patch.lab.recording.run import Event
 
 
 class InspectedStep:
-    """Inspects from its making until `leave`.
+    """An inspection from construction until `leave`.
 
     Raises:
         RuntimeError: another TorchFunctionMode is entered here. Its `with` block may end before the next step does,
-            and would then take the inspection's mode off in place of its own.
+            and would then remove the inspection's mode instead of its own.
         ValueError: from `inspect`.
     """
 
@@ -35,7 +35,7 @@ class InspectedStep:
         self._mode = _mode_stack()[-1]
 
     def leave(self) -> Event:
-        """The "look" event. What others have entered since stays entered."""
+        """Leave, and return the "look" event. Modes that were entered later stay entered."""
         self.abandon()
         if self._seen.not_finite is not None:  # `inspect` counts steps from the beginning of its block
             self._seen.not_finite = replace(self._seen.not_finite, step=self._step)
@@ -56,7 +56,7 @@ class InspectedStep:
 
 
 def _look_event(seen: Inspection, step: int) -> Event:
-    """What `inspect` saw, as the "look" event of a recording. Reads histograms: syncs with the device."""
+    """Return the result of `inspect` as the "look" event of a recording. Reads histograms: syncs with the device."""
     scales = (seen.scale, 1.0, seen.best_scale())
     return {
         "event": "look",

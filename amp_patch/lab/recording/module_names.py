@@ -12,12 +12,12 @@ _ONLY_CALL_OTHERS = (nn.Module.forward, nn.Sequential.forward)  # of ModuleList,
 
 
 def module_names(models: Iterable[nn.Module], *, with_products: bool = False) -> list[str]:
-    """The modules in which something is computed, each behind those inside it, in the order of their definition.
+    """Return the names of the modules that compute, in the order of definition, each after the modules inside it.
 
-    Left out are the models themselves, and containers that only call what is in them.
+    The models themselves and containers that only call their children are left out.
 
     Args:
-        with_products: leave out torch's own that multiply no matrices too (activations, norms, dropout).
+        with_products: also leave out torch's modules without a matrix product (activations, norms, dropout).
     """
     named = [pair for model in models for pair in _named(model, "")]
     return [*dict.fromkeys(name for name, module in named if not with_products or _may_multiply(module))]

@@ -15,7 +15,7 @@ from amp_patch.lab.recording.run import Event
 from amp_patch.lab.recording.sinks import Sink
 from amp_patch.support.device_sync import DeviceNumbers
 
-# The outbox is flushed after so many events, or so many seconds, whichever comes first.
+# The outbox is flushed after this number of events or of seconds, whichever comes first.
 _FLUSH_EVENTS, _FLUSH_SECONDS = 50, 0.5
 
 
@@ -80,7 +80,7 @@ class Outbox:
         return len(self._queue) >= _FLUSH_EVENTS or time.monotonic() - self._flushed >= _FLUSH_SECONDS
 
     def flush(self, step: int, wait: bool = False) -> None:
-        """Send off what is queued, and hand on what has arrived of what was sent off before; all of it if `wait`."""
+        """Start copies of the queued numbers, and pass on earlier ones that have arrived; all of them if `wait`."""
         self._flushed = time.monotonic()
         if self._queue:
             self._travelling.append(UnreadBatch(self._queue))
@@ -91,7 +91,7 @@ class Outbox:
         self._each_sink(step, "flush")
 
     def close(self, step: int) -> None:
-        """Close the sinks. What was not flushed is lost."""
+        """Close the sinks. Events that were not flushed are lost."""
         self._each_sink(step, "close")
 
     def _each_sink(self, step: int, name: str, *args: Any) -> None:

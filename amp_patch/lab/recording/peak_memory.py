@@ -31,12 +31,12 @@ class PeakMemory:
         self._paused = True
 
     def resume(self) -> None:
-        """Measure again, from what is held now."""
+        """Restart the measurement from the present size."""
         _reset()
         self._paused = False
 
     def bank(self) -> None:
-        """Note the peak until now: somebody else may reset it."""
+        """Store the peak until now: user code may reset the allocator's peak."""
         if self._paused:
             return
         for kind in ("cpu", "cuda"):
@@ -49,12 +49,12 @@ class PeakMemory:
         self._banked.clear()
 
     def held(self) -> int | None:
-        """Bytes by which the process is larger now than at the making; None where nothing tells."""
+        """Return the growth of the process since construction, in bytes; None if the system does not report it."""
         now = _status("VmRSS")
         return None if now is None or self._resident is None else max(0, now - self._resident)
 
     def read(self, device: str) -> int | None:
-        """Bytes: on "cuda" those that were allocated, on "cpu" the growth of the process; None where nothing tells."""
+        """Return bytes: on "cuda" the allocated ones, on "cpu" the growth of the process; None if unknown."""
         self.bank()
         return self._banked.get(device)
 

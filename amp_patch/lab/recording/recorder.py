@@ -1,8 +1,7 @@
 """Record what happens in `initialize`, `scale_loss` and the optimizers' steps: losses, times, scales, skips, sizes.
 
-While somebody records, and only then, the trainings have an observer, and the models a hook before their forward,
-compiled models too. Nothing that is recorded makes a step wait for a device: numbers on a device are copied when the
-device gets there, and read later.
+While a recording runs, the trainings have an observer, and the models, compiled ones too, have a hook before their
+forward. No recording makes a step sync: numbers on a device are copied asynchronously and read later.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from amp_patch.training.stash import Stash, enabled_stash
 from amp_patch.training.training import Training
 from amp_patch.training.wrappers import innermost
 
-_OTHERS = 100  # after so many steps of others in a row the first optimizer counts as finished
+_OTHERS = 100  # after this number of consecutive steps of others the first optimizer counts as finished
 
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
@@ -66,21 +65,21 @@ def record(to: Any = None, *, inspect: bool = False, activations: bool = False) 
             train(model, optimizer)
         print(run.loss[-1], run.peak_memory)
 
-    What runs through `scale_loss` and `optimizer.step()` is recorded; `initialize` is called inside of the block or
-    before it. Of torch's own mixed precision it is what runs through a GradScaler; the model is not known then. There
-    may be several recordings at once. No step waits for the device because of it. Figures arrive every half second or
-    50 steps, and when the block ends. Of the processes of a distributed job the first writes the file. A disk that is
-    full ends the file, with a warning, and not the training.
+    Calls of `scale_loss` and `optimizer.step()` are recorded. `initialize` may be called inside the block or before it.
+    In a training with torch's mixed precision the calls of its GradScaler are recorded, without the model. Several
+    recordings may run at once. No step syncs because of a recording. Figures arrive every half second or 50 steps, and
+    when the block ends. In a distributed job rank 0 writes the file. A full disk ends the file, with a warning, and not
+    the training.
 
     Args:
-        to: a path, for one line of JSON an event; a TensorBoard SummaryWriter, or what else has
+        to: a path, for one line of JSON an event; a TensorBoard SummaryWriter, or another object with
             `add_scalar(tag, value, step)`; None for the `Run` alone.
         inspect: also look, as `amp.inspect` does, at the step after 1, 10, 100, ... steps, whose times are then NaN.
         activations: count the bytes that the third step saves for its backward; see `Run.activations`. Its times are
             then NaN.
 
     Yields:
-        The `Run`, which fills.
+        The `Run`, which is filled as the training goes on.
 
     Raises:
         TypeError, OSError: `to` cannot be written to, from the beginning.
@@ -95,9 +94,9 @@ def record(to: Any = None, *, inspect: bool = False, activations: bool = False) 
 
 
 def log(**scalars: Any) -> None:
-    """Give figures of the script's own to whoever records, by their names: `amp.log(held_out_loss=1.2)`.
+    """Record the script's own figures by name: `amp.log(held_out_loss=1.2)`.
 
-    They belong to the number of optimizer steps that were taken until now. Without a recorder nothing happens.
+    They are stored with the number of optimizer steps until now. Without a recorder the call does nothing.
 
     Args:
         scalars: numbers, or tensors of one element, which are copied now and read later: this does not sync.
@@ -116,20 +115,20 @@ def log(**scalars: Any) -> None:
 
 
 class Recorder(Observer):
-    """Records the trainings of this process while its block runs, as events (see `Run.add`) to the sinks.
+    """A recorder that sends the trainings of this process to sinks, as events (see `Run.add`), while its block runs.
 
-    A step ends when the first optimizer that ever stepped has stepped again; what others do until then (a GAN's) is in
-    the same record. If others step a hundred times meanwhile, one of them takes its place. What the recorder itself
-    does between two steps is in nobody's time. Where a compiled function hides the model's forward, its time is in
-    "data".
+    A record ends when the first optimizer that stepped has stepped again. Steps of other optimizers before that (a
+    GAN's) belong to the same record. If others step a hundred times in between, one of them replaces the first. The
+    recorder's own time between two steps is not counted. If a compiled function hides the model's forward, the
+    forward's time is counted as "data".
 
-    Of a GradScaler of torch's its losses, its scale and the steps that it skips are recorded. The training may be one
-    that `initialize` knows, whose losses go to the scaler in place of `scale_loss`, or torch's alone: its model is not
-    known then, so the time until `scaler.scale(loss)` is "data".
+    A GradScaler of torch is recorded too: its losses, its scale and its skipped steps. The training may have gone
+    through `initialize`, with a GradScaler instead of `scale_loss`. Otherwise the model is not known, and the time
+    until `scaler.scale(loss)` is counted as "data".
 
     Args:
-        sinks: each has `add(event)`; `flush` and, in `close` of the recorder, `close` are called where it has them.
-        stop_after: leave the training after so many steps, by raising `Enough` out of `optimizer.step()`.
+        sinks: objects with `add(event)`, and optionally `flush` and `close` (called by the recorder's `close`).
+        stop_after: leave the training after this number of steps, by raising `Enough` out of `optimizer.step()`.
         inspect: emit a "look" of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
         activations: emit a "memory" of the third step, or of the last if that comes before; its times are NaN too.
         batch_dim: which dimension of the model's first tensor has the samples.
@@ -137,8 +136,8 @@ class Recorder(Observer):
         between_steps: called between two steps, each time that the sinks were flushed; its time is in no step.
 
     Attributes:
-        trainings: how many calls of `initialize` were seen, those with `enabled=False` among them, and trainings that
-            began before the recording.
+        trainings: the number of seen calls of `initialize`, also with `enabled=False`, and of trainings that began
+            before the recording.
         enabled: whether any of them was enabled.
         losses: how many losses were seen, of `scale_loss` and of GradScalers.
         steps: how many steps were recorded.
@@ -356,7 +355,7 @@ class Recorder(Observer):
             self._end_step(stepped, enabled_stash(stepped), skipped)
 
     def _records(self, optimizer: Any) -> bool:
-        """Whether the steps of an optimizer that a scaler steps are recorded; of torch's own trainings the first."""
+        """Tell whether a GradScaler's optimizer is recorded: without `initialize`, only the first one is."""
         if (stash := enabled_stash(optimizer)) is not None:
             self._adopt_earlier(stash)
         elif not (self._adopted or self._device):

@@ -32,7 +32,7 @@ class ScalerLosses:
         self._of_scaler: dict[int, list[_ScaledLoss]] = {}  # by the id of the scaler
 
     def add(self, scaler: Any, loss: Tensor, scale: Tensor, samples: int) -> None:
-        """Keep a copy of a loss that `scaler` has scaled; of `scale` the tensor itself."""
+        """Store a copy of a loss that `scaler` has scaled, and the tensor `scale` itself."""
         found = _ScaledLoss(weakref.ref(loss), single_value(loss), scale, samples)
         self._of_scaler.setdefault(id(scaler), []).append(found)
 

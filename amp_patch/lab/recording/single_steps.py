@@ -16,12 +16,12 @@ from amp_patch.support.compiled import eager_only
 
 
 class SingleSteps:
-    """At most one look at a time, from the end of a step to the end of the next.
+    """Scheduler of looks: at most one at a time, from the end of a step to the end of the next.
 
     Args:
         inspect: whether to inspect the step after 1, 10, 100, ... steps.
-        weigh_after: weigh the step after so many; 0 for none.
-        put: takes the event of a look, or a "note" that says why there is none.
+        weigh_after: count the bytes of the step after this number of steps; 0 for none.
+        put: receives the event of a look, or a "note" with the reason for its absence.
     """
 
     def __init__(self, inspect: bool, weigh_after: int, put: Callable[[Event], None]) -> None:

@@ -13,17 +13,17 @@ from amp_patch.support.distributed import is_first_rank
 
 
 class Sink(Protocol):
-    """What takes the events of a recording. A `flush` and a `close` are called where it has them."""
+    """Receiver of the events of a recording. `flush` and `close` are optional."""
 
     def add(self, event: Event) -> None:
         """Take one event, in order, on the training's thread. After an OSError the sink gets no more of them."""
 
 
 class JsonLines:
-    """One line of JSON an event. Of the processes of a torch.distributed job the first alone writes.
+    """A file with one line of JSON an event. In a torch.distributed job only rank 0 writes.
 
     Args:
-        path: the file, which is written anew; its folder exists.
+        path: the file, which is overwritten; its folder must exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -35,14 +35,14 @@ class JsonLines:
         self._lines.append(dumps(event))
 
     def flush(self) -> None:
-        """Hand what was added to the system: it outlives a process that is killed."""
+        """Flush the added lines to the system: they outlive a killed process."""
         if self._file is not None and self._lines and writes():
             try:
                 self._file.write("".join(f"{line}\n" for line in self._lines))
                 self._file.flush()
             except OSError:
                 broken, self._file = self._file, None
-                with suppress(OSError):  # `close` flushes, which fails as before
+                with suppress(OSError):  # `close` flushes, which fails again
                     broken.close()
                 raise
         self._lines.clear()

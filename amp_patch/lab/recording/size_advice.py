@@ -1,4 +1,4 @@
-"""The advice on sizes of one forward of each recorded model, of which the steps after it know nothing."""
+"""Advice on layer sizes, from one forward of each recorded model. Later steps run without hooks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DEVICES = ("cuda",)  # a CPU's gain from such sizes had no pattern: nothing to a
 
 
 class SizeAdvice:
-    """Looks at the first forward of each model, by hooks that are there for this forward alone.
+    """Hooks on the first forward of each model, removed after it.
 
-    They read sizes, and no numbers: nothing is computed, and nothing waits for the device.
+    They read sizes and no values: they neither compute nor sync.
 
     Args:
-        give: is given the lines of `shapes.advice`, if there are any, when the forward has ended.
+        give: receives the lines of `shapes.advice`, if there are any, when the forward has ended.
     """
 
     def __init__(self, give: Callable[[list[str]], None]) -> None:

@@ -1,4 +1,4 @@
-"""What the tensors of the recorded trainings take, in bytes."""
+"""Sizes of the tensors of the recorded trainings, in bytes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Sizes:
     """Bytes of weights, masters, gradients and the optimizers' state, as they were when they were last measured.
 
     Args:
-        trainings: a list that grows while it is recorded; what they hold is found anew at each measuring.
+        trainings: a list that grows during the recording; each measurement searches their tensors again.
 
     Attributes:
         bytes: of each kind.
-        in_fp32: what they would be in FP32, where there are no masters and every trained parameter has a gradient.
+        in_fp32: the sizes in FP32, without masters and with a gradient for every trained parameter.
     """
 
     def __init__(self, trainings: list[Training]) -> None:
@@ -102,12 +102,12 @@ class Sizes:
 
 
 def alive(refs: Iterable[Any]) -> list[Any]:
-    """What weak references still refer to."""
+    """Return the live referents of weak references."""
     return [value for ref in refs if (value := ref()) is not None]
 
 
 def _bytes(tensors: Iterable[Tensor], *, in_fp32: bool = False) -> int:
-    """The bytes of the tensors, each once; of a sharded one this process's part. `in_fp32`: had they no lower type."""
+    """Return the bytes of the tensors, each once, of a DTensor the local shard; `in_fp32`: as if all were FP32."""
     total = 0
     for tensor in {id(t): t for t in tensors}.values():
         local = distributed.local(tensor)

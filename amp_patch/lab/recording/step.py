@@ -1,4 +1,4 @@
-"""One step of a recording: what the recorder notes while it runs, and the "step" event that this becomes."""
+"""One step of a recording: the observations while it runs, and the "step" event made of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Body(NamedTuple):
     """One body of `scale_loss`: its loss and scale (tensors of one element), and the samples that came before it.
 
     Attributes:
-        key: tells of which loss the body was. A GAN's two losses may have one loss_id, so the optimizers are in it.
+        key: identifies the loss of the body. It includes the optimizers: a GAN's two losses may have one loss_id.
         optimizers: their ids.
     """
 
@@ -43,11 +43,11 @@ class Body(NamedTuple):
 
 @dataclass
 class Step:
-    """What was seen since the last step ended.
+    """Observations since the last step ended.
 
     Attributes:
         spans: (part, its start, its end). Start and end are seconds, or CUDA events.
-        bodies: those of `scale_loss` that ended without an exception.
+        bodies: bodies of `scale_loss` that ended without an exception.
         forward_seen: whether a model's forward began.
         first: the id of the model whose forward began first. Forwards inside of that one do not count.
         unclaimed_samples: how many the newest forward was given, until a loss follows it.
@@ -103,7 +103,7 @@ class Step:
 
 
 def _is_exact(loss: float, dtype: str) -> bool:
-    """Whether the type has the number; of those that are not finite it has."""
+    """Tell whether the type represents the number exactly; infinities and NaNs count as exact."""
     if not math.isfinite(loss):
         return True
     try:
@@ -116,7 +116,7 @@ def _is_exact(loss: float, dtype: str) -> bool:
 
 
 def single_value(loss: Tensor) -> Tensor:
-    """A copy of the loss; of several numbers their mean."""
+    """Return a copy of the loss; the mean if it has several elements."""
     value = distributed.local(loss.detach())
     return value.clone() if value.numel() == 1 else value.double().mean()
 

@@ -17,11 +17,11 @@ clock = time.perf_counter
 
 
 class StepClock:
-    """Times the parts of a step. The recorder calls a method where a part begins, and where it ends.
+    """A timer of the parts of a step. The recorder calls a method at the start and the end of each part.
 
     Attributes:
-        step: what was seen since the last step ended.
-        cuda: the device that the training is timed on; None where the host's clock does.
+        step: the observations since the last step ended.
+        cuda: the device whose events time the training; None if the host's clock does.
     """
 
     def __init__(self) -> None:
