@@ -170,7 +170,7 @@ def state_in_eight_bits(rows: Path = EIGHT_BITS) -> list[str]:
     table = [f"| {' | '.join(row)} |" for row in [*heads, *map(eight_bit_state.cells, found["rows"])]]
     return [
         "## The optimizer's state in eight bits",
-        "Each optimizer of torch.optim with its state in FP32, and [in eight bits](optimizers.md#state-in-eight-bits): "
+        "Each optimizer of torch.optim with its state in FP32, and [in eight bits](ladder.md#state-in-eight-bits): "
         f"the digits and the GPT at O0, {found['steps']} steps, {seeds} seeds. {said} the range of the seeds in FP32, "
         "or better; the state is in bytes a parameter. These models are small: of a large one hardly anything stays "
         "FP32. Muon has AdamW beside it, for what is no matrix.",

@@ -1,4 +1,4 @@
-"""The table of lost updates in docs/optimizers.md: its four runs, shorter ones, from benchmarks/lost_updates.py."""
+"""The table of lost updates in docs/ladder.md: its four runs, shorter ones, from benchmarks/lost_updates.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_is_lost_without_masters_grows_with_smaller_steps_and_rungs_lose_no
 
 
 def test_the_table_has_the_runs_of_the_benchmark(benchmark):
-    text = (ROOT / "docs" / "optimizers.md").read_text()
+    text = (ROOT / "docs" / "ladder.md").read_text()
     table = text.split("| run | would be lost |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| (from scratch|fine-tuned),(?: learning rate)? (1e-\d) \| (0\.\d+) ", table, re.MULTILINE)
     assert [(kind == "fine-tuned", float(lr)) for kind, lr, _ in rows] == [

@@ -10,7 +10,7 @@ from amp_patch.lab.wording import listed, type_name, whole_percent
 from amp_patch.policy import OPT_LEVELS, SPLIT
 
 # Of less than this share of lost updates no advice is made: weights rounded to nearest have trained as FP32's do there,
-# and worse from 0.59 on (docs/optimizers.md, "How many updates are lost").
+# and worse from 0.59 on (docs/ladder.md, "How many updates are lost").
 FEW = 0.25
 
 
