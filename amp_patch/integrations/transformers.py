@@ -32,6 +32,8 @@ from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
 from amp_patch.training.wrappers import innermost
 
+_AMP_OPTIONS = inspect.signature(initialize).parameters.keys() - {"models", "optimizers", "opt_level"}
+
 
 class OptLevelTrainer(Trainer):
     """`transformers.Trainer` at an opt level, on one device or under DDP; only public methods are overridden.
@@ -44,24 +46,31 @@ class OptLevelTrainer(Trainer):
 
     Args:
         opt_level: as of `amp.initialize`.
-        amp_options: the other arguments of `amp.initialize`, by name.
-        args, kwargs: as of `transformers.Trainer`.
+        amp_options: options of `amp.initialize` as a dict, the older form.
+        args, kwargs: as of `transformers.Trainer`, and options of `amp.initialize` by name (`master_weights="split"`).
 
     Raises:
         ValueError: the TrainingArguments request a mixed precision (`fp16`, `bf16`) in addition to the opt level.
+        TypeError: an option is given by name and in `amp_options`.
     """
 
     def __init__(
-        self, *args: Any, opt_level: str = "O1", amp_options: dict[str, Any] | None = None, **kwargs: Any
+        self, *args: Any, opt_level: str | None = None, amp_options: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
+        named = {name: kwargs.pop(name) for name in _AMP_OPTIONS if name in kwargs}
+        if twice := sorted(named.keys() & (amp_options or {}).keys()):
+            raise TypeError(f"OptLevelTrainer: {twice[0]} is given by name and in amp_options; give it once, by name")
         super().__init__(*args, **kwargs)
-        for name in ("fp16", "bf16"):
+        for name, casts, level in (("fp16", "O1", "O2"), ("bf16", "O4", "O5")):
             if getattr(self.args, name):
-                raise ValueError(
-                    f"OptLevelTrainer: args has {name}=True, a second mixed precision; leave it out, and say "
-                    f"opt_level={'O1' if name == 'fp16' else 'O4'!r} for the like"
+                instead = (
+                    f"and give opt_level={casts!r} or {level!r}" if opt_level is None else f"{opt_level} is enough"
                 )
-        self._amp_options = {"opt_level": opt_level, **(amp_options or {})}
+                raise ValueError(
+                    f"OptLevelTrainer: args has {name}=True, a second mixed precision beside the opt level; leave "
+                    f"{name}=True out of TrainingArguments: {instead}"
+                )
+        self._amp_options = {"opt_level": opt_level or "O1", **(amp_options or {}), **named}
         self.add_callback(LossScale())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,12 +22,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothin
 import lightning.pytorch as pl  # noqa: E402
 import transformers  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
-from frameworks import INPUTS, PACKAGES_WARN, adam, gpt, hf_trainer, network  # noqa: E402
+from frameworks import INPUTS, PACKAGES_WARN, TEXTS, adam, gpt, hf_trainer, network  # noqa: E402
 from paths import EXAMPLES  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from training import LEVELS, same, weights  # noqa: E402
 
 from amp_patch import amp  # noqa: E402
+from amp_patch.integrations.transformers import OptLevelTrainer  # noqa: E402
+from amp_patch.model.forward import policy_of  # noqa: E402
 
 pytestmark = PACKAGES_WARN
 
@@ -269,9 +271,29 @@ def test_the_trainer_evaluates_without_scaling(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-3)
 
 
-def test_the_trainer_refuses_a_second_mixed_precision(tmp_path):
-    with pytest.raises(ValueError, match=r"OptLevelTrainer: args has bf16=True.*opt_level='O4'"):
-        hf_trainer(tmp_path, "O1", bf16=True)
+@pytest.mark.parametrize(
+    ("given", "way_out"),
+    [({"opt_level": "O5"}, "O5 is enough"), ({}, "and give opt_level='O4' or 'O5'")],
+)
+def test_the_trainer_refuses_a_second_mixed_precision_and_says_what_to_leave_out(given, way_out, tmp_path):
+    arguments = transformers.TrainingArguments(str(tmp_path), bf16=True, use_cpu=True, report_to=[])
+    message = f"args has bf16=True, .*; leave bf16=True out of TrainingArguments: {way_out}$"
+    with pytest.raises(ValueError, match=message):
+        OptLevelTrainer(gpt(), arguments, **given)
+
+
+def test_the_trainer_takes_the_options_of_initialize_by_name(tmp_path):
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = OptLevelTrainer(gpt(), arguments, train_dataset=TEXTS, opt_level="O5", master_weights="split")
+    optimizer = trainer.create_optimizer()
+    assert {master.dtype for master in amp.master_params(optimizer)} == {torch.float32}
+    assert policy_of(trainer.model).master_weights == "split"
+
+
+def test_the_trainer_refuses_an_option_that_is_given_twice(tmp_path):
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(TypeError, match="loss_scale is given by name and in amp_options; give it once, by name"):
+        OptLevelTrainer(gpt(), arguments, loss_scale=8.0, amp_options={"loss_scale": 8.0})
 
 
 def test_a_trainer_that_is_not_enabled_is_the_trainer(tmp_path):
