@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +16,16 @@ from amp_patch.lab.comparison.other_work import OtherWork
 
 _SIZE, _TURNS = 256, 5  # size and count of the timed products: a second with the slowest kernels
 _LIMITING = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+_STEADY = 1.5  # how far apart the turns of one figure may be
 SLOW = 1.3  # times the time of the other way, above which the clock disagrees with the decision
+
+
+class ProductTime(NamedTuple):
+    """The time of a product relative to FP32's: the least, the median and the largest of several turns."""
+
+    low: float
+    median: float
+    high: float
 
 
 def machine(load: OtherWork | None = None) -> dict[str, str]:
@@ -53,10 +63,10 @@ def low_precision() -> dict[str, str]:
     return found
 
 
-def time_of_products(dtype: torch.dtype, emulated: bool = False) -> float:
-    """The time of a product of matrices of this type over FP32's, on one thread of this CPU: a median.
+def time_of_products(dtype: torch.dtype, emulated: bool = False) -> ProductTime:
+    """Time a product of matrices of this type relative to FP32's, on one thread of this CPU, over several turns.
 
-    By torch's own kernel, or `emulated` as casts/cpu_half.py does it.
+    The product is torch's own, or `emulated` as in casts/cpu_half.py. Other work on the machine widens the range.
     """
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(_SIZE, _SIZE, generator=generator, dtype=torch.float32, device="cpu")
@@ -74,23 +84,29 @@ def time_of_products(dtype: torch.dtype, emulated: bool = False) -> float:
                 ratios.append((between - begun) / (time.perf_counter() - between))
     finally:
         torch.set_num_threads(threads)
-    return statistics.median(ratios)
+    return ProductTime(min(ratios), statistics.median(ratios), max(ratios))
 
 
 def products_in_words(dtype: torch.dtype) -> str:
     """What `cpu_half="auto"` decides here for a type, and the clock's word on it. Times products of matrices."""
     name = wording.type_name(str(dtype).removeprefix("torch."))
     native, emulated = time_of_products(dtype), time_of_products(dtype, emulated=True)
-    torchs = f"torch's own products take {wording.ratio(native)} of FP32's time"
-    ours = f"emulated ones {wording.ratio(emulated)}"
+    torchs = f"torch's own products take {_in_words(native)} FP32's time"
+    ours = f"emulated ones {_in_words(emulated)}"
     if not has_arithmetic(dtype):
         said = f"auto is emulate, this CPU has no {name} arithmetic: {torchs}, {ours}"
-        disagrees = emulated > SLOW * native
+        disagrees = emulated.median > SLOW * native.median
     else:
         said = f"auto is native, this CPU has {name} arithmetic: {torchs}, {ours}"
-        disagrees = native > SLOW * emulated
+        disagrees = native.median > SLOW * emulated.median
     other = "native" if not has_arithmetic(dtype) else "emulate"
     return f'{said}; by this clock cpu_half="{other}" is faster' if disagrees else said
+
+
+def _in_words(time: ProductTime) -> str:
+    """Return "1.1x", or "30x to 399x" if the turns differ: one figure of them would depend on the machine's load."""
+    low, median, high = (f"{wording.short(value)}x" for value in time)
+    return median if time.high < _STEADY * time.low else f"{low} to {high}"
 
 
 def _limits() -> list[str]:

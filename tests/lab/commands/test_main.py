@@ -15,7 +15,7 @@ from amp_patch import multi_tensor
 from amp_patch.__main__ import main
 from amp_patch.casts import wrappers as cast_wrappers
 from amp_patch.lab.commands import compare
-from amp_patch.lab.comparison.machine import time_of_products
+from amp_patch.lab.comparison.machine import ProductTime, products_in_words, time_of_products
 from amp_patch.lab.comparison.plan import Plan
 
 
@@ -51,7 +51,7 @@ WORDS = {torch.float16: ("float16", "FP16"), torch.bfloat16: ("bfloat16", "BF16"
             False,
             12.04,
             1.1,
-            "auto is emulate, this CPU has no {} arithmetic: torch's own products take 12.04 of FP32's",
+            "auto is emulate, this CPU has no {} arithmetic: torch's own products take 12x FP32's time",
         ),
         (True, 1.75, 1.1, 'by this clock cpu_half="emulate" is faster'),
         (False, 0.5, 1.1, 'by this clock cpu_half="native" is faster'),
@@ -62,12 +62,12 @@ def test_info_tells_how_a_type_runs_on_this_cpu(dtype, arithmetic, native, emula
     monkeypatch.setattr("amp_patch.lab.comparison.machine.has_arithmetic", lambda dtype: arithmetic)
     monkeypatch.setattr(
         "amp_patch.lab.comparison.machine.time_of_products",
-        lambda dtype, emulated_=emulated, emulated=False: emulated_ if emulated else native,
+        lambda dtype, emulated_=emulated, emulated=False: ProductTime(*3 * [emulated_ if emulated else native]),
     )
     main(["info"])
     row, name = WORDS[dtype]
     told = rows(capsys.readouterr().out)[row]
-    assert expected.format(name) in told and f"emulated ones {emulated:.1f}" in told
+    assert expected.format(name) in told and f"emulated ones {emulated:.1f}x" in told
     assert ("by this clock" in told) is ("by this clock" in expected)
 
 
@@ -83,8 +83,20 @@ def test_compare_tells_of_emulated_bf16_before_it_runs(levels, dtype, tells, cap
         assert ("no BF16 arithmetic" in capsys.readouterr().out) is (tells and not arithmetic)
 
 
-def test_products_are_timed_beside_fp32s():
-    assert all(time_of_products(dtype) > 0 for dtype in (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [((0.92, 0.93, 0.95), "0.93x"), ((30.2, 72.9, 399.1), "30.2x to 399x"), ((340, 343, 350), "343x")],
+)
+def test_info_gives_a_range_if_the_load_of_the_machine_moves_a_figure(turns, said, monkeypatch):
+    module = "amp_patch.lab.comparison.machine"
+    monkeypatch.setattr(f"{module}.time_of_products", lambda dtype, emulated=False: ProductTime(*turns))
+    assert f"torch's own products take {said} FP32's time" in products_in_words(torch.bfloat16)
+
+
+def test_products_are_timed_relative_to_fp32():
+    for dtype in (torch.float32, torch.bfloat16):
+        low, median, high = time_of_products(dtype)
+        assert 0 < low <= median <= high
 
 
 def test_info_tells_what_runs_the_casts(wrappers, capsys):
