@@ -102,8 +102,8 @@ def test_readme_s_lines_install_it_with_its_extension(name, archive, tmp_path):
         packed.extractall(tmp_path, filter="data")
     sources = tmp_path / archive.name.removesuffix(".tar.gz")
     release = torch.__version__.partition("+")[0]
-    assert LINES == ["pip install torch", "pip install .", "cd .. && python -m amp_patch info"]
-    environment.run(f"{LINES[0]}=={release}", sources)
+    assert LINES == ["pip install torch numpy", "pip install .", "cd .. && python -m amp_patch info"]
+    environment.run(LINES[0].replace("torch", f"torch=={release}"), sources)
     # No CUDA_HOME: the kernels for GPUs take a quarter of an hour to compile.
     environment.run(LINES[1], sources, AMP_PATCH_REQUIRE_EXT="1", CUDA_HOME=os.devnull)
     elsewhere = tmp_path / "elsewhere"
@@ -127,6 +127,6 @@ def test_without_torch_archive_and_wheel_are_installed_and_every_file_compiles(n
     assert "requires torch, which is not installed" in environment.run("pip check", tmp_path, ok=False)
     refusal = environment.run("python -c 'import amp_patch'", tmp_path, ok=False).splitlines()[-1]
     assert refusal.startswith("ModuleNotFoundError: amp_patch: there is no torch in this Python (")
-    assert "`pip install torch`" in refusal
+    assert "`pip install torch numpy`" in refusal
     shown = environment.run("pip show amp_patch", tmp_path)
     assert f"Version: {__version__}\n" in shown and "License: BSD-3-Clause\n" in shown

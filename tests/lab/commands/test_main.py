@@ -46,7 +46,7 @@ WORDS = {torch.float16: ("float16", "FP16"), torch.bfloat16: ("bfloat16", "BF16"
 @pytest.mark.parametrize(
     ("arithmetic", "native", "emulated", "expected"),
     [
-        (True, 0.374, 1.1, "auto is native, this CPU has {} arithmetic: torch's own products take 0.37 of FP32's time"),
+        (True, 0.374, 1.1, "auto is native, this CPU has {} arithmetic: torch's own products take 0.374x FP32's time"),
         (
             False,
             12.04,
