@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,8 +13,8 @@ from amp_patch.model import buffers
 from amp_patch.policy import Policy
 from amp_patch.support.patches import Installation
 
-# A rule for modules that stay FP32: their qualified name, their class, or a predicate over (name, module).
-KeepFP32 = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+# A rule for modules that stay FP32: a qualified name, a class, a module itself, or a predicate over (name, module).
+KeepFP32 = str | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
 
 
 def kept_modules(
@@ -73,8 +74,11 @@ def modules_matching(
     found: dict[int, nn.Module] = {}
     for rule in _as_rules(rules, argument, caller):
         named = [m for model in models for name, m in model.named_modules() if _matches(rule, name, m)]
-        if not named and (isinstance(rule, str | type)):
-            raise ValueError(f"{caller}: {argument} names {rule!r}, which matches no module of the given models")
+        if not named and isinstance(rule, str | type | nn.Module):
+            raise ValueError(
+                f"{caller}: {argument} names {_in_words(rule)}, which matches no module of the given "
+                f"models{_nearest(rule, models)}"
+            )
         found.update((id(m), m) for outer in named for m in with_forward(outer))
     return list(found.values())
 
@@ -99,8 +103,8 @@ def _as_rules(rules: Any, argument: str, caller: str) -> list[KeepFP32]:
             continue
         if isinstance(rule, type) or not callable(rule):
             raise TypeError(
-                f"{caller}: {argument} holds {rule!r}; wanted module names, torch.nn.Module classes or a predicate "
-                "over (name, module)"
+                f"{caller}: {argument} holds {rule!r}; wanted module names, modules, torch.nn.Module classes or a "
+                "predicate over (name, module)"
             )
     return result
 
@@ -110,7 +114,20 @@ def _matches(rule: KeepFP32, name: str, module: nn.Module) -> bool:
         return name == rule
     if isinstance(rule, type):
         return isinstance(module, rule)
+    if isinstance(rule, nn.Module):
+        return module is rule
     return bool(rule(name, module))
+
+
+def _in_words(rule: KeepFP32) -> str:
+    return f"a {type(rule).__name__}" if isinstance(rule, nn.Module) else repr(rule)
+
+
+def _nearest(rule: KeepFP32, models: list[nn.Module]) -> str:
+    """Return "; did you mean 'head'?" if a module's name is close to `rule`, otherwise ""."""
+    names = [name for model in models for name, _ in model.named_modules() if name] if isinstance(rule, str) else []
+    near = difflib.get_close_matches(str(rule), names)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 _installation = Installation()

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from training import LEVELS, SGD, backward, convnet, linear
 
 from amp_patch import amp
+from amp_patch.policy import OPT_LEVELS
 
 
 @pytest.mark.parametrize("rule", ["body.0", nn.Conv2d, lambda name, module: name == "body.0", ["body.0", "body.3"]])
@@ -237,3 +238,26 @@ def test_checkpoints_recompute_kept_modules_and_children_with_the_same_types(lev
     )
     backward(model(torch.tensor([0, 1])).sum(), optimizer)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in amp.master_params(optimizer))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_module_in_keep_fp32_stays_fp32(level):
+    model = convnet()
+    model, _ = amp.initialize(model, SGD(model.parameters()), opt_level=level, keep_fp32=model.body[0])
+    low = OPT_LEVELS[level].cast_model_type or torch.float32
+    assert [model.body[0].weight.dtype, model.body[3].weight.dtype] == [torch.float32, low]
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("body.9", r"keep_fp32 names 'body\.9', which matches no module of the given models; did you mean 'body\."),
+        (nn.Linear(1, 1), r"keep_fp32 names a Linear, which matches no module of the given models$"),
+    ],
+    ids=["name", "module"],
+)
+def test_a_rule_without_a_module_is_refused_with_the_nearest_names(rule, said):
+    model = convnet()
+    with pytest.raises(ValueError, match=said):
+        amp.initialize(model, SGD(model.parameters()), opt_level="O2", keep_fp32=[rule])
+    assert model.body[0].weight.dtype is torch.float32
