@@ -17,7 +17,8 @@ except ModuleNotFoundError as error:
         raise
     needed = (
         f"amp_patch: there is no torch in this Python ({sys.executable}). Install it first, by "
-        "`pip install torch numpy` or the command that https://pytorch.org/get-started/locally has for your CUDA; it must be 2.6 or newer"
+        "`pip install torch numpy` or the command that https://pytorch.org/get-started/locally has for your CUDA; it "
+        "must be 2.6 or newer"
     )
     if sys.argv[:1] == ["-m"]:  # `python -m amp_patch`: Python imports the package before __main__.py
         sys.exit(needed)
