@@ -8,6 +8,7 @@ of the dict is an ordinary one, in FP32.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, ValuesView
 from threading import RLock, get_ident
@@ -21,6 +22,8 @@ from amp_patch.masters.recycled_memory import Recycled, holders, lone_holders
 from amp_patch.multi_tensor.checks import BLOCK
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.distributed import local
+
+logger = logging.getLogger("amp_patch")
 
 LEAST = 4096  # elements of the smallest tensor that is kept in codes
 MOST_ROOM = 2**24  # elements of the largest memory that is kept from a step to the next
@@ -167,6 +170,10 @@ class CodedState(dict[str, Any]):
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
     def items(self) -> Any:
         return ItemsView(self)
 
@@ -219,6 +226,7 @@ class Coder:
 
     Attributes:
         is_up_to_date: whether nothing was put into the states since `close`.
+        has_stepped: whether a step had a gradient.
         stepper: the thread that makes a step, and that `Step`.
     """
 
@@ -229,7 +237,7 @@ class Coder:
         in_fp32: Collection[str] = (),
     ) -> None:
         self.kind, self.state_of, self._in_fp32 = kind, state_of, in_fp32
-        self.is_up_to_date = False
+        self.is_up_to_date = self.has_stepped = self._has_reported = False
         self.stepper: tuple[int, Any] | None = None
         self._opened: list[Coded] = []
         self._lock = RLock()
@@ -290,36 +298,52 @@ class Coder:
         return [part.as_strided(t.shape, t.stride()) for t, part in zip(codes, parts, strict=True)]
 
     def close(self, optimizer: Any) -> None:
-        """Encode what was read or put into the states of `optimizer`; no sync."""
+        """Encode what was read or put into the states of `optimizer`; no sync.
+
+        A tensor that user code has put there is the value from then on: while user code holds it, it follows each step.
+        """
         states = optimizer.state
-        first = next(iter(states.values()), None)
-        if not self.is_up_to_date or not isinstance(first, CodedState):  # a dict of torch's: a state dict was loaded
-            self.take(optimizer, list(states))
+        if not self.is_up_to_date or dict in map(type, states.values()):
+            self.take(optimizer, list(states), is_lent=False)
             self.is_up_to_date = True
         elif self._opened:
             self.encode()
 
     @without_grad
-    def take(self, optimizer: Any, params: Iterable[Tensor]) -> None:
-        """Keep in codes what of these parameters' states is not, and encode what was read."""
+    def take(self, optimizer: Any, params: Iterable[Tensor], *, is_lent: bool = True) -> None:
+        """Keep in codes what of these parameters' states is not, and encode what was read.
+
+        Args:
+            is_lent: as `Coded.is_lent`, of the tensors that are not in codes.
+        """
         states = optimizer.state
         with self._lock:
             for param in params:
                 state = states.get(param)
+                if isinstance(state, CodedState) and state.coder is not self:
+                    state = state.in_fp32()  # of another optimizer
                 if type(state) is dict and state:
                     state = states[param] = self.state_of(self, param, state)
                 if isinstance(state, CodedState):
-                    self._take(local(param), state)
+                    self._take(local(param), state, is_lent)
+            if not is_lent:
+                self._forget_replaced(states.values())
             self.encode()
 
-    def _take(self, param: Tensor, state: CodedState) -> None:
+    def _take(self, param: Tensor, state: CodedState, is_lent: bool) -> None:
         for name in list(state):
             value = state.kept(name)
             if not _is_large(value, param) or (dtype := self._codes_of(name, state)) is None:
                 continue
             coded = Coded(value, dtype, value)
+            coded.is_lent = is_lent
             self._opened.append(coded)
             dict.__setitem__(state, name, coded)
+
+    def _forget_replaced(self, states: Iterable[Any]) -> None:
+        """Let go of values that are in no state any more: with two `Coded` of one tensor, it would count as held."""
+        kept = {id(value) for state in states if isinstance(state, CodedState) for value in map(state.kept, state)}
+        self._opened = [coded for coded in self._opened if id(coded) in kept]
 
     def _codes_of(self, name: str, beside: Iterable[str]) -> torch.dtype | None:
         return None if name in self._in_fp32 else codes_of(self.kind, name, beside)
@@ -352,6 +376,25 @@ class Coder:
         """Decode anew what somebody holds: the codes have changed."""
         for coded in self._opened:
             coded.follow()
+
+    def report(self, optimizer: Any) -> None:
+        """After the first step: log if it has kept no state in codes."""
+        if self._has_reported or not self.has_stepped:
+            return
+        self._has_reported = True
+        states = [state for state in optimizer.state.values() if isinstance(state, CodedState)]
+        kept = [value for state in states for value in map(state.kept, state)]
+        if any(type(value) is Coded for value in kept):
+            return
+        largest = max([value.numel() for value in kept if isinstance(value, Tensor)], default=0)
+        logger.warning(
+            "optimizer_state='8bit' keeps no state of this %s in 8 bits, and saves no memory: its largest state tensor "
+            "has %d elements. Quantized are FP32 tensors of the parameter's shape with at least %d elements, but for "
+            "those that docs/optimizers.md names",
+            self.kind,
+            largest,
+            LEAST,
+        )
 
     def make_whole(self, optimizer: Any) -> None:
         """Make the states of `optimizer` ordinary dicts in FP32, in place."""

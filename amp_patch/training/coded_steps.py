@@ -186,16 +186,21 @@ class InCodes(Strategy):
                 coder.take(target, params)
 
         coder.close(optimizer)
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        coder.has_stepped = coder.has_stepped or any(map(has_gradient, params))
         stands_in = None if step.given else self.steppable(optimizer, coder)
         try:
             if stands_in is not None:
                 step.optimizer, coder.stepper = stands_in, (get_ident(), step)
-            return _strategy(step).run(step, in_fp32)
+            result = _strategy(step).run(step, in_fp32)
         finally:
             step.optimizer, coder.stepper = optimizer, None
             if stands_in is not None:
                 give_back_attributes(optimizer, stands_in)
             coder.follow()
+        if step.is_running:  # else a step of some parameters
+            coder.report(optimizer)
+        return result
 
     def steppable(self, optimizer: Any, coder: Coder) -> Any:
         """What is stepped in the place of `optimizer`, whose parameters the strategies do not take; None: it is."""
@@ -259,9 +264,8 @@ def _close(optimizer: Any, stash: Stash) -> None:
 
 def overrides(base: Any) -> dict[str, Any]:
     """The methods of optimizers of the class `base` whose state is kept in codes."""
-    if is_zero_class(base):
-        return {"load_state_dict": _loading_of_zero(base)}
-    return {"state_dict": _state_dict_in_fp32(base), "strategy": IN_CODES}
+    loading = {"load_state_dict": _loading(base)}
+    return loading if is_zero_class(base) else {"state_dict": _state_dict_in_fp32(base), "strategy": IN_CODES} | loading
 
 
 def _state_dict_in_fp32(base: Any) -> Any:
@@ -273,6 +277,18 @@ def _state_dict_in_fp32(base: Any) -> Any:
         return {**found, "state": plain}
 
     return state_dict
+
+
+def _loading(base: Any) -> Any:
+    @wraps(base.load_state_dict)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        base.load_state_dict(self, state_dict)
+        if (holder := stateful(self)) is not self:
+            self.state.clear()  # torch keeps the FP32 tensors of this process's share there a second time
+        if (stash := stash_of(self)) is not None:  # at once: the tensors of the checkpoint do not follow the steps
+            stash.neighbours.coder.take(holder, list(holder.state))
+
+    return load_state_dict
 
 
 def make_whole(optimizer: Any, stash: Stash) -> None:
@@ -329,14 +345,3 @@ class _EnteredShare:
     def remove(self) -> None:
         generated_class.take(self._optimizer)
         take_stash(self._optimizer)
-
-
-def _loading_of_zero(base: Any) -> Any:
-    @wraps(base.load_state_dict)
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        base.load_state_dict(self, state_dict)
-        self.state.clear()  # torch keeps the FP32 tensors of this process's share there a second time
-        if (stash := stash_of(self)) is not None:
-            stash.neighbours.coder.take(self.optim, list(self.optim.state))
-
-    return load_state_dict

@@ -13,21 +13,22 @@ leaves, `step` takes as ever.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 
 from amp_patch.casts import regions
 from amp_patch.masters import clipping
 from amp_patch.masters.grad_field import drop_gradients, own_grad
 from amp_patch.masters.gradients import gather
 from amp_patch.masters.held_gradients import HalfGradients
-from amp_patch.masters.masters import Link, LinkList, has_gradient, link_of, publish, settle
+from amp_patch.masters.masters import Link, LinkList, has_gradient, link_of, master_of, publish, settle
 from amp_patch.policy import Policy, boolean
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
@@ -39,6 +40,7 @@ from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import Plain, Step, Strategy, is_untouched, plain_step, suiting, trusted_steps
 
 _WHOLE_WITH = ("capturable", "differentiable")
+_BACKWARD_OF_FUNCTION = BackwardCFunction.apply.__code__
 
 # Elements that are stepped together: their gradients are the most that is kept, beside that of a larger parameter.
 TOGETHER = 2**16
@@ -123,16 +125,16 @@ class _Release(Strategy):
         self._task = -1  # the backward at whose end they are stepped at the latest, by autograd's number
         self._reached: set[int] = set()  # parameters (ids) that were ready since the optimizer's last `step`
         self._body: Any = None  # the `scale_loss` in which that was
+        self._groups: dict[int, int] = {}  # id(master) -> the index of its group, when the body began
         self._written = Written()  # what a registered class has written since, before all of its step is made
         self._handles: list[Any] = []
         self._known: list[int] = []  # ids: the hooks are the parameters'
         links = known_stash(optimizer).masters.by_master
-        for index, group in enumerate(optimizer.param_groups):
+        for group in optimizer.param_groups:
             for master in group["params"]:
                 param = links[id(master)][0] if id(master) in links else master
                 if param.requires_grad:
-                    hook = partial(self._gradient_is_whole, index)
-                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                    self._handles.append(param.register_post_accumulate_grad_hook(self._gradient_is_whole))
                     _released.update({id(tensor): tensor for tensor in (param, master)})
                     self._known += [id(param), id(master)]
 
@@ -149,7 +151,7 @@ class _Release(Strategy):
                 stash.neighbours.before_backward.remove(self.begin)
 
     def begin(self, optimizer: Any, stash: Stash) -> None:
-        """Before a `scale_loss`: refuse one that would add to gradients that are stepped already."""
+        """Before a `scale_loss`: note the groups, and refuse a loss that would add to gradients stepped already."""
         if self._body is not None and self._body.failed:
             self.end()  # a batch that the script gives up, some of whose parameters are stepped
         if self._reached:
@@ -159,6 +161,8 @@ class _Release(Strategy):
                 "or micro-batches, cannot add up; call optimizer.step() after each backward, or leave "
                 "gradient_release out"
             )
+        groups = enumerate(optimizer.param_groups)
+        self._groups = {id(master): index for index, group in groups for master in group["params"]}
 
     def end(self, *_: Any) -> None:
         """Behind the optimizer's `step`: the iteration is over."""
@@ -199,11 +203,15 @@ class _Release(Strategy):
             written.write_back(optimizer)
         return result
 
-    def _gradient_is_whole(self, index: int, param: Tensor) -> None:
+    def _gradient_is_whole(self, param: Tensor) -> None:
         optimizer = self._optimizer()
         stash = None if optimizer is None else stash_of(optimizer)
         if stash is None or optimizer is None or (body := stash.backward.body) is None or own_grad(param) is None:
             return
+        master = master_of(param)
+        index = self._groups.get(id(param if master is None else master))
+        if index is None:
+            return  # user code has taken it out of the groups
         self._refuse(stash, param)
         self._body = body
         self._reached.add(id(param))
@@ -231,7 +239,12 @@ class _Release(Strategy):
         body, grad = stash.backward.body, own_grad(param)
         if grad is None:
             return
-        if id(param) in self._reached:
+        if _is_nested():
+            why = (
+                "gets a gradient in a backward within backward, which may be a part of its gradient (a checkpoint with "
+                "use_reentrant=True): call checkpoint with use_reentrant=False"
+            )
+        elif id(param) in self._reached:
             why = "has had a gradient in this backward before, which is stepped already (two passes of one graph)"
         elif stash.step is not None:
             why = "gets a gradient in a closure of step()"
@@ -251,6 +264,16 @@ class _Release(Strategy):
         raise RuntimeError(
             f"backward: with gradient_release=True {name} {why}; leave gradient_release out of initialize()"
         )
+
+
+def _is_nested() -> bool:
+    """Whether the backward that runs was started in the backward of an autograd.Function."""
+    frame = sys._getframe(1)
+    while frame.f_code is not _BACKWARD_OF_FUNCTION:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
 
 
 @without_grad

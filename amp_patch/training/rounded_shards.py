@@ -70,6 +70,9 @@ class InFp32(Coder):
     def _codes_of(self, name: str, beside: Iterable[str]) -> torch.dtype | None:
         return None
 
+    def report(self, optimizer: Any) -> None:
+        """Log nothing: no state was to be in codes."""
+
 
 class OnMasters(coded_steps.InCodes):
     """On the masters of the parts of shards."""
@@ -170,5 +173,6 @@ def overrides(base: Any) -> dict[str, Any]:
             base.load_state_dict(self, state_dict)
         finally:
             stash.masters.exchange(self, shards=True)
+        stash.neighbours.coder.take(self, list(self.state))
 
     return coded_steps.overrides(base) | {"strategy": ON_MASTERS, "load_state_dict": load_state_dict}

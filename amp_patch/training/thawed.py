@@ -1,6 +1,6 @@
 """Parameters that came frozen in low precision, without a master, and may be trained later.
 
-`watch` subscribes to the backwards and steps of an optimizer that holds some; no other optimizer is asked.
+`watch` subscribes to the backwards, steps and loads of an optimizer that holds some; no other optimizer is asked.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from amp_patch.model import incoming
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import zero_redundancy
-from amp_patch.training.stash import Neighbours, Stash, note_sharing, siblings
+from amp_patch.training.stash import Neighbours, Stash, note_sharing, siblings, stash_of
 
 
 def watch(optimizer: Any, stash: Stash) -> None:
@@ -26,6 +29,36 @@ def _subscribe(around: Neighbours) -> None:
     if take not in around.before_backward:
         around.before_backward.append(take)
         around.before_step.append(refuse)
+        optimizer = None if around.owner is None else around.owner()
+        if isinstance(optimizer, torch.optim.Optimizer):
+            around.handles += _load_in_fp32(optimizer)
+
+
+def _load_in_fp32(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Keep the loaded state of such parameters FP32, by hooks: torch casts it to their type, and a master needs FP32."""
+    loaded: list[tuple[Tensor, Any]] = []
+
+    def before(optimizer: Any, state_dict: Any) -> None:
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        stash = stash_of(optimizer)
+        bare = [] if stash is None else stash.masters.of_groups(optimizer.param_groups).bare
+        wanted = {id(p) for p in bare if stash.policy.master_weights or incoming.type_of(p) is not None}
+        found = zip(params, map(state_dict["state"].get, saved), strict=False)  # torch refuses other lengths
+        loaded[:] = [(param, state) for param, state in found if id(param) in wanted and isinstance(state, dict)]
+
+    def after(optimizer: Any) -> None:
+        for param, state in loaded:
+            now = optimizer.state.get(param, {})
+            for name in now.keys() & state.keys():
+                if isinstance(now[name], Tensor) and now[name].dtype is param.dtype:
+                    now[name] = state[name].to(param.device, torch.float32)
+        loaded.clear()
+
+    return [
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after),
+    ]
 
 
 def take(optimizer: Any, stash: Stash) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from split_masters import net
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from amp_patch import amp
 from amp_patch.environment import named_level
@@ -36,3 +37,9 @@ def numbers(model: nn.Module, optimizer: Any) -> list[Tensor]:
     masters = list(amp.master_params(optimizer))
     state = [each for master in masters for each in tree.tensors(optimizer.state[master])]
     return [t.detach().clone() for t in (*model.parameters(), *masters, *state)]
+
+
+def twice_checkpointed(model: nn.Module, inputs: Tensor, *, use_reentrant: bool) -> Tensor:
+    """The output of two checkpoints that share all weights of `model`."""
+    inputs = inputs.detach().requires_grad_()
+    return sum(checkpoint(model, factor * inputs, use_reentrant=use_reentrant) for factor in (1.0, 2.0))

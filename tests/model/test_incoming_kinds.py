@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,36 @@ def test_a_thawed_weight_gets_its_master_when_it_is_trained(split, half):
     gradient = model.frozen.weight.grad
     optimizer.step()
     assert gradient.dtype is torch.float32 and torch.equal(master.detach(), was.add(gradient, alpha=-0.05))
+
+
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+@pytest.mark.parametrize("first", ["thawed", "loaded"])
+def test_the_state_that_is_loaded_for_a_thawed_weight_stays_fp32(first, level):
+    """At O4 until `initialize` is called again, which makes the weight FP32."""
+
+    def start(frozen: bool) -> tuple[Any, Any]:
+        model = net(torch.bfloat16)
+        model.frozen.requires_grad_(not frozen)
+        return amp.initialize(model, SGD(model.parameters()), opt_level=level, loss_scale=1.0, verbosity=0)
+
+    model, optimizer = start(frozen=False)
+    iterate_low(model, optimizer, 2)
+    saved, loaded = optimizer.state_dict(), copy.deepcopy(buffers(optimizer))
+    model, optimizer = start(frozen=True)
+    if first == "thawed":
+        model.frozen.requires_grad_(True)
+    optimizer.load_state_dict(saved)
+    model.frozen.requires_grad_(True)
+    if level == "O4":
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    backward(loss_of(model, 5) * 0, optimizer)
+    assert same(buffers(optimizer), loaded)
+    optimizer.step()
+    assert same(buffers(optimizer), [buffer * 0.9 for buffer in loaded])
+
+
+def buffers(optimizer: Any) -> list[torch.Tensor]:
+    return [state["momentum_buffer"] for _, state in sorted(optimizer.state_dict()["state"].items())]
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])

@@ -203,8 +203,9 @@ def test_looking_changes_no_bit(make):
 
 
 def written(optimizer: Any, way: str, new: Tensor) -> Tensor:
-    """What is found after `new` was written into the first large tensor of the state."""
-    state = optimizer.state[next(iter(amp.master_params(optimizer)))]
+    """What is found after `new` was written into a large tensor of the state."""
+    param = list(amp.master_params(optimizer))[2]
+    state = optimizer.state[param]
     name = "momentum_buffer" if "momentum_buffer" in state else "exp_avg"
     if way == "in place":
         state[name].copy_(new)
@@ -212,15 +213,21 @@ def written(optimizer: Any, way: str, new: Tensor) -> Tensor:
         state[name] = new.clone()
     elif way == "update":
         state.update({name: new.clone()})
+    elif way == "|=":
+        state |= {name: new.clone()}
+    elif way == "dict":
+        optimizer.state[param] = {**state, name: new.clone()}
+    elif way == "|= of states":
+        optimizer.state |= {param: {**state, name: new.clone()}}
     else:
         state[name].data = new.clone()
-    found: Tensor = state[name]
+    found: Tensor = optimizer.state[param][name]
     return found
 
 
 @one_of_each_way
 @pytest.mark.parametrize("where", ["before backward", "before step", "in a hook"])
-@pytest.mark.parametrize("way", ["in place", "item", "update", "data"])
+@pytest.mark.parametrize("way", ["in place", "item", "update", "data", "|=", "dict", "|= of states"])
 def test_what_is_written_is_encoded(make, where, way):
     def train(new: Tensor | None, way: str) -> list[Tensor]:
         model, optimizer = start(make)
@@ -236,11 +243,12 @@ def test_what_is_written_is_encoded(make, where, way):
         elif where == "in a hook":
             optimizer.register_step_pre_hook(lambda *_: (write(), None)[1])
         optimizer.step()
+        assert set(coded(optimizer).values()) == {2}
         found = [*masters_of(optimizer), *state_of(optimizer)]
         amp.restore()
         return found
 
-    new = torch.randn((131, 48), generator=torch.Generator().manual_seed(9))
+    new = torch.randn((48, 131), generator=torch.Generator().manual_seed(9))
     ours = train(new, way)
     assert same(ours, train(in_eight_bits(new, torch.int8), "item")) and not same(ours, train(None, way))
 
@@ -264,6 +272,59 @@ def test_a_tensor_that_somebody_holds_follows_each_step():
         optimizer.step()
         assert opened(optimizer) == 0
         amp.restore()
+
+
+@one_of_each_way
+@pytest.mark.parametrize("whole", [False, True], ids=["tensor", "dict"])
+def test_a_tensor_that_was_assigned_follows_each_step_and_its_edits_count(make, whole):
+    model, optimizer = start(make)
+    go_on(model, optimizer, range(2))
+    param = list(amp.master_params(optimizer))[2]
+    name = next(name for name in ("momentum_buffer", "exp_avg") if name in optimizer.state[param])
+    held = torch.zeros(48, 131)
+    if whole:
+        optimizer.state[param] = {**optimizer.state[param], name: held}
+    else:
+        optimizer.state[param][name] = held
+    for step in range(2, 4):
+        before = held.clone()
+        go_on(model, optimizer, range(step, step + 1))
+        assert torch.equal(held, optimizer.state_dict()["state"][2][name]) and not torch.equal(held, before)
+    held.zero_()
+    backward(loss_of(model, 9), optimizer)
+    assert not optimizer.state_dict()["state"][2][name].any()
+    del held
+    optimizer.step()
+    assert opened(optimizer) == 0
+
+
+def test_the_state_of_another_optimizer_is_taken_over():
+    model, optimizer = start(MAKERS["AdamW"])
+    go_on(model, optimizer, range(2))
+    straight, its_optimizer = copy.deepcopy((model, optimizer))
+    twin, later = start(MAKERS["AdamW"])
+    twin.load_state_dict(model.state_dict())
+    for old, new in zip(amp.master_params(optimizer), amp.master_params(later), strict=True):
+        later.state[new] = optimizer.state[old]
+    go_on(twin, later, range(2, 3))
+    looked_at = next(iter(later.state.values()))["exp_avg"]
+    go_on(twin, later, range(3, 4))
+    go_on(straight, its_optimizer, range(2, 4))
+    assert torch.equal(looked_at, later.state_dict()["state"][0]["exp_avg"]), "it follows its own optimizer"
+    assert same(state_of(later), state_of(its_optimizer)) and same(masters_of(later), masters_of(its_optimizer))
+
+
+@one_of_each_way
+def test_a_checkpoint_that_the_script_holds_is_left_as_it_was(make):
+    model, optimizer = start(make)
+    go_on(model, optimizer, range(2))
+    checkpoint = optimizer.state_dict()
+    large = [t for state in checkpoint["state"].values() for t in state.values() if t.numel() >= 4096]
+    before = copy.deepcopy(large)
+    optimizer.load_state_dict(checkpoint)
+    assert opened(optimizer) == 0 and set(coded(optimizer).values()) == {2}
+    go_on(model, optimizer, range(2, 4))
+    assert same(large, before) and opened(optimizer) == 0
 
 
 def test_names_come_and_go_as_in_a_dict():
@@ -334,6 +395,37 @@ def test_the_state_of_a_first_step_is_never_fp32_as_a_whole():
             most = max(most, held)
         assert most < 4 * 12 * 128 * 128, "FP32 of one state"
         amp.restore()
+
+
+def small_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 85), nn.Linear(85, 5))  # 4,080 elements in the larger weight
+
+
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize(
+    ("make", "model", "largest"),
+    [
+        (MAKERS["AdamW"], small_net, 4080),
+        (MAKERS["NAdam"], small_net, 4080),
+        (lambda p: OPTIM.SGD(p, lr=0.1), net, 0),
+        (MAKERS["AdamW"], net, None),
+    ],
+)
+def test_a_state_of_which_nothing_is_quantized_is_logged_once_after_the_first_step(
+    make, model, largest, release, caplog
+):
+    model, optimizer = start(make, model(), gradient_release=release)
+    optimizer.step()  # without a gradient
+    assert not caplog.records
+    go_on(model, optimizer, range(3))
+    logged = [record.getMessage() for record in caplog.records]
+    if largest is None:
+        assert not logged
+    else:
+        (message,) = logged
+        assert "keeps no state of this" in message and f"largest state tensor has {largest} elements" in message
+        assert "at least 4096 elements" in message
 
 
 def test_a_run_s_record_counts_codes_and_scales_and_opens_nothing():

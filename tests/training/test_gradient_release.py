@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from interrupts import Raise
-from released import LEVELS, MAKERS, OPTIM, numbers, start
+from released import LEVELS, MAKERS, OPTIM, numbers, start, twice_checkpointed
 from split_masters import loss_of, net
 from torch import Tensor, nn
 from training import backward, same, through_pickle
@@ -325,3 +325,62 @@ def test_gradients_of_another_optimizers_loss_and_of_a_backward_elsewhere_are_no
     assert same(model.parameters(), before), "outside of scale_loss"
     optimizers[0].step()
     assert not same(model.parameters(), before)
+
+
+def reversed_groups(optimizer: Any) -> None:
+    optimizer.param_groups.reverse()
+
+
+def moved(optimizer: Any) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop())
+
+
+def taken_out(optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].pop(0)
+
+
+def without_a_group(optimizer: Any) -> None:
+    del optimizer.param_groups[1]
+
+
+@pytest.mark.parametrize("edit", [reversed_groups, moved, taken_out, without_a_group])
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_groups_that_the_script_has_edited_are_stepped_with_their_settings(level, edit):
+    """A parameter that is in no group is not stepped, and its gradient stays, as in torch."""
+
+    def train(**options: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+        def make(params: Any) -> OPTIM.Optimizer:
+            params = list(params)
+            return OPTIM.SGD([{"params": params[::2], "lr": 0.5}, {"params": params[1::2], "lr": 0.125}])
+
+        model, optimizer = start(make, level, **options)
+        for step in range(3):
+            if step == 1:
+                optimizer.zero_grad()
+                edit(optimizer)
+            backward(loss_of(model, step), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = [p.detach().clone() for p in model.parameters()]
+        gradients = [raw(p) for p in model.parameters()]
+        amp.restore()
+        return found, gradients
+
+    (released, gradients), (ordinary, wanted) = train(), train(gradient_release=False)
+    assert same(released, ordinary)
+    assert [grad is None for grad in gradients] == [grad is None for grad in wanted]
+    assert same([g for g in gradients if g is not None], [g for g in wanted if g is not None])
+
+
+def test_checkpoints_that_share_a_weight_are_stepped_once_with_the_whole_gradient():
+    """With use_reentrant=False; the other kind is refused (test_gradient_release_refused.py)."""
+
+    def train(**options: Any) -> list[Tensor]:
+        model, optimizer = start(MAKERS["AdamW"], "O5", **options)
+        for step in range(2):
+            backward(loss_of(lambda x: twice_checkpointed(model, x, use_reentrant=False), step), optimizer)
+            optimizer.step()
+        return numbers(model, optimizer)
+
+    assert same(train(), train(gradient_release=False))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from released import MAKERS, OPTIM, start
+from released import MAKERS, OPTIM, start, twice_checkpointed
 from split_masters import loss_of, net
 from torch import Tensor, nn
 from training import backward, same
@@ -84,6 +84,18 @@ def test_two_passes_of_a_graph_are_refused():
     with amp.scale_loss(loss, optimizer) as scaled, pytest.raises(RuntimeError, match="has had a gradient in this"):
         model[3].bias.sum().backward()
         scaled.backward()
+
+
+def test_reentrant_checkpoints_are_refused_before_anything_is_written():
+    """The weight that two of them share has half of its gradient when the first has run."""
+    model, optimizer = start(MAKERS["AdamW"], "O5")
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"backward within backward.*use_reentrant=False"):
+        backward(loss_of(lambda x: twice_checkpointed(model, x, use_reentrant=True), 0), optimizer)
+    assert same(model.parameters(), before)
+    backward(loss_of(model, 0), optimizer)
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))
 
 
 def test_a_closure_is_refused():
