@@ -170,7 +170,7 @@ class CodedState(dict[str, Any]):
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # dict's would pass by `__setitem__`
         self.update(other)
         return self
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from amp_patch.model import incoming
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import zero_redundancy
-from amp_patch.training.stash import Neighbours, Stash, note_sharing, siblings, stash_of
+from amp_patch.training.stash import Neighbours, Stash, known_stash, note_sharing, siblings
 
 
 def watch(optimizer: Any, stash: Stash) -> None:
@@ -35,14 +35,14 @@ def _subscribe(around: Neighbours) -> None:
 
 
 def _load_in_fp32(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Keep the loaded state of such parameters FP32, by hooks: torch casts it to their type, and a master needs FP32."""
+    """Keep the loaded state of such parameters FP32, by hooks: torch casts it to their type, which no master takes."""
     loaded: list[tuple[Tensor, Any]] = []
 
     def before(optimizer: Any, state_dict: Any) -> None:
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        stash = stash_of(optimizer)
-        bare = [] if stash is None else stash.masters.of_groups(optimizer.param_groups).bare
+        stash = known_stash(optimizer)
+        bare = stash.masters.of_groups(optimizer.param_groups).bare
         wanted = {id(p) for p in bare if stash.policy.master_weights or incoming.type_of(p) is not None}
         found = zip(params, map(state_dict["state"].get, saved), strict=False)  # torch refuses other lengths
         loaded[:] = [(param, state) for param, state in found if id(param) in wanted and isinstance(state, dict)]
