@@ -304,17 +304,27 @@ class Coder:
         """
         states = optimizer.state
         if not self.is_up_to_date or dict in map(type, states.values()):
-            self.take(optimizer, list(states), is_lent=False)
+            with self._lock:
+                self.adopt(optimizer, list(states), is_lent=False)
+                self._forget_replaced(states.values())
+                self.encode()
             self.is_up_to_date = True
         elif self._opened:
             self.encode()
 
     @without_grad
-    def take(self, optimizer: Any, params: Iterable[Tensor], *, is_lent: bool = True) -> None:
-        """Keep in codes what of these parameters' states is not, and encode what was read.
+    def take(self, optimizer: Any, params: Iterable[Tensor]) -> None:
+        """Keep in codes what of these parameters' states is not, and encode what was read."""
+        with self._lock:
+            self.adopt(optimizer, params, is_lent=True)
+            self.encode()
+
+    @without_grad
+    def adopt(self, optimizer: Any, params: Iterable[Tensor], *, is_lent: bool) -> None:
+        """Have what of these parameters' states is not in codes encoded by the next `encode`.
 
         Args:
-            is_lent: as `Coded.is_lent`, of the tensors that are not in codes.
+            is_lent: as `Coded.is_lent`, of these tensors.
         """
         states = optimizer.state
         with self._lock:
@@ -325,12 +335,9 @@ class Coder:
                 if type(state) is dict and state:
                     state = states[param] = self.state_of(self, param, state)
                 if isinstance(state, CodedState):
-                    self._take(local(param), state, is_lent)
-            if not is_lent:
-                self._forget_replaced(states.values())
-            self.encode()
+                    self._adopt(local(param), state, is_lent)
 
-    def _take(self, param: Tensor, state: CodedState, is_lent: bool) -> None:
+    def _adopt(self, param: Tensor, state: CodedState, is_lent: bool) -> None:
         for name in list(state):
             value = state.kept(name)
             if not _is_large(value, param) or (dtype := self._codes_of(name, state)) is None:

@@ -285,8 +285,8 @@ def _loading(base: Any) -> Any:
         base.load_state_dict(self, state_dict)
         if (holder := stateful(self)) is not self:
             self.state.clear()  # torch keeps the FP32 tensors of this process's share there a second time
-        if (stash := stash_of(self)) is not None:  # at once: the tensors of the checkpoint do not follow the steps
-            stash.neighbours.coder.take(holder, list(holder.state))
+        if (stash := stash_of(self)) is not None:  # lent, or steps would write into the tensors of the checkpoint
+            stash.neighbours.coder.adopt(holder, list(holder.state), is_lent=True)
 
     return load_state_dict
 

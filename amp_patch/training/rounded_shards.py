@@ -173,6 +173,6 @@ def overrides(base: Any) -> dict[str, Any]:
             base.load_state_dict(self, state_dict)
         finally:
             stash.masters.exchange(self, shards=True)
-        stash.neighbours.coder.take(self, list(self.state))
+        stash.neighbours.coder.adopt(self, list(self.state), is_lent=True)
 
     return coded_steps.overrides(base) | {"strategy": ON_MASTERS, "load_state_dict": load_state_dict}
