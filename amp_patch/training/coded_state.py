@@ -397,7 +397,7 @@ class Coder:
         logger.warning(
             "optimizer_state='8bit' keeps no state of this %s in 8 bits, and saves no memory: its largest state tensor "
             "has %d elements. Quantized are FP32 tensors of the parameter's shape with at least %d elements, but for "
-            "those that docs/optimizers.md names",
+            "those that docs/ladder.md names",
             self.kind,
             largest,
             LEAST,
