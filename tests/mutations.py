@@ -316,7 +316,7 @@ def run(mutations: Sequence[Mutation], source: Path, say: Callable[[str], None])
     """Make each mutation in a copy of `source`, and say what has caught it; whether all were caught."""
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
+        tree = Path(folder) / "amp_patch"
         shutil.copytree(source, tree, ignore=NOT_COPIED)
         for mutation in mutations:
             start = time.monotonic()

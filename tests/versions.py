@@ -68,7 +68,7 @@ def make(which: Pair, folder: Path, log: Path) -> Path:
     interpreter = shutil.which(f"python{which.python}")
     if interpreter is None:
         raise Failed(f"there is no python{which.python} on PATH")
-    shutil.copytree(ROOT, folder / "sources", ignore=NOT_COPIED)
+    shutil.copytree(ROOT, folder / "amp_patch", ignore=NOT_COPIED)
     python = folder / "venv" / "bin" / "python"
     pip = [str(python), "-m", "pip", "install", "--quiet"]
     steps = {
@@ -78,7 +78,7 @@ def make(which: Pair, folder: Path, log: Path) -> Path:
     }
     for why, command in steps.items():
         # No CUDA_HOME: the kernels for GPUs take a quarter of an hour to compile, and none is here.
-        if run_logged(command, folder / "sources", log, AMP_PATCH_REQUIRE_EXT="1", CUDA_HOME=os.devnull):
+        if run_logged(command, folder / "amp_patch", log, AMP_PATCH_REQUIRE_EXT="1", CUDA_HOME=os.devnull):
             raise Failed(f"{why}: see {log}")
     return python
 
@@ -105,7 +105,7 @@ def try_pair(which: Pair, folder: Path, workers: int, tests: list[str]) -> dict[
         options = ["-q", "-p", "no:cacheprovider", "-m", "not slow", f"--junitxml={report}"]
         parallel = ["-n", str(workers), "--dist", "loadfile"]
         run_logged(
-            [str(python), "-m", "pytest", *options, *parallel, *tests], place / "sources", log, OMP_NUM_THREADS="1"
+            [str(python), "-m", "pytest", *options, *parallel, *tests], place / "amp_patch", log, OMP_NUM_THREADS="1"
         )
         if not report.exists():
             raise Failed(f"pytest did not end: see {log}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 _NOT_THE_USERS = ("torch", __name__.partition(".")[0])
+_INSTALLED = {"site-packages", "dist-packages"}  # the latter is Debian's name
 _RUNNERS = ("runpy", "importlib", "contextlib")
 
 
@@ -22,7 +24,8 @@ def stacklevel() -> int:
 def place(frame: FrameType, line: int) -> str | None:
     """Return "train.py, line 31", or None for code of an installed package, the interpreter or amp_patch."""
     path = frame.f_code.co_filename
-    if "site-packages" in path or path.startswith(("<frozen", os.path.dirname(os.__file__) + os.sep)):
+    installed = not _INSTALLED.isdisjoint(Path(path).parts)
+    if installed or path.startswith(("<frozen", os.path.dirname(os.__file__) + os.sep)):
         return None
     return None if _package(frame) in (*_NOT_THE_USERS, *_RUNNERS) else f"{os.path.basename(path)}, line {line}"
 

@@ -106,7 +106,7 @@ def die_in_the_next_step(optimizer: Any) -> None:
     optimizer.register_step_pre_hook(killed)
 
 
-OURS = ("training/coded_s", "training/stand_ins")  # files
+OURS = ("amp_patch.training.coded_s", "amp_patch.training.stand_ins")  # how the modules' names begin
 
 
 def interrupt(place: int, call: Callable[[], Any]) -> int:
@@ -118,7 +118,7 @@ def interrupt(place: int, call: Callable[[], Any]) -> int:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal count
-        if not any(name in frame.f_code.co_filename.replace(os.sep, "/") for name in OURS):
+        if not str(frame.f_globals.get("__name__")).startswith(OURS):
             return trace if event == "call" else None
         if event == "line":
             count += 1

@@ -13,12 +13,14 @@ import random
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from reference_model import PLAIN, Plant, places
 from torch_optimizers import RECIPES
 
+HELPERS = Path(__file__).parent
 RATES = (0.125, 0.0625)  # of the two groups of an optimizer
 RESUMED_AT = ("O0", "O1", "O2", "O3", "O4", "O5", "split")
 
@@ -82,7 +84,8 @@ def complaint(story: Story, tell: Callable[[Story], None]) -> str:
         try:
             tell(story)
         except Exception as error:
-            *_, last = (frame for frame in traceback.extract_tb(error.__traceback__) if "helpers" in frame.filename)
+            frames = traceback.extract_tb(error.__traceback__)
+            *_, last = (frame for frame in frames if Path(frame.filename).parent == HELPERS)
             return type(error), last.name, last.lineno or 0
         return None
 

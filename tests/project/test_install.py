@@ -69,10 +69,10 @@ class Environment:
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source archive, made where torch cannot be imported."""
     folder = tmp_path_factory.mktemp("archive")
-    shutil.copytree(ROOT, folder / "sources", ignore=versions.NOT_COPIED)
-    (folder / "sources" / "torch.py").write_text("raise ImportError('hidden')\n")
+    shutil.copytree(ROOT, folder / "amp_patch", ignore=versions.NOT_COPIED)
+    (folder / "amp_patch" / "torch.py").write_text("raise ImportError('hidden')\n")
     make = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
-    subprocess.run([sys.executable, "-c", make], cwd=folder / "sources", check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", make], cwd=folder / "amp_patch", check=True, capture_output=True)
     (made,) = folder.glob("*.tar.gz")
     assert made.name == f"amp_patch-{__version__}.tar.gz"
     return made
@@ -96,11 +96,12 @@ print(multi_tensor.backend())
 @pytest.mark.release
 @pytest.mark.parametrize("name", WITH_TORCH)
 def test_readme_s_lines_install_it_with_its_extension(name, archive, tmp_path):
-    """Where the archive was unpacked, which holds what a clone does."""
+    """Where the archive was unpacked, which holds what a clone does, in a folder of a clone's name."""
     environment = Environment(name, tmp_path)
     with tarfile.open(archive) as packed:
         packed.extractall(tmp_path, filter="data")
-    sources = tmp_path / archive.name.removesuffix(".tar.gz")
+    # The folder that `git clone` makes: Python must not take it for the package where the last line runs.
+    sources = (tmp_path / archive.name.removesuffix(".tar.gz")).rename(tmp_path / "amp_patch")
     release = torch.__version__.partition("+")[0]
     assert LINES == ["pip install torch numpy", "pip install .", "cd .. && python -m amp_patch info"]
     environment.run(LINES[0].replace("torch", f"torch=={release}"), sources)
