@@ -143,7 +143,8 @@ class process_wide_region(region):
 
     For autograd's own threads: they recompute checkpointed activations on CUDA devices, and no region of ours is
     entered there. Where two such regions overlap in time on different threads, both share autograd's threads, and the
-    later one holds there. On exit the thread forgets the weights that it has cast, be this its outermost region or not.
+    later one holds there. On exit the thread forgets the weights that it has cast, be this its outermost region or not,
+    and frees the scratch of emulated products: the body of `scale_loss` ends here, and the optimizer's step follows.
     """
 
     def on_entry(self, entry: Entry) -> None:
@@ -153,8 +154,9 @@ class process_wide_region(region):
             refresh_default()
 
     def on_exit(self, entry: Entry) -> None:
-        """Take the policy back, and the thread's cast weights; also on a thread that is not in the region."""
+        """Take the policy back, and free the thread's cast weights and scratch; also on a thread outside the region."""
         casts_state.in_use.drop_cache()
+        casts_state.in_use.free_scratch()
         with default_lock:
             if entry in overrides:
                 overrides.remove(entry)

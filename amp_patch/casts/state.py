@@ -101,6 +101,12 @@ class PythonState:
         """See `drop_cache` below."""
         this_thread.casts.clear()
 
+    def free_scratch(self) -> None:
+        """Free the FP32 memory that this thread keeps from one emulated product (cpu_half.py) to the next.
+
+        Those in C++ keep up to 32 MiB; those in Python keep nothing.
+        """
+
     def cached(self) -> int:
         """How many casts this thread remembers."""
         return len(this_thread.casts)

@@ -137,6 +137,7 @@ class Step(Block):
         self.skipped, self.overflow = overflow.decide(optimizer, stash, is_capturing, self._may_skip)
         if self.overflow is not None:
             optimizer.grad_scale, optimizer.found_inf = None, self.overflow
+        casts_state.in_use.free_scratch()  # a backward outside of `scale_loss` has left it
         if casts_state.current() is not None:  # the casts that act here are not for the optimizer's own arithmetic
             self._no_casts = regions.region(None)
             self._no_casts.__enter__()

@@ -230,6 +230,7 @@ void emulate(const std::string& name, const std::string& overload, std::vector<i
 void bind_emulation(py::module_& m) {
   m.def("emulate", &emulate);  // the fields of `Product` in cpu_half.py, and a type
   m.def("emulated_calls", [] { return emulated_calls; });
+  m.def("free_scratch", [] { pool.clear(); });
   m.def("stop_emulating", [] {
     registered().reset();
     pool.clear();

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import weakref
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from interrupts import Raise
+from peak import most_bytes
 from released import LEVELS, MAKERS, OPTIM, numbers, start, twice_checkpointed
 from split_masters import loss_of, net
 from torch import Tensor, nn
@@ -67,25 +67,22 @@ def test_weights_have_moved_and_gradients_are_gone_when_backward_is_over(make, l
     assert optimizer._amp_stash.step is None and not optimizer._amp_stash.step_skipped
 
 
-def bytes_of_an_iteration(level: str, **options: Any) -> float:
-    """Bytes a parameter that torch's allocator has given out at the most, from the second forward to its step's end."""
-    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+def bytes_a_parameter(level: str, mark: str, **options: Any) -> float:
+    """The most bytes a parameter in the second `mark`: "iteration", all of it, or "step", that of the optimizer."""
+
+    def train() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
         model, optimizer = start(MAKERS["AdamW"], level, model, **options)
         for _ in range(2):
             with torch.profiler.record_function("iteration"):
                 backward(model(torch.ones(2, 256)).square().mean(), optimizer)
-                optimizer.step()
+                with torch.profiler.record_function("step"):
+                    optimizer.step()
                 optimizer.zero_grad()
-        count = sum(p.numel() for p in model.parameters())
         amp.restore()
-    events = profile.profiler.kineto_results.events()
-    last = max((event for event in events if event.name() == "iteration"), key=lambda event: event.start_ns())
-    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    before = sum(size for time, size in memory if time < last.start_ns())
-    during = [size for time, size in memory if last.start_ns() <= time <= last.end_ns()]
-    return max(accumulate(during, initial=before)) / count
+
+    return most_bytes(train, mark) / (8 * 256 * 256)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +94,41 @@ def test_the_gradients_of_the_model_are_never_there_at_once(level, most, less):
     """One gradient of eight is."""
     if multi_tensor.backend() != "cpp":
         pytest.skip("without the extension gradients are made FP32")
-    released, ordinary = bytes_of_an_iteration(level), bytes_of_an_iteration(level, gradient_release=False)
+    # What emulated products keep in backward is the machine's own.
+    released, ordinary = (
+        bytes_a_parameter(level, "iteration", gradient_release=release, cpu_half="native") for release in (True, False)
+    )
     assert most - 0.6 < released < most and ordinary - released > less
+
+
+@pytest.mark.parametrize("cpu_half", ["native", "emulate"])
+@pytest.mark.parametrize(
+    ("level", "expected"), [("O5", 16), ("O5+split", 14), ("O5+stochastic", 12), ("O5+split+8bit", 8)]
+)
+def test_a_parameter_takes_the_bytes_of_the_ladder_at_the_step(level, expected, cpu_half):
+    if multi_tensor.backend() != "cpp":
+        pytest.skip("without the extension gradients are made FP32")
+    found = bytes_a_parameter(level, "step", gradient_release=False, cpu_half=cpu_half)
+    assert expected <= found < expected + 0.1
+
+
+def test_a_step_behind_a_bare_backward_holds_no_scratch_of_emulated_products():
+    class Marked(OPTIM.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            with torch.profiler.record_function("inside"):
+                return super().step(closure)
+
+    def train() -> None:
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+        optimizer = Marked(model.parameters(), fused=True)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O4", cpu_half="emulate", verbosity=0)
+        for _ in range(2):
+            model(torch.ones(2, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = most_bytes(train, "inside") / (8 * 256 * 256)
+    assert 16 <= found < 16.1, "FP32 weights, gradients and state"
 
 
 def test_hooks_that_were_there_first_see_each_gradient_and_may_change_it():
