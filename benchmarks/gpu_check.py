@@ -4,14 +4,15 @@
     make gpu-check [ONLY=build,tests,capture,formats] [OUT=figures.json]
 
 Where a command may take ten minutes at most, it is run in two: ONLY=build,tests,capture,formats, then
-ONLY=kernels,step. The build comes first wherever it is asked for or not there yet; so the parts may run on two
-machines.
+ONLY=kernels,step. The build comes first wherever it is asked for, or not there yet for these sources; so the parts may
+run on two machines, and the second does not build what the first has built.
 
 First it says what the machine has and lacks; a stage that needs something that is missing is left out, by name. Each
-stage has a time limit: one that exceeds it is killed, and the others go on. After each stage the figures are written,
-by default into benchmarks/results/<GPU>.json, where stages that were not run keep their earlier ones; what was printed
-is beside them, in <GPU>-logs/. A table of the stages and of what was aimed at comes last. Exits non-zero if a stage
-failed or was left out, not if a goal was missed. Everything runs in the Python that runs this; nothing is downloaded.
+stage has a time limit: one that exceeds it is killed, and the others go on. After each stage two files are written,
+where stages that were not run keep what they had: the figures, by default into benchmarks/results/<GPU>.json, and
+<GPU>-logs.tar.gz beside them, all that was printed. Last come a table of the stages and of what was aimed at, the first
+failures, and the warnings, in less than 10,000 characters. Exits non-zero if a stage failed or was left out, not if a
+goal was missed. Everything runs in the Python that runs this; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,23 +21,29 @@ import argparse
 import collections
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu_preflight import preflight, to_bring
 
 ROOT = Path(__file__).resolve().parents[1]
+BUILT = ROOT / "build" / "gpu-check.built"  # the fingerprint of what the build stage has built last
 TAIL = 20  # lines of what a command that failed said last, kept with the figures
+# Of what is printed last, so that all of it is less than 10,000 characters.
+WIDTH, FAILURES, WARNINGS = 180, 20, 8
 
 GRAPHS = "tests/training/test_cuda_graphs.py"
 HAS_CUDA = "import sys; from amp_patch import _C; sys.exit('cuda' not in _C.devices and 'built without CUDA')"
@@ -80,11 +87,11 @@ STAGES = {
             "optimizer": ["benchmarks/optimizer.py", "--device", "cuda", "--repeats", "7", "--only", "gpt AdamW"],
         },
     ),
-    "capture": Stage(60, {"counts": ["benchmarks/gpu_tests.py", "--by-test", "--limit", "55", GRAPHS]}),
+    "capture": Stage(100, {"counts": ["benchmarks/gpu_tests.py", "--by-test", "--limit", "95", GRAPHS]}),
     "formats": Stage(30, {"formats": ["benchmarks/low_bit.py", "--device", "cuda"]}),
 }
 
-# A part takes less than 500 s, the build among them, where a command may take ten minutes at most.
+# A part takes less than 540 s, the build among them, where a command may take ten minutes at most.
 PARTS = (("build", "tests", "capture", "formats"), ("kernels", "step"))
 
 # Of what preflight() finds; all stages need the rest.
@@ -149,14 +156,30 @@ def environment() -> dict[str, str]:
     }
 
 
+def fingerprint() -> str:
+    """Of the extension and its sources, by their bytes: files that are copied here again are newer than what is built.
+
+    Empty if there is no extension.
+    """
+    built = sorted((ROOT / "amp_patch").glob("_C.*"))
+    sources = [ROOT / "setup.py", *sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]
+    digest = hashlib.sha256()
+    for path in [*sources, *built]:
+        digest.update(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest() if built else ""
+
+
 def is_built() -> bool:
-    """Whether the extension is there, for CUDA and for this Python, and no older than its sources."""
-    built = max((path.stat().st_mtime for path in (ROOT / "amp_patch").glob("_C.*")), default=0.0)
-    sources = [ROOT / "setup.py", *(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]
-    if any(path.stat().st_mtime > built for path in sources):
+    """Whether the extension is there for CUDA and for this Python, as the build stage has made it of these sources."""
+    if not BUILT.exists() or BUILT.read_text() != fingerprint():
         return False
     asked = subprocess.run([sys.executable, "-c", HAS_CUDA], cwd=ROOT, env=environment(), capture_output=True)
     return asked.returncode == 0
+
+
+def note_build() -> None:
+    BUILT.parent.mkdir(exist_ok=True)
+    BUILT.write_text(fingerprint())
 
 
 def plan(asked: list[str], lacking: list[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -219,17 +242,18 @@ def run(arguments: list[str], limit: float, log: Path) -> tuple[str, list[str]]:
 def run_stage(name: str, stage: Stage, logs: Path) -> dict[str, Any]:
     """{passed, why, seconds, and the figures of each command}: also of those that failed or were killed on the way.
 
-    What the commands print is in the folder `logs`, under the stage's `name` and theirs.
+    What the commands print is in a folder of the stage's `name` in `logs`, in files of their names.
     """
     start = time.monotonic()
-    logs.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(logs / name, ignore_errors=True)
+    (logs / name).mkdir(parents=True)
     result: dict[str, Any] = {"passed": True, "why": "", "seconds": 0.0}
     with tempfile.TemporaryDirectory() as folder:
         for figures, arguments in stage.commands.items():
             path = Path(folder) / f"{figures}.json"
             target = ["--json", str(path)] if stage.writes_json else []
             left = start + stage.limit - time.monotonic()
-            why, tail = run([*arguments, *target], left, logs / f"{name}-{figures}.log")
+            why, tail = run([*arguments, *target], left, logs / name / f"{figures}.log")
             if path.exists():
                 result[figures] = json.loads(path.read_text())
             if why == "killed":
@@ -250,10 +274,34 @@ def keep(out: Path, stages: Mapping[str, Any], machine: Mapping[str, Any]) -> di
     gpu = {name: machine[name] for name in ("gpu", "compute_capability", "gigabytes")}
     ordered = {name: kept[name] for name in STAGES if name in kept}
     out.parent.mkdir(parents=True, exist_ok=True)
-    written = out.with_name(f"{out.name}.new")  # this may be stopped at any time
-    written.write_text(json.dumps({**gpu, "stages": ordered}, indent=1) + "\n")
-    written.replace(out)
+    with written_whole(out) as written:
+        written.write_text(json.dumps({**gpu, "stages": ordered}, indent=1) + "\n")
     return ordered
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A file to write, which replaces `path` at the end, but not after an error: this may be stopped at any time."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def unpack(archive: Path, logs: Path) -> None:
+    """The logs of earlier stages."""
+    if archive.exists():
+        with tarfile.open(archive) as packed:
+            packed.extractall(logs, filter="data")
+
+
+def pack(logs: Path, archive: Path) -> None:
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(archive) as written, tarfile.open(written, "w:gz") as packed:
+        for folder in sorted(logs.iterdir()):
+            packed.add(folder, folder.name)
 
 
 def table(stages: Mapping[str, Any], left_out: Mapping[str, list[str]]) -> list[str]:
@@ -272,6 +320,36 @@ def table(stages: Mapping[str, Any], left_out: Mapping[str, list[str]]) -> list[
     return lines + [f"{name:<15}  left out; missing: {', '.join(missing)}" for name, missing in left_out.items()]
 
 
+def failures(stages: Mapping[str, Any]) -> list[str]:
+    """A line for each test that failed; of commands that failed otherwise, the last that they said."""
+    lines = []
+    for name, result in stages.items():
+        counts = result.get("counts", {})
+        lines += [f"FAILED {test}: {why}" for test, why in counts.get("failures", {}).items()]
+        if not_run := counts.get("not_run"):
+            lines.append(f"{name}: no time was left for {len(not_run)}: {' '.join(not_run)}")
+        for figures, tail in result.get("tails", {}).items():
+            if not counts.get("failures") and not counts.get("not_run"):
+                lines.append(f"{name}, {figures}: {next((line for line in reversed(tail) if line.strip()), 'no word')}")
+    return lines
+
+
+def warned(stages: Mapping[str, Any]) -> list[str]:
+    """A line for each warning that tests have given."""
+    given = [item for result in stages.values() for item in result.get("counts", {}).get("warnings", {}).items()]
+    return [f"warned in {each['tests']} tests, first {each['first']}: {why}" for why, each in given]
+
+
+def report(stages: Mapping[str, Any], left_out: Mapping[str, list[str]]) -> list[str]:
+    """What is printed last."""
+    lines = table(stages, left_out)
+    for what, found, most in (("failures", failures(stages), FAILURES), ("warnings", warned(stages), WARNINGS)):
+        if found:
+            first = f", the first {most}" if len(found) > most else ""
+            lines += ["", f"{len(found)} {what}{first}:", *found[:most]]
+    return [line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines]
+
+
 def names(text: str) -> list[str]:
     """--only: stages in the order in which they run."""
     asked = text.split(",")
@@ -283,7 +361,7 @@ def names(text: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=names, default=list(STAGES), metavar="STAGES", help=f"of {','.join(STAGES)}")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>.json")
+    parser.add_argument("--out", type=Path, help="file, or folder of <GPU>.json; default: benchmarks/results")
     options = parser.parse_args()
     os.environ["PATH"] = environment()["PATH"]
     findings, machine = preflight()
@@ -297,13 +375,23 @@ def main() -> None:
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ".".join(map(str, machine["compute_capability"])))
     slug = re.sub(r"[^a-z0-9]+", "-", machine["gpu"].lower()).strip("-")
     out = options.out or ROOT / "benchmarks" / "results" / f"{slug}.json"
-    logs = out.with_name(f"{out.stem}-logs")
+    if out.is_dir():
+        out = out / f"{slug}.json"
+    archive = out.with_name(f"{out.stem}-logs.tar.gz")
     done: dict[str, Any] = {}
-    for name in stages:
-        done[name] = run_stage(name, STAGES[name], logs)
-        keep(out, done, machine)
-    print("", *table(done, left_out), sep="\n")
-    print(f"gpu-check on {machine['gpu']}: the figures are in {out}, the logs in {logs}")
+    with tempfile.TemporaryDirectory() as folder:
+        logs = Path(folder)
+        unpack(archive, logs)
+        for name in stages:
+            try:
+                done[name] = run_stage(name, STAGES[name], logs)
+            finally:  # when this is stopped, too
+                pack(logs, archive)
+            keep(out, done, machine)
+            if name == "build" and done[name]["passed"]:
+                note_build()
+    print("", *report(done, left_out), sep="\n")
+    print(f"gpu-check on {machine['gpu']}: the figures are in {out}, the logs in {archive}", flush=True)
     failed = [name for name, result in done.items() if not result["passed"]]
     if said := [f"{what}: {', '.join(names)}" for what, names in (("failed", failed), ("left out", left_out)) if names]:
         sys.exit(f"gpu-check: {'; '.join(said)}")

@@ -6,6 +6,9 @@ Each process has its list of files, or of tests with --by-test, the longest firs
 ends, so that nothing is lost of a process that crashes, hangs or is stopped: the test is named, and what follows the
 file it is in is run by a new process. Without FILEs, those that conftest.py's DEVICES are used in, and those that it
 leaves out where there is no GPU. What the processes print is in out/gpu-check/, or where gpu_check.py has its logs.
+
+Warnings fail no test here: those that the CPU's cases give fail in `make test`, so what is left is a GPU's own. Each is
+named once, with how many tests gave it.
 """
 
 from __future__ import annotations
@@ -33,6 +36,19 @@ ENDED = (0, 1, 5)  # pytest's exit status where it came to its end; 5: no test
 
 
 # --- in a process of pytest, which loads this file as a plugin ---
+
+
+def pytest_configure(config: Any) -> None:
+    """Have warnings be recorded that pyproject.toml makes errors; what it ignores stays ignored."""
+    filters = config.getini("filterwarnings")  # the list that pytest itself reads
+    filters[:] = ["default" if line == "error" else line for line in filters]
+
+
+def pytest_warning_recorded(warning_message: Any, nodeid: str) -> None:
+    lines = str(warning_message.message).strip().splitlines()
+    place = f"{Path(warning_message.filename).name}, line {warning_message.lineno}"
+    said = f"{warning_message.category.__name__}: {(lines or [''])[0][:300]} ({place})"
+    note(test=nodeid or "collection", outcome="warned", why=said)
 
 
 def note(**what: Any) -> None:
@@ -180,19 +196,22 @@ def run_one(names: Sequence[str], path: Path, ends: float, test_limit: float) ->
 
 
 def summed(notes: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Counts of passed, failed and skipped tests, the failures with a line each, what no time was left for, and the
-    seconds of the slowest files.
+    """Counts of passed, failed and skipped tests, the failures with a line each, the warnings with how many tests gave
+    them and the first of these, what no time was left for, and the seconds of the slowest files.
     """
     outcomes: dict[str, str] = {}
     failures: dict[str, str] = {}
     seconds: Counter[str] = Counter()
     not_run: list[str] = []
+    warned: dict[str, list[str]] = {}
     for entry in notes:
         test, outcome = entry["test"], entry["outcome"]
         if outcome == "failed":
             failures.setdefault(test, entry.get("why", ""))
         if outcome in ("passed", "failed", "skipped") and outcomes.get(test) != "failed":
             outcomes[test] = outcome  # the teardown of a test that passed may fail
+        if outcome == "warned" and test not in (tests := warned.setdefault(entry["why"], [])):
+            tests.append(test)
         seconds[test.partition("::")[0]] += entry.get("seconds", 0.0)
         if outcome == "not run":
             not_run.append(test)
@@ -200,6 +219,7 @@ def summed(notes: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {
         **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
         "failures": failures,
+        "warnings": {why: {"tests": len(tests), "first": tests[0]} for why, tests in warned.items()},
         "not_run": not_run,
         "slowest": {file: round(took, 1) for file, took in seconds.most_common(10)},
     }
@@ -211,7 +231,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--limit", type=float, default=170, help="seconds for all: %(default)s")
     parser.add_argument(
-        "--test-limit", type=float, default=60, help="seconds for a test, torch's import too: %(default)s"
+        "--test-limit", type=float, default=90, help="seconds for a test, torch's import too: %(default)s"
     )
     parser.add_argument("--by-test", action="store_true", help="the tests of one file in several processes")
     parser.add_argument("--except", dest="left_out", nargs="*", default=[], metavar="FILE")
@@ -231,9 +251,14 @@ def main() -> None:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     for test, why in result["failures"].items():
         print(f"FAILED {test}: {why}")
+    for why, given in result["warnings"].items():
+        print(f"warned: {why}: {given['tests']} tests, first {given['first']}")
     if result["not_run"]:
         print(f"not run: {' '.join(result['not_run'])}")
-    print(f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped")
+    print(
+        f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped, "
+        f"{len(result['warnings'])} warnings"
+    )
     if result["failures"] or result["not_run"] or not result["passed"]:
         sys.exit(1)
 

@@ -1,9 +1,11 @@
 #!/bin/sh
 # Proves with nvcc, and no GPU, that csrc's device code compiles, and that bindings.cpp does with WITH_CUDA: warnings are
-# errors, nothing is linked or run. Prints the registers that the kernels use and what they spill, and, where there is an
-# nvdisasm, how many loads they have in flight; too few are an error. PYTHON is the interpreter whose torch gives the
-# headers (default python3), ARCHS the architectures, NVDISASM CUDA's disassembler (default: that on PATH, beside nvcc,
-# or of PyPI's nvidia-cuda-nvdisasm in PYTHON).
+# errors, nothing is linked or run. As C++20, which newer releases of torch build extensions with; then all sources as
+# C++17, which 2.11 and older ones do: to the PTX of one architecture, and .cpp files as far as the syntax. Prints the
+# registers that the kernels use and what they spill, and, where there is an nvdisasm, how many loads they have in
+# flight; too few are an error. PYTHON is the interpreter whose torch gives the headers (default python3), ARCHS the
+# architectures, NVDISASM CUDA's disassembler (default: that on PATH, beside nvcc, or of PyPI's nvidia-cuda-nvdisasm in
+# PYTHON).
 set -eu
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
@@ -46,7 +48,28 @@ for source in $(find csrc -name "*.cu" | sort); do
         fi
         rm "$cubin"
     done
+    # shellcheck disable=SC2086
+    "$NVCC" -ptx "$source" -o "$out/17.ptx" -std=c++17 --fmad=false --expt-relaxed-constexpr -arch=compute_90 \
+        $paths $defines -Xcompiler -Wall,-Werror,-fPIC --Werror all-warnings
+    echo "$source compiles as C++17"
 done
 # shellcheck disable=SC2086
 "${CXX:-c++}" -fsyntax-only -std=c++20 -Wall -Werror csrc/bindings.cpp $paths $defines
 echo "csrc/bindings.cpp compiles with CUDA"
+
+# The headers of torch are read once: they take ten times as long as a source of ours.
+cat >"$out/headers.h" <<EOF
+#include <torch/csrc/python_headers.h>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+EOF
+as_17="${CXX:-c++} -std=c++17 -Wall -Wno-psabi -Werror -fopenmp"
+# shellcheck disable=SC2086
+$as_17 -x c++-header "$out/headers.h" -o "$out/headers.h.gch" $paths $defines
+for source in $(find csrc -name "*.cpp" | sort); do
+    # shellcheck disable=SC2086
+    $as_17 -fsyntax-only -include "$out/headers.h" "$source" $paths $defines
+done
+echo "csrc's .cpp files compile as C++17"

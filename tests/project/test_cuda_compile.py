@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from paths import TESTS
+from paths import ROOT, TESTS
 
 NAMESPACE = "_ZN9amp_patch51_GLOBAL__N__88d550de_13_steps_cuda_cu_a1108f4d_9063"
 NAMES = [  # run_steps<Sgd<false>, SgdRule, 32508> and <..., 3840>
@@ -33,21 +33,24 @@ def tool(path, *lines):
     return str(path)
 
 
-def compiled(folder, lines, status, listing=None, *, ask_torch=False):
+def compiled(folder, lines, status, listing=None, *, ask_torch=False, cxx="true", fails="no such option"):
     """compile.sh with an nvcc that says `lines`, and an nvdisasm that says `listing` where a cubin was made.
 
-    It is told that torch has no folders of headers, which no compiler here reads, unless with `ask_torch`.
+    The nvcc fails with `status`, or where it is given the option `fails`. The script is told that torch has no folders
+    of headers, which no compiler here reads, unless with `ask_torch`.
     """
     (folder / "said").write_text("\n".join(lines) + "\n")
     (folder / "listing").write_text("\n".join(listing or []) + "\n")
-    keep = 'while [ "$1" != --keep-dir ]; do shift; done; touch "$2/x.compute_90.cubin"' if listing else ""
-    nvcc = tool(folder / "nvcc", f"cat {folder}/said >&2", keep, f"exit {status}")
+    keep = 'while [ $# -gt 1 ]; do if [ "$1" = --keep-dir ]; then touch "$2/x.compute_90.cubin"; fi; shift; done'
+    keep = keep if listing else ""
+    notes = f'echo "$*" >>{folder}/calls; case "$*" in *"{fails}"*) echo "error: {fails}" >&2; exit 2;; esac'
+    nvcc = tool(folder / "nvcc", notes, f"cat {folder}/said >&2", keep, f"exit {status}")
     nvdisasm = tool(folder / "nvdisasm", f"cat {folder}/listing")
     no_folders = 'case "$2" in *include_paths*) exit;; esac'
     python = sys.executable if ask_torch else tool(folder / "python", no_folders, f'exec {sys.executable} "$@"')
     return subprocess.run(
         ["sh", str(TESTS / "cuda" / "compile.sh")],
-        env={**os.environ, "PYTHON": python, "NVCC": nvcc, "NVDISASM": nvdisasm, "CXX": "true"},
+        env={**os.environ, "PYTHON": python, "NVCC": nvcc, "NVDISASM": nvdisasm, "CXX": cxx},
         capture_output=True,
         text=True,
     )
@@ -112,3 +115,20 @@ def test_loads_in_flight_are_counted_until_one_is_waited_for(tmp_path):
 def test_without_a_disassembler_no_loads_are_counted(tmp_path):
     done = compiled(tmp_path, said(NAMES[0], 56, 0), 0)
     assert done.returncode == 0 and "in flight" not in done.stdout
+
+
+def test_each_source_is_compiled_as_c_plus_plus_17_too(tmp_path):
+    cxx = tool(tmp_path / "c++", f'echo "$*" >>{tmp_path}/calls')
+    done = compiled(tmp_path, said(NAMES[0], 56, 0), 0, cxx=cxx)
+    assert done.returncode == 0, done.stderr
+    as_17 = [call for call in (tmp_path / "calls").read_text().splitlines() if "-std=c++17" in call.split()]
+    sources = [path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*.c*")]
+    assert {str(path) for path in sources} == {word for call in as_17 for word in call.split() if "csrc/" in word}
+    assert len(as_17) == len(sources) + 1, "and the headers of torch once"
+
+
+def test_a_source_that_c_plus_plus_17_does_not_take_is_an_error(tmp_path):
+    done = compiled(tmp_path, said(NAMES[0], 56, 0), 0, fails="-std=c++17")
+    assert done.returncode != 0 and "error: -std=c++17" in done.stderr
+    cxx = tool(tmp_path / "c++", 'case "$*" in *-std=c++17*wrapper.cpp*) exit 1;; esac')
+    assert compiled(tmp_path, said(NAMES[0], 56, 0), 0, cxx=cxx).returncode != 0

@@ -70,7 +70,7 @@ def test_counts_are_summed_and_failures_named_of_crashes_and_hangs_too(suite):
     order = ["test_broken.py", "test_fails.py", "test_crashes.py", "test_hangs.py", "test_fine.py"]
     status, result = suite("--processes", "2", "--test-limit", "6", *order)
     failures = result.pop("failures")
-    assert status == 1 and result == {"passed": 5, "failed": 5, "skipped": 1, "not_run": []}
+    assert status == 1 and result == {"passed": 5, "failed": 5, "skipped": 1, "warnings": {}, "not_run": []}
     assert failures == {
         "test_fine.py::test_torn_down": "ValueError: too late",
         "test_fails.py::test_wrong": "assert 1 == 2",
@@ -101,17 +101,39 @@ def test_the_tests_of_a_file_can_be_shared(suite):
 
 
 @pytest.mark.parametrize("options", [[], ["--by-test"]])
-def test_a_warning_of_another_package_at_torch_s_import_fails_no_test(suite, tmp_path, options, monkeypatch):
-    """And one in a test does."""
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\nfilterwarnings = error\n")
+def test_a_warning_fails_no_test_and_is_counted_and_named(suite, tmp_path, options, monkeypatch, capsys):
+    """Where pytest makes errors of warnings; those of torch's import, and those that it is told to ignore, are none."""
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nmarkers = slow\nfilterwarnings =\n    error\n    ignore:of no concern\n"
+    )
     (tmp_path / "conftest.py").write_text("import torch\n")
     (tmp_path / "torch.py").write_text(
         "import warnings\nwarnings.warn('the pynvml package is deprecated', FutureWarning)\n"
     )
-    (tmp_path / "test_warns.py").write_text(
-        "import warnings\ndef test_right(): pass\ndef test_warns(): warnings.warn('a warning of ours')\n"
+    warns = "import pytest, warnings\ndef test_right(): warnings.warn('of no concern')\n"
+    warns += (
+        "@pytest.mark.parametrize('x', range(3))\ndef test_warns(x): warnings.warn('only CUDA says so\\nat length')\n"
     )
+    warns += "def test_another(): warnings.warn('and this', RuntimeWarning)\n"
+    warns += "def test_asks(): pytest.warns(UserWarning, warnings.warn, 'x')\n"
+    (tmp_path / "test_warns.py").write_text(warns)
     monkeypatch.delenv("PYTHONWARNINGS", raising=False)
     status, result = suite("--processes", "1", *options, "test_warns.py")
-    assert status == 1 and result["passed"] == 1
-    assert result["failures"] == {"test_warns.py::test_warns": "UserWarning: a warning of ours"}
+    assert status == 0 and (result["passed"], result["failed"]) == (6, 0)
+    assert result["warnings"] == {
+        "UserWarning: only CUDA says so (test_warns.py, line 4)": {"tests": 3, "first": "test_warns.py::test_warns[0]"},
+        "RuntimeWarning: and this (test_warns.py, line 5)": {"tests": 1, "first": "test_warns.py::test_another"},
+    }
+    printed = capsys.readouterr().out
+    assert (
+        "warned: UserWarning: only CUDA says so (test_warns.py, line 4): 3 tests, first test_warns.py::test_warns[0]"
+        in printed
+    )
+    assert printed.splitlines()[-1] == "6 passed, 0 failed, 0 skipped, 2 warnings"
+
+
+def test_a_test_has_ninety_seconds(gpu_tests, monkeypatch, suite):
+    limits = []
+    monkeypatch.setattr(gpu_tests, "run_all", lambda names, label, ends, limit: limits.append(limit) or [])
+    suite("test_fails.py")
+    assert limits == [90]
