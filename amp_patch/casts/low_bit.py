@@ -11,6 +11,8 @@ and recurrent networks are BF16's.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -125,9 +127,49 @@ _CALLS: dict[str, _Call] = {
 _KEPT = "_amp_keep_high"  # the attribute of a weight that stays out of low-bit products
 
 
+class _Running(threading.local):
+    """The weights that stay high in the forward that runs on this thread, by which Dynamo knows the base of a view."""
+
+    def __init__(self) -> None:  # an attribute of the instance, for torch.compile's guards
+        self.kept: list[Tensor] = []
+
+
+_running = _Running()
+
+
 def keep_high(weight: Tensor) -> None:
     """Have the products of `weight`, and of views of it, stay in the policy's 16-bit type."""
-    setattr(weight, _KEPT, True)
+    if not hasattr(weight, _KEPT):
+        setattr(weight, _KEPT, True)
+
+
+def keep_named(model: Any, names: Iterable[str]) -> list[Tensor]:
+    """`keep_high` of the tensors that `model` has under these qualified names now; returns them."""
+    found = []
+    for name in names:
+        tensor = model
+        for key in name.split("."):
+            tensor = getattr(tensor, key, None)
+        if isinstance(tensor, Tensor):
+            keep_high(tensor)
+            found.append(tensor)
+    return found
+
+
+def keeping_named(method: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
+    """`method`, a function of a model, run after `keep_named`.
+
+    Copies, `load_state_dict(assign=True)`, `functional_call` and `fully_shard` put other tensors under the names.
+    """
+
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        before, _running.kept = _running.kept, keep_named(model, names)
+        try:
+            return method(model, *args, **kwargs)
+        finally:
+            _running.kept = before
+
+    return call
 
 
 def release(weight: Tensor) -> None:
@@ -157,8 +199,8 @@ def operands_of(name: str, args: Any, kwargs: Any) -> _Operands | None:
 def _is_kept(operand: Tensor) -> bool:
     if hasattr(operand, _KEPT):
         return True
-    if is_dynamo_compiling():  # which has no base of a view
-        return False
+    if is_dynamo_compiling():  # where a base has no attributes of ours
+        return any(weight is operand._base for weight in _running.kept)
     base = operand._base
     return base is not None and hasattr(base, _KEPT)
 

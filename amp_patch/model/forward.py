@@ -191,6 +191,8 @@ def enter_training(
     for model in models:
         if isinstance(model, KeptModule):
             continue  # this model is inside another one of the list, whose `keep_fp32` names it
+        for handle in vars(model)["_amp"].handles if isinstance(model, AmpModel) and "_amp" in vars(model) else ():
+            handle.remove()  # of an earlier training
         state = ModelState(policy, low_buffers_of(model), on_demand, fast_path_off=fused)
         state.sharded = fsdp.is_fsdp(model)
         state.owner = weakref.ref(model)
@@ -344,6 +346,8 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         policy, compiling = own.policy, is_dynamo_compiling()
         low = policy.cast_model_type
+        if own.high:
+            method = low_bit.keeping_named(method, own.high)
         if own.wide:
             method = copies.on_casts(method, own.wide, own.calls)
         outer = running.policy

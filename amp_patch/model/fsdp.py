@@ -70,15 +70,16 @@ def hold_gradients_back(modules: Iterable[Any]) -> bool:
     )
 
 
-def shards(modules: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """The parameters of these FSDP modules, by the id of the whole one that each is gathered in for a forward.
+def gathered(modules: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The whole parameters that these FSDP modules gather theirs in for a forward, with these.
 
-    That one is the leaf of the graph. FSDP reduces its gradient into the `.grad` of the parameter.
+    A whole one is the leaf of the graph. FSDP reduces its gradient into the `.grad` of the parameter.
     """
-    gathered = [
-        param for module in modules for group in _param_groups(module) for param in getattr(group, "fsdp_params", ())
-    ]
-    return {id(whole): p.sharded_param for p in gathered if (whole := getattr(p, "_unsharded_param", None)) is not None}
+    for module in modules:
+        for group in _param_groups(module):
+            for param in getattr(group, "fsdp_params", ()):
+                if (whole := getattr(param, "_unsharded_param", None)) is not None:
+                    yield whole, param.sharded_param
 
 
 def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module]) -> None:

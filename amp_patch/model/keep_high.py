@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from amp_patch.casts import low_bit, regions
-from amp_patch.model.forward import InnerModule, KeptModule, give
+from amp_patch.model import fsdp
+from amp_patch.model.forward import AmpModel, InnerModule, KeptModule, give
 from amp_patch.model.keep_fp32 import KeepFP32, modules_matching
 from amp_patch.model.state import ModelState
 from amp_patch.policy import Policy
@@ -81,12 +83,28 @@ def enter_high(models: list[nn.Module], policy: Policy, kept: Kept) -> None:
     """Have `kept`, of models that have just entered a training of `policy`, stay high, and nothing else in `models`."""
     if policy.product_format is None:
         return
-    for param in (param for model in models for param in model.parameters()):
-        low_bit.release(param)
-    for weight in kept.weights:
-        low_bit.keep_high(weight)
+    sharded = fsdp.fsdp_modules(models)
+    for weight in (*(p for model in models for p in model.parameters()), *(w for w, _ in fsdp.gathered(sharded))):
+        low_bit.release(weight)
+    stay = {id(weight) for weight in kept.weights}
+    for model in models:
+        if isinstance(model, AmpModel):
+            own: ModelState = vars(model)["_amp"]
+            own.high = _names_of(model, stay)
+            low_bit.keep_named(model, own.high)
+            # Without these, weights that an FSDP module inside gathers in the model's forward would have no mark.
+            marks = ((m, functools.partial(_mark, names=_names_of(m, stay))) for m in fsdp.fsdp_modules([model]))
+            own.handles += [module.register_forward_pre_hook(mark) for module, mark in marks]
     high = replace(policy, product_format=None)
     roots = {id(model) for model in models}
     for module in kept.modules:
         if id(module) not in roots and not isinstance(module, KeptModule):
             give(module, HighModule, ModelState(high))
+
+
+def _names_of(model: nn.Module, weights: Collection[int]) -> tuple[str, ...]:
+    return tuple(name for name, param in model.named_parameters(remove_duplicate=False) if id(param) in weights)
+
+
+def _mark(module: nn.Module, _: Any, names: tuple[str, ...]) -> None:
+    low_bit.keep_named(module, names)

@@ -45,6 +45,7 @@ class ModelState:
         written_buffers: looks for cast buffers that training writes; None after two forwards.
         cleared: how often `zero_grad` was called.
         owner: the model.
+        high: the names of the weights whose products stay 16 bits wide where others are FP8 or FP4.
         wide: of a copy the weights that are FP32, by name, and the types that they are cast to while it is called.
         calls: those of a copy.
         region: in which the model's forward runs; made at the first call, and again after `policy` was changed.
@@ -62,6 +63,7 @@ class ModelState:
     written_buffers: buffers.WrittenBuffers | None = None
     cleared: int = 0
     owner: weakref.ref[nn.Module] | None = None
+    high: tuple[str, ...] = ()
     wide: dict[str, torch.dtype] = field(default_factory=dict)
     calls: copies.Calls = field(default_factory=copies.Calls)
     region: regions.region | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -147,6 +148,88 @@ def test_copies_keep_high_and_restore_takes_everything_away(level):
     amp.restore()
     assert [type(module) for module in model.modules()] == before[0] and torch.equal(model(X), before[1])
     assert not any(vars(param) for param in model.parameters())
+
+
+def reloaded(model: nn.Module, optimizer: Any, assign: bool = False) -> nn.Module:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=assign)
+    return model
+
+
+def swapped(model: nn.Module, optimizer: Any) -> nn.Module:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return reloaded(model, optimizer)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def functional(model: nn.Module, optimizer: Any) -> Any:
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return lambda x: torch.func.functional_call(model, values, (x,))
+
+
+SURVIVED: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "deepcopy": lambda model, optimizer: copy.deepcopy(model),
+    "deepcopy of the pair": lambda model, optimizer: copy.deepcopy((model, optimizer))[0],
+    "pickle": lambda model, optimizer: pickle.loads(pickle.dumps(model)),
+    "swap": swapped,
+    "functional_call": functional,
+    "assign": lambda model, optimizer: reloaded(model, optimizer, assign=True),
+}
+TOKENS = torch.tensor([[1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("way", "level"), [(way, level) for way in SURVIVED for level in LEVELS if (way, level) != ("assign", "O7")]
+)
+@pytest.mark.parametrize("how", ["linear", "matmul"])
+def test_a_tied_head_stays_high_when_its_weight_becomes_another_tensor(how, way, level):
+    model = Tied(how)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level=level, verbosity=0)
+    assert rows_of(SURVIVED[way](model, optimizer), TOKENS) == [16, 8]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["module", "linear", "matmul"])
+def test_compiled_models_and_their_compiled_copies_keep_a_tied_head(how, level):
+    torch._dynamo.reset()
+    model = amp.initialize(Tied(how), opt_level=level, verbosity=0)
+    copied = copy.deepcopy(model)
+    for each in model, copied:
+        found = torch.compile(each, backend="aot_eager", fullgraph=True)(TOKENS)
+        assert torch.equal(found, model(TOKENS))
+
+
+def sharded_rows(level: str, keep_high: Any, part: bool) -> list[list[int]]:
+    from fsdp_trainings import fully_shard
+
+    torch.manual_seed(0)
+    model, policy = Tied("linear"), amp.fsdp_policy(level)
+    if part:
+        fully_shard(model.table, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    for rules in keep_high, ():
+        amp.initialize(model, optimizer, opt_level=level, keep_high=rules, verbosity=0)
+        for _ in range(2):
+            found.append(rows_of(model, TOKENS[0]))
+            with amp.scale_loss(model(TOKENS[0]).float().sum(), optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+    return found
+
+
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6."),
+    reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event",
+)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "table apart"])
+@pytest.mark.parametrize(("keep_high", "kept"), [(None, [16, 8]), (["table"], [16, 8, 8])])
+def test_fully_shard_gathers_kept_weights_that_stay_high_until_another_training(ranks, keep_high, kept, part, level):
+    nothing_kept = [16, 8, 8, 11]
+    assert ranks(sharded_rows, level, keep_high, part) == [[kept, kept, nothing_kept, nothing_kept]] * 2
 
 
 def test_another_training_forgets_what_the_first_one_kept():

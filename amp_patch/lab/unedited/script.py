@@ -350,7 +350,7 @@ class UneditedScript(Observer):
 
     def _with_shards(self, reach: Reach) -> Reach:
         """`reach`, with FSDP2's sharded parameters in place of the gathered ones: optimizers hold the former."""
-        whole = fsdp.shards(fsdp.fsdp_modules(self._models()))
+        whole = {id(whole): shard for whole, shard in fsdp.gathered(fsdp.fsdp_modules(self._models()))}
         found = [whole.get(key, leaf) for key, leaf in reach.leaves.items()] if whole else reach.leaves.values()
         return Reach({id(leaf): leaf for leaf in found}, reach.whole)
 
