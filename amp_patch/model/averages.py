@@ -9,7 +9,7 @@ functions that scripts blend by, `lerp` alone does not promote.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -77,6 +77,28 @@ def _foreach_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, tensors1, *weight, **weights)
 
     return lerp
+
+
+def averages_in(models: list[nn.Module], trained: Container[int]) -> dict[nn.Module, str]:
+    """The outermost modules inside `models` that must be averages of what is trained, or frozen copies; their names.
+
+    Such a module has none of the parameters that are `trained` (ids), and the names and shapes of one that has most of
+    its model's.
+    """
+    found: dict[nn.Module, str] = {}
+    for model in models:
+        sizes = {module: sum(p.numel() for p in module.parameters() if id(p) in trained) for module in model.modules()}
+        alike = {_shapes(module) for module, size in sizes.items() if 2 * size > sizes[model]}
+        inside: set[nn.Module] = set()
+        for name, module in model.named_modules():
+            if module not in inside and not sizes[module] and (shapes := _shapes(module)) and shapes in alike:
+                found[module] = name
+                inside.update(module.modules())
+    return found
+
+
+def _shapes(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, param.shape) for name, param in module.named_parameters())
 
 
 class _Exact:

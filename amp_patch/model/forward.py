@@ -107,7 +107,7 @@ class AmpModel(Generated):
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         # `.to(device)`, `.float()` and `.half()` call `_apply`, also through a wrapper around this model.
         policy = followed_policy(self)
-        if policy is not None and policy.cast_model_type is not None:
+        if policy is not None:
             refuse_another_type(self, fn, policy)
         return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
 
@@ -195,7 +195,7 @@ def enter_training(
             handle.remove()  # of an earlier training
         state = ModelState(policy, low_buffers_of(model), on_demand, fast_path_off=fused)
         state.sharded = fsdp.is_fsdp(model)
-        state.owner = weakref.ref(model)
+        state.owner, state.modules = weakref.ref(model), weakref.WeakSet(model.modules())
         if policy.patch_torch_functions:
             # FSDP frees the gathered weights after a forward to save memory: cached casts would keep that memory.
             state.handles = [m.register_forward_hook(_drop_casts) for m in fsdp.fsdp_modules([model])]

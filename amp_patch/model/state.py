@@ -45,6 +45,7 @@ class ModelState:
         written_buffers: looks for cast buffers that training writes; None after two forwards.
         cleared: how often `zero_grad` was called.
         owner: the model.
+        modules: those inside the model when it went through `initialize`; none are known of a copy.
         high: the names of the weights whose products stay 16 bits wide where others are FP8 or FP4.
         wide: of a copy the weights that are FP32, by name, and the types that they are cast to while it is called.
         calls: those of a copy.
@@ -63,6 +64,7 @@ class ModelState:
     written_buffers: buffers.WrittenBuffers | None = None
     cleared: int = 0
     owner: weakref.ref[nn.Module] | None = None
+    modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     high: tuple[str, ...] = ()
     wide: dict[str, torch.dtype] = field(default_factory=dict)
     calls: copies.Calls = field(default_factory=copies.Calls)
@@ -73,7 +75,7 @@ class ModelState:
         fresh = {"handles": [], "no_sync": False, "local": False}
         fresh |= dict.fromkeys(("written_buffers", "owner", "region"))
         state = {**vars(self), **fresh}
-        del state["links"], state["calls"]
+        del state["links"], state["calls"], state["modules"]
         model = None if self.owner is None else self.owner()
         if model is not None:
             known = [(param, incoming.type_of(param)) for param in model.parameters()]
@@ -87,7 +89,7 @@ class ModelState:
         copies.widen(state.pop("weights", ()), state["wide"])
         for param, dtype in state.pop("came", ()):
             incoming.note_type(param, dtype)
-        vars(self).update(state, links=ModelLinks(), calls=copies.Calls())
+        vars(self).update(state, links=ModelLinks(), calls=copies.Calls(), modules=weakref.WeakSet())
         emulate(self.policy)  # an unpickled model may be in a new process
         if self.policy.casts_calls:
             install.install(self.policy.op_lists)

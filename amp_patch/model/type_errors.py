@@ -25,13 +25,25 @@ _DTYPE_ERROR = re.compile(
 
 
 def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Policy) -> None:
-    """Raise if `fn`, to be applied to all tensors of a cast model, changes their type, not just their device."""
+    """Raise if `fn`, to be applied to all tensors of a model of a training, changes their type, not just their device.
+
+    O0 is the plain script, in which that may be done.
+    """
+    if policy.changes_nothing:
+        return
     low = policy.cast_model_type
-    for dtype in (torch.float32, low):
+    for dtype in (torch.float32,) if low is None else (torch.float32, low):
         try:
             became = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
         except Exception:  # `fn` fails on an empty CPU tensor: no prediction
             return
+        if low is None and became in LOW_PRECISION:
+            raise RuntimeError(
+                f"{type(model).__name__} went through initialize(opt_level={policy.opt_level!r}), which trains FP32 "
+                f"weights: in {became} small updates would be rounded away. Call amp.restore() before a conversion of "
+                "the model, convert an FP32 copy, amp.fp32_copy(model), or take opt_level='O2', which casts the model "
+                "and keeps FP32 masters"
+            )
         if became is not dtype and became in (torch.float32, *LOW_PRECISION):
             raise RuntimeError(
                 f"{type(model).__name__} went through initialize(opt_level={policy.opt_level!r}), which cast it to "
@@ -58,6 +70,7 @@ def explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError, 
     ]
     if not names:
         raise RuntimeError(f"{error}\n{_of_mixed_operands(model, policy, error)}") from error
+    _refuse_new_modules(model, policy, error, names)
     shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     raise RuntimeError(
         f"{error}\n{type(model).__name__} was cast to {policy.cast_model_type} by initialize(), and {shown} "
@@ -66,6 +79,21 @@ def explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError, 
         "keep_fp32=...), give functional_call values of the types that model.named_parameters() has, or run "
         "amp.fp32_copy(model)"
     ) from error
+
+
+def _refuse_new_modules(model: nn.Module, policy: Policy, error: RuntimeError, names: list[str]) -> None:
+    """Raise `error` with the modules that `model` has got since `initialize`, if tensors of `names` are theirs."""
+    known = vars(model)["_amp"].modules
+    new = [path for path, module in model.named_modules() if module not in known] if known else []
+    outermost = [path for path in new if path.rpartition(".")[0] not in new]
+    if added := [path for path in outermost if any(name.startswith(f"{path}.") for name in names)]:
+        raise RuntimeError(
+            f"{error}\n{type(model).__name__} was cast to {policy.cast_model_type} by initialize(), and has got new "
+            f"modules since, which were not: {', '.join(map(repr, added))}. Add their parameters to the optimizer "
+            "(optimizer.add_param_group, or a new one) and call amp.initialize(model, optimizer, opt_level="
+            f"{policy.opt_level!r}) again; or cast them by hand, model.get_submodule({added[0]!r}).to("
+            f"{policy.cast_model_type}), before optimizer.add_param_group"
+        ) from error
 
 
 # Asked, with the model and a method's name, whether the method shall be called again, which was called by itself and

@@ -26,7 +26,7 @@ from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Attempts
-from amp_patch.training import ddp, observers
+from amp_patch.training import ddp, left_out, observers
 from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
@@ -239,6 +239,7 @@ def enter(
         ddp.follow(models, training.scalers)
     if policy.cast_model_type is not None:
         averages.install()
+        left_out.watch(models, targets, policy, owned)
     dynamo.hook()
     emulate(policy)
     if policy.casts_calls:

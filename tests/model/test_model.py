@@ -406,7 +406,10 @@ CHANGES = {
     "functional_call": lambda model, inputs: torch.func.functional_call(
         model, {"head.weight": torch.ones(5, 36)}, (inputs,)
     ),
-    "a new layer": lambda model, inputs: (setattr(model, "head", nn.Linear(36, 5)), model(inputs)),
+    "a new tensor": lambda model, inputs: (
+        setattr(model.head, "weight", nn.Parameter(torch.ones(5, 36))),
+        model(inputs),
+    ),
 }
 
 

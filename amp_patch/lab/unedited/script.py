@@ -39,6 +39,7 @@ from amp_patch.lab.unedited.closures import refuse_lbfgs, refuse_unknown_use
 from amp_patch.lab.unedited.direct_forwards import DirectForwards
 from amp_patch.lab.unedited.exports import Exports
 from amp_patch.lab.unedited.handmade import HandmadeSteps
+from amp_patch.lab.unedited.kept_averages import KeptAverages
 from amp_patch.lab.unedited.native import NativePrecision, before_scaling
 from amp_patch.lab.unedited.pickles import Pickles
 from amp_patch.lab.unedited.processes import Processes, refuse_copies_of_shared, tell
@@ -98,6 +99,7 @@ class UneditedScript(Observer):
         self._alone = CalledAlone(self._models, self._join, self._say)
         self._scale: Tensor | None = None  # the script's own GradScaler's, of the loss of this backward
         self._policy = resolve(*overridden(level, Options()))
+        self._averages = KeptAverages(self._policy, self._say)
         self.backwards = 0
         self._left_alone = False  # whether the script calls `initialize` itself
         self._initializing = False
@@ -294,8 +296,9 @@ class UneditedScript(Observer):
         self._initializing = True
         try:
             scales = state_dict(earlier) if len(joined) == 1 else None
-            methods = self._alone.methods_of(models)
-            initialize(models, optimizers, opt_level=self.level, allow_banned=True, methods=methods)
+            averages = self._averages.rule(models, (p for o in optimizers for p in _params(innermost(o))))
+            options = {"keep_fp32": averages, "methods": self._alone.methods_of(models)}
+            initialize(models, optimizers, opt_level=self.level, allow_banned=True, **options)
             if scales is not None:
                 load_state_dict(scales, optimizers)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -305,8 +308,7 @@ class UneditedScript(Observer):
         self._initialized = [taken for taken in self._initialized if all(taken is not each for each in joined)]
         self._initialized.append(_Initialized([*map(weakref.ref, models)], [*map(weakref.ref, optimizers)]))
         self._groups_version += 1
-        for each in models:
-            self._checked[each] = self._groups_version
+        self._checked.update(dict.fromkeys(models, self._groups_version))
 
     def _join(self, part: nn.Module, model: nn.Module) -> None:
         """`part`, a module inside of `model`, is a model of its own too from now on."""
