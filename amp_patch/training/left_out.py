@@ -122,9 +122,9 @@ def _outermost(model: nn.Module, weights: Container[int]) -> list[str]:
     found: list[str] = []
     for name, module in model.named_modules():
         inside = [id(param) for param in module.parameters()]
-        if name and inside and all(key in weights for key in inside):
-            if not any(name.startswith(f"{outer}.") for outer in found):
-                found.append(name)
+        outer = not any(name.startswith(f"{each}.") for each in found)
+        if name and outer and inside and all(key in weights for key in inside):
+            found.append(name)
     return found
 
 

@@ -83,8 +83,8 @@ def test_a_new_module_of_a_cast_model_is_named_where_forward_fails_on_it(level, 
     model = network()
     model, _ = amp.initialize(model, sgd(model), opt_level=level, keep_high=(), verbosity=0)
     add(model)
-    words = rf"has got new modules since, which were not: '{name}'\. .*add_param_group.*amp\.initialize\(model, optimizer, "
-    with pytest.raises(RuntimeError, match=words + rf"opt_level='{level}'\)") as error:
+    words = rf"new modules since, which were not: '{name}'\. .*amp\.initialize\(model, optimizer, opt_level='{level}'\)"
+    with pytest.raises(RuntimeError, match=words) as error:
         model(torch.ones(2, 4))
     assert str(error.value).startswith(str(error.value.__cause__))
 
