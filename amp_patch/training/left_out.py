@@ -54,7 +54,7 @@ def watch(models: list[nn.Module], targets: list[Any], policy: Policy, owned: Co
 def _hook(patches: Patches) -> None:
     patches.on_remove(register_optimizer_step_pre_hook(_step_begins).remove)
     for table in (_models, _seen, _watches):
-        patches.on_remove(table.clear)  # type: ignore[attr-defined]
+        patches.on_remove(table.clear)
 
 
 @not_traced

@@ -255,7 +255,11 @@ def wrapped(average: nn.Module, **others: nn.Module) -> nn.Module:
 
 FOUND = {
     "a copy in a wrapper": (lambda: wrapped(encoder()), ["net"], ["ema.module"]),
-    "a copy beside a small predictor": (lambda: wrapped(encoder(), to=nn.Linear(8, 8)), ["net", "to"], ["ema.module"]),
+    "a copy beside a small predictor": (
+        lambda: wrapped(encoder(), predictor=nn.Linear(8, 8)),
+        ["net", "predictor"],
+        ["ema.module"],
+    ),
     "two copies": (lambda: wrapped(encoder(), slow=encoder()), ["net"], ["ema.module", "slow"]),
     "another shape": (lambda: wrapped(encoder(9)), ["net"], []),
     "a copy that is trained too": (lambda: wrapped(encoder()), ["net", "ema"], []),

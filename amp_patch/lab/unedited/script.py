@@ -297,7 +297,7 @@ class UneditedScript(Observer):
         try:
             scales = state_dict(earlier) if len(joined) == 1 else None
             averages = self._averages.rule(models, (p for o in optimizers for p in _params(innermost(o))))
-            options = {"keep_fp32": averages, "methods": self._alone.methods_of(models)}
+            options: dict[str, Any] = {"keep_fp32": averages, "methods": self._alone.methods_of(models)}
             initialize(models, optimizers, opt_level=self.level, allow_banned=True, **options)
             if scales is not None:
                 load_state_dict(scales, optimizers)
