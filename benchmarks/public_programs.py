@@ -1,4 +1,4 @@
-"""Do public programs train as they are? Each is run at every level, unedited: the table of docs/compare.md.
+"""Do public programs train as they are? Each is run at every level, unedited: the table of docs/unedited.md.
 
     python benchmarks/public_programs.py                     # all; needs a network
     python benchmarks/public_programs.py --only gcn,vae      # those with such a word in their names
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 RESULTS = HERE / "results" / "public_programs.json"
-PAGE = ROOT / "docs" / "compare.md"
+PAGE = ROOT / "docs" / "unedited.md"
 SOURCES = (".py", ".json", ".yaml")  # of a repository; data are generated
 REFUSED = "cannot be taken unedited"  # of what is said where a script is refused
 CUT = 300  # characters of an error that are kept

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-# What a script has -> why it is not compared as it is. docs/compare.md has the table with the ways out.
+# What a script has -> why it is not compared as it is. docs/unedited.md has the table with the ways out.
 _REFUSED = {
     "torch.optim.LBFGS": "LBFGS evaluates its closure inside of step(): compare --levels O0,O4, with lines of ours",
     "torch.distributed.fsdp.FullyShardedDataParallel": "FullyShardedDataParallel is refused: shard with fully_shard",
