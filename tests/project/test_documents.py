@@ -134,6 +134,25 @@ def test_the_python_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monke
         apex.uninstall()
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_picture_of_memory_has_the_bytes_of_the_ladder(theme):
+    page = (ROOT / "docs" / "ladder.md").read_text()
+    assert f'"memory-{theme}.svg"' in page
+    rows = re.findall(
+        r"^\| (O[05][\w+]*) \| ([\d.]+) \| ([\d.-]+) \| ([\d.]+) \| ([\d.]+) \| (\S+) \|", page, re.MULTILINE
+    )
+    table = {name: ([each for each in parts if each not in ("0", "-")], sum_.strip("*")) for name, *parts, sum_ in rows}
+    picture = (ROOT / "docs" / f"memory-{theme}.svg").read_text()
+    drawn = {}
+    for row in re.split(r"(?=<text[^>]*>O[05])", picture)[1:]:
+        name, *said, sum_ = re.findall(r">([^<>\n]+)</text>", row)
+        drawn[name] = (said, sum_)
+        widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', row)]
+        assert widths == pytest.approx([35 * float(each) for each in said])
+        assert f"{name}: {sum_}" in re.search(r'aria-label="([^"]*)"', picture)[1]
+    assert drawn == table
+
+
 def test_one_version_is_named_everywhere():
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1].startswith(f"{__version__}\n")
