@@ -13,7 +13,7 @@ from amp_patch.apex.amp.handle import AmpHandle, dialect
 from amp_patch.apex.amp.lists import register_edits
 from amp_patch.apex.fp16_utils import FP16_Optimizer
 from amp_patch.casts.cpu_half import renamed
-from amp_patch.environment import overridden
+from amp_patch.environment import overridden, without_rungs
 from amp_patch.frontend import initialize_as
 from amp_patch.frontend import load_state_dict as load_scales
 from amp_patch.frontend import state_dict as scales
@@ -219,7 +219,8 @@ def initialize(
         "allow_banned": allow_banned,
         "cpu_half": renamed(cpu_half, cpu_fp16),
     }
-    options = _without_contradictions(opt_level, options, patch_torch_functions_type)
+    opt_level, given = without_rungs(opt_level, Options(**options))
+    options = _without_contradictions(opt_level, vars(given), patch_torch_functions_type)
     moves = _forks.movement(dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window)
     chosen = _forks.switches(combine_grad, combine_ddp, ddp_replica_count, user_cast_preferred, check_combined_tensors)
     policy = _resolved(opt_level, options, moves)
