@@ -170,7 +170,7 @@ class Options:
     """
 
     dtype: torch.dtype | str | None = None  # the first field: environment.py checks the other options beside a dtype
-    cast_model_type: torch.dtype | str | None = None
+    cast_model_type: torch.dtype | str | bool | None = None  # False: Apex's word for none
     patch_torch_functions: bool | str | None = None
     keep_batchnorm_fp32: bool | str | None = None
     master_weights: bool | str | None = None
