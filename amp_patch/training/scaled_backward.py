@@ -18,6 +18,7 @@ from amp_patch.masters.grad_field import drop_gradients, with_gradient
 from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.model import forward as model_forward
 from amp_patch.model import fsdp
+from amp_patch.model.type_errors import explain_types_in_body
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.training import observers
@@ -83,7 +84,7 @@ class ScaledBackward(Block):
             return loss.float() if loss.dtype in LOW_PRECISION else loss
         return (loss if loss.dtype is torch.float64 else loss.float()) * self.scale
 
-    def __exit__(self, raised: Any = None, *_: Any) -> None:
+    def __exit__(self, raised: Any = None, error: Any = None, *_: Any) -> None:
         try:
             self._leave_casts()
             if raised is None:
@@ -94,6 +95,8 @@ class ScaledBackward(Block):
                     self.finish()
         finally:
             self.close()
+        if isinstance(error, RuntimeError):
+            explain_types_in_body(self.stashes[0].policy, error)
         if raised is None and not (self.delay_unscale or self.delay_overflow_check):
             self.scaler.update()
 

@@ -242,8 +242,8 @@ def enter(
         left_out.watch(models, targets, policy, owned)
     dynamo.hook()
     emulate(policy)
-    if policy.casts_calls:
-        install.install(policy.op_lists)
+    if policy.makes_low_tensors:
+        install.install(policy.op_lists if policy.casts_calls else install.ALONE)
         model_forward.cast_held_functions(models)
     if policy.patch_torch_functions:
         casts_state.set_default(policy)
