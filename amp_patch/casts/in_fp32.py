@@ -23,9 +23,11 @@ def direction(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     The gradient of a row of zeros is 1/eps times the result's, 1e12 times or 1e8 times: infinite in FP16. In FP32 the
     zeros behind it (a mask, padding, the inputs) multiply it by 0, and infinity times 0 is NaN, at any loss scale.
     """
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 1)
-    dims = max((tensor.dim() for tensor in given), default=0)
+    dims = 0
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.dim() > dims:
+            dims = value.dim()
 
     def raised(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dtype not in LOW_PRECISION:

@@ -271,25 +271,23 @@ INSTEAD_OF_BANNED = (
 )
 
 
-# Told the name of each banned function that is run in FP32 because the policy allows it.
+# Told the name of each banned function that a policy allows, when it is called.
 banned_subscribers: list[Callable[[str], Any]] = []
 
 
 def _banned(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    if policy.allow_banned and is_dynamo_compiling():
-        return _fp32(function, args, kwargs, policy)
-    for tensor in _tensors((args, kwargs)):
-        if _is_low(tensor):
-            if not policy.allow_banned:
-                # Apex raises NotImplementedError, torch RuntimeError, its base class: handlers of either catch this.
-                raise NotImplementedError(
-                    f"{function.__name__}: got a {tensor.dtype} tensor; the logarithms of low-precision probabilities "
-                    f"overflow. {INSTEAD_OF_BANNED}"
-                )
+    low = next((tensor.dtype for tensor in _tensors((args, kwargs)) if _is_low(tensor)), None)
+    if low is not None and not policy.allow_banned:
+        # Apex raises NotImplementedError, torch RuntimeError, its base class: handlers of either catch this.
+        raise NotImplementedError(
+            f"{function.__name__}: got a {low} tensor; the logarithms of low-precision probabilities overflow. "
+            f"{INSTEAD_OF_BANNED}"
+        )
+    if not is_dynamo_compiling():
+        if low is not None:
             look(args[0] if args else kwargs.get("input"))
-            for subscriber in tuple(banned_subscribers):
-                subscriber(function.__name__)
-            break
+        for subscriber in tuple(banned_subscribers) if policy.allow_banned else ():
+            subscriber(function.__name__)
     return _fp32(function, args, kwargs, policy)
 
 
