@@ -68,9 +68,7 @@ def sure_and_wrong(device: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("level", ["O1", "O4"])
 @pytest.mark.parametrize("sigmoid", SIGMOIDS, ids=["module", "function", "method", "special"])
 def test_a_sure_and_wrong_sample_is_learned(sigmoid: Any, level: str, device: str) -> None:
-    losses = steps(
-        Probability(sigmoid).to(device), level, *sure_and_wrong(device), cross_entropy, count=12
-    )
+    losses = steps(Probability(sigmoid).to(device), level, *sure_and_wrong(device), cross_entropy, count=12)
     assert losses[0] == pytest.approx(11.0, abs=0.01) and losses[-1] < 0.1
 
 

@@ -141,7 +141,14 @@ SAMPLES: dict[str, Sample] = {
     **dict.fromkeys(("quantile", "nanquantile"), lambda t: (t(3, 3), 0.5)),
     "fused_moving_avg_obs_fake_quant": lambda t: (
         t(3, 3),
-        *(torch.ones(1), torch.ones(1), torch.zeros(1), torch.ones(1), torch.ones(1), torch.zeros(1, dtype=torch.int32)),
+        *(
+            torch.ones(1),
+            torch.ones(1),
+            torch.zeros(1),
+            torch.ones(1),
+            torch.ones(1),
+            torch.zeros(1, dtype=torch.int32),
+        ),
         *(0.01, 0, 255, 0),
     ),
     # sparse

@@ -61,7 +61,9 @@ def words_of(call: Callable[[Tensor], Any], level: str) -> str:
         model(torch.randn(4, 4))
     words = str(caught.value)
     assert str(caught.value.__cause__) in words and isinstance(caught.value, type(caught.value.__cause__))
-    assert f"The forward of module '0' of Sequential (test_type_errors.py, line {call.__code__.co_firstlineno})" in words
+    assert (
+        f"The forward of module '0' of Sequential (test_type_errors.py, line {call.__code__.co_firstlineno})" in words
+    )
     return words
 
 
@@ -109,9 +111,7 @@ def test_o1_and_o4_cast_what_cast_models_explain(name: str, level: str) -> None:
 def test_fused_fake_quantize_is_fp32_where_functions_are_cast(level: str) -> None:
     fake = torch.ao.quantization.FusedMovingAvgObsFakeQuantize()
     model = nn.Sequential(nn.Linear(4, 4), fake, nn.Linear(4, 4))
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0
-    )
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
     with amp.scale_loss(model(torch.randn(4, 4)).float().sum(), optimizer) as scaled:
         scaled.backward()
     assert model[0].weight.grad is not None and fake.scale.dtype is torch.float32
