@@ -120,9 +120,9 @@ def test_fused_fake_quantize_is_fp32_where_functions_are_cast(level: str) -> Non
 def test_error_in_the_body_of_scale_loss_is_explained() -> None:
     model, optimizer = trained(lambda x: None, "O1")
     output = model(torch.randn(4, 4))
-    with pytest.raises(RuntimeError, match=r"The body of scale_loss \(test_type_errors.py, line \d+\) fills a tensor"):
-        with amp.scale_loss(output.float().sum(), optimizer):
-            output.masked_fill(output > 0, -1e9)
+    where = r"The body of scale_loss \(test_type_errors.py, line \d+\) fills a tensor"
+    with pytest.raises(RuntimeError, match=where), amp.scale_loss(output.float().sum(), optimizer):
+        output.masked_fill(output > 0, -1e9)
     with amp.scale_loss(output.float().sum(), optimizer) as scaled:
         scaled.backward()
 
