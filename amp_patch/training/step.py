@@ -71,7 +71,7 @@ class Whole(Strategy):
             step.unpublished = step.links
             settle(step.links)
             step.writes = True
-            materialize(master for master in step.links.masters if has_gradient(master))
+            step.materialize()
         return plain(step.optimizer, *step.args, **step.kwargs)
 
 
@@ -207,8 +207,36 @@ class Step(Block):
         with torch.enable_grad():
             return closure()
 
+    def materialize(self) -> None:
+        """Have the masters that have a gradient in their memory, now and after each call of the closure; no sync.
+
+        What fused kernels write bumps no version, and would be lost in a master that is not materialized.
+        """
+        masters = self.links.masters
+        materialize(filter(has_gradient, masters))
+        closure = self._closure()
+        if closure is None or isinstance(closure, ClosureAlreadyRun):
+            return
+        stepped: list[torch.Tensor] = []
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            for master in stepped:  # of a step that calls the closure again: the forward publishes what was written
+                torch.autograd.graph.increment_version(master)
+            result = closure(*args, **kwargs)
+            stepped[:] = filter(has_gradient, masters)
+            materialize(stepped)
+            return result
+
+        self._replace_closure(followed)
+
     def _closure(self) -> Any:
         return self.args[0] if self.args else self.kwargs.get("closure")
+
+    def _replace_closure(self, closure: Any) -> None:
+        if self.args:
+            self.args = (closure, *self.args[1:])
+        else:
+            self.kwargs = {**self.kwargs, "closure": closure}
 
     def _check_closure(self) -> None:
         """Refuse a closure that would make gradients nobody checks; have any other run with the casts of now."""
@@ -221,11 +249,7 @@ class Step(Block):
                 "the check for overflow; under loss scaling, and with skip_nonfinite=True, call the closure's body "
                 "first, then step() without it"
             )
-        closure = regions.as_now(closure)
-        if self.args:
-            self.args = (closure, *self.args[1:])
-        else:
-            self.kwargs = {**self.kwargs, "closure": closure}
+        self._replace_closure(regions.as_now(closure))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
