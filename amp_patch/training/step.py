@@ -214,8 +214,7 @@ class Step(Block):
         """
         masters = self.links.masters
         materialize(filter(has_gradient, masters))
-        closure = self._closure()
-        if closure is None or isinstance(closure, ClosureAlreadyRun):
+        if (closure := self._closure()) is None:
             return
         stepped: list[torch.Tensor] = []
 
