@@ -208,10 +208,7 @@ class Step(Block):
             return closure()
 
     def materialize(self) -> None:
-        """Have the masters that have a gradient in their memory, now and after each call of the closure; no sync.
-
-        What fused kernels write bumps no version, and would be lost in a master that is not materialized.
-        """
+        """Have the masters that have a gradient in their memory, now and after each call of the closure; no sync."""
         masters = self.links.masters
         materialize(filter(has_gradient, masters))
         if (closure := self._closure()) is None:
@@ -223,7 +220,7 @@ class Step(Block):
                 torch.autograd.graph.increment_version(master)
             result = closure(*args, **kwargs)
             stepped[:] = filter(has_gradient, masters)
-            materialize(stepped)
+            materialize(stepped)  # without this, what fused kernels write now is lost: it bumps no version
             return result
 
         self._replace_closure(followed)
