@@ -10,6 +10,7 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -124,6 +125,8 @@ class LinkList:
 # entry away, so that an id is never another object's.
 _links: dict[int, tuple[weakref.ref[Tensor], Link]] = {}
 _changes = 0  # how often a parameter got a master, lost it, or died with it
+
+_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 
 # Classes of tensors that nobody else's `__torch_function__` acts on.
 PLAIN_TYPES = (Tensor, nn.Parameter, Master, ClosedMaster)
@@ -240,6 +243,28 @@ def materialize(masters: Iterable[Tensor]) -> None:
         closed_master.materialize(masters)
 
 
+class Claim:
+    """The masters (ids) that a step on this thread writes: while this lives, no other thread publishes or settles them.
+
+    Without it, a thread that calls `state_dict()` while another trains would undo what the step has written so far.
+    """
+
+    __slots__ = ("__weakref__", "masters", "thread")
+
+    def __init__(self, masters: Container[int]) -> None:
+        self.masters, self.thread = masters, get_ident()
+        with closed_master.lock:  # waits for another thread that publishes or settles
+            _claims.add(self)
+
+
+def _at_rest(links: LinkList) -> LinkList:
+    """Those of `links` that no step of another thread writes."""
+    for claim in _claims:
+        if claim.thread != get_ident():
+            links = links.without(claim.masters)
+    return links
+
+
 class KernelTensors(NamedTuple):
     """What a kernel steps in the place of masters, and the chance by which it rounds them: none unless all are weights.
 
@@ -285,27 +310,31 @@ def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) 
     """
     if not closed_master.used:
         return call()
-    held = closed_master.release(masters)
-    try:
-        return call()
-    finally:
-        for master in held:  # a graph may have saved a view of it
-            torch.autograd.graph.increment_version(master)
-        closed_master.follow(held)
+    with closed_master.lock:
+        held = closed_master.release(masters)
+        try:
+            return call()
+        finally:
+            for master in held:  # a graph may have saved a view of it
+                torch.autograd.graph.increment_version(master)
+            closed_master.follow(held)
 
 
 @without_grad
 def publish(links: LinkList) -> None:
-    """Round every master into its parameter, in place, on the device; no sync."""
-    round_into_weights(links)
-    links.versions.save()
+    """Round every master into its parameter, in place, on the device; no sync. Not those that another thread steps."""
+    with closed_master.lock:
+        links = _at_rest(links)
+        round_into_weights(links)
+        links.versions.save()
 
 
 def round_into_weights(links: LinkList) -> None:
     """`publish`, after which the masters still count as written; under no_grad."""
     closed, whole = _parted(links)
     if closed:
-        closed_master.store(closed)
+        with closed_master.lock:
+            closed_master.store(closed)
     for params, masters in _by_device(whole):
         multi_tensor.multi_tensor_scale(masters, params, 1.0)
 
@@ -328,15 +357,18 @@ def settle(links: LinkList) -> None:
     (weights clamped, initialized by hand), and the master adopts it. All other elements keep the master's precision.
 
     Of a closed master the parameter is a part, so an edit is in the master by itself. Those that are open are closed.
+    Masters that another thread steps are left to it.
     """
-    if written := publish_written(links):
-        links = links.without(written)
-    closed, whole = _parted(links)
-    if closed:
-        closed_master.drop_joined(master for _, master in closed)
-    for params, masters in _by_device(whole):
-        multi_tensor.multi_tensor_adopt(params, masters)
-    links.versions.save()
+    with closed_master.lock:
+        links = _at_rest(links)
+        if written := publish_written(links):
+            links = links.without(written)
+        closed, whole = _parted(links)
+        if closed:
+            closed_master.drop_joined(master for _, master in closed)
+        for params, masters in _by_device(whole):
+            multi_tensor.multi_tensor_adopt(params, masters)
+        links.versions.save()
 
 
 @without_grad

@@ -15,7 +15,7 @@ import torch
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.grad_field import own_grad, with_gradient
-from amp_patch.masters.masters import LinkList, has_gradient, materialize, publish, publish_written, settle
+from amp_patch.masters.masters import Claim, LinkList, has_gradient, materialize, publish, publish_written, settle
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.support.compiled import eager_only, wraps
@@ -110,6 +110,7 @@ class Step(Block):
         self._made = self._is_consumed = self._may_skip = False
         self._no_casts: regions.region | None = None
         self._exit_watch: Any = None
+        self._claim: Claim | None = None
 
     @property
     def is_running(self) -> bool:
@@ -120,6 +121,7 @@ class Step(Block):
         optimizer, stash = self.optimizer, self.stash
         self._exit_watch = when_left(self, lambda _: self._leave_for_good())
         stash.step = self
+        self._claim = Claim(stash.masters.by_master)
         if stash.backward.body is not None or stash.backward.other_open_bodies:
             _refuse_in_body(optimizer, stash)
         if self.args or self.kwargs:
@@ -175,7 +177,7 @@ class Step(Block):
         if self.overflow is not None:
             vars(optimizer).pop("grad_scale", None)
             vars(optimizer).pop("found_inf", None)
-        stash.step = self._exit_watch = None
+        stash.step = self._exit_watch = self._claim = None
 
     def _leave_for_good(self) -> None:
         """`leave`, after which the step is over whatever came of it: with `stash.step` set none would be checked."""
