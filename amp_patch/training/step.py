@@ -110,7 +110,7 @@ class Step(Block):
         self._made = self._is_consumed = self._may_skip = False
         self._no_casts: regions.region | None = None
         self._exit_watch: Any = None
-        self._claim: Claim | None = None
+        self._claim: Claim | None = Claim(stash.masters.by_master)
 
     @property
     def is_running(self) -> bool:
@@ -121,7 +121,6 @@ class Step(Block):
         optimizer, stash = self.optimizer, self.stash
         self._exit_watch = when_left(self, lambda _: self._leave_for_good())
         stash.step = self
-        self._claim = Claim(stash.masters.by_master)
         if stash.backward.body is not None or stash.backward.other_open_bodies:
             _refuse_in_body(optimizer, stash)
         if self.args or self.kwargs:
