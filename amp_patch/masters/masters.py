@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from amp_patch import multi_tensor
 from amp_patch.masters import closed_master
 from amp_patch.masters.closed_master import ClosedMaster, form_of, is_closed
+from amp_patch.masters.conversions import refuse_conversions
 from amp_patch.masters.grad_field import GRAD, with_gradient
 from amp_patch.masters.grad_route import GradRoute, route_through
 from amp_patch.masters.master import Master, take_masters
@@ -167,6 +168,7 @@ def connect(param: Tensor, master: Tensor) -> Link:
     link = link_of(param)
     if link is None or link.master is not master:
         route_through(type(param), link_of)
+        refuse_conversions(link_of)
         if type(master) is nn.Parameter and _install():
             take_masters()
             master.__class__ = Master
