@@ -62,6 +62,9 @@ class Form:
     def check_step(self) -> None:
         """Raise where no step can be made now."""
 
+    def note_part(self, part: Tensor, whole: Tensor) -> None:
+        """Take note that the parameter `part` is what is here of `whole`."""
+
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
         """Keep `value`, FP32 and laid out as the weight `param`, as that of `master`; None: the weight has it."""
         raise NotImplementedError
@@ -227,11 +230,8 @@ def materialize(masters: Iterable[Tensor]) -> None:
 
 
 def follow(held: Iterable[ClosedMaster]) -> None:
-    """Join the masters that `release` returned anew, for those who hold their memory, in place; no sync.
-
-    Not while a CUDA graph is captured: each replay would write into that memory, which is not the graph's.
-    """
-    if not device_sync.is_capturing():
+    """Join the masters that `release` returned anew, for those who hold their memory, in place; no sync."""
+    if not device_sync.is_capturing():  # each replay would write into that memory, which is not the graph's
         _bring_up_to_date(held)
 
 
@@ -412,11 +412,8 @@ def _close(master: ClosedMaster) -> bool:
 
 
 def _note_stream(master: ClosedMaster) -> None:
-    """Let the memory wait, once it is given back, for what the current stream has yet to do with it; `_raw`.
-
-    It goes back to the stream that it was taken on, where it may be another tensor's at once.
-    """
-    if master.is_cuda:
+    """Let the memory wait, once it is given back, for what the current stream has yet to do with it; `_raw`."""
+    if master.is_cuda:  # the stream that it was taken on may give it to another tensor at once
         master.record_stream(torch.cuda.current_stream(master.device))
 
 
