@@ -146,6 +146,6 @@ def _checked(state: Any) -> tuple[int, list[int]]:
     if any(steps) and order != ORDER:
         raise ValueError(
             f"load_state_dict: stochastic_rounding has order {order!r}; wanted {ORDER!r}: an older amp_patch, "
-            "which numbered masters otherwise, has written its steps. Load it with 'steps': [], which begins the count again"
+            "which numbered masters in another way, has written it; load it with 'steps': [], which counts from 0 again"
         )
     return seed, steps
