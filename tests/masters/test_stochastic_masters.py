@@ -262,49 +262,6 @@ def test_a_training_goes_on_from_a_checkpoint_to_the_bit(make, order):
         amp.restore()
 
 
-HISTORIES: dict[str, Any] = {
-    "came in BF16": lambda model: model.bfloat16(),
-    "a layer came in BF16": lambda model: model[3].bfloat16(),
-    "frozen in BF16 at first": lambda model: model[0].bfloat16().requires_grad_(False),
-    "frozen at first": lambda model: model[0].requires_grad_(False),
-    "groups in another order": lambda model: None,
-}
-
-
-@pytest.mark.parametrize("history", HISTORIES)
-def test_draws_depend_on_no_history_of_the_parameters(history):
-    def train(changes: Any, order: tuple[int, ...]) -> tuple[Any, Any]:
-        model = net()
-        with torch.no_grad():
-            for param in model.parameters():
-                param.copy_(param.bfloat16())  # the same weights in each type
-        changes(model)
-        groups = [{"params": list(model[index].parameters())} for index in order]
-        model, optimizer = start(lambda _: OPTIM.SGD(groups, lr=0.05), model)
-        model.requires_grad_(True)
-        iterate_split(model, optimizer, range(3))
-        result = weights_of(model), chance()
-        amp.restore()
-        return result
-
-    wanted, state = train(lambda model: None, (0, 2, 3))
-    order = (3, 0, 2) if history == "groups in another order" else (0, 2, 3)
-    found, its_state = train(HISTORIES[history], order)
-    assert same(found, wanted) and its_state == state and state["steps"] == [3] * 6
-
-
-def test_a_state_in_another_order_is_refused_with_the_way_out():
-    start(MAKERS["AdamW"])
-    before = amp.state_dict()
-    old = {"loss_scaler0": before["loss_scaler0"] | {"stochastic_rounding": {"seed": 3, "steps": [4] * 6}}}
-    with pytest.raises(ValueError, match=r"stochastic_rounding has order None; wanted 'model'.*'steps': \[\]"):
-        amp.load_state_dict(old)
-    assert amp.state_dict() == before
-    old["loss_scaler0"]["stochastic_rounding"]["steps"] = []
-    amp.load_state_dict(old)
-    assert chance()["seed"] == 3
-
-
 @pytest.mark.parametrize("other", [None, "split"])
 def test_checkpoints_move_to_and_from_fp32_masters(other):
     for first, second in (("stochastic", other), (other, "stochastic")):
