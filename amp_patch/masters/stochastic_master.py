@@ -58,7 +58,7 @@ class Rounding(Form):
     def _number_of(self, param: Tensor) -> int:
         number = self._positions.get(id(param))
         if number is None or ((ref := self._masters.get(number)) is not None and ref() is not None):
-            number = max(*self._positions.values(), *self._masters, *self._later, -1, -1) + 1
+            number = max(*self._positions.values(), *self._masters, -1, -1) + 1
         return number
 
     def _alive(self) -> dict[int, ClosedMaster]:
