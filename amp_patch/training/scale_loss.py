@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from amp_patch.model.fsdp import refuse_sharded_since
 from amp_patch.support import compiled
+from amp_patch.training import slips
 from amp_patch.training.arguments import Optimizers
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.scaled_backward import ScaledBackward
@@ -80,6 +81,8 @@ def scale_loss(
         stash.masters.of_groups(target.param_groups)  # which may come to subscribe, where the groups have changed
         for prepare in stash.neighbours.before_backward:
             prepare(target, stash)
+    if scaler.scales and not stashes[0].bodies:
+        slips.refuse_scaled(loss)
     alone = len(targets) == 1 and stashes[0].neighbours.owns_all
     return (ScaledBackward if alone else SharedBackward)(
         loss, targets, stashes, scaler, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
