@@ -128,8 +128,9 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
     able = getattr(optimizer, "skips_on_device", None)
     if able is None:  # past `SupportsScaling`, which a GradScaler asks: it would take a call a step
         able = vars(optimizer).get(SupportsScaling.NAME)
-    if able is None:
-        able = getattr(super(SupportsScaling.owner, optimizer), SupportsScaling.NAME, False)
+    if able is None:  # the inner optimizer of a ZeroRedundancyOptimizer has the stash, and no class of ours
+        is_ours = isinstance(optimizer, SupportsScaling.owner)
+        able = getattr(super(SupportsScaling.owner, optimizer) if is_ours else optimizer, SupportsScaling.NAME, False)
     devices = {found_inf.device for _, found_inf in stash.found} if able else set()
     return len(devices) == 1 and device_sync.waits(devices.pop())
 
