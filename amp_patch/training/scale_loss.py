@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from amp_patch.model.fsdp import refuse_sharded_since
 from amp_patch.support import compiled
+from amp_patch.support.generated_class import base_class
 from amp_patch.training import slips
 from amp_patch.training.arguments import Optimizers
 from amp_patch.training.loss_scaler import LossScaler
@@ -106,6 +107,11 @@ def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
     wrappers = []
     for optimizer in as_list(optimizers):
         target = innermost(optimizer)
+        if stash_of(target) is None and not hasattr(target, "param_groups"):
+            raise TypeError(
+                f"{caller}: optimizers holds a {base_class(target).__name__}; wanted the optimizer that went through "
+                "initialize(): `amp.scale_loss(loss, optimizer)`"
+            )
         if stash_of(target) is None:
             raise RuntimeError(
                 f"{caller}: this {type(target).__name__} never went through initialize(); call "

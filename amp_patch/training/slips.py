@@ -40,6 +40,39 @@ def refuse_unscaled(of_loss: Sequence[Tensor], scale: Tensor, params: Sequence[T
     )
 
 
+def warn_of_other_gradients(params: Sequence[Tensor], before: Sequence[int]) -> None:
+    """Warn where gradients came in a body and no backward pass went through its loss.
+
+    Args:
+        params: of the body's optimizers.
+        before: which of them had a gradient when the body began, by index.
+    """
+    if len(with_gradient(params)) > len(before):
+        warnings.warn(
+            "scale_loss: gradients came in the body, and no backward pass went through the loss that it was given; "
+            f"the exit divides them by the loss scale all the same; {_WRITE}, with that loss",
+            stacklevel=stacklevel(),
+        )
+
+
+def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None:
+    """Warn where gradients that are to be clipped are still scaled: in a body, or after a delayed exit."""
+    for optimizer in optimizers:
+        stash = stash_of(optimizer)
+        body, pending = (None, None) if stash is None else (stash.backward.body, stash.pending)
+        if stash is None or not (body.now.scaling if body is not None else pending is not None and pending.scaling):
+            continue
+        known = stash.masters.of_groups(optimizer.param_groups)
+        if not {*map(id, known.params), *map(id, known.masters)}.isdisjoint(map(id, clipped)):
+            where = "in the body of scale_loss" if body is not None else "after scale_loss(..., delay_unscale=True)"
+            warnings.warn(
+                f"clipping: called {where}, where the gradients are multiplied by the loss scale; clip between the "
+                "`with` block of the last micro-batch and `optimizer.step()`",
+                stacklevel=stacklevel(),
+            )
+            return
+
+
 class TooLate:
     """A hook of a scaled loss through which no backward went in its body; raises unless another body is running."""
 
@@ -72,9 +105,10 @@ def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: Se
     if set(map(id, leaves)).isdisjoint(map(id, params)):
         names = {key: name for stash in stashes for key, name in stash.neighbours.names.items()}
         named = [names.get(id(leaf), f"a parameter of shape {list(leaf.shape)}") for leaf in others]
+        held = " and ".join(base_class(optimizer).__name__ for optimizer in optimizers)
         warnings.warn(
-            f"scale_loss: the loss depends on no parameter of {' and '.join(base_class(o).__name__ for o in optimizers)}"
-            f", whose step will change nothing; its gradients went to {', '.join(named[:4])}"
+            f"scale_loss: the loss depends on no parameter of {held}, whose step will change nothing; its gradients "
+            f"went to {', '.join(named[:4])}"
             f"{f' and {len(named) - 4} more' if len(named) > 4 else ''}: give scale_loss the optimizer of those, or "
             "make the optimizer of the parameters of the model that you train, after it was copied or loaded",
             stacklevel=stacklevel(),

@@ -26,7 +26,7 @@ from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Attempts
-from amp_patch.training import ddp, left_out, observers
+from amp_patch.training import ddp, left_out, observers, slips
 from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training.loss_scaler import ROUNDING, LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
@@ -109,6 +109,14 @@ def begin_training(
         trainings.remove(training)
         raise
     return training
+
+
+def _before_clipping(params: list[Tensor]) -> None:
+    optimizers = [ref() for training in trainings for ref in training.optimizers]
+    slips.warn_of_scaled(params, [optimizer for optimizer in optimizers if optimizer is not None])
+
+
+clipping.before_clipping.append(_before_clipping)
 
 
 def leave_all(trainings: list[Training]) -> None:
@@ -235,7 +243,7 @@ def enter(
     for target in targets:
         optimizer_side.state_follows_params(target)
         optimizer_side.warn_of_small_eps(target)
-    if policy.master_weights and targets:
+    if targets and (policy.master_weights or any(scaler.scales for scaler in training.scalers)):
         clipping.install()
     if targets and (policy.master_weights or policy.checks_gradients):
         ddp.follow(models, training.scalers)
