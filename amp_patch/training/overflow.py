@@ -16,7 +16,7 @@ from amp_patch.masters.masters import PLAIN_TYPES, has_gradient
 from amp_patch.support import device_sync, distributed
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.slips import SupportsScaling
+from amp_patch.training.slips import SupportsScaling, warn_of_no_body
 from amp_patch.training.stash import DeviceSkip, Stash, known_stash, overflowed
 
 
@@ -42,6 +42,8 @@ def decide(optimizer: Any, stash: Stash, is_capturing: bool, may_skip: bool) -> 
     if is_capturing and any(device_sync.waits(found_inf.device) for _, found_inf in stash.found):
         _refuse_in_capture(optimizer, may_skip)
     scalers = read_found(stash) if stash.found else []
+    if not (stash.found or stash.bodies or stash.gathered):
+        warn_of_no_body(optimizer, stash)
     if stash.device_skips:
         stash.collect_device_skips(wait=True)
     stash.last_skipped = bool(scalers)

@@ -64,7 +64,11 @@ def scale_loss(
     Raises:
         RuntimeError: an optimizer that `initialize` never saw; or, from `optimizer.step()` in the body, that it belongs
             after it. (At O0 and O4 without `skip_nonfinite` an optimizer may step there, in a hook of backward too.)
-        TypeError, ValueError: a loss or loss_id that cannot be. Gradients are untouched then.
+            Where the loss is scaled: backward of the loss itself in the body, or of the scaled loss after it; a loss
+            that a GradScaler has scaled.
+        TypeError, ValueError: a loss, optimizer or loss_id that cannot be. Gradients are untouched then.
+
+    Warns, once, where the loss depends on no parameter of `optimizers`.
 
     An exception in the body leaves no scaled gradient, and scale and earlier gradients as they were. What may clear
     gradients inside the body is `zero_grad()` of the optimizer or of the model given to `initialize`.

@@ -126,9 +126,10 @@ class ScaledBackward(Block):
         """Raise, or warn, where backward has not gone through the scaled loss; let one raise that does so later."""
         if self._of_loss:
             slips.refuse_unscaled(self._of_loss, self.scale, self.params())
-        elif self._returned is not None and (scaled := self._returned()) is not None:
+            return
+        if self._returned is not None and (scaled := self._returned()) is not None:
             scaled.register_hook(slips.TooLate(self.stashes[0]))
-            slips.warn_of_other_gradients(self.params(), () if self._had_grad is None else self._had_grad[1])
+        slips.warn_of_other_gradients(self.params(), () if self._had_grad is None else self._had_grad[1])
 
     def begin(self) -> None:
         """Leave on the model only gradients that this backward may be added to.

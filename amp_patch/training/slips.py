@@ -73,6 +73,23 @@ def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None
             return
 
 
+def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
+    """Warn, once, where the first gradients that the optimizer steps with came through no `scale_loss`."""
+    if stash.backward.is_seen or not stash.scales_loss:
+        return
+    own = [param for param, master in stash.masters.pairs(optimizer.param_groups) if param is master]
+    asking: Any = sys._getframe(1)
+    while asking is not None and asking.f_code.co_filename != _SCALERS_FILE:
+        asking = asking.f_back
+    if asking is None and with_gradient(own):
+        stash.backward.is_seen = True
+        warnings.warn(
+            f"{base_class(optimizer).__name__}.step: its gradients came through no scale_loss, so that small ones of "
+            f"FP16 are lost and none was checked; {_WRITE}",
+            stacklevel=stacklevel(),
+        )
+
+
 class TooLate:
     """A hook of a scaled loss through which no backward went in its body; raises unless another body is running."""
 
@@ -83,7 +100,7 @@ class TooLate:
         stash = self._stash()
         if stash is not None and stash.backward.body is None:
             raise RuntimeError(
-                "scale_loss: backward of the scaled loss after its `with` block has ended, where nothing unscales the "
+                "scale_loss: backward of the scaled loss after its with block has ended, where nothing unscales the "
                 "gradients; call scaled_loss.backward() inside the block"
             )
 
