@@ -21,7 +21,7 @@ _SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
 _WRITE = "write `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
 
 
-def refuse_unscaled(of_loss: Sequence[Tensor], scale: Tensor, params: Sequence[Tensor]) -> None:
+def refuse_unscaled(of_loss: Sequence[Tensor], scale: Tensor, params: list[Tensor]) -> None:
     """Raise where the gradients of a body came from its loss, past the scaled loss. May sync.
 
     Args:
@@ -40,7 +40,7 @@ def refuse_unscaled(of_loss: Sequence[Tensor], scale: Tensor, params: Sequence[T
     )
 
 
-def warn_of_other_gradients(params: Sequence[Tensor], before: Sequence[int]) -> None:
+def warn_of_other_gradients(params: list[Tensor], before: Sequence[int]) -> None:
     """Warn where gradients came in a body and no backward pass went through its loss.
 
     Args:
@@ -105,7 +105,7 @@ class TooLate:
             )
 
 
-def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: Sequence[Tensor]) -> None:
+def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: list[Tensor]) -> None:
     """Warn, once, where the loss depends on no parameter of its optimizers, and has given gradients to others."""
     stashes = [known_stash(optimizer) for optimizer in optimizers]
     owns = [stash.backward for stash in stashes]

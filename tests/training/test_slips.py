@@ -59,7 +59,7 @@ def test_the_error_leaves_earlier_gradients_and_the_scale(level):
     model, optimizer = start(level, loss_scale="dynamic")
     backward(loss_of(model), optimizer)
     before = amp.state_dict(optimizer)
-    with pytest.raises(RuntimeError, match="past|through the loss"), amp.scale_loss(loss := loss_of(model), optimizer):
+    with pytest.raises(RuntimeError, match="through the loss"), amp.scale_loss(loss := loss_of(model), optimizer):
         loss.backward()
     assert amp.state_dict(optimizer) == before
     assert next(amp.master_params(optimizer)).grad.tolist() == [[4.0, 1.0]]
