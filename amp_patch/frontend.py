@@ -33,10 +33,10 @@ from amp_patch.policy import (
 )
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
-from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Attempts, installations
 from amp_patch.training import gradient_release as release
 from amp_patch.training.arguments import Keywords, Level, M, Optimizers, S, Steps
+from amp_patch.training.scale_loss import groups_of
 from amp_patch.training.training import (
     Dialect,
     begin_training,
@@ -268,18 +268,8 @@ def initialize_as(
 
 
 def master_params(optimizer: Steps) -> Iterator[Tensor]:
-    """The tensors that the optimizer updates: masters where it has them, else the model's own parameters.
-
-    Raises:
-        TypeError: what is no optimizer: a model, for one.
-    """
-    groups = getattr(innermost(optimizer), "param_groups", None)
-    if groups is None:
-        raise TypeError(
-            f"master_params: optimizer is a {base_class(optimizer).__name__}; wanted the optimizer, which has the "
-            "masters: `amp.master_params(optimizer)`"
-        )
-    return (param for group in groups for param in group["params"])
+    """The tensors that the optimizer updates: masters where it has them, else the model's own parameters."""
+    return (param for group in groups_of(optimizer, "master_params") for param in group["params"])
 
 
 def state_dict(

@@ -111,12 +111,8 @@ def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
     wrappers = []
     for optimizer in as_list(optimizers):
         target = innermost(optimizer)
-        if stash_of(target) is None and not hasattr(target, "param_groups"):
-            raise TypeError(
-                f"{caller}: optimizers holds a {base_class(target).__name__}; wanted the optimizer that went through "
-                "initialize(): `amp.scale_loss(loss, optimizer)`"
-            )
         if stash_of(target) is None:
+            groups_of(target, caller)  # raises of what is no optimizer
             raise RuntimeError(
                 f"{caller}: this {type(target).__name__} never went through initialize(); call "
                 "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first"
@@ -129,6 +125,17 @@ def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
     for wrapper in wrappers:
         enter_wrappers(wrapper)
     return list(targets.values())
+
+
+def groups_of(optimizer: Any, caller: str) -> Any:
+    """The groups of the innermost optimizer; TypeError where there are none: a model was given, for one."""
+    groups = getattr(innermost(optimizer), "param_groups", None)
+    if groups is None:
+        raise TypeError(
+            f"{caller}: got a {base_class(optimizer).__name__} for an optimizer; wanted the optimizer that went "
+            f"through initialize(), as in `amp.{caller}({'loss, ' if caller == 'scale_loss' else ''}optimizer)`"
+        )
+    return groups
 
 
 def scaler_of(stash: Stash, loss_id: int, caller: str = "scale_loss") -> LossScaler:

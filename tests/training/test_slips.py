@@ -196,10 +196,10 @@ def test_gradients_for_the_caller_alone_are_not_warned_of(level):
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_model_in_place_of_its_optimizer_is_named(level):
     model, optimizer = start(level, loss_scale=None)
-    with pytest.raises(TypeError, match="master_params: optimizer is a Linear; wanted the optimizer"):
+    with pytest.raises(TypeError, match="master_params: got a Linear for an optimizer; wanted the optimizer"):
         amp.master_params(model)
     for given in (model, [optimizer, model]):
-        with pytest.raises(TypeError, match="scale_loss: optimizers holds a Linear; wanted the optimizer"):
+        with pytest.raises(TypeError, match="scale_loss: got a Linear for an optimizer; wanted the optimizer"):
             amp.scale_loss(loss_of(model), given)
 
 
