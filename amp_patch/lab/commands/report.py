@@ -36,8 +36,11 @@ def report(args: argparse.Namespace) -> None:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    natives = {run.seed for run in runs if run.level not in plan.levels}
-    wanted = len(plan.levels) * plan.seeds + (plan.seeds - min(natives) if natives else 0)
+    added: dict[str, int] = {}  # level beside the plan's -> its first seed
+    for run in runs:
+        if run.level not in plan.levels:
+            added[run.level] = min(run.seed, added.get(run.level, run.seed))
+    wanted = len(plan.levels) * plan.seeds + sum(plan.seeds - first for first in added.values())
     if status := show(comparison_of(asked, plan, runs, wanted, told), args.folder):
         sys.exit(status)
 

@@ -138,7 +138,9 @@ class Comparison:
                 f"than {whole_percent(ALIKE - 1)} in the median; within that memory counts more than time. Memory",
                 f"counts where every run saves more than {fine_percent(self.min_gain)} of the training's memory, and",
                 "where the speed is not clear, more than the share of time that the level may cost. O3, which keeps",
-                "no FP32 weights, is recommended only where it is compared alone.",
+                "no FP32 weights, is recommended only where it is compared alone. A level that is surely better is",
+                "recommended before any that is faster or smaller; of several whose results lie within the margin of",
+                "the best, it is the one that takes the least memory.",
             ]
         )
 
@@ -170,8 +172,10 @@ class Comparison:
         """What to use, and why, in one or two sentences."""
         if self.baseline is not None and self.recommendation is not None:
             words = summary(self.recommendation, self.baseline)
-            notes = [note for note in (self.few_steps_note, self.quick_note) if note]
-            return " ".join([words, *(f"{note}." for note in notes)])
+            notes = [
+                note for note in (self.losing_note, self.kernels_note, self.few_steps_note, self.quick_note) if note
+            ]
+            return " ".join([words, *(f"{note[0].upper()}{note[1:]}." for note in notes)])
         failed = "".join(f" {level.name}: {failures_in_words(level)}." for level in self._groups if level.failed)
         if self.only is not None:
             return f"Only {self.only.name} has results: there is nothing to compare it with.{failed}"
@@ -194,6 +198,24 @@ class Comparison:
     def metric_in_words(self) -> str:
         """ "loss on held-out data"."""
         return metric_in_words(self.metric)
+
+    @property
+    def losing_note(self) -> str:
+        """Of a script whose weights come in low precision: how many of its updates it loses, without a full stop."""
+        return "" if self.baseline is None else lost_without_masters.by_script(self.baseline, self.levels)
+
+    @property
+    def kernels_note(self) -> str:
+        """Of a script whose weights come in a type that this CPU has no arithmetic for: what speeds beside it tell."""
+        base = self._base
+        runs = [run for run in base.runs if run.weights_type and run.device == "cpu"] if base is not None else []
+        slow = next((run.weights_type for run in runs if run.weights_type in self.machine.get("lacks", "").split()), "")
+        if base is None or not slow:
+            return ""
+        kernels = f"torch's own {type_name(slow)} kernels, which are slow on this CPU"
+        return (
+            f"{base.name} runs {kernels}: what a level is faster by is that, and not what it gains on another machine"
+        )
 
     @property
     def quick_note(self) -> str:
@@ -238,7 +260,8 @@ class Comparison:
         if self.metric == LOSS and len({run.steps for run in well}) > 1:
             lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
         lines += self._rounded_losses
-        lines += lost_without_masters.notes(self.levels)
+        lines += [note for note in (self.kernels_note,) if note]
+        lines += lost_without_masters.notes(self.levels, self.losing_note)
         base = self._base
         if base is not None and base.level != BASELINE and any(level.level == BASELINE for level in self._groups):
             lines.append(f"{BASELINE} gave no results; the others are compared with {base.name}")

@@ -32,9 +32,9 @@ def headline(comparison: Comparison) -> str:
 
 
 def label(level: LevelResult) -> str:
-    """ "O5 (BF16)"."""
+    """ "O5 (BF16)"; "O0 (BF16, no masters)" of a script whose weights come in BF16."""
     what = "the script's own mixed precision" if level.level == NATIVE else level.level
-    return f"{what} ({type_name(level.dtype or 'float32')})"
+    return f"{what} ({level.low_weights or type_name(level.dtype or 'float32')})"
 
 
 def gains(comparison: Comparison) -> str:
@@ -47,13 +47,15 @@ def gains(comparison: Comparison) -> str:
     if "smaller" in found.because:
         said.reverse()
     seeds = best.finding.gap.seeds if best.finding.gap is not None else 0
-    said.append(f"{_loss_in_words(comparison, best)} over {counted(seeds, 'seed')}")
-    return _capital(", ".join(filter(None, said)))
+    loss = f"{_loss_in_words(comparison, best)} over {counted(seeds, 'seed')}"
+    return _capital(", ".join(filter(None, [loss, *said] if "better" in found.because else [*said, loss])))
 
 
 def _loss_in_words(comparison: Comparison, best: LevelResult) -> str:
     """ "same loss within 0.2 %"."""
     found, what = best.finding, comparison.metric_in_words
+    if found.better and found.gap is not None and found.gap.share(found.gap.mean) is not None:
+        return f"{relative_size(found.gap.level, found.gap.base)} better {what}"
     if found.better or found.kind == "no worse":
         return f"{'better' if found.better else 'no worse'} {what}"
     if found.kind == "so far":
@@ -95,7 +97,10 @@ def why(comparison: Comparison) -> str:
     best = found.level
     if best is base:
         return _capital(f"{of_others(found, base)}.")
-    first = f"The {'fastest' if 'faster' in found.because else 'smallest'} level that is as good as {base.name}"
+    if "better" in found.because:
+        losing = f" {_capital(comparison.losing_note)}." if comparison.losing_note else ""
+        return _capital(_result(comparison, best, base)) + losing
+    first = f"The {'fastest' if 'smaller' not in found.because else 'smallest'} level that is as good as {base.name}"
     some = any(level.finding.sound and level.speedup and level.speedup.pace == "faster" for level in comparison.levels)
     first += f"; none as good is {'much ' * some}faster than {base.name}" if "smaller" in found.because else ""
     room = larger_batch(best, base) if "smaller" in found.because else ""
@@ -107,8 +112,9 @@ def _result(comparison: Comparison, best: LevelResult, base: LevelResult) -> str
     if best.finding.to_the_bit:
         return f"every loss is {base.name}'s, to the bit."
     gap, what = best.finding.gap, f"its final {comparison.metric_in_words}"
-    if gap is not None and gap.told == "as good":
-        return f"{what} lies {percent_of(gap) or f'{signed(gap.mean)}'} from {base.name}'s with the same seeds."
+    if gap is not None and gap.told in ("as good", "better"):
+        better = ": better" * (gap.told == "better")
+        return f"{what} lies {percent_of(gap) or f'{signed(gap.mean)}'} from {base.name}'s with the same seeds{better}."
     mean, low, high = shortest_distinct(best.mean or 0.0, min(base.finite.values()), max(base.finite.values()))
     where = "better than" if best.finding.better else "within"
     if best.finding.kind == "no worse":
@@ -191,47 +197,50 @@ def in_short(level: LevelResult, comparison: Comparison) -> str:
     return outcome(level, comparison) + (f": {what}" if level.finding.rejected else "")
 
 
+# How the row of a level is shown, and in which words, by its `standing` where that is not recommended. Of the others
+# `outcome` says how good its result is, and how fast it is.
+_ROWS = {
+    "failed": ("bad", "failed"),
+    "differs": ("bad", "do not use"),
+    "undecided": ("unsure", "undecided"),
+    "unjudged": ("unsure", "not judged"),
+    "failed with some": ("unsure", "failed with some seeds"),
+    "skips": ("unsure", "skips too many steps"),
+}
+
+
 def outcome(level: LevelResult, comparison: Comparison) -> str:
     """Why a level is, or is not, the one to use, in two or three words."""
-    base, best, found = comparison.baseline, comparison.recommended, level.finding
+    advice, base = comparison.recommendation, comparison.baseline
     if not level.runs:
         return "failed"
-    if base is None or best is None:
+    if advice is None or base is None:
         return ""
-    if level is best and level is not base:
-        return "use this"
     if level is base:
-        return "the baseline"
-    if found.rejected:
-        return "do not use"
-    if found.kind == "undecided":
-        return "undecided"
-    if found.kind == "unjudged":
-        return "not judged"
-    if found.faults:
-        return "failed with some seeds"
-    if found.skips is not None:
-        return "skips too many steps"
-    good = {"differs": "better", "no worse": "no worse", "so far": "as good so far"}.get(found.kind, "as good")
+        return f"the script as it is, {level.low_weights}" if level.low_weights else "the baseline"
+    if level is advice.level:
+        return "use this"
+    standing = advice.standing(level)
+    if standing in _ROWS:
+        return _ROWS[standing][1]
+    good = {"differs": "better", "no worse": "no worse", "so far": "as good so far"}.get(level.finding.kind, "as good")
+    if standing == "no FP32 weights":
+        return f"{good}; no FP32 weights"
     if level.speedup is None:
         return good
-    if level.speedup.pace == "slower":
-        return f"{good}, slower"
-    if level.speedup.pace != "faster":
-        return f"{good}, {speed_in_words(level)}"
-    return f"{good}; no FP32 weights" if level.loses_updates else f"{good}, faster"
+    if level.speedup.pace in ("slower", "faster"):
+        return f"{good}, {level.speedup.pace}"
+    return f"{good}, {speed_in_words(level)}"
 
 
 def state(level: LevelResult, comparison: Comparison) -> str:
     """How a level is shown: "best", "base", "bad", "unsure" or "plain"."""
-    found = level.finding
+    advice = comparison.recommendation
     if level is comparison.baseline:
         return "base"
-    if level is comparison.recommended:
-        return "best"
-    if found.rejected or found.kind == "failed":
-        return "bad"
-    return "plain" if found.sound and found.skips is None else "unsure"
+    if advice is None:
+        return "bad" if not level.runs else "unsure"
+    return "best" if level is advice.level else _ROWS.get(advice.standing(level), ("plain", ""))[0]
 
 
 def _capital(words: str) -> str:

@@ -37,6 +37,7 @@ def write(comparison: Comparison, folder: str | Path) -> Path:
 def html(comparison: Comparison) -> str:
     """The page: pictures inline, no script, no request to anything; light and dark as the reader's system is."""
     base, best, cards = comparison.baseline, comparison.recommended, rows(comparison)
+    of_machine = [note for note in (comparison.lack_note, comparison.kernels_note) if note]
     won = best is not None and best is not base
     better = "higher" if comparison.maximize else "lower"
     grey = f"{base.name if base is not None else 'the baseline'}'s range"
@@ -51,7 +52,7 @@ def html(comparison: Comparison) -> str:
         said={
             "Why": headline.why(comparison),
             "How sure": headline.how_sure(comparison),
-            "This machine": comparison.lack_note and f"{comparison.lack_note[0].upper()}{comparison.lack_note[1:]}.",
+            "This machine": " ".join(f"{note[0].upper()}{note[1:]}." for note in of_machine),
         },
         use=headline.how_to_use(comparison),
         why_failed=headline.why_failed,
@@ -60,7 +61,7 @@ def html(comparison: Comparison) -> str:
         what_memory=headline.what_memory(comparison),
         what_dots=f"{better} is better; a dot a seed, a line their mean; grey: {grey}",
         levels=_levels(comparison),
-        notes=[note for note in comparison.notes if note not in (comparison.load_note, comparison.lack_note)],
+        notes=[note for note in comparison.notes if note not in (comparison.load_note, *of_machine)],
         **sections(comparison),
     )
 

@@ -11,6 +11,7 @@ from amp_patch.lab.comparison import measures, number_pictures, pictures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import Picture, stack
 from amp_patch.lab.comparison.level_result import LevelResult
+from amp_patch.lab.comparison.plan import BASELINE
 from amp_patch.lab.recording.run import PARTS, Look, Run
 
 # Field of `Run` -> its name in tables.
@@ -211,10 +212,14 @@ def _lost(looks: Sequence[Look]) -> Table | None:
 
 
 def _policies(comparison: Comparison) -> dict[str, str]:
-    """label of a level -> its policy, in words."""
+    """label of a level -> its policy, in words; O0 has no type, and is the script as it is."""
     policies = {
         level.name: [*dict.fromkeys(run.policy for run in level.all_runs if run.policy)] for level in comparison.levels
     }
+    for level in comparison.levels:
+        if level.level == BASELINE:
+            as_is = f"the script as it is, {level.low_weights or 'FP32'}"
+            policies[level.name] = [f"{as_is}: {words.partition(': ')[2]}" for words in policies[level.name]]
     return {level: "; ".join(words) for level, words in policies.items() if words}
 
 

@@ -155,7 +155,7 @@ def test_the_card_says_which_how_much_why_and_how_sure():
         (
             (0.0, 0.25, 0.5),
             {"ms": 5},
-            ("2.0x faster, same memory, better loss over 3 seeds", "is better than the range"),
+            ("80 % better loss over 3 seeds, 2.0x faster, same memory", "from O0's with the same seeds: better."),
         ),
         (
             (1.25, 1.25, 1.5),
