@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from amp_patch.environment import named_level
+from amp_patch.lab.comparison import recommendation
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.level_result import LevelResult, seeds_change_nothing
 from amp_patch.lab.comparison.plan import variables
-from amp_patch.lab.comparison.recommendation import larger_batch, of_others
+from amp_patch.lab.comparison.recommendation import larger_batch, of_others, speed_in_words
 from amp_patch.lab.comparison.verdict import interval_of, margin_in_words, percent_of
 from amp_patch.lab.recording.run import NATIVE
 from amp_patch.lab.wording import (
     counted,
-    fine_percent,
     ratio,
     relative_size,
     shortest_distinct,
     signed,
-    times,
     type_name,
 )
 
@@ -28,7 +27,7 @@ def headline(comparison: Comparison) -> str:
         return "Nothing to compare" if comparison.only is None else f"Only {label(comparison.only)} has results"
     if found.level is comparison.baseline:
         return f"Stay with {label(found.level)}{'' if found.sure else ' for now'}"
-    return f"Use {label(found.level)}"
+    return f"{'So far' if found.so_far else 'Use'} {label(found.level)}"
 
 
 def label(level: LevelResult) -> str:
@@ -40,47 +39,7 @@ def label(level: LevelResult) -> str:
 def gains(comparison: Comparison) -> str:
     """ "1.4x faster, 10 % less memory, same loss over 3 seeds"; "" where no level but the baseline is recommended."""
     found = comparison.recommendation
-    if found is None or found.level is comparison.baseline:
-        return ""
-    best = found.level
-    said = [speed_in_words(best), memory_in_words(best)]
-    if "smaller" in found.because:
-        said.reverse()
-    seeds = best.finding.gap.seeds if best.finding.gap is not None else 0
-    loss = f"{_loss_in_words(comparison, best)} over {counted(seeds, 'seed')}"
-    return _capital(", ".join(filter(None, [loss, *said] if "better" in found.because else [*said, loss])))
-
-
-def _loss_in_words(comparison: Comparison, best: LevelResult) -> str:
-    """ "same loss within 0.2 %"."""
-    found, what = best.finding, comparison.metric_in_words
-    if found.better and found.gap is not None and found.gap.share(found.gap.mean) is not None:
-        return f"{relative_size(found.gap.level, found.gap.base)} better {what}"
-    if found.better or found.kind == "no worse":
-        return f"{'better' if found.better else 'no worse'} {what}"
-    if found.kind == "so far":
-        return f"same {what} so far"
-    share = found.gap.share(found.gap.margin) if found.gap is not None and found.gap.told == "as good" else None
-    return f"same {what}" + ("" if share is None or found.to_the_bit else f" within {fine_percent(share)}")
-
-
-def speed_in_words(level: LevelResult) -> str:
-    """ "1.8x faster"; empty where the speed is not known."""
-    if level.speedup is None:
-        return ""
-    median, pace = level.speedup.median, level.speedup.pace
-    if pace in ("faster", "slower"):
-        return f"{times(max(median, 1 / median))[0]}x {pace}"
-    return pace if pace == "as fast" else f"speed {pace}"
-
-
-def memory_in_words(level: LevelResult) -> str:
-    """The memory beside the baseline's; empty where it is not known."""
-    if level.memory is None:
-        return ""
-    percent = round(100 * (level.memory - 1))
-    what = "memory" if level.memory_ratio is not None else "memory for weights and optimizer"
-    return f"same {what}" if percent == 0 else f"{abs(percent)} % {'more' if percent > 0 else 'less'} {what}"
+    return "" if found is None or found.level is comparison.baseline else _capital(recommendation.gains(found))
 
 
 def what_memory(comparison: Comparison) -> str:
@@ -97,6 +56,8 @@ def why(comparison: Comparison) -> str:
     best = found.level
     if best is base:
         return _capital(f"{of_others(found, base)}.")
+    if found.so_far:
+        return "By one seed, which cannot tell chance from a difference, nothing speaks against it."
     if "better" in found.because:
         losing = f" {_capital(comparison.losing_note)}." if comparison.losing_note else ""
         return _capital(_result(comparison, best, base)) + losing
@@ -131,8 +92,7 @@ def how_sure(comparison: Comparison) -> str:
     if seeds_change_nothing(base):
         said.append("The script does not use its seeds: they count as one.")
     elif len(base.finite) < 2:
-        more = f"{comparison.quick_note}." if comparison.quick_note else "run three seeds or more."
-        said.append(f"From one seed, so without an interval{'. ' if comparison.quick_note else ': '}{more}")
+        said.append("From one seed, so without an interval: run three seeds or more.")
     if len(base.finite) > 1 and not seeds_change_nothing(base) and not best.finding.to_the_bit:
         said.append(_of_the_loss(comparison, best, base))
     if best is not base and best.speedup is not None:
@@ -219,7 +179,7 @@ def outcome(level: LevelResult, comparison: Comparison) -> str:
     if level is base:
         return f"the script as it is, {level.low_weights}" if level.low_weights else "the baseline"
     if level is advice.level:
-        return "use this"
+        return "so far" if advice.so_far else "use this"
     standing = advice.standing(level)
     if standing in _ROWS:
         return _ROWS[standing][1]
@@ -240,7 +200,9 @@ def state(level: LevelResult, comparison: Comparison) -> str:
         return "base"
     if advice is None:
         return "bad" if not level.runs else "unsure"
-    return "best" if level is advice.level else _ROWS.get(advice.standing(level), ("plain", ""))[0]
+    if level is advice.level:
+        return "unsure" if advice.so_far else "best"
+    return _ROWS.get(advice.standing(level), ("plain", ""))[0]
 
 
 def _capital(words: str) -> str:

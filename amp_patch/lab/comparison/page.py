@@ -36,9 +36,9 @@ def write(comparison: Comparison, folder: str | Path) -> Path:
 
 def html(comparison: Comparison) -> str:
     """The page: pictures inline, no script, no request to anything; light and dark as the reader's system is."""
-    base, best, cards = comparison.baseline, comparison.recommended, rows(comparison)
+    base, cards = comparison.baseline, rows(comparison)
     of_machine = [note for note in (comparison.lack_note, comparison.kernels_note) if note]
-    won = best is not None and best is not base
+    won = any(headline.state(level, comparison) == "best" for level in comparison.levels)
     better = "higher" if comparison.maximize else "lower"
     grey = f"{base.name if base is not None else 'the baseline'}'s range"
     return _template().render(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -372,17 +373,22 @@ def test_a_quick_look_has_one_seed_and_says_what_to_run_next(dtype, levels, tmp_
 
     def measured_quickly(plan, *_) -> tuple[list[Run], int, int, OtherWork]:
         plans.append(plan)
-        return [finished(level, 0) for level in ("O0", "O4")], 2, 0, OtherWork()
+        runs = [finished(level, 0) for level in ("O0", "O4")]
+        runs[1].loss[-1] += 0.001  # else O4 is O0 to the bit, and one seed tells
+        return runs, 2, 0, OtherWork()
 
     (tmp_path / "train.py").write_text("")
     monkeypatch.setattr(compare, "_measure", measured_quickly)
     options = [] if dtype is None else ["--dtype", dtype]
-    main(["compare", "--quick", *options, "--out", str(tmp_path), str(tmp_path / "train.py")])
+    main(["compare", "--quick", *options, "--out", str(tmp_path), str(tmp_path / "train.py"), "--", "--lr", "0.1"])
     (plan,) = plans
     assert (plan.levels, plan.seeds) == (("O0", *levels), 1)
     printed = " ".join(capsys.readouterr().out.split())
-    said = f"One seed cannot tell chance from a difference: run --levels {','.join(levels)} --seeds 3 next."
-    assert said in printed and said in (tmp_path / "report.html").read_text()
+    script = [f"--out={tmp_path}", str(tmp_path / "train.py"), "--", "--lr", "0.1"]
+    again = shlex.join([*(["--dtype=" + dtype] if dtype is not None else []), *script])
+    said = f"python -m amp_patch compare --levels O4 --seeds 3 {again}"
+    assert f"To be sure: {said} " in printed and f"<pre>{said}</pre>" in (tmp_path / "report.html").read_text()
+    assert printed.startswith(f"starting O0, {', '.join(levels)} "), "before the runs"
 
 
 @pytest.mark.parametrize(
@@ -410,6 +416,8 @@ def test_what_the_processor_lacks_is_said_first(levels, lacking, said, tmp_path,
     monkeypatch.setattr(compare, "lacking", lambda: lacking)
     main(["compare", "--levels", levels, "--out", str(tmp_path), str(tmp_path / "train.py")])
     printed = capsys.readouterr().out
+    first, _, printed = printed.partition("\n")
+    assert first == f"starting {levels.replace(',', ', ')}"
     assert printed.startswith(said) if said else "arithmetic" not in printed.partition("\n")[0]
 
 
