@@ -35,11 +35,18 @@ class Progress:
         runs: those that are made; the list may grow.
         steps: of a run, if that is known.
         finished: how many of the comparison's runs there are already.
+        tells_time: whether to tell what a step takes, and all of them.
         clock: in seconds.
     """
 
     def __init__(
-        self, runs: list[Run], steps: int | None, *, finished: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        runs: list[Run],
+        steps: int | None,
+        *,
+        finished: int = 0,
+        tells_time: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runs = runs
         self._asked = self._steps = steps
@@ -51,7 +58,7 @@ class Progress:
         self._alive = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._is_gone = False
         self._times = RunTimes(runs, steps, clock)
-        self._total_told = self._rate_told = False
+        self._total_told = self._rate_told = not tells_time
 
     def begin(self, levels: int, seeds: int) -> None:
         """Tell how many runs there will be; the time of a step is not known before the first ones were taken."""

@@ -62,6 +62,7 @@ class TurnScheduler:
     Args:
         interrupts: ends the runs by what it has noted.
         found: runs of an earlier call; those that have finished are not made again.
+        tells_time: whether to print what a step takes, and what a number of them would: once is enough of a search.
 
     Attributes:
         runs: those of the plan, as far as it is known: a script with mixed precision of its own gets one more a seed.
@@ -70,7 +71,15 @@ class TurnScheduler:
         load: what other work took of the machine meanwhile.
     """
 
-    def __init__(self, plan: Plan, args: argparse.Namespace, interrupts: Interrupts, found: Sequence[Run] = ()) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        args: argparse.Namespace,
+        interrupts: Interrupts,
+        found: Sequence[Run] = (),
+        *,
+        tells_time: bool = True,
+    ) -> None:
         finished = {(run.level, run.seed): run for run in found if is_finished(run)}
         self._plan = plan
         self._added = {level for run in found for level in self._more_levels(run)}
@@ -81,7 +90,7 @@ class TurnScheduler:
         self.load = OtherWork()
         self._args = args
         self._interrupts = interrupts
-        self._progress = Progress(self._to_make, plan.steps, finished=len(finished))
+        self._progress = Progress(self._to_make, plan.steps, finished=len(finished), tells_time=tells_time)
         self._in_turns = not args.one_by_one and os.name == "posix"
         self._memory_checked = False  # whether the first run has shown what memory the levels need
         self._queue: deque[Run | Child] = deque()  # the next to train comes first
