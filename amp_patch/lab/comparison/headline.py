@@ -42,6 +42,13 @@ def gains(comparison: Comparison) -> str:
     return "" if found is None or found.level is comparison.baseline else _capital(recommendation.gains(found))
 
 
+def what_gap(comparison: Comparison) -> str:
+    """What the lines of gaps are of."""
+    gap = next((level.finding.gap for level in comparison.levels if level.finding.gap is not None), None)
+    margin = f"; grey: {margin_in_words(gap)}" if gap is not None and gap.base else ""
+    return f"{'higher' if comparison.maximize else 'lower'} is better; a line: its interval{margin}"
+
+
 def what_memory(comparison: Comparison) -> str:
     """What the bars of memory are of."""
     known = all(level.memory_ratio is not None for level in comparison.levels if level.runs)

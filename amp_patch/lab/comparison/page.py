@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
 
 from amp_patch.lab import wording
-from amp_patch.lab.comparison import headline
+from amp_patch.lab.comparison import headline, measures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import COLOURS
 from amp_patch.lab.comparison.level_result import LevelResult, failures
@@ -39,8 +39,6 @@ def html(comparison: Comparison) -> str:
     base, cards = comparison.baseline, rows(comparison)
     of_machine = [note for note in (comparison.lack_note, comparison.kernels_note) if note]
     won = any(headline.state(level, comparison) == "best" for level in comparison.levels)
-    better = "higher" if comparison.maximize else "lower"
-    grey = f"{base.name if base is not None else 'the baseline'}'s range"
     return _template().render(
         comparison=comparison,
         colours=COLOURS,
@@ -59,7 +57,8 @@ def html(comparison: Comparison) -> str:
         rows=cards if any(row.speed for row in cards) else [],
         axis=axis(comparison),
         what_memory=headline.what_memory(comparison),
-        what_dots=f"{better} is better; a dot a seed, a line their mean; grey: {grey}",
+        what_gap=headline.what_gap(comparison),
+        kinds=measures.KINDS,
         levels=_levels(comparison),
         notes=[note for note in comparison.notes if note not in (comparison.load_note, *of_machine)],
         **sections(comparison),

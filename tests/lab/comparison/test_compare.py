@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -363,32 +362,6 @@ def measured(*_) -> tuple[list[Run], int, int, OtherWork]:
     load = OtherWork()
     load.add(10.0, 10.0 * load.cores, 5.0)
     return [finished(level, seed) for seed in range(3) for level in ("O0", "O2")], 6, 0, load
-
-
-@pytest.mark.parametrize(
-    ("dtype", "levels"), [(None, ("O4", "O5")), ("bfloat16", ("O4", "O5")), ("float16", ("O1", "O2"))]
-)
-def test_a_quick_look_has_one_seed_and_says_what_to_run_next(dtype, levels, tmp_path, monkeypatch, capsys):
-    plans = []
-
-    def measured_quickly(plan, *_) -> tuple[list[Run], int, int, OtherWork]:
-        plans.append(plan)
-        runs = [finished(level, 0) for level in ("O0", "O4")]
-        runs[1].loss[-1] += 0.001  # else O4 is O0 to the bit, and one seed tells
-        return runs, 2, 0, OtherWork()
-
-    (tmp_path / "train.py").write_text("")
-    monkeypatch.setattr(compare, "_measure", measured_quickly)
-    options = [] if dtype is None else ["--dtype", dtype]
-    main(["compare", "--quick", *options, "--out", str(tmp_path), str(tmp_path / "train.py"), "--", "--lr", "0.1"])
-    (plan,) = plans
-    assert (plan.levels, plan.seeds) == (("O0", *levels), 1)
-    printed = " ".join(capsys.readouterr().out.split())
-    script = [f"--out={tmp_path}", str(tmp_path / "train.py"), "--", "--lr", "0.1"]
-    again = shlex.join([*(["--dtype=" + dtype] if dtype is not None else []), *script])
-    said = f"python -m amp_patch compare --levels O4 --seeds 3 {again}"
-    assert f"To be sure: {said} " in printed and f"<pre>{said}</pre>" in (tmp_path / "report.html").read_text()
-    assert printed.startswith(f"starting O0, {', '.join(levels)} "), "before the runs"
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 from compared_runs import compare, logs, seeds
+from made_up import made_up_run
 
+from amp_patch.__main__ import main
+from amp_patch.lab.commands import compare as command
 from amp_patch.lab.commands import compare_arguments
 from amp_patch.lab.commands.compare_arguments import again, split
 from amp_patch.lab.commands.report import show
 from amp_patch.lab.comparison import headline, page
-from amp_patch.lab.recording.run import NATIVE
+from amp_patch.lab.comparison.other_work import OtherWork
+from amp_patch.lab.recording.run import NATIVE, Run
 
 BF16 = {"dtype": "bfloat16"}
 SMALL = {**BF16, "peak_memory": int(0.73 * 2**20)}
@@ -101,3 +105,29 @@ def test_the_command_has_all_that_was_given():
     assert arguments == ["--lr", "a b"]
     expected = {**vars(args), "quick": False, "levels": "O2", "seeds": 3}
     assert {**vars(back), "arguments": arguments} == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "levels"), [(None, ("O4", "O5")), ("bfloat16", ("O4", "O5")), ("float16", ("O1", "O2"))]
+)
+def test_a_quick_look_has_one_seed_and_says_what_to_run_next(dtype, levels, tmp_path, monkeypatch, capsys):
+    plans = []
+
+    def measured_quickly(plan, *_) -> tuple[list[Run], int, int, OtherWork]:
+        plans.append(plan)
+        runs = [made_up_run(level) for level in ("O0", "O4")]
+        runs[1].loss[-1] += 0.001  # else O4 is O0 to the bit, and one seed tells
+        return runs, 2, 0, OtherWork()
+
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.setattr(command, "_measure", measured_quickly)
+    options = [] if dtype is None else ["--dtype", dtype]
+    main(["compare", "--quick", *options, "--out", str(tmp_path), str(tmp_path / "train.py"), "--", "--lr", "0.1"])
+    (plan,) = plans
+    assert (plan.levels, plan.seeds) == (("O0", *levels), 1)
+    printed = " ".join(capsys.readouterr().out.split())
+    script = [f"--out={tmp_path}", str(tmp_path / "train.py"), "--", "--lr", "0.1"]
+    again = shlex.join([*(["--dtype=" + dtype] if dtype is not None else []), *script])
+    said = f"python -m amp_patch compare --levels O4 --seeds 3 {again}"
+    assert f"To be sure: {said} " in printed and f"<pre>{said}</pre>" in (tmp_path / "report.html").read_text()
+    assert printed.startswith(f"starting O0, {', '.join(levels)} "), "before the runs"
