@@ -176,7 +176,7 @@ def test_one_seed_has_no_spread():
         reason="one seed, so without an interval: final loss 3.1 % above O0's; run three seeds or more to judge it",
     )
     assert made.summary == (
-        "Stay with O0 for now: O2 FP16 (2.0x faster) cannot be judged yet, run three seeds or more."
+        "Stay with O0 for now: O2 FP16 (2.0x faster, loss +3.1 %) cannot be judged yet, run three seeds or more."
     )
 
 
