@@ -133,12 +133,13 @@ def _of_the_loss(comparison: Comparison, best: LevelResult, base: LevelResult) -
 
 
 def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
-    """The lines that train at the recommended level, and the command that does without them; nothing at the baseline.
+    """The lines that train at the recommended level, and the command that does without them; nothing at the baseline, nor
+    at a level so far, which one seed does not recommend.
 
     Neither is of the script's own mixed precision, which is there already.
     """
-    best = comparison.recommended
-    if best is None or best is comparison.baseline or best.level == NATIVE:
+    best, advice = comparison.recommended, comparison.recommendation
+    if best is None or advice is None or advice.so_far or best is comparison.baseline or best.level == NATIVE:
         return [], ""
     other = best.other_dtype
     edit = [
