@@ -133,9 +133,9 @@ def _of_the_loss(comparison: Comparison, best: LevelResult, base: LevelResult) -
 
 
 def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
-    """The lines that train at the recommended level, and the command that does without them; nothing at the baseline, nor
-    at a level so far, which one seed does not recommend.
+    """The lines that train at the recommended level, and the command that does without them.
 
+    Nothing at the baseline, nor at a level so far: one seed recommends none.
     Neither is of the script's own mixed precision, which is there already.
     """
     best, advice = comparison.recommended, comparison.recommendation
