@@ -24,6 +24,7 @@ from amp_patch.policy import (
     STOCHASTIC,
     Options,
     Policy,
+    no_level,
     resolve,
 )
 from amp_patch.support.distributed import is_first_rank
@@ -106,9 +107,17 @@ def named_level(name: str) -> NamedLevel:
     Raises:
         ValueError: it names no level, no rung, or two that contradict each other.
     """
-    level, *rungs = name.split("+")
-    if level not in OPT_LEVELS:
-        raise ValueError(f"level {name!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero)")
+    named = _parsed(name)
+    if (own := OPT_LEVELS[named.level].product_format) is not None:
+        named.options.setdefault("dtype", own)
+    return named
+
+
+def _parsed(name: Any) -> NamedLevel:
+    """The level of a name, with the options of its rungs alone."""
+    level, *rungs = name.split("+") if isinstance(name, str) else [name]
+    if not isinstance(level, str) or level not in OPT_LEVELS:
+        raise ValueError(f"level {no_level(level)}")
     options: dict[str, Any] = {}
     for rung in rungs:
         if rung not in RUNGS:
@@ -117,9 +126,27 @@ def named_level(name: str) -> NamedLevel:
         if option in options:
             raise ValueError(f"level {name!r} has both {options[option]} and {rung}, which set {option}; give one")
         options[option] = value
-    if (own := OPT_LEVELS[level].product_format) is not None:
-        options.setdefault("dtype", own)
     return NamedLevel(level, options)
+
+
+def without_rungs(opt_level: str, options: Options) -> tuple[str, Options]:
+    """The plain level that a caller of `initialize` names, and the options with those that its rungs stand for.
+
+    Raises:
+        ValueError: it names no level, or a rung that the level does not take or that contradicts an option.
+    """
+    try:
+        named = _parsed(opt_level)
+        if named.options:
+            named.policy(torch.bfloat16)  # O2's type may be an option: `resolve` has it
+    except ValueError as error:
+        raise ValueError(f"initialize: opt_{error}") from error  # "level 'O1+split' cannot be: ..."
+    for option, value in named.options.items():
+        if (given := getattr(options, option)) not in (None, "None", value):
+            raise ValueError(
+                f"initialize: opt_level {opt_level!r} means {option}={value!r} and got {option}={given!r}; give one"
+            )
+    return named.level, replace(options, **named.options)
 
 
 def name_of(policy: Policy) -> str:
@@ -132,22 +159,21 @@ def name_of(policy: Policy) -> str:
 
 
 def asked_level() -> str | None:
-    """The level that ``AMP_PATCH_OPT_LEVEL`` names, without its rungs; None where it is not set, or empty.
+    """The level that ``AMP_PATCH_OPT_LEVEL`` names, with its rungs; None where it is not set, or empty.
 
     Raises:
         ValueError: it names no level.
     """
     named = _asked_level()
-    return None if named is None else named.level
+    return None if named is None else str(named)
 
 
 def _asked_level() -> NamedLevel | None:
     name = os.environ.get(LEVEL, "")
-    if "+" not in name:
-        level = _read(LEVEL, {level: level for level in OPT_LEVELS})
-        return None if level is None else NamedLevel(level, {})
+    if not name:
+        return None
     try:
-        named = named_level(name)
+        named = _parsed(name)
         named.policy(torch.bfloat16)  # O2's type may be the script's: `overridden` has it
     except ValueError as error:
         raise ValueError(f"initialize: the environment variable {LEVEL}: {error}") from error
@@ -208,7 +234,7 @@ def per_parameter_optimizers() -> dict[str, list[str]]:
 
 
 def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
-    """The level and the options that the environment makes of a script's; without it the very same.
+    """The plain level and the options that the environment makes of a script's; without it those of the script.
 
     ``AMP_PATCH_OPT_LEVEL`` replaces the level, and with rungs behind it ("O5+split") the options that these stand for;
     ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3, ("fp8", "mxfp8", ...) the format at O6, O7;
@@ -224,6 +250,7 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
         ValueError, TypeError: a variable that names no level or dtype, or variables that contradict each other; what
         `resolve` refuses at the script's own.
     """
+    asked, (opt_level, options) = opt_level, without_rungs(opt_level, options)
     named, dtype = _asked_level(), _read(DTYPE, _DTYPES | {name: name for name in PRODUCT_FORMATS})
     wanted = None if named is None else named.level
     if (banned := _read(BANNED, {"1": True, "0": False})) is not None:
@@ -260,7 +287,7 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
         dropped = [f"{name}={value!r}" for name, value in given.items() if kept.get(name) is not value]
         logger.info(
             "amp_patch: the script asked for %s, by %s it is %s%s; dropped: %s",
-            opt_level,
+            asked,
             " and ".join(name for name, value in by.items() if value is not None),
             level if named is None else named,
             ("" if dtype is None else f" in {dtype}")
@@ -268,8 +295,15 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
             + ("" if state is None else f", optimizer state {state}"),
             ", ".join(dropped) or "nothing",
         )
-    nothing = {name: getattr(Options, name) for name in given}
-    return level, replace(options, **nothing | kept)
+    options = replace(options, **{name: getattr(Options, name) for name in given} | kept)
+    try:
+        resolve(level, options)
+    except ValueError as error:  # a rung of AMP_PATCH_OPT_LEVEL that is for BF16, and the script has FP16
+        raise ValueError(
+            f"initialize: the environment variable {LEVEL}={named}: {str(error).removeprefix('initialize: ')}; or set "
+            f"{DTYPE}=bfloat16"
+        ) from error
+    return level, options
 
 
 def _has_formats(level: str) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import renamed, resolve_cpu_half
-from amp_patch.environment import overridden, with_asked_methods, with_asked_modules
+from amp_patch.environment import overridden, with_asked_methods, with_asked_modules, without_rungs
 from amp_patch.model import fsdp, incoming
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.fsdp import no_masters
@@ -35,7 +35,8 @@ from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
 from amp_patch.training import gradient_release as release
-from amp_patch.training.arguments import Keywords, Level, M, Optimizers, S, Several, Steps
+from amp_patch.training.arguments import Keywords, Level, M, Optimizers, S, Steps
+from amp_patch.training.scale_loss import groups_of
 from amp_patch.training.training import (
     Dialect,
     begin_training,
@@ -59,38 +60,15 @@ logger = logging.getLogger("amp_patch")
 verbose_subscribers: list[Callable[[nn.Module], None]] = []
 
 
+# Two overloads and no more: mypy prints all of each, a page of arguments, behind one wrong keyword.
 @overload
 def initialize(
     models: M, optimizers: None = None, enabled: bool = True, opt_level: Level = "O1", **options: Unpack[Keywords]
 ) -> M: ...
 @overload
 def initialize(
-    models: Several[M],
-    optimizers: None = None,
-    enabled: bool = True,
-    opt_level: Level = "O1",
-    **options: Unpack[Keywords],
-) -> list[M]: ...
-@overload
-def initialize(
     models: M, optimizers: S, enabled: bool = True, opt_level: Level = "O1", **options: Unpack[Keywords]
 ) -> tuple[M, S]: ...
-@overload
-def initialize(
-    models: M, optimizers: Several[S], enabled: bool = True, opt_level: Level = "O1", **options: Unpack[Keywords]
-) -> tuple[M, list[S]]: ...
-@overload
-def initialize(
-    models: Several[M], optimizers: S, enabled: bool = True, opt_level: Level = "O1", **options: Unpack[Keywords]
-) -> tuple[list[M], S]: ...
-@overload
-def initialize(
-    models: Several[M],
-    optimizers: Several[S],
-    enabled: bool = True,
-    opt_level: Level = "O1",
-    **options: Unpack[Keywords],
-) -> tuple[list[M], list[S]]: ...
 def initialize(
     models: Any,
     optimizers: Any = None,
@@ -117,7 +95,7 @@ def initialize(
     methods: tuple[str, ...] = (),
     skip_nonfinite: Flag = False,
     low_precision_norms: Flag = False,
-    optimizer_state: State | str | None = None,
+    optimizer_state: State | None = None,
     gradient_release: Flag = False,
 ) -> Any:
     """Prepare models and optimizers for mixed-precision training at an opt level, in place.
@@ -149,7 +127,9 @@ def initialize(
         opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" low-precision model, FP32 masters; "O3"
             low-precision model alone; "O4", "O5": O1, O2 in bfloat16; "O6", "O7": O4, O5 with products in FP8 or FP4,
             emulated: the numbers of such a training, not its speed. Those are `linear`, `matmul`, `bmm` and their like,
-            in forward and backward; convolutions, `einsum` and fused attention stay bfloat16.
+            in forward and backward; convolutions, `einsum` and fused attention stay bfloat16. Values of options may
+            follow a level: "O5+split+8bit" is O5 with master_weights="split" and optimizer_state="8bit", "O6+mxfp8" is
+            O6 with dtype="mxfp8".
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override what the
             level sets; None keeps it. Strings ("True", "dynamic", "128.0") are understood. master_weights="split" keeps
             of each FP32 master the 16 bits that its bfloat16 weight is not: 2 bytes a parameter in place of 4 (O5, and
@@ -197,7 +177,8 @@ def initialize(
             torch's optimizers and registered classes; refused where gradients are needed together.
 
     Returns:
-        The same objects, in Apex's form: the model, or (model, optimizer) if optimizers were given; lists for lists.
+        The same objects, in Apex's form: the model, or (model, optimizer) if optimizers were given; lists for lists,
+        tuples for tuples.
 
     Raises:
         ValueError, TypeError: an argument that cannot be honoured; nothing was changed then.
@@ -253,7 +234,7 @@ def initialize_as(
     targets = [innermost(optimizer) for optimizer in optimizer_list]
     if policy is None:
         mark_disabled(dialect, targets)
-        return _apex_form(models, optimizers, optimizer_list)
+        return _apex_form(models, optimizers)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     keep_fp32, keep_high = with_asked_modules(keep_fp32, keep_high, model_list)
@@ -283,13 +264,12 @@ def initialize_as(
         for subscriber in verbose_subscribers:
             for model in model_list:
                 subscriber(model)
-    return _apex_form(models, optimizers, optimizer_list)
+    return _apex_form(models, optimizers)
 
 
 def master_params(optimizer: Steps) -> Iterator[Tensor]:
     """The tensors that the optimizer updates: masters where it has them, else the model's own parameters."""
-    for group in innermost(optimizer).param_groups:
-        yield from group["params"]
+    return (param for group in groups_of(optimizer, "master_params") for param in group["params"])
 
 
 def state_dict(
@@ -385,12 +365,10 @@ def restored() -> Iterator[None]:
         attempt.finish()
 
 
-def _apex_form(models: Any, optimizers: Any, optimizer_list: list[Any]) -> Any:
-    """What `initialize` returns, in Apex's form: lists for lists, and the models alone where there is no optimizer."""
-    model = list(models) if isinstance(models, list | tuple) else models
-    if optimizers is None:
-        return model
-    return model, optimizer_list if isinstance(optimizers, list | tuple) else optimizers
+def _apex_form(models: Any, optimizers: Any) -> Any:
+    """Give the result of `initialize`, in Apex's form: new lists for lists, the models alone without optimizers."""
+    model, optimizer = (list(given) if isinstance(given, list) else given for given in (models, optimizers))
+    return model if optimizers is None else (model, optimizer)
 
 
 def fsdp_policy(
@@ -429,6 +407,7 @@ def fsdp_policy(
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     options = Options(dtype=dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
+    opt_level, options = without_rungs(opt_level, options)
     if opt_level != "O0":  # asked for here, O0 is for modules that stay FP32 at any level
         opt_level, options = overridden(opt_level, options)
     policy = resolve(opt_level, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -149,6 +150,13 @@ OPT_LEVELS |= {
     for level, base in (("O6", "O4"), ("O7", "O5"))
 }
 
+# Words for a type -> the levels of it that keep FP32 weights, or of such products.
+_LEVELS_MEANT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("fp32", "float32"), ("O0",)),
+    **dict.fromkeys(("fp16", "float16", "half", "16"), ("O1", "O2")),
+    **dict.fromkeys(("bf16", "bfloat16"), ("O4", "O5")),
+    **dict.fromkeys(PRODUCT_FORMATS, ("O6", "O7")),
+}
 
 _OF_ANY_LEVEL = ("min_loss_scale", "max_loss_scale", "allow_banned", "cpu_half")  # Options that contradict none
 
@@ -162,7 +170,7 @@ class Options:
     """
 
     dtype: torch.dtype | str | None = None  # the first field: environment.py checks the other options beside a dtype
-    cast_model_type: torch.dtype | str | None = None
+    cast_model_type: torch.dtype | str | bool | None = None  # False: Apex's word for none
     patch_torch_functions: bool | str | None = None
     keep_batchnorm_fp32: bool | str | None = None
     master_weights: bool | str | None = None
@@ -260,10 +268,15 @@ def scale_number(name: str, value: Any, or_else: str = "") -> float:
 def _level(opt_level: Any) -> Policy:
     if isinstance(opt_level, str) and opt_level in OPT_LEVELS:
         return OPT_LEVELS[opt_level]
-    raise ValueError(
-        f"initialize: opt_level {opt_level!r} is none of {', '.join(OPT_LEVELS)} "
-        "(the first character is the capital letter O, not the digit zero)"
-    )
+    raise ValueError(f"initialize: opt_level {no_level(opt_level)}")
+
+
+def no_level(given: Any) -> str:
+    """Say that `given` is no level, and name the levels that its words mean elsewhere: "o2", "fp16", "bf16-mixed"."""
+    word = str(given).lower().removeprefix("torch.").removesuffix("-mixed")
+    meant = (f"O{word[-1]}",) if re.fullmatch("[o0]?[0-7]", word) else _LEVELS_MEANT.get(word, ())
+    hint = f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+    return f"{given!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero){hint}"
 
 
 def _low_precision(name: str, value: Any) -> torch.dtype | None:
@@ -271,7 +284,10 @@ def _low_precision(name: str, value: Any) -> torch.dtype | None:
     if isinstance(value, str):
         value = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}.get(value, value)
     if value is not None and value not in LOW_PRECISION:
-        raise ValueError(f"initialize: {name} is {value!r}; wanted {' or '.join(map(str, LOW_PRECISION))}")
+        formats = str(value) in PRODUCT_FORMATS or str(value).startswith(("torch.float8", "torch.float4"))
+        levels = " and ".join(level for level, policy in OPT_LEVELS.items() if policy.product_format is not None)
+        hint = f"; formats of products ({', '.join(PRODUCT_FORMATS)}) are for {levels}" if formats else ""
+        raise ValueError(f"initialize: {name} is {value!r}; wanted {' or '.join(map(str, LOW_PRECISION))}{hint}")
     return value
 
 

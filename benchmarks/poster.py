@@ -21,7 +21,7 @@ _GAP = 22.0
 
 
 def poster(comparison: Comparison, *, dark: bool = False, about: str = "", machine: str = "") -> str:
-    """An SVG file: the headline, and for each level its bars of speed and memory and a dot for each seed's result.
+    """An SVG file: the headline, and for each level its bars of speed and memory, and its gap.
 
     Args:
         dark: in the colours for a dark page.
@@ -40,8 +40,8 @@ def poster(comparison: Comparison, *, dark: bool = False, about: str = "", machi
 
 
 def dots(comparison: Comparison, *, dark: bool = False) -> str:
-    """An SVG file: for each level a dot for each seed's result."""
-    return _file(comparison, [], 16.0, [], f"The final {comparison.metric_in_words}, by level", "", dark=dark)
+    """An SVG file: for each level its gap to the baseline."""
+    return _file(comparison, [], 16.0, [], f"The gap in {comparison.metric_in_words}, by level", "", dark=dark)
 
 
 def _file(
@@ -53,11 +53,7 @@ def _file(
         width, head, hint = _COLUMNS[name]
         places.append((name, x, width, head, hint if name == "speed" else headline.what_memory(comparison)))
         x += width + _GAP
-    base = comparison.baseline.name if comparison.baseline is not None else "the baseline"
-    better = "higher" if comparison.maximize else "lower"
-    places.append(
-        ("dots", x, _DOTS, f"Final {comparison.metric_in_words}", f"{better} is better; grey: {base}'s seeds")
-    )
+    places.append(("gap", x, _DOTS, f"Gap in {comparison.metric_in_words}", headline.what_gap(comparison)))
     wide, first = x + _DOTS + _LEFT, top + 44
     tall = first + _ROW * len(made) + 34 + (_FOOT if foot else 0.0)
     words = [*words, text(_LEFT, tall - 14, foot, "soft", size=12)]
@@ -73,7 +69,7 @@ def _file(
         parts.append(text(_LEFT, y + 19, row.level.name, ink, size=14, more=' font-weight="700"'))
         parts.append(text(_LEFT, y + 35, row.short, ink if ink != "ink" else "soft", size=11.5))
         for name, x, width, _, _ in places:
-            cell = {"speed": row.speed, "memory": row.memory, "dots": row.dots}[name]
+            cell = {"speed": row.speed, "memory": row.memory, "gap": row.gap}[name]
             parts.append(f'<svg x="{x}" y="{y}" width="{width}" height="{_ROW}" overflow="visible">{cell}</svg>')
     x = places[-1][1]
     labels = axis(comparison)

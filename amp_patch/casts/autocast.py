@@ -85,7 +85,8 @@ def autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | Non
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     default = _autocast_dtype(device_type)
     if dtype is not None and dtype not in LOW_PRECISION:
-        raise ValueError(f"autocast: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
+        wanted = f"{' or '.join(map(str, LOW_PRECISION))}, or None"
+        raise ValueError(f"autocast: dtype is {dtype!r}; wanted {wanted}; for FP32 take amp.disable_casts()")
     if enabled and device_type == "cuda" and not torch.cuda.is_available():
         # torch's GradScaler("cuda") is disabled without CUDA too: with casts to FP16, the gradients of an unscaled loss
         # would underflow.

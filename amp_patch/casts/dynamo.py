@@ -62,8 +62,8 @@ NEVER_TRACED = ["frontend", "masters", "multi_tensor", "training"]  # and those 
 # region the rest of the forward runs as plain Python, and wrappers must too: one code object serves all wrapped
 # functions, so Dynamo would recompile it for each.
 _NEVER_ALONE = (
-    *("casts.cpu_half", "casts.low_bit", "casts.rules", "casts.state", "casts.thread_state", "casts.upcast"),
-    "casts.wrappers",
+    *("casts.cpu_half", "casts.in_fp32", "casts.low_bit", "casts.rules", "casts.saturated", "casts.state"),
+    *("casts.thread_state", "casts.upcast", "casts.wrappers"),
     *("model.forward", "model.state", "support.blocks", "support.tree"),
 )
 # Functions that are nested in this module's wrap users' methods, and are compiled with them.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -11,11 +13,12 @@ from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.install import register
+from amp_patch.casts.install import at_install, register
 from amp_patch.casts.wrappers import CastFunction, wrap
 from amp_patch.policy import Policy
 from amp_patch.support import tree
 from amp_patch.support.compiled import Function
+from amp_patch.support.patches import Patches
 
 Decorated = TypeVar("Decorated")  # a function; or a `staticmethod`, which is no Callable to every type checker
 
@@ -250,3 +253,46 @@ def _call_under(casts: _Casts, outside: _Casts, function: Callable[..., Any], *a
     # Inside of torch's regions: of two nested regions the inner one decides.
     with regions.region(casts.policy, emulated=casts.emulated):
         return function(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch's own custom_fwd asks torch.autocast alone whether casts act. While ours are installed, functions that it has
+# decorated with `cast_inputs` are decorated by `custom_fwd` above, and so is what it decorates from now on.
+
+
+def _honor_cast_inputs(patches: Patches) -> None:
+    mode = torch.amp.autocast_mode
+    forwards, backwards = _decorated_by(mode.custom_fwd), _decorated_by(mode.custom_bwd)
+    for cls in _subclasses(torch.autograd.Function):
+        forward, backward = (getattr(vars(cls).get(name), "__func__", cls) for name in ("forward", "backward"))
+        given = inspect.getclosurevars(forward).nonlocals if getattr(forward, "__code__", None) in forwards else {}
+        if given.get("cast_inputs") is None:
+            continue
+        kind, cast_inputs = given["device_type"], given["cast_inputs"]
+        patches.set(cls, "forward", staticmethod(custom_fwd(given["fwd"], device_type=kind, cast_inputs=cast_inputs)))
+        if getattr(backward, "__code__", None) in backwards:  # torch's reads what torch's custom_fwd notes
+            patches.set(cls, "backward", staticmethod(custom_bwd(backward.__wrapped__, device_type=kind)))
+
+    def fwd_of_ours(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
+        return custom_fwd(fwd, device_type=device_type, cast_inputs=cast_inputs)
+
+    def bwd_of_ours(bwd: Any = None, *, device_type: str) -> Any:
+        return custom_bwd(bwd, device_type=device_type)
+
+    for owner in (mode, torch.amp):
+        patches.set(owner, "custom_fwd", functools.wraps(mode.custom_fwd)(fwd_of_ours))
+        patches.set(owner, "custom_bwd", functools.wraps(mode.custom_bwd)(bwd_of_ours))
+
+
+def _decorated_by(decorator: Any) -> set[CodeType]:
+    """The code of what torch's `decorator` returns."""
+    return {found for found in decorator.__code__.co_consts if isinstance(found, CodeType)}
+
+
+def _subclasses(cls: Any) -> Iterator[Any]:
+    for found in cls.__subclasses__():
+        yield found
+        yield from _subclasses(found)
+
+
+at_install.append(_honor_cast_inputs)

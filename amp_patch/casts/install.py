@@ -15,9 +15,10 @@ import torch
 import torch.utils.checkpoint
 
 from amp_patch import multi_tensor
-from amp_patch.casts import dynamo
+from amp_patch.casts import dynamo, saturated
 from amp_patch.casts.oplists import LATE, rules_by_name
 from amp_patch.casts.regions import as_default, as_now
+from amp_patch.casts.rules import RULES
 from amp_patch.casts.state import PythonState, state, use_state
 from amp_patch.casts.wrappers import (
     BACKENDS,
@@ -63,9 +64,12 @@ def use_backend(name: str) -> Iterator[None]:
 # Installation: one for the process, since torch's namespace is the process's.
 
 _installation = Installation()
-_installed: set[str] = set()  # the op lists that are installed now
+_installed: set[str] = set()  # the op lists that are installed now, and ALONE
+_listed_names: set[tuple[str, str]] = set()  # the names of those (address of the owner, name)
+ALONE = "alone"  # what `install` takes in place of op lists
 # While installed: (id of the owner, name) -> the owner, and the attribute that a wrapper replaced
 _originals: dict[tuple[int, str], tuple[Any, Any]] = {}
+at_install: list[Callable[[Patches], None]] = []  # called when torch's lists are installed first
 _wrappers: dict[tuple[int, str, str, str], tuple[Any, Any]] = {}  # (id of original, rules, backend) -> both
 _registered: dict[tuple[int, str], tuple[Any, str, str]] = {}  # by `register`: (owner, name, rule)
 
@@ -78,33 +82,38 @@ def install(op_lists: str = "torch") -> None:
     call straight through. If anything fails, nothing is replaced. A name that this torch does not have is left out, and
     one of a module that nobody has imported waits until somebody does. Modules that have imported a function by name
     hold its wrapper too (`support/held_names.py`).
+
+    `ALONE` replaces the functions whose rule says what to do where no casts act: what levels that cast the model need.
     """
     if op_lists in _installed:
         dynamo.hook()
         return
     with _installation.lock:
         if op_lists not in _installed:
-            _installation.add(functools.partial(_replace_listed, op_lists=op_lists, first=not installed()))
+            _installation.add(functools.partial(_replace_listed, op_lists=op_lists))
 
 
-def _replace_listed(patches: Patches, op_lists: str, first: bool) -> None:
-    """Replace what `op_lists` names; if not `first`, what torch's lists name has been replaced already."""
-    torchs = rules_by_name("torch")
-    if first:
+def _replace_listed(patches: Patches, op_lists: str) -> None:
+    """Replace what `op_lists` names and has not been replaced yet."""
+    names = [key for key, rule in rules_by_name("torch").items() if RULES[rule].alone is not None]
+    wanted = [key for key in (names if op_lists == ALONE else rules_by_name(op_lists)) if key not in _listed_names]
+    if not _installed:
         patches.on_remove(_forget_installation)
-    wanted = [key for key in rules_by_name(op_lists) if first or key not in torchs]
+    _listed_names.update(wanted)
     _replace_names(patches, [key for key in wanted if LATE.get(key[0], "torch") in sys.modules])
-    if first:
+    if op_lists != ALONE and not installed():
         for module in LATE.values():
             if module not in sys.modules:  # names of imported modules were replaced above
                 when_imported(module, _replace_late)
         _keep_regions_in_checkpoints(patches)
         _keep_default_in_replicas(patches)
+        for change in at_install:
+            change(patches)
         for owner, name, rule in _registered.values():
             _replace(patches, owner, name, rule, rule)
     held_names.replace_in_modules(patches, _listed())
     dynamo.hook()
-    _installed.update(("torch", op_lists))
+    _installed.update((op_lists,) if op_lists == ALONE else ("torch", op_lists, ALONE))
 
 
 def _listed() -> held_names.Replaced:
@@ -155,11 +164,13 @@ def _forget_installation() -> None:
     forget_methods()
     _originals.clear()
     _installed.clear()
+    _listed_names.clear()
+    saturated.forget()
 
 
 def installed() -> bool:
-    """Whether torch's functions are replaced by wrappers now."""
-    return _installation.installed
+    """Whether the functions of torch's op lists are replaced by wrappers now, not those of `ALONE` only."""
+    return "torch" in _installed
 
 
 def _keep_regions_in_checkpoints(patches: Patches) -> None:

@@ -17,7 +17,10 @@ from amp_patch.policy import Policy
 from amp_patch.support.tree import tensors
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CASTING = ("lower", "product", "sparse", "einsum", "fused", "rnn", "fp32", "norm", "widest", "match_self")
+_CASTING = (
+    *("lower", "product", "sparse", "einsum", "fused", "rnn"),
+    *("fp32", "norm", "direction", "inexact", "widest", "match_self"),
+)
 
 
 class MixedOperands(TorchFunctionMode):
@@ -55,7 +58,8 @@ def _rules() -> dict[Any, Rule]:
         wrapped = wrapped_by(function)
         original = function if wrapped is None else wrapped.original
         if original is not None:
-            found[original] = RULES[rule]
+            # A wrapper of a function that is written in Python stands in what the function hands to this mode.
+            found[original] = found[function] = RULES[rule]
     # Written in Python: the calls inside are out of sight, since a mode is off in its own calls.
     found[torch.nn.functional.multi_head_attention_forward] = RULES["lower"]
     return found

@@ -16,6 +16,11 @@ add what torch's reference leaves to other mechanisms; apex_oplists.py says wher
     norm        as fp32; with `policy.low_precision_norms` the result has the type of an FP16 or BF16 input.
     widest      all floating tensors become the widest floating type among them.
     match_self  in place: the other floating tensors take the type of the first argument.
+    sigmoid     as fp32 where `policy.allow_banned` lets a binary cross entropy follow: low precision rounds
+                probabilities near 0 and 1 to 0 and 1, whose logarithms are infinite. Elsewhere as no rule.
+    direction   as fp32; FP16's rows of zeros get no gradient (see rules.py). Also where no casts act: computed in
+                FP32, since FP16 rounds eps to 0, and the result has the type that came in.
+    inexact     as fp32. Also where no casts act, as above: torch's kernels give wrong numbers in low precision.
     banned      no safe low-precision form: low-precision tensors are refused (`policy.allow_banned`: run as fp32).
     scripted    what torch.jit has compiled runs as under a torch.autocast to `policy.dtype`.
     rnn_input   a check of the input's type against the weights', which the casts make moot.
@@ -110,7 +115,6 @@ _NO_HALF_KERNEL = (
     "det",
     "inverse",
     "logdet",
-    "matrix_exp",
     "nanquantile",
     "pinverse",
     "quantile",
@@ -168,9 +172,9 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "binary_cross_entropy_with_logits",
             "cdist",
             "cosine_embedding_loss",
-            "cosine_similarity",
             "ctc_loss",
             "frobenius_norm",
+            "fused_moving_avg_obs_fake_quant",
             "hinge_embedding_loss",
             "hspmm",
             "kl_div",
@@ -189,6 +193,9 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "var_mean",
         ),
         "norm": ("group_norm", "layer_norm", "native_layer_norm", "rms_norm"),
+        "sigmoid": ("sigmoid",),
+        "direction": ("cosine_similarity",),
+        "inexact": ("matrix_exp",),
         "widest": (
             *_WIDEST,
             *_DOTS,
@@ -229,7 +236,6 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
         "lower": (*_CONVOLUTIONS, "prelu", "scaled_dot_product_attention"),
         "fp32": (
             *_LOSSES,
-            "cosine_similarity",
             "gumbel_softmax",
             "interpolate",
             # linear_cross_entropy's product is in the low type: F.linear inside has a rule of its own. In chunks the
@@ -237,7 +243,6 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "linear_cross_entropy",
             "local_response_norm",
             "log_softmax",
-            "normalize",
             "pairwise_distance",
             "pdist",
             "softmax",
@@ -246,6 +251,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "norm": ("group_norm", "layer_norm", "rms_norm"),
         "widest": ("bilinear", "embedding_bag", "grid_sample"),
+        "direction": ("cosine_similarity", "normalize"),
         "banned": ("binary_cross_entropy",),
     },
     "torch.Tensor": {
@@ -264,6 +270,8 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "softmax",
             "sspaddmm",
         ),
+        "sigmoid": ("sigmoid",),
+        "inexact": ("matrix_exp",),
         "widest": (*_WIDEST, *_DOTS),
         "match_self": (
             *("addbmm_", "addmm_", "addmv_", "baddbmm_"),
@@ -300,7 +308,6 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "lu_factor",
             "lu_factor_ex",
             "lu_solve",
-            "matrix_exp",
             "matrix_norm",
             "matrix_rank",
             "matrix_sqrth",
@@ -318,6 +325,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "tensorsolve",
             "vector_norm",
         ),
+        "inexact": ("matrix_exp",),
         "widest": ("cross",),
     },
     "torch.sparse": {
@@ -326,6 +334,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "torch.special": {
         "fp32": ("erfinv", "exp2", "expm1", "log1p", "log_softmax", "logsumexp", "softmax"),
+        "sigmoid": ("expit",),
     },
     "torch.fft": {
         "fp32": (

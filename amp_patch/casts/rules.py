@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import low_bit
+from amp_patch.casts.in_fp32 import Alone, cross_entropy_alone, direction, direction_alone, inexact_alone
+from amp_patch.casts.saturated import look
 from amp_patch.casts.state import cast_weight, outside
 from amp_patch.casts.thread_state import is_enabled, set_enabled
 from amp_patch.casts.upcast import Upcast, rounded
@@ -207,6 +209,14 @@ def _norm(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Poli
     return rounded(result, low)
 
 
+def _sigmoid(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    return (_fp32 if policy.allow_banned else _none)(function, args, kwargs, policy)
+
+
+def _direction(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    return direction(function, args, kwargs)
+
+
 def _promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     widest = _widest(args, kwargs)
     if widest is not None:
@@ -261,24 +271,23 @@ INSTEAD_OF_BANNED = (
 )
 
 
-# Told the name of each banned function that is run in FP32 because the policy allows it.
+# Told the name of each banned function that a policy allows, when it is called.
 banned_subscribers: list[Callable[[str], Any]] = []
 
 
 def _banned(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    if policy.allow_banned and (is_dynamo_compiling() or not banned_subscribers):
-        return _fp32(function, args, kwargs, policy)
-    for tensor in _tensors((args, kwargs)):
-        if _is_low(tensor):
-            if not policy.allow_banned:
-                # Apex raises NotImplementedError, torch RuntimeError, its base class: handlers of either catch this.
-                raise NotImplementedError(
-                    f"{function.__name__}: got a {tensor.dtype} tensor; the logarithms of low-precision probabilities "
-                    f"overflow. {INSTEAD_OF_BANNED}"
-                )
-            for subscriber in tuple(banned_subscribers):
-                subscriber(function.__name__)
-            break
+    low = next((tensor.dtype for tensor in _tensors((args, kwargs)) if _is_low(tensor)), None)
+    if low is not None and not policy.allow_banned:
+        # Apex raises NotImplementedError, torch RuntimeError, its base class: handlers of either catch this.
+        raise NotImplementedError(
+            f"{function.__name__}: got a {low} tensor; the logarithms of low-precision probabilities overflow. "
+            f"{INSTEAD_OF_BANNED}"
+        )
+    if not is_dynamo_compiling():
+        if low is not None:
+            look(args[0] if args else kwargs.get("input"))
+        for subscriber in tuple(banned_subscribers) if policy.allow_banned else ():
+            subscriber(function.__name__)
     return _fp32(function, args, kwargs, policy)
 
 
@@ -375,6 +384,8 @@ class Rule:
             shows that instead where it was.
         for_users: the rule is for functions of the user's alone. It looks for tensors in all containers of the call,
             and what the function itself calls follows the op lists.
+        alone: does a call where no casts act, at levels that cast the model above all: (function, args, kwargs) -> the
+            function's result. None: the call is made as it is.
         in_cpp: the extension does the rule by itself (csrc/casts/rules.h). Calls by the others go to Python.
     """
 
@@ -383,6 +394,7 @@ class Rule:
     shown: str | None = None
     registered_by: str = ""
     for_users: bool = False
+    alone: Alone | None = None
     in_cpp: bool = False
 
 
@@ -398,9 +410,12 @@ _TABLE = (
     Rule("rnn", _rnn, shown="lower (rnn)", registered_by=_HALF),
     Rule("fp32", _fp32, shown="fp32", in_cpp=True),
     Rule("norm", _norm, shown="fp32", in_cpp=True),
+    Rule("sigmoid", _sigmoid, shown="fp32 (sigmoid)", in_cpp=True),
+    Rule("direction", _direction, shown="fp32", alone=direction_alone),
+    Rule("inexact", _fp32, shown="fp32", alone=inexact_alone),
     Rule("widest", _promote, shown="widest", in_cpp=True),
     Rule("match_self", _match_self, shown="match_self", in_cpp=True),
-    Rule("banned", _banned, shown="banned"),
+    Rule("banned", _banned, shown="banned", alone=cross_entropy_alone),
     Rule("scripted", _scripted, shown="torch.autocast"),
     Rule("rnn_input", _rnn_input),
     Rule("fused_input", _lower),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from amp_patch.casts import traced_regions, wrappers
+from amp_patch.casts.in_fp32 import Alone
 from amp_patch.casts.rules import Rule
 from amp_patch.casts.wrappers import Wrapped
 from amp_patch.policy import Policy
@@ -36,17 +37,32 @@ def begin() -> None:
     _tracing.names = []
 
 
-def rule_now(entry: Wrapped, name: str) -> Rule | None:
-    """The rule by which a call of `name` is traced at this point; None: it is traced as it is."""
-    return None if name in _tracing.names else entry.rule_of(traced_regions.traced())
+def rule_now(entry: Wrapped, name: str) -> Alone | None:
+    """What does a call of `name` at this point of the trace: (function, args, kwargs) -> the function's result.
 
-
-def inline(tx: Any, rule: Rule, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Trace `rule.apply(function, args, kwargs, policy)`."""
-    variables = importlib.import_module("torch._dynamo.variables")
+    None: the call is traced as it is.
+    """
+    if name in _tracing.names:
+        return None
     policy = traced_regions.traced()
-    assert policy is not None
-    call = _traceable(rule, function, policy)
+    rule = entry.rule_of(policy)
+    return entry.rule.alone if rule is None or policy is None else _bound(rule, policy)
+
+
+@functools.cache
+def _bound(rule: Rule, policy: Policy) -> Alone:
+    apply = rule.apply
+
+    def bound(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return apply(function, args, kwargs, policy)
+
+    return bound
+
+
+def inline(tx: Any, apply: Alone, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Trace `apply(function, args, kwargs)`."""
+    variables = importlib.import_module("torch._dynamo.variables")
+    call = _traceable(apply, function)
     _tracing.names.append(function.__name__)
     try:
         return variables.UserFunctionVariable(call).call_function(tx, args, kwargs)
@@ -55,13 +71,11 @@ def inline(tx: Any, rule: Rule, function: Any, args: list[Any], kwargs: dict[str
 
 
 @functools.cache
-def _traceable(rule: Rule, function: Any, policy: Policy) -> Callable[..., Any]:
-    apply = rule.apply
-
+def _traceable(apply: Alone, function: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs and kwargs.get("out") is not None:
             return function(*args, **kwargs)
-        return apply(function, args, kwargs, policy)
+        return apply(function, args, kwargs)
 
     return call
 

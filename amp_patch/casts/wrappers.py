@@ -126,14 +126,15 @@ def wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | No
     differs = apex_rule is not None and apex_rule != rule
     by_torch, by_apex = RULES[rule], RULES[apex_rule or rule]
     torchs, apexs = by_torch.apply, by_apex.apply
+    alone = by_torch.alone
     multiplies = PRODUCT in (by_torch.name, by_apex.name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         policy = current()
-        if policy is None or (kwargs and kwargs.get("out") is not None):
+        if kwargs and kwargs.get("out") is not None:
             return original(*args, **kwargs)
-        if not (multiplies or policy.patch_torch_functions):
-            return original(*args, **kwargs)
+        if policy is None or not (multiplies or policy.patch_torch_functions):
+            return original(*args, **kwargs) if alone is None else alone(original, args, kwargs)
         apply = apexs if differs and policy.op_lists == "apex" else torchs
         return apply(original, args, kwargs, policy)
 
@@ -186,7 +187,8 @@ def wrapper_at(owner: Any, name: str, original: Any, rule: str, apex_rule: str) 
     if isinstance(wrapper, types.FunctionType) and getattr(original, "__module__", None) is None:
         # Methods that torch.Tensor inherits from its C base have no module: pickle needs an importable address.
         wrapper.__module__, wrapper.__qualname__ = module, path
-    if backend() == "cpp" and isinstance(original, _COMPILED) and not RULES[rule].for_users:
+    in_python = RULES[rule].for_users or RULES[rule].alone is not None  # C++ calls the original where no casts act
+    if backend() == "cpp" and isinstance(original, _COMPILED) and not in_python:
         wrapper = state().wrap(original, wrapper, rule, apex_rule)
     if isinstance(original, (types.BuiltinFunctionType, types.FunctionType)):  # torch.einsum is one in Python
         register_with_jit(wrapper, original)

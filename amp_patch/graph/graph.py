@@ -377,7 +377,8 @@ class Graph:
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         if self._by_level:
-            with scale_loss(loss, [optim for optim, _ in self._optimizers], delay_unscale=not last) as scaled_loss:
+            optimizers = [optim for optim, _ in self._optimizers]
+            with scale_loss(loss, optimizers, delay_overflow_check=not last) as scaled_loss:
                 scaled_loss.backward()
         elif self._grad_scaler is not None:
             self._grad_scaler.scale(loss).backward()

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
+from amp_patch.environment import without_rungs
 from amp_patch.frontend import initialize, master_params
 from amp_patch.masters.masters import links_of
 from amp_patch.model import keep_fp32
 from amp_patch.model.forward import policy_of
 from amp_patch.model.incoming import came_low
-from amp_patch.policy import resolve
+from amp_patch.policy import Options
+from amp_patch.training.arguments import Level
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import leave
@@ -40,8 +42,8 @@ class OptLevel:
     Source: Lightning's own MixedPrecision runs the closure before the step, as this does where losses are scaled.
     """
 
-    def __init__(self, opt_level: str = "O1", **options: Any) -> None:
-        resolve(opt_level)  # a level that cannot be is an error here
+    def __init__(self, opt_level: Level = "O1", **options: Any) -> None:
+        without_rungs(opt_level, Options())  # a level that cannot be is an error here
         self.options = {"opt_level": opt_level, **options}
         self.optimizers: list[Any] = []
         self.scalers: list[Any] = []

@@ -28,6 +28,7 @@ from amp_patch.frontend import initialize
 from amp_patch.model.forward import policy_of
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.files import write_whole
+from amp_patch.training.arguments import Level
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
 from amp_patch.training.wrappers import innermost
@@ -55,7 +56,7 @@ class OptLevelTrainer(Trainer):
     """
 
     def __init__(
-        self, *args: Any, opt_level: str | None = None, amp_options: dict[str, Any] | None = None, **kwargs: Any
+        self, *args: Any, opt_level: Level | None = None, amp_options: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         named = {name: kwargs.pop(name) for name in _AMP_OPTIONS if name in kwargs}
         if twice := sorted(named.keys() & (amp_options or {}).keys()):

@@ -6,8 +6,7 @@ moment of what is kept: the master is open then. What was written into it is sto
 which also gives its memory back. Somebody may hold that memory by another tensor, a detached one say: then it stays,
 and is joined anew after each step.
 
-An open master that nobody has written is joined anew by each read. Weights change without Python, too: in the replays
-of a CUDA graph.
+An open master that nobody has written is joined anew by each read: the replays of a CUDA graph change weights, too.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from amp_patch.support.patches import Installation, Patches
 
 _DATA: Any = Tensor.data
 _raw = torch._C.DisableTorchFunctionSubclass  # in its `with` block torch reads a master's own memory, joined or not
-_opening = RLock()
+lock = RLock()  # held wherever masters are opened and closed: another thread may read them
 _constructors = Installation()
 _ATTRIBUTES = ("form", "low_half", "draw", "start", "edits", "weight", "joined", "captured")
 
@@ -62,6 +61,9 @@ class Form:
 
     def check_step(self) -> None:
         """Raise where no step can be made now."""
+
+    def note_part(self, part: Tensor, whole: Tensor) -> None:
+        """Take note that the parameter `part` is what is here of `whole`."""
 
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
         """Keep `value`, FP32 and laid out as the weight `param`, as that of `master`; None: the weight has it."""
@@ -118,8 +120,7 @@ class ClosedMaster(Master):
             memory.clear()  # a traceback may keep this frame
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = super().__getstate__()
-        return {name: value for name, value in kept.items() if name not in _ATTRIBUTES}
+        return {name: value for name, value in super().__getstate__().items() if name not in _ATTRIBUTES}
 
 
 def weight_is(master: Tensor, param: Tensor | None) -> None:
@@ -222,18 +223,15 @@ def materialize(masters: Iterable[Tensor]) -> None:
     closed = [master for master in masters if isinstance(master, ClosedMaster)]
     for form in {master.form for master in closed if master.form is not None}:
         form.check_step()
-    with _opening:
+    with lock:
         _bring_up_to_date(closed)
         for master in closed:
             master.joined = None
 
 
 def follow(held: Iterable[ClosedMaster]) -> None:
-    """Join the masters that `release` returned anew, for those who hold their memory, in place; no sync.
-
-    Not while a CUDA graph is captured: each replay would write into that memory, which is not the graph's.
-    """
-    if not device_sync.is_capturing():
+    """Join the masters that `release` returned anew, for those who hold their memory, in place; no sync."""
+    if not device_sync.is_capturing():  # each replay would write into that memory, which is not the graph's
         _bring_up_to_date(held)
 
 
@@ -241,7 +239,7 @@ def _bring_up_to_date(masters: Iterable[ClosedMaster]) -> None:
     """Join those that are closed, and those that are open and that nobody has written."""
     behind = [master for master in masters if _kept_counts(master)]
     if behind:
-        with _opening:
+        with lock:
             once = {id(master): master for master in behind if _kept_counts(master)}
             _outside_of_modes(_join, list(once.values()))
 
@@ -279,7 +277,7 @@ def _outside_of_modes(function: Callable[[Any], None], argument: Any) -> None:
 def opened(tensors: list[Tensor]) -> list[Any]:
     """Open the closed masters among `tensors`; their memory, which no other thread's step takes while this is held."""
     masters = [t for t in tensors if isinstance(t, ClosedMaster)]
-    with _opening:
+    with lock:
         _bring_up_to_date(masters)
         with _raw():
             for master in masters:
@@ -393,8 +391,10 @@ def release(masters: Iterable[Tensor]) -> list[ClosedMaster]:
 
 
 def _close(master: ClosedMaster) -> bool:
-    """Give back the memory of an open `master`, which has what is kept; not where somebody else holds it."""
-    with _opening, _raw():
+    """Give back the memory of `master`, which has what is kept; not where somebody else holds it."""
+    with lock, _raw():
+        if not master.is_open:  # another thread has closed it: torch ends the process at is_shared() of denied memory
+            return True
         storage = master.untyped_storage()
         if holders(storage) != lone_holders() or (master.device.type == "cpu" and storage.is_shared()):
             master.joined = master._version
@@ -412,11 +412,8 @@ def _close(master: ClosedMaster) -> bool:
 
 
 def _note_stream(master: ClosedMaster) -> None:
-    """Let the memory wait, once it is given back, for what the current stream has yet to do with it; `_raw`.
-
-    It goes back to the stream that it was taken on, where it may be another tensor's at once.
-    """
-    if master.is_cuda:
+    """Let the memory wait, once it is given back, for what the current stream has yet to do with it; `_raw`."""
+    if master.is_cuda:  # the stream that it was taken on may give it to another tensor at once
         master.record_stream(torch.cuda.current_stream(master.device))
 
 

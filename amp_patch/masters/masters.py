@@ -10,6 +10,7 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from amp_patch import multi_tensor
 from amp_patch.masters import closed_master
 from amp_patch.masters.closed_master import ClosedMaster, form_of, is_closed
+from amp_patch.masters.conversions import refuse_conversions
 from amp_patch.masters.grad_field import GRAD, with_gradient
 from amp_patch.masters.grad_route import GradRoute, route_through
 from amp_patch.masters.master import Master, take_masters
@@ -125,6 +127,8 @@ class LinkList:
 _links: dict[int, tuple[weakref.ref[Tensor], Link]] = {}
 _changes = 0  # how often a parameter got a master, lost it, or died with it
 
+_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
+
 # Classes of tensors that nobody else's `__torch_function__` acts on.
 PLAIN_TYPES = (Tensor, nn.Parameter, Master, ClosedMaster)
 
@@ -164,6 +168,7 @@ def connect(param: Tensor, master: Tensor) -> Link:
     link = link_of(param)
     if link is None or link.master is not master:
         route_through(type(param), link_of)
+        refuse_conversions(link_of)
         if type(master) is nn.Parameter and _install():
             take_masters()
             master.__class__ = Master
@@ -240,6 +245,28 @@ def materialize(masters: Iterable[Tensor]) -> None:
         closed_master.materialize(masters)
 
 
+class Claim:
+    """The masters (ids) that a step on this thread writes: while this lives, no other thread publishes or settles them.
+
+    Without it, a thread that calls `state_dict()` while another trains would undo what the step has written so far.
+    """
+
+    __slots__ = ("__weakref__", "masters", "thread")
+
+    def __init__(self, masters: Container[int]) -> None:
+        self.masters, self.thread = masters, get_ident()
+        with closed_master.lock:  # waits for another thread that publishes or settles
+            _claims.add(self)
+
+
+def _at_rest(links: LinkList) -> LinkList:
+    """Those of `links` that no step of another thread writes."""
+    for claim in _claims:
+        if claim.thread != get_ident():
+            links = links.without(claim.masters)
+    return links
+
+
 class KernelTensors(NamedTuple):
     """What a kernel steps in the place of masters, and the chance by which it rounds them: none unless all are weights.
 
@@ -285,27 +312,31 @@ def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) 
     """
     if not closed_master.used:
         return call()
-    held = closed_master.release(masters)
-    try:
-        return call()
-    finally:
-        for master in held:  # a graph may have saved a view of it
-            torch.autograd.graph.increment_version(master)
-        closed_master.follow(held)
+    with closed_master.lock:
+        held = closed_master.release(masters)
+        try:
+            return call()
+        finally:
+            for master in held:  # a graph may have saved a view of it
+                torch.autograd.graph.increment_version(master)
+            closed_master.follow(held)
 
 
 @without_grad
 def publish(links: LinkList) -> None:
-    """Round every master into its parameter, in place, on the device; no sync."""
-    round_into_weights(links)
-    links.versions.save()
+    """Round every master into its parameter, in place, on the device; no sync. Not those that another thread steps."""
+    with closed_master.lock:
+        links = _at_rest(links)
+        round_into_weights(links)
+        links.versions.save()
 
 
 def round_into_weights(links: LinkList) -> None:
     """`publish`, after which the masters still count as written; under no_grad."""
     closed, whole = _parted(links)
     if closed:
-        closed_master.store(closed)
+        with closed_master.lock:
+            closed_master.store(closed)
     for params, masters in _by_device(whole):
         multi_tensor.multi_tensor_scale(masters, params, 1.0)
 
@@ -328,15 +359,18 @@ def settle(links: LinkList) -> None:
     (weights clamped, initialized by hand), and the master adopts it. All other elements keep the master's precision.
 
     Of a closed master the parameter is a part, so an edit is in the master by itself. Those that are open are closed.
+    Masters that another thread steps are left to it.
     """
-    if written := publish_written(links):
-        links = links.without(written)
-    closed, whole = _parted(links)
-    if closed:
-        closed_master.drop_joined(master for _, master in closed)
-    for params, masters in _by_device(whole):
-        multi_tensor.multi_tensor_adopt(params, masters)
-    links.versions.save()
+    with closed_master.lock:
+        links = _at_rest(links)
+        if written := publish_written(links):
+            links = links.without(written)
+        closed, whole = _parted(links)
+        if closed:
+            closed_master.drop_joined(master for _, master in closed)
+        for params, masters in _by_device(whole):
+            multi_tensor.multi_tensor_adopt(params, masters)
+        links.versions.save()
 
 
 @without_grad

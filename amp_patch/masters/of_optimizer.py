@@ -285,6 +285,7 @@ class Masters:
         master = nn.Parameter(param.detach().float())
         link = self._add(param, master)
         self._serve(link)
+        form.note_part(param, shard)
         vars(master)["draw"] = self._draws.pop(id(shard), (shard, None))[1]
         closed_master.close([(param, master)], form, exact=True)
         vars(master)["start"] = place_in_whole(shard)

@@ -7,6 +7,7 @@ large, where rounding to nearest would lose it in all of them.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -20,14 +21,16 @@ from amp_patch.support import device_sync
 _EDITS, _NUMBER = 32, 40
 _MOST_EDITS = (1 << _NUMBER - _EDITS) - 1
 _STEPS = (1 << _EDITS) - 1
+ORDER = "model"  # of the steps in a state dict: by the parameters' positions in the training's models
 
 
 class Rounding(Form):
     """The chance by which one training's weights are rounded: a seed, and how often each was.
 
-    The bits of a step depend on the seed, on the number of the master (in the order in which optimizers got them), and
-    on how many steps that master has had. So they are the same on each process of a DDP training, in portions and in
-    one pass, in the parts that `fully_shard` makes, and after a checkpoint with `state_dict`.
+    The bits of a step depend on the seed, on the number of the master (the position of its parameter in the training's
+    models), and on how many steps that master has had. So they are the same on each process of a DDP training, in
+    portions and in one pass, in the parts that `fully_shard` makes, and after a checkpoint with `state_dict`; whatever
+    type the parameters came in, in whichever order of groups, and whether some were thawed later.
 
     Attributes:
         seed: of 63 bits; 0 unless somebody has loaded another, for processes that seed torch differently must agree.
@@ -38,10 +41,25 @@ class Rounding(Form):
     def __init__(self) -> None:
         self.seed = 0
         self._masters: dict[int, weakref.ref[ClosedMaster]] = {}  # by their number
+        self._positions: dict[int, int] = {}  # of parameters, by their id; a copy has none
         self._later: dict[int, int] = {}  # steps that were loaded for masters that are not there yet, by their number
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"seed": self.seed, "_masters": {}, "_later": {**self._later, **self._steps()}}
+        return {"seed": self.seed, "_masters": {}, "_positions": {}, "_later": {**self._later, **self._steps()}}
+
+    def number(self, params: Iterable[Tensor]) -> None:
+        """Have the masters of these parameters numbered by their order here; others are numbered as they come."""
+        self._positions = {id(param): position for position, param in enumerate(params)}
+
+    def note_part(self, part: Tensor, whole: Tensor) -> None:
+        if (position := self._positions.get(id(whole))) is not None:
+            self._positions[id(part)] = position
+
+    def _number_of(self, param: Tensor) -> int:
+        number = self._positions.get(id(param))
+        if number is None or ((ref := self._masters.get(number)) is not None and ref() is not None):
+            number = max(*self._positions.values(), *self._masters, -1, -1) + 1
+        return number
 
     def _alive(self) -> dict[int, ClosedMaster]:
         found = {number: ref() for number, ref in self._masters.items()}
@@ -62,7 +80,7 @@ class Rounding(Form):
         if value is not None:  # to the nearest: that this is no update, which might get lost
             multi_tensor.multi_tensor_scale([value], [param], 1.0)
         if master.draw is None:  # a copy has that of the original
-            number = max(self._masters, default=-1) + 1
+            number = self._number_of(param)
             master.draw = number << _NUMBER | self._later.pop(number, 0)
         self._masters[master.draw >> _NUMBER] = weakref.ref(master)
         master.edits = 0
@@ -88,7 +106,8 @@ class Rounding(Form):
     def state_dict(self) -> dict[str, Any]:
         """The seed, and the steps of each master, by its number."""
         steps = {**self._later, **self._steps()}
-        return {"seed": self.seed, "steps": [steps.get(number, 0) for number in range(max(steps, default=-1) + 1)]}
+        in_order = [steps.get(number, 0) for number in range(max(steps, default=-1) + 1)]
+        return {"seed": self.seed, "steps": in_order, "order": ORDER}
 
     def load_state_dict(self, state: Any) -> None:
         """Take what `state_dict` gave."""
@@ -115,13 +134,18 @@ def _known(master: ClosedMaster) -> int:
 
 def _checked(state: Any) -> tuple[int, list[int]]:
     try:
-        seed, steps = state["seed"], list(state["steps"])
+        seed, steps, order = state["seed"], list(state["steps"]), state.get("order")
         right = all(type(number) is int and number >= 0 for number in (seed, *steps)) and seed < 2**63
-    except (KeyError, TypeError, IndexError):
+    except (AttributeError, KeyError, TypeError, IndexError):
         right = False
     if not right:
         raise ValueError(
             f"load_state_dict: stochastic_rounding is {state!r}; wanted {{'seed': a whole number from 0 to 2**63 - 1, "
-            "'steps': a list of whole numbers}}"
+            "'steps': a list of whole numbers, 'order': 'model'}}"
+        )
+    if any(steps) and order != ORDER:
+        raise ValueError(
+            f"load_state_dict: stochastic_rounding has order {order!r}; wanted {ORDER!r}: an older amp_patch, "
+            "which numbered masters in another way, has written it; load it with 'steps': [], which counts from 0 again"
         )
     return seed, steps

@@ -18,7 +18,7 @@ from amp_patch.model import buffers, copies, fsdp, incoming
 from amp_patch.model.keep_fp32 import forbid_fast_path
 from amp_patch.model.state import ModelState, followed_policy, running, untouched
 from amp_patch.model.tensors import cast, load_masters, reflatten, refuse_changed, uncast, was_changed
-from amp_patch.model.type_errors import advising, explain_another_type, refuse_another_type
+from amp_patch.model.type_errors import advising, explain_types, refuse_another_type
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 from amp_patch.support import generated_class, tree
 from amp_patch.support.compiled import wraps
@@ -375,7 +375,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
                 output = method(self, *args, **kwargs)
         except RuntimeError as error:
             if outer is None and not compiling:
-                explain_another_type(self, policy, error, KeptModule)
+                explain_types(self, policy, error, KeptModule)
             raise
         finally:
             running.policy = outer

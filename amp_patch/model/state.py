@@ -91,8 +91,8 @@ class ModelState:
             incoming.note_type(param, dtype)
         vars(self).update(state, links=ModelLinks(), calls=copies.Calls(), modules=weakref.WeakSet())
         emulate(self.policy)  # an unpickled model may be in a new process
-        if self.policy.casts_calls:
-            install.install(self.policy.op_lists)
+        if self.policy.makes_low_tensors:
+            install.install(self.policy.op_lists if self.policy.casts_calls else install.ALONE)
         if self.fast_path_off:
             forbid_fast_path()
 

@@ -19,8 +19,16 @@ from amp_patch.support.scripts_line import frames_of, raised_at
 # oneDNN names no types: without its words a recurrent network in BF16 with an FP32 state would fail unexplained.
 _DTYPE_ERROR = re.compile(
     r"same dtype|scalar type|should be the same|dtype mismatch|mixed dtype|must have the same type"
+    r"|dtypes must be the same|self\.dtype to be equal|dtypes match|expected dtype .* but got|Found dtype \w+ but"
     r"|could not create a primitive descriptor for the (LSTM|GRU|RNN|vanilla)",
     re.I,
+)
+_OVERFLOW = re.compile(r"cannot be converted to type (\S+) without overflow")
+# A function that has no kernel for a low-precision type.
+_NO_KERNEL = re.compile(
+    r"not implemented for '(Half|BFloat16)'|Unsupported dtype (Half|BFloat16)|Low precision dtypes not supported"
+    r"|must be either float or double dtype|support tensors of type: (Half|BFloat16)|\((Half|BFloat16)\{"
+    r"|handle types other than float and double"
 )
 
 
@@ -53,10 +61,57 @@ def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Poli
             )
 
 
-def explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
-    """Raise `error`, if it is about types, with what mixes them: weights that got another one, or the line."""
-    if policy.cast_model_type is None or not is_about_types(error) or fsdp.is_fsdp(model):
-        return
+def explain_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
+    """Raise `error` of a forward of `model`, if it is about types, with the line, the level and the way out."""
+    if policy.cast_model_type is not None and is_about_types(error):
+        if fsdp.is_fsdp(model):
+            return
+        _refuse_changed_types(model, policy, error, kept_class)
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = [names[id(own)] for frame, _ in frames_of(error) if id(own := frame.f_locals.get("self")) in names]
+    where = f"module {inside[-1]!r} of {type(model).__name__}" if inside and inside[-1] else type(model).__name__
+    _raise_with_advice(f"The forward of {where}", policy, error)
+
+
+def explain_types_in_body(policy: Policy, error: RuntimeError) -> None:
+    """Raise `error` of the body of a `scale_loss`, if it is about types, with the line, the level and the way out."""
+    _raise_with_advice("The body of scale_loss", policy, error)
+
+
+def _raise_with_advice(where: str, policy: Policy, error: RuntimeError) -> None:
+    if policy.makes_low_tensors and (advice := _advice(policy, error)) is not None:
+        kind = NotImplementedError if isinstance(error, NotImplementedError) else RuntimeError
+        raise kind(f"{error}\n{where}{raised_at(error)} {advice}") from error
+
+
+def _advice(policy: Policy, error: RuntimeError) -> str | None:
+    """What torch's `error` is about at this level, and the ways out; None if it is not about types."""
+    low, level, casts_model = policy.dtype, policy.opt_level, policy.cast_model_type is not None
+    if _OVERFLOW.search(str(error)):
+        return (
+            f"fills a tensor with a number that is beyond its range: {level} makes tensors {low}. Take the smallest "
+            "number of its type, torch.finfo(x.dtype).min, or the largest, in place of a fixed one such as -1e9"
+        )
+    if _NO_KERNEL.search(str(error)):
+        kept = ", or name its module in initialize(..., keep_fp32=[...])" if casts_model else ""
+        return f"calls a function that torch does not have for {low}, the type of {level}: give it x.float(){kept}"
+    if not is_about_types(error):
+        return None
+    if casts_model:
+        return (
+            f"mixes types: initialize() cast the model to {low}, and a tensor here is another type, such as one that "
+            "forward makes (torch.arange, torch.ones, a mask). Make it in the type of an input (x.new_ones(8), "
+            "dtype=x.dtype, other.to(x.dtype)), register it as a buffer, name the module in initialize(..., "
+            "keep_fp32=...), or take O1 or O4, whose functions cast what they are given"
+        )
+    return (
+        f"mixes types: {level} makes tensors {low} and knows no cast for the function here. Give it x.float(), or "
+        "name it to amp.register_float_function(module, name) before initialize()"
+    )
+
+
+def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
+    """Raise `error` with the weights of a cast model that got another type since, if there are any."""
     norms = bool(policy.keep_batchnorm_fp32)
     kept = (m for m in model.modules() if isinstance(m, kept_class) or (norms and is_batch_norm(m)))
     stay = {id(inner) for module in kept for inner in module.modules()}
@@ -69,7 +124,7 @@ def explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError, 
         if tensor.dtype is not (torch.float32 if id(module) in stay else policy.cast_model_type)
     ]
     if not names:
-        raise RuntimeError(f"{error}\n{_of_mixed_operands(model, policy, error)}") from error
+        return
     _refuse_new_modules(model, policy, error, names)
     shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     raise RuntimeError(
@@ -104,19 +159,6 @@ method_subscribers: list[Callable[[nn.Module, str], bool]] = []
 def is_about_types(error: RuntimeError) -> bool:
     """Whether the words of torch's error say that tensors of two types met."""
     return _DTYPE_ERROR.search(str(error)) is not None
-
-
-def _of_mixed_operands(model: nn.Module, policy: Policy, error: RuntimeError) -> str:
-    """Where a forward of `model` has given a function FP32 beside the type of the cast, and the ways out."""
-    names = {id(module): name for name, module in model.named_modules()}
-    inside = [names[id(own)] for frame, _ in frames_of(error) if id(own := frame.f_locals.get("self")) in names]
-    where = f"module {inside[-1]!r} of {type(model).__name__}" if inside and inside[-1] else type(model).__name__
-    return (
-        f"The forward of {where}{raised_at(error)} mixes types: initialize() cast the model to "
-        f"{policy.cast_model_type}, and a tensor here is another type, such as one that forward makes (torch.arange, "
-        "torch.ones, a mask). Make it in the type of an input (x.new_ones(8), dtype=x.dtype), register it as a buffer, "
-        "name the module in initialize(..., keep_fp32=...), or take O1 or O4, whose functions cast what they are given"
-    )
 
 
 def advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,12 +18,11 @@ class Steps(Protocol):
     def step(self) -> Callable[..., Any]: ...
 
 
-M = TypeVar("M", bound=Callable[..., Any])  # a model; what `torch.compile` gives is no nn.Module to a type checker
-S = TypeVar("S", bound=Steps)
-T = TypeVar("T")
-Several = list[T] | tuple[T, ...]
 Optimizers = Steps | Sequence[Steps]
-Level = OptLevel | str  # a string from a command line is no literal
+# A model, or several. What `torch.compile` gives is no nn.Module to a type checker.
+M = TypeVar("M", bound=Callable[..., Any] | Sequence[Callable[..., Any]])
+S = TypeVar("S", bound=Optimizers)
+Level = OptLevel | str  # "O5+split", and a string from a command line, are no literals
 
 
 class Keywords(TypedDict, total=False):
@@ -49,5 +48,5 @@ class Keywords(TypedDict, total=False):
     methods: tuple[str, ...]
     skip_nonfinite: Flag
     low_precision_norms: Flag
-    optimizer_state: State | str | None
+    optimizer_state: State | None
     gradient_release: Flag

@@ -27,6 +27,7 @@ from amp_patch.training import (
     one_pass,
     portions,
     rounded_shards,
+    slips,
     thawed,
     trial,
     untouched,
@@ -48,6 +49,7 @@ class AmpOptimizer(Generated):
     """Overrides of an optimizer that went through `initialize`."""
 
     strategy: Strategy = WHOLE  # of the class
+    _step_supports_amp_scaling = slips.SupportsScaling()
 
     @classmethod
     def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from amp_patch.masters.masters import PLAIN_TYPES, has_gradient
 from amp_patch.support import device_sync, distributed
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.slips import SupportsScaling, warn_of_no_body
 from amp_patch.training.stash import DeviceSkip, Stash, known_stash, overflowed
 
 
@@ -41,6 +42,8 @@ def decide(optimizer: Any, stash: Stash, is_capturing: bool, may_skip: bool) -> 
     if is_capturing and any(device_sync.waits(found_inf.device) for _, found_inf in stash.found):
         _refuse_in_capture(optimizer, may_skip)
     scalers = read_found(stash) if stash.found else []
+    if not (stash.found or stash.bodies or stash.gathered):
+        warn_of_no_body(optimizer, stash)
     if stash.device_skips:
         stash.collect_device_skips(wait=True)
     stash.last_skipped = bool(scalers)
@@ -124,7 +127,12 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
     It is given the flag there, as torch.amp.GradScaler gives it. Then the host does not wait, and learns later what
     happened.
     """
-    able = getattr(optimizer, "skips_on_device", getattr(optimizer, "_step_supports_amp_scaling", False))
+    able = getattr(optimizer, "skips_on_device", None)
+    if able is None:  # past `SupportsScaling`, which a GradScaler asks: it would take a call a step
+        able = vars(optimizer).get(SupportsScaling.NAME)
+    if able is None:  # the inner optimizer of a ZeroRedundancyOptimizer has the stash, and no class of ours
+        is_ours = isinstance(optimizer, SupportsScaling.owner)
+        able = getattr(super(SupportsScaling.owner, optimizer) if is_ours else optimizer, SupportsScaling.NAME, False)
     devices = {found_inf.device for _, found_inf in stash.found} if able else set()
     return len(devices) == 1 and device_sync.waits(devices.pop())
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from amp_patch.model.fsdp import refuse_sharded_since
 from amp_patch.support import compiled
+from amp_patch.support.generated_class import base_class
+from amp_patch.training import slips
 from amp_patch.training.arguments import Optimizers
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.scaled_backward import ScaledBackward
@@ -47,6 +49,8 @@ def scale_loss(
         model: unused; Apex has it.
         delay_unscale: leave the gradients scaled where they are, for the next micro-batch to add to. The last
             micro-batch of an iteration has it False. (A step with gradients still scaled unscales them itself.)
+            Autograd adds them in the type of the weights: in BF16 (O5) the sum of 64 micro-batches was 0.8 % off, that
+            of 512 4 to 7 %; in FP16 0.1 and 0.3 %. Where it is False each exit adds in FP32 at O2 and O5.
             Implied where DistributedDataParallel's `no_sync()` was around the forward of a model that is cast, or whose
             loss is scaled: the sum stays on the model until DDP reduces it, and all processes see an overflow at once.
             Implied where fully_shard holds gradients back (`set_requires_gradient_sync(False)`).
@@ -60,7 +64,11 @@ def scale_loss(
     Raises:
         RuntimeError: an optimizer that `initialize` never saw; or, from `optimizer.step()` in the body, that it belongs
             after it. (At O0 and O4 without `skip_nonfinite` an optimizer may step there, in a hook of backward too.)
-        TypeError, ValueError: a loss or loss_id that cannot be. Gradients are untouched then.
+            Where the loss is scaled: backward of the loss itself in the body, or of the scaled loss after it; a loss
+            that a GradScaler has scaled.
+        TypeError, ValueError: a loss, optimizer or loss_id that cannot be. Gradients are untouched then.
+
+    Warns, once, where the loss depends on no parameter of `optimizers`.
 
     An exception in the body leaves no scaled gradient, and scale and earlier gradients as they were. What may clear
     gradients inside the body is `zero_grad()` of the optimizer or of the model given to `initialize`.
@@ -78,6 +86,8 @@ def scale_loss(
         stash.masters.of_groups(target.param_groups)  # which may come to subscribe, where the groups have changed
         for prepare in stash.neighbours.before_backward:
             prepare(target, stash)
+    if scaler.scales and not stashes[0].bodies:
+        slips.refuse_scaled(loss)
     alone = len(targets) == 1 and stashes[0].neighbours.owns_all
     return (ScaledBackward if alone else SharedBackward)(
         loss, targets, stashes, scaler, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
@@ -102,6 +112,7 @@ def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
     for optimizer in as_list(optimizers):
         target = innermost(optimizer)
         if stash_of(target) is None:
+            groups_of(target, caller)  # raises of what is no optimizer
             raise RuntimeError(
                 f"{caller}: this {type(target).__name__} never went through initialize(); call "
                 "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first"
@@ -114,6 +125,17 @@ def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
     for wrapper in wrappers:
         enter_wrappers(wrapper)
     return list(targets.values())
+
+
+def groups_of(optimizer: Any, caller: str) -> Any:
+    """The groups of the innermost optimizer; TypeError where there are none: a model was given, for one."""
+    groups = getattr(innermost(optimizer), "param_groups", None)
+    if groups is None:
+        raise TypeError(
+            f"{caller}: got a {base_class(optimizer).__name__} for an optimizer; wanted the optimizer that went "
+            f"through initialize(), as in `amp.{caller}({'loss, ' if caller == 'scale_loss' else ''}optimizer)`"
+        )
+    return groups
 
 
 def scaler_of(stash: Stash, loss_id: int, caller: str = "scale_loss") -> LossScaler:

@@ -6,6 +6,7 @@ what several optimizers, and parameters in none, need besides.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +19,10 @@ from amp_patch.masters.grad_field import drop_gradients, with_gradient
 from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.model import forward as model_forward
 from amp_patch.model import fsdp
+from amp_patch.model.type_errors import explain_types_in_body
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.blocks import Block, when_left
-from amp_patch.training import observers
+from amp_patch.training import observers, slips
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Pending, Stash, body_events
 from amp_patch.training.unscale import unscale
@@ -67,6 +69,17 @@ class ScaledBackward(Block):
         self._announced = False  # whether observers wait for `body_ends`
         self._casts: regions.region | None = None
         self._exit_watch: Any = None
+        # Where the loss is scaled: the gradients that backward passes of the body gave the loss, and the scaled one.
+        self._of_loss: list[Tensor] = []
+        self._of_scaled: list[Tensor] = []
+        self._hooks: list[Any] = []
+        self._returned: weakref.ref[Tensor] | None = None  # what the body was given, whose graph is the user's to keep
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"scale_loss gives a context manager, which has no attribute {name!r}; write `with amp.scale_loss(loss, "
+            "optimizer) as scaled_loss: scaled_loss.backward()`"
+        )
 
     def __enter__(self) -> Tensor:
         if self.loss is None:
@@ -79,23 +92,44 @@ class ScaledBackward(Block):
         self._casts.__enter__()
         loss, self.loss = self.loss, None  # whose graph is the user's to keep
         observers.tell("loss_scaled", self, loss)
-        if not self.now.scaling:
-            return loss.float() if loss.dtype in LOW_PRECISION else loss
-        return (loss if loss.dtype is torch.float64 else loss.float()) * self.scale
+        if self.now.scaling:
+            scaled = (loss if loss.dtype is torch.float64 else loss.float()) * self.scale
+            if scaled.requires_grad:  # builtins as hooks: they take no Python call
+                self._hooks.append(loss.register_hook(self._of_loss.append))
+                self._hooks.append(scaled.register_hook(self._of_scaled.append))
+        else:
+            scaled = loss.float() if loss.dtype in LOW_PRECISION else loss
+        self._returned = weakref.ref(scaled)
+        return scaled
 
-    def __exit__(self, raised: Any = None, *_: Any) -> None:
+    def __exit__(self, raised: Any = None, error: Any = None, *_: Any) -> None:
         try:
             self._leave_casts()
             if raised is None:
+                if self._hooks and not self._of_scaled:
+                    self._look_for_slips()
                 self.delay_unscale = self.must_delay() or self.delay_unscale
                 if self.delay_unscale:
                     self.delay()
                 else:
                     self.finish()
+                    if self.stashes[0].backward.first_unscaled_grad is None and self._returned is not None:
+                        slips.warn_of_untrained(self._returned(), self.optimizers, self.params())
         finally:
             self.close()
+        if isinstance(error, RuntimeError):
+            explain_types_in_body(self.stashes[0].policy, error)
         if raised is None and not (self.delay_unscale or self.delay_overflow_check):
             self.scaler.update()
+
+    def _look_for_slips(self) -> None:
+        """Raise, or warn, where backward has not gone through the scaled loss; let one raise that does so later."""
+        if self._of_loss:
+            slips.refuse_unscaled(self._of_loss, self.scale, self.params())
+            return
+        if self._returned is not None and (scaled := self._returned()) is not None:
+            scaled.register_hook(slips.TooLate(self.stashes[0]))
+        slips.warn_of_other_gradients(self.params(), () if self._had_grad is None else self._had_grad[1])
 
     def begin(self) -> None:
         """Leave on the model only gradients that this backward may be added to.
@@ -238,6 +272,10 @@ class ScaledBackward(Block):
             self._leave_casts()
         if not self.begun:
             return
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._of_loss.clear()
+        self._of_scaled.clear()
         if not self.done:
             self.abandon()
             self.done = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from amp_patch.masters import gradients
 from amp_patch.masters.grad_field import drop_gradients, own_grad, with_gradient
 from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.support import distributed
+from amp_patch.support.blocks import without_grad
 from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing, siblings, stash_of
 from amp_patch.training.unscale import unscale_pending
@@ -144,6 +146,8 @@ class SharedBackward(ScaledBackward):
         own = owner is not None and owner.bodies != bodies
         inverse = None if own else self.now.inverse()
         try:
+            if owner is None:
+                _clear_not_finite(aside.value for aside in kept.values())
             found = gradients.gather([(param, param) for param in params], inverse, aside=kept)
             if owner is None:
                 gradients.clear_overflowed(params, found)  # no step would drop them
@@ -174,6 +178,16 @@ class SharedBackward(ScaledBackward):
 
     def params(self) -> list[Tensor]:
         return [param for param, _ in distinct_pairs(self.optimizers)]
+
+
+@without_grad
+def _clear_not_finite(grads: Iterable[Tensor]) -> None:
+    """Make each gradient that holds a number that is not finite 0, in place; no sync.
+
+    Clipping by the norm of an overflow multiplies all gradients by NaN. No step would drop those of unowned parameters.
+    """
+    for grad in map(gradients.held, grads):
+        grad.masked_fill_(~grad.isfinite().all(), 0)
 
 
 def _is_reached(optimizer: Any) -> bool:

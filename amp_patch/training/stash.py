@@ -114,6 +114,7 @@ class BackwardState(OfThisProcess):
             a body runs; after a delayed exit what of them no scaled gradient can hold.
         first_unscaled_grad: gives the first gradient that an exit has left unscaled for the next step.
         strays: ids of the parameters with masters on which another optimizer's backward has left gradients.
+        is_seen: whether it was looked whether any loss depends on the optimizer's parameters.
     """
 
     body: Any = None
@@ -123,6 +124,7 @@ class BackwardState(OfThisProcess):
     aside: dict[int, Aside] = field(default_factory=dict)
     first_unscaled_grad: Callable[[], Tensor | None] | None = None
     strays: set[int] = field(default_factory=set)
+    is_seen: bool = False
 
 
 class Siblings(list[weakref.ref[Any]]):

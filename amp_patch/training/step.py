@@ -15,7 +15,7 @@ import torch
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.grad_field import own_grad, with_gradient
-from amp_patch.masters.masters import LinkList, has_gradient, materialize, publish, publish_written, settle
+from amp_patch.masters.masters import Claim, LinkList, has_gradient, materialize, publish, publish_written, settle
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.support.compiled import eager_only, wraps
@@ -71,7 +71,7 @@ class Whole(Strategy):
             step.unpublished = step.links
             settle(step.links)
             step.writes = True
-            materialize(master for master in step.links.masters if has_gradient(master))
+            step.materialize()
         return plain(step.optimizer, *step.args, **step.kwargs)
 
 
@@ -110,6 +110,7 @@ class Step(Block):
         self._made = self._is_consumed = self._may_skip = False
         self._no_casts: regions.region | None = None
         self._exit_watch: Any = None
+        self._claim: Claim | None = Claim(stash.masters.by_master)
 
     @property
     def is_running(self) -> bool:
@@ -175,7 +176,7 @@ class Step(Block):
         if self.overflow is not None:
             vars(optimizer).pop("grad_scale", None)
             vars(optimizer).pop("found_inf", None)
-        stash.step = self._exit_watch = None
+        stash.step = self._exit_watch = self._claim = None
 
     def _leave_for_good(self) -> None:
         """`leave`, after which the step is over whatever came of it: with `stash.step` set none would be checked."""
@@ -207,8 +208,32 @@ class Step(Block):
         with torch.enable_grad():
             return closure()
 
+    def materialize(self) -> None:
+        """Have the masters that have a gradient in their memory, now and after each call of the closure; no sync."""
+        masters = self.links.masters
+        materialize(filter(has_gradient, masters))
+        if (closure := self._closure()) is None:
+            return
+        stepped: list[torch.Tensor] = []
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            for master in stepped:  # of a step that calls the closure again: the forward publishes what was written
+                torch.autograd.graph.increment_version(master)
+            result = closure(*args, **kwargs)
+            stepped[:] = filter(has_gradient, masters)
+            materialize(stepped)  # without this, what fused kernels write now is lost: it bumps no version
+            return result
+
+        self._replace_closure(followed)
+
     def _closure(self) -> Any:
         return self.args[0] if self.args else self.kwargs.get("closure")
+
+    def _replace_closure(self, closure: Any) -> None:
+        if self.args:
+            self.args = (closure, *self.args[1:])
+        else:
+            self.kwargs = {**self.kwargs, "closure": closure}
 
     def _check_closure(self) -> None:
         """Refuse a closure that would make gradients nobody checks; have any other run with the casts of now."""
@@ -221,11 +246,7 @@ class Step(Block):
                 "the check for overflow; under loss scaling, and with skip_nonfinite=True, call the closure's body "
                 "first, then step() without it"
             )
-        closure = regions.as_now(closure)
-        if self.args:
-            self.args = (closure, *self.args[1:])
-        else:
-            self.kwargs = {**self.kwargs, "closure": closure}
+        self._replace_closure(regions.as_now(closure))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

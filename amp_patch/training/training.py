@@ -26,9 +26,9 @@ from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Attempts
-from amp_patch.training import ddp, left_out, observers
+from amp_patch.training import ddp, left_out, observers, slips
 from amp_patch.training import optimizer as optimizer_side
-from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.loss_scaler import ROUNDING, LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
 from amp_patch.training.scale_loss import targets_of
 from amp_patch.training.stash import (
@@ -109,6 +109,14 @@ def begin_training(
         trainings.remove(training)
         raise
     return training
+
+
+def _before_clipping(params: list[Tensor]) -> None:
+    optimizers = [ref() for training in trainings for ref in training.optimizers]
+    slips.warn_of_scaled(params, [optimizer for optimizer in optimizers if optimizer is not None])
+
+
+clipping.before_clipping.append(_before_clipping)
 
 
 def leave_all(trainings: list[Training]) -> None:
@@ -198,6 +206,8 @@ def enter(
     about_to_be_cast = {id(p) for p in params}
     owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
     everything = {id(p): p for model in models for p in model.parameters()}
+    if (rounding := training.scalers[0].beside.get(ROUNDING)) is not None:
+        rounding.number(everything.values())
     unowned: list[Tensor] = [p for key, p in everything.items() if key not in owned and p.requires_grad]
     sharded = [(module, {id(p) for p in module.parameters()}) for module in fsdp.fsdp_modules(models)]
     for target in targets:
@@ -233,7 +243,7 @@ def enter(
     for target in targets:
         optimizer_side.state_follows_params(target)
         optimizer_side.warn_of_small_eps(target)
-    if policy.master_weights and targets:
+    if targets and (policy.master_weights or any(scaler.scales for scaler in training.scalers)):
         clipping.install()
     if targets and (policy.master_weights or policy.checks_gradients):
         ddp.follow(models, training.scalers)
@@ -242,8 +252,8 @@ def enter(
         left_out.watch(models, targets, policy, owned)
     dynamo.hook()
     emulate(policy)
-    if policy.casts_calls:
-        install.install(policy.op_lists)
+    if policy.makes_low_tensors:
+        install.install(policy.op_lists if policy.casts_calls else install.ALONE)
         model_forward.cast_held_functions(models)
     if policy.patch_torch_functions:
         casts_state.set_default(policy)

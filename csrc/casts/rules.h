@@ -180,6 +180,10 @@ inline Route norm(const Acting& acting, const Arguments& given, Cast& cast) {
   return acting.low_norms ? Route::python : to_fp32(acting, given, cast);
 }
 
+inline Route sigmoid(const Acting& acting, const Arguments& given, Cast& cast) {
+  return acting.allows_banned ? to_fp32(acting, given, cast) : Route::original;
+}
+
 inline Route to_widest(const Acting&, const Arguments& given, Cast& cast) {
   Widest widest;
   if (!widest.add_all(given)) return Route::python;
@@ -217,6 +221,7 @@ inline constexpr Rule RULES[] = {
     {"product", &product},
     {"fp32", &to_fp32},
     {"norm", &norm},
+    {"sigmoid", &sigmoid},
     {"widest", &to_widest},
     {"mixed_fp32", &mixed_to_fp32},
     {"match_self", &to_type_of_self},

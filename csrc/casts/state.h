@@ -59,6 +59,7 @@ struct Acting {
   bool apex = false;            // its op lists are Apex's
   bool low_norms = false;       // norms give their input's type: the Python wrappers do that
   bool low_bit = false;         // products are FP8's or FP4's: the Python wrappers do that
+  bool allows_banned = false;   // binary cross entropy runs in FP32, and so do sigmoids
   bool products_alone = false;  // and nothing else is cast
   ScalarType low = ScalarType::Half;
 };
@@ -69,6 +70,7 @@ inline Acting acting_of(const py::object& policy) {
     acting.on = true;
     acting.apex = py::cast<std::string>(py::getattr(policy, "op_lists", py::str("torch"))) == "apex";
     acting.low_norms = py::cast<bool>(py::getattr(policy, "low_precision_norms", py::bool_(false)));
+    acting.allows_banned = py::cast<bool>(py::getattr(policy, "allow_banned", py::bool_(false)));
     acting.low_bit = !py::getattr(policy, "product_format", py::none()).is_none();
     acting.products_alone = acting.low_bit && !py::cast<bool>(policy.attr("patch_torch_functions"));
     acting.low = py::cast<ScalarType>(policy.attr("dtype"));

@@ -40,11 +40,11 @@ def opt_level(level: str, run: Run) -> list[float]:
     for images, labels in run.batches():
         optimizer.zero_grad()
         total = 0.0
-        for i, (part, wanted) in enumerate(zip(images.chunk(MICRO_BATCHES), labels.chunk(MICRO_BATCHES), strict=True)):
+        for part, wanted in zip(images.chunk(MICRO_BATCHES), labels.chunk(MICRO_BATCHES), strict=True):
             loss = F.cross_entropy(model(part), wanted) / MICRO_BATCHES
-            # Scaled until the last one unscales the sum: one pass over the gradients a step. Without `delay_unscale`
-            # every micro-batch unscales and adds, in FP32: slower at O2, and rounded less.
-            with amp.scale_loss(loss, optimizer, delay_unscale=i < MICRO_BATCHES - 1) as scaled_loss:
+            # Each exit adds the micro-batch's gradients to the sum, in FP32. With `delay_unscale=True` before the last
+            # one autograd adds them in the weights' type: less time and memory, but at O5 a sum of many is rounded.
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
             total += loss.item()
         optimizer.step()

@@ -356,3 +356,68 @@ def test_cast_inputs_does_nothing_in_a_cast_model(level, seen):
         model = amp.initialize(Net(2, 2), opt_level=level, cpu_half=cpu_half)
         model(torch.ones(2, 2))
         assert seen.pop() is torch.float16
+
+
+def of_torchs(kind: str, cast_inputs: torch.dtype | None = torch.float32) -> type[torch.autograd.Function]:
+    """A product of a library that knows torch's decorators alone."""
+
+    class Theirs(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type=kind, cast_inputs=cast_inputs)
+        def forward(ctx, a, b):
+            Product.seen += [a.dtype, b.dtype, (a @ b).dtype]
+            ctx.save_for_backward(a, b)
+            return a @ b
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type=kind)
+        def backward(ctx, grad):
+            a, b = ctx.saved_tensors
+            Product.seen.append((grad @ b.T).dtype)
+            return grad @ b.T, a.T @ grad
+
+    return Theirs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_cast_inputs_of_torchs_custom_fwd_are_honored(when, level, device, seen):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return theirs.apply(self.layer(x), self.layer.weight)
+
+    theirs = of_torchs(device) if when == "before" else None
+    model = Net().to(device)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level)
+    theirs = theirs or of_torchs(device)
+    with amp.scale_loss(model(torch.ones(2, 2, device=device)).sum(), optimizer) as scaled:
+        scaled.backward()
+    assert seen == [torch.float32] * 4 and model.layer.weight.grad.dtype is torch.float32
+
+
+def test_torchs_custom_fwd_is_torchs_again_after_restore_and_heeds_torchs_autocast(seen):
+    own = torch.amp.custom_fwd, torch.amp.custom_bwd
+    before = of_torchs("cpu")
+    forward = before.forward
+    amp.initialize(nn.Linear(1, 1), opt_level="O4")
+    assert before.forward is not forward and torch.amp.custom_fwd is not own[0]
+    after = of_torchs("cpu")
+    amp.restore()
+    assert before.forward is forward and (torch.amp.custom_fwd, torch.amp.custom_bwd) == own
+    for theirs in before, after:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = theirs.apply(*(leaf.bfloat16() for leaf in leaves()))
+        out.sum().backward()
+    assert seen == [torch.float32] * 8
+
+
+def test_torchs_custom_fwd_without_cast_inputs_keeps_the_casts(seen):
+    theirs = of_torchs("cpu", cast_inputs=None)
+    with amp.autocast("cpu", torch.bfloat16):
+        theirs.apply(*leaves())
+    assert seen == [torch.float32, torch.float32, torch.bfloat16]

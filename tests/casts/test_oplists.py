@@ -79,6 +79,9 @@ def test_optional_names_and_samples_are_about_the_lists() -> None:
         "rnn",
         "fp32",
         "norm",
+        "sigmoid",
+        "direction",
+        "inexact",
         "widest",
         "match_self",
         "banned",
@@ -116,7 +119,7 @@ def test_fused(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(("owner", "name"), walk("fp32", "norm"))
+@pytest.mark.parametrize(("owner", "name"), walk("fp32", "norm", "direction", "inexact"))
 def test_fp32(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
     with region(dtype):
         for given in ([dtype], [torch.float32], [dtype, torch.float32]):
@@ -127,6 +130,19 @@ def test_fp32(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
     except (RuntimeError, ValueError):
         return  # no half kernel: listed with reason
     assert unaided != {torch.float32}, "FP32 without our help: nothing to list"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(("owner", "name"), walk("sigmoid"))
+def test_sigmoid_gives_fp32_where_a_cross_entropy_may_follow(
+    owner: str, name: str, dtype: torch.dtype, device: str
+) -> None:
+    for allowed, expected in ((True, torch.float32), (False, dtype)):
+        with region(dtype, allow_banned=allowed):
+            assert result_types(call(owner, name, [dtype], device)) == {expected}
+            assert result_types(call(owner, name, [torch.float32], device)) == {torch.float32}
+    assert result_types(call(owner, name, [dtype], device)) == {dtype}  # casts off
 
 
 @pytest.mark.parametrize("device", DEVICES)

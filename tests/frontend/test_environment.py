@@ -94,13 +94,16 @@ def test_a_rung_behind_the_level_is_its_option(initialize, environment, form, ca
         assert policy(initialize, opt_level="O1", dtype=HALF) == resolve("O5", master_weights=form)
     assert any(f"by AMP_PATCH_OPT_LEVEL it is O5+{form};" in record.getMessage() for record in caplog.records)
     assert policy(initialize, opt_level="O5", master_weights=True) == resolve("O5", master_weights=form)
-    assert asked_level() == "O5"
+    assert asked_level() == f"O5+{form}"
     environment(f"O2+{form}")  # the type of O2 may be the script's, or the environment's
     assert policy(initialize, opt_level="O2", dtype=BF16) == resolve("O2", dtype=BF16, master_weights=form)
     environment(f"O2+{form}", "bfloat16", form)
     assert policy(initialize, opt_level="O1") == resolve("O2", dtype=BF16, master_weights=form)
     environment(f"O2+{form}")
-    with pytest.raises(ValueError, match=f"initialize: master_weights='{form}' contradicts float16 weights"):
+    said = (
+        f"AMP_PATCH_OPT_LEVEL=O2.{form}: master_weights='{form}' contradicts float16 weights.*AMP_PATCH_DTYPE=bfloat16"
+    )
+    with pytest.raises(ValueError, match=said):
         policy(initialize, opt_level="O2")
 
 
@@ -108,7 +111,7 @@ def test_a_rung_behind_the_level_is_its_option(initialize, environment, form, ca
     ("level", "masters", "said"),
     [
         ("O5+splt", None, f"level 'O5+splt' has 'splt' behind its +; wanted {', '.join(RUNGS)}, as in 'O5+split'"),
-        ("O9+split", None, "level 'O9+split' is none of O0, O1, O2, O3, O4, O5, O6, O7 (the letter O, not zero)"),
+        ("O9+split", None, "level 'O9' is none of O0, O1, O2, O3, O4, O5, O6, O7 (the letter O, not zero)"),
         (
             "O5+split+stochastic",
             None,
@@ -139,6 +142,46 @@ def test_a_rung_that_cannot_be_is_refused_with_the_way_out(environment, level, m
     environment(level, None, masters)
     with pytest.raises(ValueError, match=f"^initialize: .*{re.escape(said)}$"):
         policy(opt_level="O5")
+
+
+def test_a_scripts_own_level_may_have_rungs_as_the_environments_has(initialize, environment):
+    for name in ("O5+split", "O5+stochastic+8bit", "O0+8bit", "O6+mxfp8", "O7+nvfp4+split"):
+        environment(name)
+        wanted = policy(initialize, opt_level="O1")
+        environment()
+        assert policy(initialize, opt_level=name) == wanted == named_level(name).policy()
+    assert policy(initialize, opt_level="O2+split", dtype=BF16) == resolve("O2", dtype=BF16, master_weights="split")
+    assert policy(opt_level="O6+8bit", dtype="mxfp8") == resolve("O6", dtype="mxfp8", optimizer_state="8bit")
+    environment("O0")
+    assert policy(initialize, opt_level="O5+split") == resolve("O0")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("O5+split", {"master_weights": False}, "means master_weights='split' and got master_weights=False; give one"),
+        ("O5+split", {"master_weights": "stochastic"}, "means master_weights='split' and got master_weights='stoch"),
+        ("O6+mxfp8", {"dtype": "fp8"}, "means dtype='mxfp8' and got dtype='fp8'; give one"),
+        ("O1+split", {}, "cannot be: O1 has FP32 weights"),
+        ("O2+fp8", {}, "cannot be: fp8 is a format of the products of O6 or O7"),
+        ("O5+splt", {}, "has 'splt' behind its +"),
+    ],
+)
+def test_a_scripts_own_rung_that_cannot_be_is_refused_by_name(initialize, environment, name, options, said):
+    with pytest.raises(ValueError, match=f"^initialize: opt_level {re.escape(f'{name!r} {said}')}"):
+        policy(initialize, opt_level=name, **options)
+
+
+def test_rungs_that_say_what_an_option_says_are_accepted(initialize):
+    for same in ("split", None):
+        assert policy(initialize, opt_level="O5+split", master_weights=same) == resolve("O5", master_weights="split")
+
+
+@pytest.mark.parametrize("level", ["O5+split", "O5+8bit", "O6+mxfp8"])
+def test_the_plugin_of_lightning_takes_levels_with_rungs(level):
+    assert OptLevel(level).options["opt_level"] == level
+    with pytest.raises(ValueError, match=r"opt_level 'O1\+split' cannot be"):
+        OptLevel("O1+split")
 
 
 def test_the_name_of_a_policy_is_that_of_its_level_and_rungs():
@@ -212,7 +255,7 @@ def test_off_stays_off(initialize, environment):
 
 def test_bad_values_name_the_variable_and_the_choices(initialize, environment):
     environment("O9")
-    with pytest.raises(ValueError, match="AMP_PATCH_OPT_LEVEL is 'O9'; wanted O0, O1, O2, O3, O4, O5"):
+    with pytest.raises(ValueError, match="AMP_PATCH_OPT_LEVEL: level 'O9' is none of O0, O1, O2, O3, O4, O5"):
         policy(initialize)
     environment("O1", "half")
     with pytest.raises(ValueError, match="AMP_PATCH_DTYPE is 'half'; wanted float16, bfloat16"):

@@ -184,7 +184,7 @@ def test_accumulation_takes_a_call_in_micro_batches(form):
         for index, (x, y) in enumerate(zip(inputs.chunk(4), targets.chunk(4), strict=True)):
             if scalers[1] is None:
                 loss = 0.25 * F.cross_entropy(other(x), y)
-                backward(loss, other_optimizer, delay_unscale=index < 3)
+                backward(loss, other_optimizer, delay_overflow_check=index < 3)
             else:
                 with amp.autocast(dtype=torch.float16):
                     loss = 0.25 * F.cross_entropy(other(x), y)
@@ -199,6 +199,22 @@ def test_accumulation_takes_a_call_in_micro_batches(form):
         assert (tuple(losses.shape), tuple(outputs.shape), weight) == ((4,), (8, 5), 0.25)
         assert torch.equal(losses, torch.stack(expected))
     assert same(weights(model), weights(other))
+
+
+def test_accumulation_at_O5_adds_in_fp32():
+    """Gradients of 1 and then of 2**-8, which BF16 cannot add to 1."""
+    model = linear([[0.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+
+    class Sum(Step):
+        def build(self, inputs: Tensor) -> Tensor:
+            loss = self.model(inputs).sum()
+            loss.backward()
+            return loss
+
+    Sum(model, optimizer, steps=5)(torch.tensor([[1.0], [2.0**-8], [2.0**-8], [2.0**-8], [2.0**-8]]))
+    assert next(amp.master_params(optimizer)).item() == -(1.0 + 4 * 2.0**-8)
 
 
 def test_a_batch_that_does_not_split_is_refused():

@@ -42,7 +42,7 @@ def test_the_calling_forms_of_apex_return_what_they_took():
         opt,
     )
     assert amp.initialize([a, b], [opt, other], opt_level="O1", num_losses=3) == ([a, b], [opt, other])
-    assert amp.initialize((a, b), opt, opt_level="O1") == ([a, b], opt)
+    assert amp.initialize((a, b), opt, opt_level="O1") == ((a, b), opt)
     assert amp.initialize([a], [opt]) == ([a], [opt])
     assert amp.initialize(c, opt_level="O2") is c
     assert amp.initialize(c, None, opt_level="O2", enabled=1) is c

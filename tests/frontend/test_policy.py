@@ -69,6 +69,34 @@ def test_an_unknown_level_is_told_the_letter_o(level):
 
 
 @pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("o2", "'O2'"),
+        ("02", "'O2'"),
+        (2, "'O2'"),
+        ("fp16", "'O1' or 'O2'"),
+        (torch.float16, "'O1' or 'O2'"),
+        ("16-mixed", "'O1' or 'O2'"),
+        ("bf16", "'O4' or 'O5'"),
+        ("bf16-mixed", "'O4' or 'O5'"),
+        ("fp32", "'O0'"),
+        ("mxfp8", "'O6' or 'O7'"),
+    ],
+)
+def test_another_word_for_a_level_is_answered_by_the_level(word, meant):
+    with pytest.raises(ValueError, match=f"did you mean {meant}[?]$"):
+        resolve(word)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "nvfp4", torch.float8_e4m3fn])
+def test_a_format_of_products_is_refused_at_other_levels_with_those_that_take_it(dtype):
+    with pytest.raises(ValueError, match=r"dtype is .*; formats of products .* are for O6 and O7"):
+        resolve("O2", dtype=dtype)
+    with pytest.raises(ValueError, match=r"wanted torch\.float16 or torch\.bfloat16$"):
+        resolve("O2", dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
     ("value", "parsed"), [("dynamic", "dynamic"), ("128.0", 128.0), (1, 1.0), (0.5, 0.5), (2.0**-24, 2.0**-24)]
 )
 def test_loss_scales_may_be_words_and_numbers_in_strings(value, parsed):

@@ -60,12 +60,13 @@ model: nn.Module
 optimizer: torch.optim.Optimizer
 model, optimizer = amp.initialize(net, sgd, opt_level="O5", master_weights="split", dtype=torch.bfloat16)
 model, optimizer = amp.initialize(net, sgd, opt_level="O5", master_weights="stochastic")
+model, optimizer = amp.initialize(net, sgd, opt_level="O5+split+8bit")
 
 # Lists for lists, and for tuples.
 other, its = make()
 assert_type(amp.initialize([net, other]), list[Net])
 assert_type(amp.initialize([net, other], [sgd, its]), tuple[list[Net], list[SGD]])
-assert_type(amp.initialize((net, other), (sgd, its), num_losses=2), tuple[list[Net], list[SGD]])
+assert_type(amp.initialize((net, other), (sgd, its), num_losses=2), tuple[tuple[Net, Net], tuple[SGD, SGD]])
 assert_type(amp.initialize(net, [sgd]), tuple[Net, list[SGD]])
 assert_type(amp.initialize([net], sgd), tuple[list[Net], SGD])
 models, optimizers = amp.initialize([net, nn.Linear(1, 1)], [sgd, Adam(other.parameters())])
@@ -160,6 +161,8 @@ def slips() -> None:
     amp.initialize(net, sgd, opt_level="O2", cpu_half="emulated")  # wrong: none of the words
     amp.initialize(net, sgd, opt_level="O2", master_weights="spilt")  # wrong: none of the words
     amp.initialize(net, sgd, opt_level="O2", keep_batchnorm_fp32="yes")  # wrong: none of the words
+    amp.initialize(net, sgd, opt_level="O2", optimizer_state="8 bit")  # wrong: none of the words
+    amp.initialize(net, sgd, opt_level="O2", loss_scale=[])  # wrong: no number
     amp.initialize(net, sgd, "O1")  # wrong: the third argument is `enabled`
     amp.initialize(net, net.parameters())  # wrong: no optimizer
     amp.initialize(sgd, net)  # wrong: the other way round
@@ -216,6 +219,17 @@ def test_a_users_slips_are_errors_and_nothing_else_is(said):
     wrong = {number for number, line in enumerate(SCRIPT.splitlines(), 1) if "# wrong" in line}
     errors = [line for line in said.splitlines() if re.search(r"script\.py:\d+.*\berror\b", line)]
     assert {int(re.search(r":(\d+)", line)[1]) for line in errors} == wrong, "\n".join(errors)
+
+
+@pytest.mark.parametrize("slip", ["opt_levl", "optimizer_state", "loss_scale"])
+def test_a_slip_in_an_argument_is_told_on_a_page_that_names_it(said, slip):
+    slips = SCRIPT.partition("def slips()")[0].count("\n")
+    lines = SCRIPT.splitlines()
+    number = next(n for n in range(slips, len(lines)) if f" {slip}=" in lines[n]) + 1
+    told = [line for line in said.splitlines() if re.search(rf"script\.py:{number}\b", line)]
+    assert sum(map(len, told)) < 4000, "\n".join(told)
+    # Of a keyword that is none pyright shows the call alone.
+    assert slip == "opt_levl" or any(slip in line for line in told), "\n".join(told)
 
 
 def test_no_public_name_is_any(said):

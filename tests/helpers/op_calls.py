@@ -139,6 +139,18 @@ SAMPLES: dict[str, Sample] = {
     "tensorsolve": lambda t: (t(2, 3, 6), t(2, 3)),
     "stft": lambda t: (t(16), 4, {"window": t(4), "return_complex": True}),
     **dict.fromkeys(("quantile", "nanquantile"), lambda t: (t(3, 3), 0.5)),
+    "fused_moving_avg_obs_fake_quant": lambda t: (
+        t(3, 3),
+        *(
+            torch.ones(1),
+            torch.ones(1),
+            torch.zeros(1),
+            torch.ones(1),
+            torch.ones(1),
+            torch.zeros(1, dtype=torch.int32),
+        ),
+        *(0.01, 0, 255, 0),
+    ),
     # sparse
     **dict.fromkeys(("smm", "hspmm"), lambda t: (t(3, 3).to_sparse(), t(3, 3))),
     **dict.fromkeys(("sspaddmm", "saddmm"), lambda t: (t(3, 3).to_sparse(), t(3, 3).to_sparse(), t(3, 3))),

@@ -11,7 +11,7 @@ PROMOTES = "promotes by itself"
 _UNLISTED = {
     AS_IT_CAME: """
         abs absolute acosh aminmax amax amin arccosh arcsinh arctan arctanh asinh atan atanh ceil celu clone cos cov
-        corrcoef deg2rad diff digamma elu erf erfc expit fix floor frac gammaln gelu hardshrink hardsigmoid hardswish
+        corrcoef deg2rad diff digamma elu erf erfc fix floor frac gammaln gelu hardshrink hardsigmoid hardswish
         hardtanh i0 i0e i1 i1e leaky_relu lgamma logit logsigmoid mean median mish msort nan_to_num nanmean nanmedian
         ndtr neg negative norm_except_dim positive psi rad2deg relu relu6 round selu sgn sigmoid sign silu sin sinc
         softshrink softsign sort sqrt square tanh tanhshrink trunc entr mode histc trace tril triu
@@ -96,7 +96,7 @@ _UNLISTED = {
         choose_qparams_optimized dequantize fake_quantize_per_channel_affine fake_quantize_per_tensor_affine
         fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight
         fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16
-        fbgemm_pack_quantized_matrix fused_moving_avg_obs_fake_quant int_repr q_per_channel_axis q_per_channel_scales
+        fbgemm_pack_quantized_matrix int_repr q_per_channel_axis q_per_channel_scales
         q_per_channel_zero_points q_scale q_zero_point qscheme quantize_per_channel quantize_per_tensor
         quantize_per_tensor_dynamic quantized_batch_norm quantized_gru quantized_gru_cell quantized_lstm
         quantized_lstm_cell quantized_max_pool1d quantized_max_pool2d quantized_max_pool3d quantized_rnn_relu_cell

@@ -49,6 +49,36 @@ def test_an_overflow_is_not_in_the_norm_of_later_steps(level, bad, earlier, spar
     assert model.trained.weight.item() == weight - 0.25
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("skip", ["step", "continue"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_clipping_by_the_norm_of_an_overflow_leaves_no_nan_for_later_steps(level, skip, device):
+    """The overflow is another parameter's: `clip_grad_norm_` multiplies the gradients of all by NaN."""
+    trained, unowned = linear([[1.0]], device), linear([[3.0]], device)
+    model = nn.ModuleList([trained, unowned])
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(trained.parameters(), lr=0.25), opt_level=level, loss_scale=4.0, verbosity=0
+    )
+    one = torch.ones(1, 1, device=device)
+
+    def backward(factor: float) -> float:
+        optimizer.zero_grad()
+        of_trained, of_unowned = (layer(one.to(layer.weight.dtype)).float().sum() for layer in model)
+        with amp.scale_loss(of_trained * factor + of_unowned, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0).item()
+
+    assert math.isnan(backward(math.nan))
+    assert trained.weight.grad.isnan().all() and unowned.weight.grad.isnan().all()
+    if skip == "step":
+        optimizer.step()
+        assert optimizer._amp_stash.step_skipped
+    assert backward(1.0) == pytest.approx(math.sqrt(2.0))
+    assert unowned.weight.grad.item() == 1.0
+    optimizer.step()
+    assert trained.weight.item() == 0.75
+
+
 def test_finite_gradients_add_up_as_ever():
     model = nn.Sequential(linear([[2.0]]), linear([[3.0]]))
     model, optimizer = amp.initialize(

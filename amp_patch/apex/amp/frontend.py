@@ -13,7 +13,7 @@ from amp_patch.apex.amp.handle import AmpHandle, dialect
 from amp_patch.apex.amp.lists import register_edits
 from amp_patch.apex.fp16_utils import FP16_Optimizer
 from amp_patch.casts.cpu_half import renamed
-from amp_patch.environment import overridden
+from amp_patch.environment import overridden, without_rungs
 from amp_patch.frontend import initialize_as
 from amp_patch.frontend import load_state_dict as load_scales
 from amp_patch.frontend import state_dict as scales
@@ -206,20 +206,21 @@ def initialize(
         _amp_state.opt_properties = Properties()
         return initialize_as(dialect(), models, optimizers, None)
     _refuse_fp16_optimizers(optimizers)
-    options = {
-        "dtype": dtype,
-        "cast_model_type": cast_model_type,
-        "patch_torch_functions": patch_torch_functions,
-        "keep_batchnorm_fp32": keep_batchnorm_fp32,
-        "master_weights": master_weights,
-        "loss_scale": loss_scale,
-        "cast_model_outputs": cast_model_outputs,
-        "min_loss_scale": min_loss_scale,
-        "max_loss_scale": max_loss_scale,
-        "allow_banned": allow_banned,
-        "cpu_half": renamed(cpu_half, cpu_fp16),
-    }
-    options = _without_contradictions(opt_level, options, patch_torch_functions_type)
+    given = Options(
+        dtype=dtype,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+        allow_banned=allow_banned,
+        cpu_half=renamed(cpu_half, cpu_fp16),
+    )
+    opt_level, given = without_rungs(opt_level, given)
+    options = _without_contradictions(opt_level, vars(given), patch_torch_functions_type)
     moves = _forks.movement(dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window)
     chosen = _forks.switches(combine_grad, combine_ddp, ddp_replica_count, user_cast_preferred, check_combined_tensors)
     policy = _resolved(opt_level, options, moves)

@@ -39,6 +39,7 @@ def compare(args: argparse.Namespace) -> None:
     with Interrupts() as interrupts:
         if args.batch_search is not None:
             sys.exit(batch_search.run(args, plan, interrupts))
+        print(f"starting {', '.join(plan.levels)}", flush=True)
         _tell_what_the_processor_lacks(plan)
         if compare_launcher.shares_port() and not args.one_by_one:
             print(

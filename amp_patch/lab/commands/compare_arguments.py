@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from amp_patch.lab.commands.run import add_cast_arguments
 from amp_patch.lab.comparison.plan import EMULATED, LEVELS, MARGIN, MIN_GAIN, SEEDS, Plan, quick_levels
 from amp_patch.policy import OPT_LEVELS, PRODUCT_FORMATS
 
+_OF_ONE_CALL = ("levels", "formats", "seeds", "quick", "resume", "module", "script", "arguments")
 _EPILOG = """
 The script is not changed: AMP_PATCH_OPT_LEVEL (and with --dtype AMP_PATCH_DTYPE) overrides what it gives to
 amp.initialize, and AMP_PATCH_SEED tells it the seed, should it ask. Its loss, times, memory and loss scale are recorded
@@ -106,6 +108,21 @@ def defaults(declare: Callable[[argparse.ArgumentParser], None] = add_arguments)
     parser = argparse.ArgumentParser()
     declare(parser)
     return {**vars(parser.parse_args([])), "arguments": []}
+
+
+def again(args: argparse.Namespace) -> str:
+    """The options of a comparison but its levels and seeds, its script and the script's arguments, as a shell has them.
+
+    What is as it is without being given is left out.
+    """
+    options = []
+    for name, usual in defaults().items():
+        value = getattr(args, name, usual)
+        if value != usual and name not in _OF_ONE_CALL:
+            option = f"--{name.replace('_', '-')}"
+            options.append(option if value is True else f"{option}={value}")
+    script = ["-m", args.script] if args.module else [args.script]
+    return shlex.join([*options, *script, *(["--", *args.arguments] if args.arguments else [])])
 
 
 def check_script(args: argparse.Namespace, command: str, resumes: str) -> None:

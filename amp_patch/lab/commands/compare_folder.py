@@ -26,6 +26,7 @@ from amp_patch.lab.comparison.machine import processor
 from amp_patch.lab.comparison.outcome import interrupted
 from amp_patch.lab.comparison.plan import SEEDS, Plan, name_as_asked, quick_levels
 from amp_patch.lab.recording.run import INTERRUPTED, KILLED, NATIVE, Event, Run, dumps, loads
+from amp_patch.policy import OPT_LEVELS
 from amp_patch.support.files import fresh, write_whole
 
 _ASKED = "compare.json"
@@ -132,8 +133,9 @@ def machine_in(folder: Path) -> dict[str, str] | None:
 
 
 def runs_in(folder: Path, plan: Plan) -> list[Run]:
-    """Those of the plan that were begun, and the script's own mixed precision's, in order."""
-    runs = [*plan.runs(), *(Run(NATIVE, seed) for seed in range(plan.seeds))]
+    """Those of the plan that were begun, and those that `TurnScheduler` has added, in order."""
+    more = [level for level in (NATIVE, *OPT_LEVELS) if level not in plan.levels]
+    runs = [*plan.runs(), *(Run(level, seed) for level in more for seed in range(plan.seeds))]
     found = [run for run in runs if _read(run, record_of(folder, run))]
     return sorted(found, key=lambda run: run.seed)
 

@@ -1,8 +1,8 @@
 """What a comparison costs, and how far it is.
 
-A line says how many runs there will be, one how long they will take, and one what became of each run that has ended; in
-a terminal there is one for the run that trains. Where nothing says how many steps a run has, the first ten tell what a
-number of them would take.
+A line says how many runs there will be, one how long they will take, and one what became of each run that has ended. In
+a terminal a bar shows the run that trains; elsewhere a line does, every half minute. Where nothing says how many steps
+a run has, the first ten tell what a number of them would take.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from amp_patch.lab.recording.run import Run
 from amp_patch.lab.wording import about, counted, short
 
 _SECONDS = 0.2  # between two looks of the terminal's line
+_SILENT = 25.0  # seconds without a line where there is no terminal: a look can take a few more
+_BAR = 16  # letters
 _NO_STEPS = "; how long they take without --steps is known when the first has ended"
 _FIRST = 10  # steps of the first run, which tell what a number of them would take
 _LONG = 600.0  # seconds: what takes longer is told what fewer steps would take
@@ -33,21 +35,30 @@ class Progress:
         runs: those that are made; the list may grow.
         steps: of a run, if that is known.
         finished: how many of the comparison's runs there are already.
+        tells_time: whether to tell what a step takes, and all of them.
         clock: in seconds.
     """
 
     def __init__(
-        self, runs: list[Run], steps: int | None, *, finished: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        runs: list[Run],
+        steps: int | None,
+        *,
+        finished: int = 0,
+        tells_time: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runs = runs
         self._asked = self._steps = steps
         self._finished = finished
         self._ended = 0
+        self._clock = clock
+        self._begun = self._said = clock()
         self._shown = 0.0
         self._alive = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._is_gone = False
         self._times = RunTimes(runs, steps, clock)
-        self._total_told = self._rate_told = False
+        self._total_told = self._rate_told = not tells_time
 
     def begin(self, levels: int, seeds: int) -> None:
         """Tell how many runs there will be; the time of a step is not known before the first ones were taken."""
@@ -58,10 +69,13 @@ class Progress:
         self.say(line + (known if self._runs else ""))
 
     def show(self, run: Run) -> None:
-        """In a terminal: how far the run is whose turn it is. Everywhere, once: how long all runs will take."""
+        """How far the run is whose turn it is: in a terminal in one line, elsewhere in a line now and then. Once: how
+        long all runs will take."""
         self._times.look(run)
         self._tell_rate(run)
         self._tell_total()
+        if not self._alive and self._clock() - self._said >= _SILENT:
+            self.say(self.line(run))
         if not self._alive or time.monotonic() - self._shown < _SECONDS:
             return
         self._shown = time.monotonic()
@@ -74,7 +88,8 @@ class Progress:
         loss, ms = newest_figures(run)
         figures = [f"loss {loss}"] * bool(loss) + [f"{ms} ms a step"] * bool(ms)
         done = f"{self._finished + self._ended} of {self._finished + len(self._runs)} runs"
-        parts = [done, *self._left()]
+        minutes, seconds = divmod(int(self._clock() - self._begun), 60)
+        parts = [f"{self._bar()} {minutes}:{seconds:02}", *self._left(), done]
         return ", ".join([*parts, f"{run.level} seed {run.seed}", f"step {run.steps}{of}", *figures])
 
     def end(self, run: Run) -> None:
@@ -101,6 +116,12 @@ class Progress:
         """The time left, in words; empty where it is not known, or nothing is left."""
         left = self._times.left() if self._ended < len(self._runs) else None
         return [] if left is None else [f"{about(left)} left"]
+
+    def _bar(self) -> str:
+        """ "[####............]": the share of the time where what is left is known, else of the runs."""
+        spent, left = self._clock() - self._begun, self._times.left()
+        share = self._ended / max(1, len(self._runs)) if left is None else spent / (spent + left) if spent else 0.0
+        return f"[{'#' * int(_BAR * share):.<{_BAR}}]"
 
     def _tell_rate(self, run: Run) -> None:
         """Where nothing says how many steps there will be: what a number of them would take."""
@@ -133,6 +154,7 @@ class Progress:
         return f"--steps {steps} would take {about(total)} for {'all ' * (runs > 1)}{counted(runs, 'run')}"
 
     def _put_words(self, words: str, end: str = "\n") -> None:
+        self._said = self._clock()
         if self._is_gone:
             return
         try:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from amp_patch.lab.commands import compare_folder
-from amp_patch.lab.commands.compare_arguments import defaults, plan_of
+from amp_patch.lab.commands.compare_arguments import again, defaults, plan_of
 from amp_patch.lab.comparison import page, table
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.headline import how_to_use
 from amp_patch.lab.comparison.machine import machine
-from amp_patch.lab.comparison.plan import BASELINE, SEEDS, Plan
+from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.recording.run import Run
 
 
@@ -36,8 +36,11 @@ def report(args: argparse.Namespace) -> None:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    natives = {run.seed for run in runs if run.level not in plan.levels}
-    wanted = len(plan.levels) * plan.seeds + (plan.seeds - min(natives) if natives else 0)
+    added: dict[str, int] = {}  # level beside the plan's -> its first seed
+    for run in runs:
+        if run.level not in plan.levels:
+            added[run.level] = min(run.seed, added.get(run.level, run.seed))
+    wanted = len(plan.levels) * plan.seeds + sum(plan.seeds - first for first in added.values())
     if status := show(comparison_of(asked, plan, runs, wanted, told), args.folder):
         sys.exit(status)
 
@@ -54,7 +57,6 @@ def comparison_of(
     script = ["-m", args.script] if args.module else [args.script]
     title = shlex.join([*script[:-1], script[-1] if args.module else Path(args.script).name, *args.arguments])
     device = [] if args.device is None else ["--device", args.device]
-    levels = ",".join(level for level in plan.levels if level != BASELINE)
     return Comparison(
         title,
         list(runs),
@@ -62,7 +64,7 @@ def comparison_of(
         plan.maximize,
         plan.steps,
         told,
-        to_judge=f"--levels {levels} --seeds {SEEDS}" if args.quick else "",
+        again=again(args),
         asked_runs=asked,
         min_gain=plan.min_gain / 100,
         margin=plan.margin / 100,
@@ -78,6 +80,8 @@ def show(comparison: Comparison, folder: Path) -> int:
     if command:
         lines.append(f"To use it without an edit: {command}")
     folder_named = shlex.quote(str(folder))
+    if comparison.to_be_sure:
+        lines.append(f"To be sure: {comparison.to_be_sure}")
     if comparison.cut:
         lines.append(f"To make the runs that are missing: python -m amp_patch compare --resume {folder_named}")
     elif comparison.seeds_to_tell is not None:

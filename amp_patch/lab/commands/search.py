@@ -27,6 +27,9 @@ BF16), and is judged by its gap to O0 at the same seeds, as in compare. Halving 
 most 2 log2(modules) + 3 trials, O0's own among them. Nothing of the script is changed: AMP_PATCH_KEEP_FP32 and
 AMP_PATCH_KEEP_HIGH tell its runs what to keep. `search --resume FOLDER` goes on with a search that was cut.
 
+It ends at the first trial that fails for a reason which no module mends, as an optimizer's eps that is 0 in FP16.
+An answer that keeps every module is none.
+
 The exit status is 0 if there is an answer, 1 if not or if the script fails, 130 if Ctrl-C has cut it, and 2 for
 arguments that cannot be.
 """
@@ -65,8 +68,8 @@ def search(args: argparse.Namespace) -> None:
         if args.resume is None:
             compare_folder.prepare(args.out)
             compare_folder.begin(args)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+    except (ValueError, OSError) as error:  # those of what `compare` and this share are signed by that
+        print(f"search: {str(error).removeprefix('compare: ').removeprefix('search: ')}", file=sys.stderr)
         sys.exit(2)
     with Interrupts() as interrupts:
         trials.interrupts = interrupts
@@ -132,7 +135,7 @@ class _Trials:
         plan = replace(self._plan, keep=kept)
         args = argparse.Namespace(**{**vars(self._args), "out": self._args.out / f"trial{self._made}"})
         found = self._folder(args, plan)
-        scheduler = TurnScheduler(plan, args, self.interrupts, found)
+        scheduler = TurnScheduler(plan, args, self.interrupts, found, tells_time=self._made == 1)
         cut = scheduler.train()
         self._runs = scheduler.runs
         if cut:

@@ -24,6 +24,7 @@ from amp_patch.lab.commands.compare_folder import is_finished
 from amp_patch.lab.commands.compare_progress import Progress
 from amp_patch.lab.commands.interrupts import Ended, Interrupts
 from amp_patch.lab.commands.turn_client import LAST, TURN
+from amp_patch.lab.comparison.lost_without_masters import with_masters
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.comparison.processes import free_bytes, private_bytes
@@ -61,27 +62,36 @@ class TurnScheduler:
     Args:
         interrupts: ends the runs by what it has noted.
         found: runs of an earlier call; those that have finished are not made again.
+        tells_time: whether to print what a step takes, and what a number of them would: once is enough of a search.
 
     Attributes:
         runs: those of the plan, as far as it is known: a script with mixed precision of its own gets one more a seed.
+            So does one whose weights come in low precision, if no level of the plan has masters of that type.
         asked: how many of them there should be.
         load: what other work took of the machine meanwhile.
     """
 
-    def __init__(self, plan: Plan, args: argparse.Namespace, interrupts: Interrupts, found: Sequence[Run] = ()) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        args: argparse.Namespace,
+        interrupts: Interrupts,
+        found: Sequence[Run] = (),
+        *,
+        tells_time: bool = True,
+    ) -> None:
         finished = {(run.level, run.seed): run for run in found if is_finished(run)}
-        native = any(run.native or run.level == NATIVE for run in found)
-        planned = plan.runs() + [Run(NATIVE, seed) for seed in range(plan.seeds) if native]
+        self._plan = plan
+        self._added = {level for run in found for level in self._more_levels(run)}
+        planned = plan.runs() + [Run(level, seed) for level in sorted(self._added) for seed in range(plan.seeds)]
         self.runs = sorted((finished.get((run.level, run.seed), run) for run in planned), key=lambda run: run.seed)
         self._to_make = [run for run in self.runs if all(run is not each for each in finished.values())]
         self.asked = len(self.runs)
         self.load = OtherWork()
-        self._plan = plan
         self._args = args
         self._interrupts = interrupts
-        self._progress = Progress(self._to_make, plan.steps, finished=len(finished))
+        self._progress = Progress(self._to_make, plan.steps, finished=len(finished), tells_time=tells_time)
         self._in_turns = not args.one_by_one and os.name == "posix"
-        self._native_added = native  # whether runs of the script's own mixed precision were added
         self._memory_checked = False  # whether the first run has shown what memory the levels need
         self._queue: deque[Run | Child] = deque()  # the next to train comes first
         self._rerun: list[Run] = []
@@ -163,9 +173,8 @@ class TurnScheduler:
         return child
 
     def _use_message(self, message: dict[str, Any], child: Child) -> None:
-        """Add native runs if the message of a finished turn asks so; the first one decides if turns go on."""
-        if message["native"]:
-            self._add_native_runs(child.run.seed)
+        """Add the runs that a finished turn asks for; the first one decides if turns go on."""
+        self._add_runs(child.run, native=message["native"])
         if not self._memory_checked:
             self._memory_checked = True
             waiting = sum(run.seed == child.run.seed for run in self.runs) - 1
@@ -187,22 +196,27 @@ class TurnScheduler:
         if run is self.runs[0] and not run.steps and not run.refused and _failed_by_itself(run):
             raise ScriptFailed(f"at {run.level}, before its first step: {run.error_in_full}")
         self._progress.end(run)
-        if run.native:
-            self._add_native_runs(run.seed)
+        self._add_runs(run)
         if run.refused and (run is self.runs[0] or not any(each.steps for each in self.runs)):
             raise ComparisonRefused(run.error)  # any other level and seed would be refused alike
 
-    def _add_native_runs(self, seed: int) -> None:
-        """Add a run of the script's own mixed precision for each seed from this one on."""
-        if self._native_added or self._plan.keep is not None:
-            return  # `run.level` cannot say: while a run trains, it is the recording's
-        self._native_added = True
-        added = [Run(NATIVE, each) for each in range(seed, self._plan.seeds)]
-        for runs in (self.runs, self._to_make):
-            runs += added
-            runs.sort(key=lambda run: run.seed)
-        self.asked = len(self.runs)
-        self._queue.append(added[0])
+    def _add_runs(self, run: Run, native: bool = False) -> None:
+        """Add runs of the levels beside the plan's that this run asks for, for each seed from its own on."""
+        for level in self._more_levels(run, native=native) - self._added:
+            self._added.add(level)
+            added = [Run(level, seed) for seed in range(run.seed, self._plan.seeds)]
+            for runs in (self.runs, self._to_make):
+                runs += added
+                runs.sort(key=lambda each: each.seed)
+            self.asked = len(self.runs)
+            self._queue.append(added[0])
+
+    def _more_levels(self, run: Run, native: bool = False) -> set[str]:
+        """NATIVE, of a script with mixed precision of its own; the level with masters, of one without FP32 weights."""
+        if self._plan.keep is not None:
+            return set()
+        more = {NATIVE} if native or run.native or run.level == NATIVE else set()
+        return more if self._plan.has_masters(run.weights_type) else {*more, with_masters(run.weights_type)}
 
 
 def _has_failed(run: Run) -> bool:

@@ -11,10 +11,10 @@ from amp_patch.lab.comparison.gap import CONFIDENCE
 from amp_patch.lab.comparison.judge import COLLAPSED_RANGES, SIGNIFICANCE, SKIPPED_SHARE, SKIPPED_STEPS, Terms, judge
 from amp_patch.lab.comparison.level_result import LevelResult, level_dict, measured, seeds_change_nothing, went_well
 from amp_patch.lab.comparison.measures import ALIKE, LOSS
-from amp_patch.lab.comparison.plan import BASELINE, MARGIN, MIN_GAIN
+from amp_patch.lab.comparison.plan import BASELINE, MARGIN, MIN_GAIN, SEEDS
 from amp_patch.lab.comparison.recommendation import Recommendation, recommend, summary
 from amp_patch.lab.comparison.verdict import failures_in_words, verdict
-from amp_patch.lab.recording.run import INTERRUPTED, Run
+from amp_patch.lab.recording.run import INTERRUPTED, NATIVE, Run
 from amp_patch.lab.wording import counted, fine_percent, lacks, listed, metric_in_words, type_name, whole_percent
 
 _MOST_TO_TELL = 20  # seeds
@@ -34,7 +34,7 @@ class Comparison:
         maximize: whether more of the metric is better.
         asked_steps: how many steps each run should have trained, if that was said.
         machine: what it ran on, as `machine()` tells.
-        to_judge: of a first look with one seed the options of `compare` that judge it; else "".
+        again: what `compare` was given, but levels and seeds, as a shell has it; "" where that was no command.
         asked_runs: how many runs there should be, if that was said.
         min_gain: the share of the memory that a level must save to be recommended for it.
         margin: the share of the baseline's result by which a level may be worse and is as good.
@@ -50,7 +50,7 @@ class Comparison:
     maximize: bool = False
     asked_steps: int | None = None
     machine: dict[str, str] = field(default_factory=dict)
-    to_judge: str = ""
+    again: str = ""
     asked_runs: int | None = None
     command: str = ""
     min_gain: float = MIN_GAIN
@@ -119,7 +119,8 @@ class Comparison:
                 "other side. Else it cannot be told yet: how many more seeds would tell is reckoned from the spread",
                 f"seen. As good so far: the mean lies between the lowest and the highest result of {base}'s seeds,",
                 "and the interval has 0 in it or better. No worse: the mean lies beyond them on the better side.",
-                "Undecided: neither, or there is only one seed, and so no interval. Where the differences spread as",
+                "Undecided: neither, or there is only one seed, and so no interval: a level that gains something",
+                "and is not worse by more than the margin is named so far. Where the differences spread as",
                 f"much as {base}'s seeds do, the runs have decorrelated: the same seed tells no more than",
                 "another. Then, and where a gap is more than the margin and little of what the training gained, the",
                 f"range of {base}'s seeds decides: as good inside of it; worse or better outside, if Student's",
@@ -138,7 +139,9 @@ class Comparison:
                 f"than {whole_percent(ALIKE - 1)} in the median; within that memory counts more than time. Memory",
                 f"counts where every run saves more than {fine_percent(self.min_gain)} of the training's memory, and",
                 "where the speed is not clear, more than the share of time that the level may cost. O3, which keeps",
-                "no FP32 weights, is recommended only where it is compared alone.",
+                "no FP32 weights, is recommended only where it is compared alone. A level that is surely better is",
+                "recommended before any that is faster or smaller; of several whose results lie within the margin of",
+                "the best, it is the one that takes the least memory.",
             ]
         )
 
@@ -146,7 +149,11 @@ class Comparison:
     def recommendation(self) -> Recommendation | None:
         """None where there is nothing to compare."""
         base = self.baseline
-        return None if base is None or not self.comparable else recommend(self.levels, base, self.min_gain)
+        return (
+            None
+            if base is None or not self.comparable
+            else recommend(self.levels, base, self.min_gain, self.metric_in_words)
+        )
 
     @property
     def seeds_to_tell(self) -> int | None:
@@ -170,8 +177,8 @@ class Comparison:
         """What to use, and why, in one or two sentences."""
         if self.baseline is not None and self.recommendation is not None:
             words = summary(self.recommendation, self.baseline)
-            notes = [note for note in (self.few_steps_note, self.quick_note) if note]
-            return " ".join([words, *(f"{note}." for note in notes)])
+            notes = [note for note in (self.losing_note, self.kernels_note, self.few_steps_note) if note]
+            return " ".join([words, *(f"{note[0].upper()}{note[1:]}." for note in notes)])
         failed = "".join(f" {level.name}: {failures_in_words(level)}." for level in self._groups if level.failed)
         if self.only is not None:
             return f"Only {self.only.name} has results: there is nothing to compare it with.{failed}"
@@ -196,9 +203,32 @@ class Comparison:
         return metric_in_words(self.metric)
 
     @property
-    def quick_note(self) -> str:
-        """Of a first look: how sure it is, and what to run next, without a full stop; else ""."""
-        return f"One seed cannot tell chance from a difference: run {self.to_judge} next" if self.to_judge else ""
+    def losing_note(self) -> str:
+        """Of a script whose weights come in low precision: how many of its updates it loses, without a full stop."""
+        return "" if self.baseline is None else lost_without_masters.by_script(self.baseline, self.levels)
+
+    @property
+    def kernels_note(self) -> str:
+        """Of a script whose weights come in a type that this CPU has no arithmetic for: what speeds beside it tell."""
+        base = self._base
+        runs = [run for run in base.runs if run.weights_type and run.device == "cpu"] if base is not None else []
+        slow = next((run.weights_type for run in runs if run.weights_type in self.machine.get("lacks", "").split()), "")
+        if base is None or not slow:
+            return ""
+        kernels = f"torch's own {type_name(slow)} kernels, which are slow on this CPU"
+        return (
+            f"{base.name} runs {kernels}: what a level is faster by is that, and not what it gains on another machine"
+        )
+
+    @property
+    def to_be_sure(self) -> str:
+        """Where one seed has been seen: the command that judges what it speaks for, or what it leaves open; else ""."""
+        found, base = self.recommendation, self.baseline
+        if not self.again or found is None or base is None or len(base.finite) > 1:
+            return ""
+        levels = [found.level] if found.so_far else found.because.get("undecided", [])
+        names = ",".join(level.level for level in levels if level.level != NATIVE)
+        return f"python -m amp_patch compare --levels {names} --seeds {SEEDS} {self.again}" if names else ""
 
     def why_nothing(self) -> str:
         """Why there is nothing to compare, in words."""
@@ -238,7 +268,8 @@ class Comparison:
         if self.metric == LOSS and len({run.steps for run in well}) > 1:
             lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
         lines += self._rounded_losses
-        lines += lost_without_masters.notes(self.levels)
+        lines += [note for note in (self.kernels_note,) if note]
+        lines += lost_without_masters.notes(self.levels, self.losing_note)
         base = self._base
         if base is not None and base.level != BASELINE and any(level.level == BASELINE for level in self._groups):
             lines.append(f"{BASELINE} gave no results; the others are compared with {base.name}")
@@ -285,7 +316,7 @@ class Comparison:
             "maximize": self.maximize,
             "asked_steps": self.asked_steps,
             "machine": self.machine,
-            "to_judge": self.to_judge,
+            "again": self.again,
             "asked_runs": self.asked_runs,
             "command": self.command,
             "min_gain": self.min_gain,
@@ -303,7 +334,7 @@ class Comparison:
     def from_dict(cls, values: dict[str, Any]) -> Comparison:
         """The comparison of which `to_dict` gave `values`; what is computed is computed again, from the runs."""
         given = {name: values[name] for name in ("title", "metric", "maximize", "asked_steps", "machine")}
-        later = ("to_judge", "asked_runs", "command", "min_gain", "margin")  # which reports of before do not have
+        later = ("again", "asked_runs", "command", "min_gain", "margin")  # which reports of before do not have
         given.update((name, values[name]) for name in later if name in values)
         return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
 

@@ -92,6 +92,14 @@ class Finding:
     reached: Reached | None = None
 
     @property
+    def promising(self) -> bool:
+        """Whether one seed shows nothing against the level: no interval tells, and the gap is not beyond the margin."""
+        gap = self.gap
+        if self.kind != "undecided" or gap is None or gap.low is not None:
+            return False
+        return gap.sign * gap.mean <= gap.worse_from or self.rounding is not None
+
+    @property
     def usable(self) -> bool:
         """Whether nothing found speaks against the level's accuracy."""
         return self.kind in ("baseline", "within", "so far", "no worse") or self.better

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from amp_patch.environment import named_level
+from amp_patch.lab.comparison import recommendation
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.level_result import LevelResult, seeds_change_nothing
 from amp_patch.lab.comparison.plan import variables
-from amp_patch.lab.comparison.recommendation import larger_batch, of_others
+from amp_patch.lab.comparison.recommendation import larger_batch, of_others, speed_in_words
 from amp_patch.lab.comparison.verdict import interval_of, margin_in_words, percent_of
 from amp_patch.lab.recording.run import NATIVE
 from amp_patch.lab.wording import (
     counted,
-    fine_percent,
     ratio,
     relative_size,
     shortest_distinct,
     signed,
-    times,
     type_name,
 )
 
@@ -28,57 +27,26 @@ def headline(comparison: Comparison) -> str:
         return "Nothing to compare" if comparison.only is None else f"Only {label(comparison.only)} has results"
     if found.level is comparison.baseline:
         return f"Stay with {label(found.level)}{'' if found.sure else ' for now'}"
-    return f"Use {label(found.level)}"
+    return f"{'So far' if found.so_far else 'Use'} {label(found.level)}"
 
 
 def label(level: LevelResult) -> str:
-    """ "O5 (BF16)"."""
+    """ "O5 (BF16)"; "O0 (BF16, no masters)" of a script whose weights come in BF16."""
     what = "the script's own mixed precision" if level.level == NATIVE else level.level
-    return f"{what} ({type_name(level.dtype or 'float32')})"
+    return f"{what} ({level.low_weights or type_name(level.dtype or 'float32')})"
 
 
 def gains(comparison: Comparison) -> str:
     """ "1.4x faster, 10 % less memory, same loss over 3 seeds"; "" where no level but the baseline is recommended."""
     found = comparison.recommendation
-    if found is None or found.level is comparison.baseline:
-        return ""
-    best = found.level
-    said = [speed_in_words(best), memory_in_words(best)]
-    if "smaller" in found.because:
-        said.reverse()
-    seeds = best.finding.gap.seeds if best.finding.gap is not None else 0
-    said.append(f"{_loss_in_words(comparison, best)} over {counted(seeds, 'seed')}")
-    return _capital(", ".join(filter(None, said)))
+    return "" if found is None or found.level is comparison.baseline else _capital(recommendation.gains(found))
 
 
-def _loss_in_words(comparison: Comparison, best: LevelResult) -> str:
-    """ "same loss within 0.2 %"."""
-    found, what = best.finding, comparison.metric_in_words
-    if found.better or found.kind == "no worse":
-        return f"{'better' if found.better else 'no worse'} {what}"
-    if found.kind == "so far":
-        return f"same {what} so far"
-    share = found.gap.share(found.gap.margin) if found.gap is not None and found.gap.told == "as good" else None
-    return f"same {what}" + ("" if share is None or found.to_the_bit else f" within {fine_percent(share)}")
-
-
-def speed_in_words(level: LevelResult) -> str:
-    """ "1.8x faster"; empty where the speed is not known."""
-    if level.speedup is None:
-        return ""
-    median, pace = level.speedup.median, level.speedup.pace
-    if pace in ("faster", "slower"):
-        return f"{times(max(median, 1 / median))[0]}x {pace}"
-    return pace if pace == "as fast" else f"speed {pace}"
-
-
-def memory_in_words(level: LevelResult) -> str:
-    """The memory beside the baseline's; empty where it is not known."""
-    if level.memory is None:
-        return ""
-    percent = round(100 * (level.memory - 1))
-    what = "memory" if level.memory_ratio is not None else "memory for weights and optimizer"
-    return f"same {what}" if percent == 0 else f"{abs(percent)} % {'more' if percent > 0 else 'less'} {what}"
+def what_gap(comparison: Comparison) -> str:
+    """What the lines of gaps are of."""
+    gap = next((level.finding.gap for level in comparison.levels if level.finding.gap is not None), None)
+    margin = f"; grey: {margin_in_words(gap)}" if gap is not None and gap.base else ""
+    return f"{'higher' if comparison.maximize else 'lower'} is better; a line: its interval{margin}"
 
 
 def what_memory(comparison: Comparison) -> str:
@@ -95,7 +63,12 @@ def why(comparison: Comparison) -> str:
     best = found.level
     if best is base:
         return _capital(f"{of_others(found, base)}.")
-    first = f"The {'fastest' if 'faster' in found.because else 'smallest'} level that is as good as {base.name}"
+    if found.so_far:
+        return "By one seed, which cannot tell chance from a difference, nothing speaks against it."
+    if "better" in found.because:
+        losing = f" {_capital(comparison.losing_note)}." if comparison.losing_note else ""
+        return _capital(_result(comparison, best, base)) + losing
+    first = f"The {'fastest' if 'smaller' not in found.because else 'smallest'} level that is as good as {base.name}"
     some = any(level.finding.sound and level.speedup and level.speedup.pace == "faster" for level in comparison.levels)
     first += f"; none as good is {'much ' * some}faster than {base.name}" if "smaller" in found.because else ""
     room = larger_batch(best, base) if "smaller" in found.because else ""
@@ -107,8 +80,9 @@ def _result(comparison: Comparison, best: LevelResult, base: LevelResult) -> str
     if best.finding.to_the_bit:
         return f"every loss is {base.name}'s, to the bit."
     gap, what = best.finding.gap, f"its final {comparison.metric_in_words}"
-    if gap is not None and gap.told == "as good":
-        return f"{what} lies {percent_of(gap) or f'{signed(gap.mean)}'} from {base.name}'s with the same seeds."
+    if gap is not None and gap.told in ("as good", "better"):
+        better = ": better" * (gap.told == "better")
+        return f"{what} lies {percent_of(gap) or f'{signed(gap.mean)}'} from {base.name}'s with the same seeds{better}."
     mean, low, high = shortest_distinct(best.mean or 0.0, min(base.finite.values()), max(base.finite.values()))
     where = "better than" if best.finding.better else "within"
     if best.finding.kind == "no worse":
@@ -125,8 +99,7 @@ def how_sure(comparison: Comparison) -> str:
     if seeds_change_nothing(base):
         said.append("The script does not use its seeds: they count as one.")
     elif len(base.finite) < 2:
-        more = f"{comparison.quick_note}." if comparison.quick_note else "run three seeds or more."
-        said.append(f"From one seed, so without an interval{'. ' if comparison.quick_note else ': '}{more}")
+        said.append("From one seed, so without an interval: run three seeds or more.")
     if len(base.finite) > 1 and not seeds_change_nothing(base) and not best.finding.to_the_bit:
         said.append(_of_the_loss(comparison, best, base))
     if best is not base and best.speedup is not None:
@@ -160,12 +133,13 @@ def _of_the_loss(comparison: Comparison, best: LevelResult, base: LevelResult) -
 
 
 def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
-    """The lines that train at the recommended level, and the command that does without them; nothing at the baseline.
+    """The lines that train at the recommended level, and the command that does without them.
 
+    Nothing at the baseline, nor at a level so far: one seed recommends none.
     Neither is of the script's own mixed precision, which is there already.
     """
-    best = comparison.recommended
-    if best is None or best is comparison.baseline or best.level == NATIVE:
+    best, advice = comparison.recommended, comparison.recommendation
+    if best is None or advice is None or advice.so_far or best is comparison.baseline or best.level == NATIVE:
         return [], ""
     other = best.other_dtype
     edit = [
@@ -191,47 +165,52 @@ def in_short(level: LevelResult, comparison: Comparison) -> str:
     return outcome(level, comparison) + (f": {what}" if level.finding.rejected else "")
 
 
+# How the row of a level is shown, and in which words, by its `standing` where that is not recommended. Of the others
+# `outcome` says how good its result is, and how fast it is.
+_ROWS = {
+    "failed": ("bad", "failed"),
+    "differs": ("bad", "do not use"),
+    "undecided": ("unsure", "undecided"),
+    "unjudged": ("unsure", "not judged"),
+    "failed with some": ("unsure", "failed with some seeds"),
+    "skips": ("unsure", "skips too many steps"),
+}
+
+
 def outcome(level: LevelResult, comparison: Comparison) -> str:
     """Why a level is, or is not, the one to use, in two or three words."""
-    base, best, found = comparison.baseline, comparison.recommended, level.finding
+    advice, base = comparison.recommendation, comparison.baseline
     if not level.runs:
         return "failed"
-    if base is None or best is None:
+    if advice is None or base is None:
         return ""
-    if level is best and level is not base:
-        return "use this"
     if level is base:
-        return "the baseline"
-    if found.rejected:
-        return "do not use"
-    if found.kind == "undecided":
-        return "undecided"
-    if found.kind == "unjudged":
-        return "not judged"
-    if found.faults:
-        return "failed with some seeds"
-    if found.skips is not None:
-        return "skips too many steps"
-    good = {"differs": "better", "no worse": "no worse", "so far": "as good so far"}.get(found.kind, "as good")
+        return f"the script as it is, {level.low_weights}" if level.low_weights else "the baseline"
+    if level is advice.level:
+        return "so far" if advice.so_far else "use this"
+    standing = advice.standing(level)
+    if standing in _ROWS:
+        return _ROWS[standing][1]
+    good = {"differs": "better", "no worse": "no worse", "so far": "as good so far"}.get(level.finding.kind, "as good")
+    if standing == "no FP32 weights":
+        return f"{good}; no FP32 weights"
     if level.speedup is None:
         return good
-    if level.speedup.pace == "slower":
-        return f"{good}, slower"
-    if level.speedup.pace != "faster":
-        return f"{good}, {speed_in_words(level)}"
-    return f"{good}; no FP32 weights" if level.loses_updates else f"{good}, faster"
+    if level.speedup.pace in ("slower", "faster"):
+        return f"{good}, {level.speedup.pace}"
+    return f"{good}, {speed_in_words(level)}"
 
 
 def state(level: LevelResult, comparison: Comparison) -> str:
     """How a level is shown: "best", "base", "bad", "unsure" or "plain"."""
-    found = level.finding
+    advice = comparison.recommendation
     if level is comparison.baseline:
         return "base"
-    if level is comparison.recommended:
-        return "best"
-    if found.rejected or found.kind == "failed":
-        return "bad"
-    return "plain" if found.sound and found.skips is None else "unsure"
+    if advice is None:
+        return "bad" if not level.runs else "unsure"
+    if level is advice.level:
+        return "unsure" if advice.so_far else "best"
+    return _ROWS.get(advice.standing(level), ("plain", ""))[0]
 
 
 def _capital(words: str) -> str:

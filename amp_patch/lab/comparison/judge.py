@@ -88,11 +88,13 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
         return replace(found, kind="within", to_the_bit=True)
     if sums:
         return replace(found, kind="unjudged")
-    if has_no_spread(base):
-        return replace(found, kind="undecided")
     rounding = max(measures.loss_step(each, apart.level) for each in (level.runs, base.runs)) if metric == LOSS else 0.0
     if rounding and abs(apart.mean) <= rounding:
-        return replace(found, kind="within", rounding=rounding)
+        found = replace(found, kind="within", rounding=rounding)
+    if has_no_spread(base):
+        return replace(found, kind="undecided")
+    if found.rounding is not None:
+        return found
     found = _by_gap(found, apart, base)
     if not found.rejected:
         return found

@@ -69,6 +69,11 @@ class LevelResult:
         return type_name(self.dtype) if self.dtype else ""
 
     @property
+    def low_weights(self) -> str:
+        """ "BF16, no masters", of a script whose weights come in BF16; "" of any other, and of levels that cast."""
+        return next((f"{type_name(run.weights_type)}, no masters" for run in self.runs if run.weights_type), "")
+
+    @property
     def other_dtype(self) -> str | None:
         """Its type, if it is not the one that the level has by itself."""
         policy = OPT_LEVELS.get(self.level.partition("+")[0])
@@ -185,7 +190,7 @@ def saved_memory(level: LevelResult, base: LevelResult) -> float:
     """
     sizes = [[measures.memory_bytes(run) for run in each.runs] for each in (level, base)]
     ours, theirs = ([size for size in each if size is not None] for each in sizes)
-    if sizes != [ours, theirs]:
+    if sizes != [ours, theirs] or not ours:
         return 0.0 if level.bytes_ratio is None else 1 - level.bytes_ratio
     return (min(theirs) - max(ours)) / max(theirs) if max(theirs) else 0.0
 

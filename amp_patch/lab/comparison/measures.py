@@ -14,6 +14,15 @@ T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has
 ALIKE = 1.05  # the ratio of times up to which a level is "as fast": what memory it takes counts more then
 
+# Field of `Run` -> its name in tables.
+KINDS = {
+    "weights": "weights",
+    "masters": "masters",
+    "gradients": "gradients",
+    "state": "optimizer state",
+    "activations": "activations",
+}
+
 _ROUNDED = 8  # so many different losses are all exact in BF16 once in 2**128 recordings in FP32
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from amp_patch.environment import named_level
 from amp_patch.lab import wording
 from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.comparison.level_result import LevelResult
+from amp_patch.lab.comparison.level_result import LevelResult, seeds_change_nothing
 from amp_patch.lab.comparison.plan import BASELINE, keep_variable, variables
 from amp_patch.lab.comparison.verdict import gap_in_words
 from amp_patch.policy import OPT_LEVELS
@@ -26,16 +26,30 @@ class Trial:
         kept: their names; what is inside of them is kept too.
         level: its figures and finding; None where O0, or the level, has none.
         why: in words, why there are none.
+        without_base: whether O0 is what has none.
+        same_seeds: whether O0's seeds give the same losses, so that nothing can be told.
     """
 
     kept: Kept
     level: LevelResult | None
     why: str = ""
+    without_base: bool = False
+    same_seeds: bool = False
 
     @property
     def passes(self) -> bool:
         """Whether nothing speaks against the level: by its gap to O0, failed runs and skips."""
         return self.level is not None and self.level.finding.sound and self.level.finding.skips is None
+
+    @property
+    def hopeless(self) -> str:
+        """The reason for which it fails, and would with other modules kept; "" where others may pass."""
+        if self.level is None:
+            return self.why if self.without_base else ""
+        found = self.level.finding
+        lost = any(each.eps is not None for each in found.diverged)  # each part that is not kept divides by 0
+        untold = found.kind == "unjudged" or self.same_seeds
+        return self.level.verdict.reason if not self.passes and (lost or untold) else ""
 
     @property
     def text(self) -> str:
@@ -59,11 +73,13 @@ class Found:
     Attributes:
         answer: the last trial that passed, with the fewest modules; None where none passed.
         complete: whether each module of `answer` is needed, as far as halving tells; else the trials were used up.
+        no_use: why no module that is kept would help; "" where that is not known.
     """
 
     tried: list[Trial] = field(default_factory=list)
     answer: Trial | None = None
     complete: bool = False
+    no_use: str = ""
 
 
 def most_trials(modules: int) -> int:
@@ -77,8 +93,9 @@ def trial_of(kept: Kept, comparison: Comparison) -> Trial:
     others = [level for level in comparison.levels if level is not base]
     if base is None or base.level != BASELINE or len(others) != 1 or not others[0].runs:
         failed = "; ".join(level.verdict.text for level in comparison.levels if level.failed)
-        return Trial(kept, None, failed or comparison.why_nothing())
-    return Trial(kept, others[0])
+        without_base = base is None or base.level != BASELINE
+        return Trial(kept, None, failed or comparison.why_nothing(), without_base)
+    return Trial(kept, others[0], same_seeds=seeds_change_nothing(base))
 
 
 def search(trial: Callable[[Kept], Trial], modules: Callable[[], Sequence[str]], most: int | None = None) -> Found:
@@ -92,6 +109,8 @@ def search(trial: Callable[[Kept], Trial], modules: Callable[[], Sequence[str]],
     With a set that passes, larger sets are taken to pass too. So the smallest number of modules, counted from the
     front, that makes the level pass is found by halving, and the last of them is needed. If it does not pass alone,
     the next one is sought in the same way among those in front of it.
+
+    It ends at a trial that is `hopeless`. An answer that keeps every module is none: that is no longer the level.
     """
     found, outcomes = Found(), dict[Kept, bool]()
     allowed = math.inf
@@ -102,17 +121,20 @@ def search(trial: Callable[[Kept], Trial], modules: Callable[[], Sequence[str]],
             if len(found.tried) + 1 >= allowed:  # O0's own is one
                 raise _UsedUp
             found.tried.append(trial(kept))
+            found.no_use = found.tried[-1].hopeless
+            if found.no_use:
+                raise _UsedUp
             outcomes[kept] = found.tried[-1].passes
             if outcomes[kept]:  # a part of every set that has passed before
                 found.answer = found.tried[-1]
         return outcomes[kept]
 
-    if passes(()):
-        found.complete = True
-        return found
-    candidates, needed = list(modules()), list[str]()
-    allowed = most_trials(len(candidates)) if most is None else most
     try:
+        if passes(()):
+            found.complete = True
+            return found
+        candidates, needed = list(modules()), list[str]()
+        allowed = most_trials(len(candidates)) if most is None else most
         while candidates:
             low, high = 0, len(candidates)  # so many fail, so many pass, or have not been tried
             while high - low > 1:
@@ -128,11 +150,14 @@ def search(trial: Callable[[Kept], Trial], modules: Callable[[], Sequence[str]],
             candidates = before
     except _UsedUp:
         pass
+    if found.answer is not None and found.answer.kept and found.answer.kept == outermost(modules()):
+        found.no_use = "it takes every module kept, which leaves nothing at the level"
+        found.answer = None
     return found
 
 
 class _UsedUp(Exception):
-    """There is no trial left."""
+    """There is no trial left, or none that would tell more."""
 
 
 def outermost(names: Sequence[str]) -> Kept:
@@ -152,8 +177,10 @@ def line(number: int, each: Trial) -> str:
 
 
 def _named(names: Kept, most: int = 6) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    """All of few; of more how many, the first and the last, by which halving's sets differ."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{len(names)} modules ({', '.join(names[:2])}, ... {', '.join(names[-3:])})"
 
 
 def argument(level: str) -> str:
@@ -164,6 +191,8 @@ def argument(level: str) -> str:
 def report(level: str, found: Found, command: str) -> list[str]:
     """The end of what is printed: what to paste, the gap with and without, and what it costs in memory."""
     first, answer = found.tried[0], found.answer
+    if found.no_use:
+        return [f"{level}: no module that is kept makes it as good as {BASELINE}: {found.no_use}."]
     if answer is None:
         return [f"{level}: nothing is found to keep that would make it as good as {BASELINE}: {first.text}."]
     if not answer.kept:
@@ -219,5 +248,6 @@ def to_dict(level: str, found: Found) -> dict[str, Any]:
         "argument": argument(level),
         "kept": list(answer.kept) if answer is not None else None,
         "complete": found.complete,
+        "no_use": found.no_use,
         "trials": [told(each) for each in found.tried],
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
 
 from amp_patch.lab import wording
-from amp_patch.lab.comparison import headline
+from amp_patch.lab.comparison import headline, measures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import COLOURS
 from amp_patch.lab.comparison.level_result import LevelResult, failures
@@ -36,10 +36,9 @@ def write(comparison: Comparison, folder: str | Path) -> Path:
 
 def html(comparison: Comparison) -> str:
     """The page: pictures inline, no script, no request to anything; light and dark as the reader's system is."""
-    base, best, cards = comparison.baseline, comparison.recommended, rows(comparison)
-    won = best is not None and best is not base
-    better = "higher" if comparison.maximize else "lower"
-    grey = f"{base.name if base is not None else 'the baseline'}'s range"
+    base, cards = comparison.baseline, rows(comparison)
+    of_machine = [note for note in (comparison.lack_note, comparison.kernels_note) if note]
+    won = any(headline.state(level, comparison) == "best" for level in comparison.levels)
     return _template().render(
         comparison=comparison,
         colours=COLOURS,
@@ -51,16 +50,17 @@ def html(comparison: Comparison) -> str:
         said={
             "Why": headline.why(comparison),
             "How sure": headline.how_sure(comparison),
-            "This machine": comparison.lack_note and f"{comparison.lack_note[0].upper()}{comparison.lack_note[1:]}.",
+            "This machine": " ".join(f"{note[0].upper()}{note[1:]}." for note in of_machine),
         },
         use=headline.how_to_use(comparison),
         why_failed=headline.why_failed,
         rows=cards if any(row.speed for row in cards) else [],
         axis=axis(comparison),
         what_memory=headline.what_memory(comparison),
-        what_dots=f"{better} is better; a dot a seed, a line their mean; grey: {grey}",
+        what_gap=headline.what_gap(comparison),
+        kinds=measures.KINDS,
         levels=_levels(comparison),
-        notes=[note for note in comparison.notes if note not in (comparison.load_note, comparison.lack_note)],
+        notes=[note for note in comparison.notes if note not in (comparison.load_note, *of_machine)],
         **sections(comparison),
     )
 

@@ -111,6 +111,11 @@ class Plan:
         own = str(policy.dtype).removeprefix("torch.")
         return self.dtype if self.dtype is not None and own == "float16" else own
 
+    def has_masters(self, dtype: str) -> bool:
+        """Whether a level keeps FP32 masters of weights of this type; True of "", which needs none."""
+        kept = [level for level in self.levels if OPT_LEVELS[named_level(level).level].master_weights]
+        return not dtype or any(self.type_of(level) == dtype for level in kept)
+
     def environment(self, run: Run) -> dict[str, str]:
         """What tells a run's `initialize` its level."""
         level = BASELINE if run.level == NATIVE else run.level

@@ -1,22 +1,25 @@
-"""Which level to use, and why, as data and in words."""
+"""Which level to use, and why, by one ordered list of rules: `standing`. Headline, card, summary and rows read it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from amp_patch.lab.comparison import measures
 from amp_patch.lab.comparison.level_result import LevelResult, saved_memory
 from amp_patch.lab.comparison.measures import Ratio
 from amp_patch.lab.comparison.plan import MIN_GAIN
-from amp_patch.lab.comparison.verdict import UNJUDGED, memory_beside, more_seeds
-from amp_patch.lab.wording import listed, ratio, times
+from amp_patch.lab.comparison.verdict import UNJUDGED, memory_beside, more_seeds, percent_of
+from amp_patch.lab.wording import counted, fine_percent, listed, ratio, relative_size, signed, times
 
-# Why the baseline is recommended: a phrase for each reason against the other levels.
+# Standings for which a level is recommended, the strongest first.
+GAINS = ("better", "faster", "smaller", "a little faster")
+
+# Why the baseline is recommended: a phrase for each other standing, in the order of the phrases.
 _OF_OTHERS = {
     "slower": "{} would do as well",
-    "no gain": "{} would do as well, but not faster, nor in much less memory",
     "not clear": "{} would do as well, but may cost more time than it saves memory",
+    "no gain": "{} would do as well, but not faster, nor in much less memory",
     "not timed": "{} would do as well, but how fast is not known",
     "undecided": "{} cannot be judged yet, {more}",
     "unjudged": "whether {} would do as well its loss does not say ({unjudged})",
@@ -28,8 +31,6 @@ _OF_OTHERS = {
     "emulated": "{} would do as well in hardware that has it",
 }
 
-_OPEN = ("undecided", "unjudged")  # kinds of findings that may yet become others
-
 
 @dataclass(frozen=True)
 class Recommendation:
@@ -37,64 +38,103 @@ class Recommendation:
 
     Attributes:
         level: the baseline where no other is better.
-        because: "faster" or "smaller", of another level than the baseline; of the baseline the names in _OF_OTHERS ->
-            the other levels of which this is so.
+        because: standing -> the levels that it is the reason of: one of GAINS with the level; of the baseline the names
+            in _OF_OTHERS -> the other levels of which this is so.
         sure: whether no level is undecided, or cannot be judged.
+        so_far: whether the level is what one seed shows, which cannot tell chance from a difference.
+        what: is compared, in words.
+        standings: (level, dtype) -> `standing`, of each but the baseline.
         min_gain: as of `recommend`.
     """
 
     level: LevelResult
     because: dict[str, list[LevelResult]]
     sure: bool
+    so_far: bool = False
+    what: str = "loss"
+    standings: dict[tuple[str, str | None], str] = field(default_factory=dict)
     min_gain: float = MIN_GAIN
 
+    def standing(self, level: LevelResult) -> str:
+        """Of one of the levels; "baseline" of that."""
+        return self.standings.get((level.level, level.dtype), "baseline")
 
-def recommend(levels: Sequence[LevelResult], base: LevelResult, min_gain: float = MIN_GAIN) -> Recommendation:
-    """The fastest sound level; where none is by much, the smallest that is as fast; else the baseline, and why not the
-    others.
+
+def standing(level: LevelResult, base: LevelResult, *, alone: bool, min_gain: float, so_far: bool = False) -> str:
+    """The first rule that holds: what speaks against the level, then what it gains.
+
+    Args:
+        alone: whether no level but the baseline keeps FP32 weights: one without them (O3) is usable only then.
+        so_far: take what one seed shows for what is so. Better is the last of its gains then, as chance makes it, and
+            a speed that is not clear does not count against what is saved.
+    """
+    found, speed = level.finding, level.speedup
+    so_far = so_far and found.promising
+    seems_better = so_far and found.gap is not None and found.gap.sign * found.gap.mean < -found.gap.worse_from
+    saves = saved_memory(level, base)
+    is_smaller = saves > min_gain
+    rules = (
+        ("failed", not level.runs),
+        ("differs", found.rejected),
+        ("undecided", (found.kind == "undecided" and not so_far) or (level.emulated and found.kind == "so far")),
+        ("unjudged", found.kind == "unjudged"),
+        ("failed with some", bool(found.faults)),
+        ("skips", found.skips is not None),
+        ("emulated", level.emulated),
+        ("no FP32 weights", level.loses_updates and not alone),
+        ("better", found.better),
+        ("faster", speed is not None and speed.gains_much),
+        ("slower", is_smaller and speed is not None and speed.pace == "slower"),
+        ("not clear", is_smaller and not so_far and _may_cost(speed) > saves),
+        ("smaller", is_smaller),
+        ("a little faster", speed is not None and speed.pace == "faster"),
+        ("better", seems_better),
+        ("not timed", speed is None),
+    )
+    return next((name for name, holds in rules if holds), "no gain")
+
+
+def recommend(
+    levels: Sequence[LevelResult], base: LevelResult, min_gain: float = MIN_GAIN, what: str = "loss"
+) -> Recommendation:
+    """The level whose result is surely better; else the fastest sound one; where none is by much, the smallest that is
+    as fast; else the level for which one seed speaks; else the baseline, and why not the others.
 
     Args:
         min_gain: the share of all memory (`saved_memory`) that a level must save to be recommended for it. One whose
             speed is not clear must save more than the share of time that it may cost.
+        what: is compared, in words.
     """
-    others = [level for level in levels if level is not base and level.runs]
-    sure = not any(level.finding.kind in _OPEN for level in levels if not level.emulated)
-    sound = [level for level in others if level.finding.sound]
-    well = [level for level in sound if level.finding.skips is None]
-    # A level without FP32 weights (O3) is usable only where the user compares it alone with the baseline.
-    asked = not any(not level.loses_updates and level.level != base.level for level in levels)
-    usable = [level for level in well if (asked or not level.loses_updates) and not level.emulated]
-    emulated = [level for level in well if level.emulated]
-    untold = [level for level in emulated if level.finding.kind == "so far"]
-    faster = [level for level in usable if level.speedup is not None and level.speedup.pace == "faster"]
-    fastest = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0), default=base)
-    if fastest.speedup is not None and fastest.speedup.gains_much:
-        return Recommendation(fastest, {"faster": [fastest]}, sure, min_gain)
-    smaller = [level for level in usable if saved_memory(level, base) > min_gain]
-    unclear = [level for level in smaller if _may_cost(level) > saved_memory(level, base)]
-    slower = [level for level in smaller if level.speedup is not None and level.speedup.pace == "slower"]
-    as_fast = [level for level in smaller if level not in slower and level not in unclear]
-    if as_fast:
-        best = min(as_fast, key=lambda level: level.memory or 1.0)
-        return Recommendation(best, {"smaller": [best]}, sure, min_gain)
-    if faster:
-        return Recommendation(fastest, {"faster": [fastest]}, sure, min_gain)
-    timed = [level for level in usable if level.speedup is not None]
-    because = {
-        "slower": slower,
-        "not clear": unclear,
-        "no gain": [level for level in timed if level not in smaller],
-        "not timed": [level for level in usable if level not in timed],
-        "undecided": [level for level in others if level.finding.kind == "undecided" or level in untold],
-        "unjudged": [level for level in others if level.finding.kind == "unjudged"],
-        "no FP32 weights": [level for level in well if level not in usable and level not in emulated],
-        "skips": [level for level in sound if level not in well],
-        "differs": [level for level in others if level.finding.rejected],
-        "failed with some": [level for level in others if level.finding.usable and level.finding.faults],
-        "failed": [level for level in levels if not level.runs],
-        "emulated": [level for level in emulated if level not in untold],
-    }
-    return Recommendation(base, {why: found for why, found in because.items() if found}, sure, min_gain)
+    alone = not any(not level.loses_updates and level.level != base.level for level in levels)
+    others = [level for level in levels if level is not base]
+    sure = not any(level.finding.kind in ("undecided", "unjudged") for level in levels if not level.emulated)
+    told = [standing(level, base, alone=alone, min_gain=min_gain) for level in others]
+    standings = {(level.level, level.dtype): name for level, name in zip(others, told, strict=True)}
+    seen = [standing(level, base, alone=alone, min_gain=min_gain, so_far=True) for level in others]
+    for so_far, names, gains in ((False, told, GAINS), (True, seen, (*GAINS[1:], GAINS[0]))):
+        gain = next((name for name in gains if name in names), None)
+        if gain is not None:
+            best = _best([level for level, name in zip(others, names, strict=True) if name == gain], gain)
+            return Recommendation(best, {gain: [best]}, sure, so_far, what, standings, min_gain)
+    because = {name: [level for level, own in zip(others, told, strict=True) if own == name] for name in _OF_OTHERS}
+    because = {name: found for name, found in because.items() if found}
+    return Recommendation(base, because, sure, False, what, standings, min_gain)
+
+
+def _best(levels: Sequence[LevelResult], gain: str) -> LevelResult:
+    """Of levels with the same gain: of better results that lie within the margin of the best the smallest."""
+    if gain == "smaller":
+        return min(levels, key=_size)
+    if gain != "better":
+        return max(levels, key=lambda level: level.speedup or Ratio(0, 0, 0))
+    gaps = {id(level): level.finding.gap for level in levels}
+    worse = {name: gap.sign * gap.level for name, gap in gaps.items() if gap is not None}
+    margin = max((gap.margin for gap in gaps.values() if gap is not None), default=0.0)
+    return min((level for level in levels if worse[id(level)] <= min(worse.values()) + margin), key=_size)
+
+
+def _size(level: LevelResult) -> float:
+    return level.memory or 1.0
 
 
 def summary(found: Recommendation, base: LevelResult) -> str:
@@ -103,18 +143,64 @@ def summary(found: Recommendation, base: LevelResult) -> str:
     as_fast = best.speedup is not None and best.speedup.pace in ("as fast", "faster")
     room = larger_batch(best, base) if "smaller" in found.because else ""
     also = f" {room}." if room else ""
-    if "faster" in found.because or ("smaller" in found.because and as_fast):
-        return f"Use {best.name}: {best.verdict.text}.{also}"
-    if best is not base:
+    if found.so_far:
+        return f"So far {best.name}: {gains(found)}.{also}"
+    if "smaller" in found.because and not as_fast:
         return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}.{also}"
+    if best is not base:
+        return f"Use {best.name}: {best.verdict.text}.{also}"
     for_now = "" if found.sure else " for now"
     return f"Stay with {base.name}{for_now}: {of_others(found, base)}."
 
 
-def _may_cost(level: LevelResult) -> float:
+def gains(found: Recommendation) -> str:
+    """ "1.4x faster, 10 % less memory, same loss over 3 seeds": of a level that is recommended, its reason first."""
+    best = found.level
+    cost = [speed_in_words(best), memory_in_words(best)]
+    if "smaller" in found.because:
+        cost.reverse()
+    seeds = best.finding.gap.seeds if best.finding.gap is not None else 0
+    loss = _loss_in_words(found) + (" with one seed" if seeds == 1 else f" over {counted(seeds, 'seed')}")
+    return ", ".join(filter(None, [loss, *cost] if "better" in found.because else [*cost, loss]))
+
+
+def _loss_in_words(found: Recommendation) -> str:
+    """ "same loss within 0.2 %"; "loss +0.0007 %", so far."""
+    of, what, gap = found.level.finding, found.what, found.level.finding.gap
+    if found.so_far and gap is not None and gap.mean:
+        return f"{what} {percent_of(gap) or signed(gap.mean)}"
+    if of.better and gap is not None and gap.base:
+        return f"{relative_size(gap.level, gap.base)} better {what}"
+    if of.better or of.kind == "no worse":
+        return f"{'better' if of.better else 'no worse'} {what}"
+    if of.kind == "so far":
+        return f"same {what} so far"
+    share = gap.share(gap.margin) if gap is not None and gap.told == "as good" else None
+    return f"same {what}" + ("" if share is None or of.to_the_bit else f" within {fine_percent(share)}")
+
+
+def speed_in_words(level: LevelResult) -> str:
+    """ "1.8x faster"; empty where the speed is not known."""
+    if level.speedup is None:
+        return ""
+    median, pace = level.speedup.median, level.speedup.pace
+    if pace in ("faster", "slower"):
+        return f"{times(max(median, 1 / median))[0]}x {pace}"
+    return pace if pace == "as fast" else f"speed {pace}"
+
+
+def memory_in_words(level: LevelResult) -> str:
+    """The memory beside the baseline's; empty where it is not known."""
+    if level.memory is None:
+        return ""
+    percent = round(100 * (level.memory - 1))
+    what = "memory" if level.memory_ratio is not None else "memory for weights and optimizer"
+    return f"same {what}" if percent == 0 else f"{abs(percent)} % {'more' if percent > 0 else 'less'} {what}"
+
+
+def _may_cost(speed: Ratio | None) -> float:
     """The share of time that a level whose speed is not clear may cost, by its slowest pair; else 0."""
-    unclear = level.speedup is not None and level.speedup.pace == "not clear"
-    return 1 / level.speedup.low - 1 if unclear and level.speedup is not None else 0.0
+    return 1 / speed.low - 1 if speed is not None and speed.pace == "not clear" else 0.0
 
 
 def larger_batch(level: LevelResult, base: LevelResult) -> str:
@@ -131,7 +217,7 @@ def of_others(found: Recommendation, base: LevelResult) -> str:
 
     return "; ".join(
         _OF_OTHERS[why].format(
-            listed([_with_promise(level, base, why, found.min_gain) for level in levels]),
+            listed([_with_promise(level, base, why, found) for level in levels]),
             more=more_seeds(base, levels),
             unjudged=UNJUDGED,
         )
@@ -139,16 +225,16 @@ def of_others(found: Recommendation, base: LevelResult) -> str:
     )
 
 
-def _with_promise(level: LevelResult, base: LevelResult, why: str, min_gain: float) -> str:
+def _with_promise(level: LevelResult, base: LevelResult, why: str, found: Recommendation) -> str:
     """The name, and what the level would win: where its memory costs time, or where it may yet be recommended."""
-    pace = level.speedup.pace if level.speedup is not None else ""
-    median = level.speedup.median if level.speedup is not None else 1.0
-    said = []
-    if why == "slower":
-        said = [memory_beside(level), f"but {times(1 / median)[0]}x slower"]
-    elif why == "not clear" and level.speedup is not None:
-        said = [memory_beside(level), f"{ratio(level.speedup.low)}x to {ratio(level.speedup.high)}x of its speed"]
-    elif level.finding.kind in _OPEN and pace in ("faster", "as fast"):
-        said = [f"{times(median)[0]}x faster"] if pace == "faster" else []
-        said += [memory_beside(level)] if saved_memory(level, base) > min_gain else []
+    speed, gap, said = level.speedup, level.finding.gap, []
+    if why == "slower" and speed is not None:
+        said = [memory_beside(level), f"but {times(1 / speed.median)[0]}x slower"]
+    elif why == "not clear" and speed is not None:
+        said = [memory_beside(level), f"{ratio(speed.low)}x to {ratio(speed.high)}x of its speed"]
+    elif why in ("undecided", "unjudged") and not level.emulated:
+        said = [speed_in_words(level)] if speed is not None and speed.pace in ("faster", "slower") else []
+        said += [memory_beside(level)] if saved_memory(level, base) > found.min_gain else []
+        if why == "undecided" and gap is not None and gap.low is None:
+            said += [f"{found.what} {percent_of(gap) or signed(gap.mean)}"]
     return f"{level.name} ({', '.join(said)})" if said else level.name

@@ -1,4 +1,4 @@
-"""The rows of the card: for each level a bar of its speed, a bar of its memory, and a dot for each seed's result.
+"""The rows of the card: for each level a bar of its speed, one of its memory by its parts, and its gap to the baseline.
 
 A cell is the inside of an <svg> of any size: shares of its width are percentages. So a page and a picture file show
 the same, each in boxes of its own.
@@ -9,12 +9,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from amp_patch.lab import wording
-from amp_patch.lab.comparison import headline
+from amp_patch.lab.comparison import headline, measures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import LARGEST, line, rect, share, text, ticks, var
 from amp_patch.lab.comparison.level_result import LevelResult
+from amp_patch.lab.comparison.verdict import gap_in_words, percent_of
 
 _NUMBER = 0.36  # of the narrowest cell's width, 150 pixels: what a number takes, with the gap before it
+_ZERO = 0.36  # where a gap of 0 lies
+_END = ' text-anchor="end"'
 _BAR = 0.74  # of a cell's width: the rest is for the number behind the longest bar
 _INKS = {"best": "good", "base": "base", "bad": "lost", "unsure": "unsure", "plain": "ink"}
 
@@ -27,48 +30,44 @@ class Row(NamedTuple):
     short: str
     speed: str
     memory: str
-    dots: str
+    gap: str
     alt: str
-
-
-class _Scale(NamedTuple):
-    """Maps results to shares of the width."""
-
-    low: float
-    high: float
-
-    def share(self, value: float) -> float:
-        return 0.09 + 0.82 * (value - self.low) / ((self.high - self.low) or 1.0)
 
 
 def rows(comparison: Comparison) -> list[Row]:
     """In the order of the levels."""
     fastest = max([1.0, *(level.speedup.high for level in comparison.levels if level.speedup)])
     largest = max([1.0, *(level.memory for level in comparison.levels if level.memory)])
-    scale = _results(comparison)
+    reach = _reach(comparison)
     made = []
     for level in comparison.levels:
         state, short = headline.state(level, comparison), headline.in_short(level, comparison)
         cells = ("", "", "")
         if level.runs:
-            cells = (_speed(level, state, fastest), _memory(level, state, largest), _dots(comparison, level, scale))
+            cells = (_speed(level, state, fastest), _memory(level, state, largest), _gap(comparison, level, reach))
         ends = ", ".join(wording.figure(value) for value in level.final)
         unknown = "emulated, speed not known" if level.emulated else "speed not known"
         speed = f"speed {wording.ratio(level.speedup.median)}" if level.speedup else unknown
         memory = f"memory {wording.ratio(level.memory)}" if level.memory else "memory not known"
-        alt = f"{level.name}: {short}" + (f"; {speed}, {memory} of the baseline's; {ends}" if level.runs else "")
+        gap = f", {gap_in_words(level.finding.gap, 'it')}" if level.finding.gap is not None else ""
+        alt = f"{level.name}: {short}" + (f"; {speed}, {memory} of the baseline's; {ends}{gap}" if level.runs else "")
         made.append(Row(state, level, short, *cells, alt))
     return made
 
 
 def axis(comparison: Comparison) -> str:
-    """The labels below the dots."""
-    scale = _results(comparison)
-    if scale is None:
+    """The labels below the gaps."""
+    reach = _reach(comparison)
+    if reach is None:
         return ""
+    unit = " %" if _in_percent(comparison) else ""
+    factor = 100 if unit else 1
     made = []
-    for value, words in ticks(scale.low, scale.high, 4).items():
-        made.append(text(share(scale.share(value)), 12, words, "soft", size=11, more=' text-anchor="middle"'))
+    for value, words in ticks(-factor * reach, factor * reach, 4).items():
+        label = "0" if not value else f"{'+' if value > 0 else ''}{words}{unit}"
+        made.append(
+            text(share(_place(value / factor, reach)), 12, label, "soft", size=11, more=' text-anchor="middle"')
+        )
     return "".join(made)
 
 
@@ -89,8 +88,26 @@ def _speed(level: LevelResult, state: str, most: float) -> str:
 def _memory(level: LevelResult, state: str, most: float) -> str:
     if level.memory is None:
         return _centred(text(0, 4, "not known", "soft"))
-    made = _bar(level.memory / most, state, "memory") + _number(level.memory, level.memory, state, most)
+    made = _bar(level.memory / most, state, "memory") + _parts(level, state, most)
+    made += _number(level.memory, level.memory, state, most)
     return _reference(most) + _centred(made)
+
+
+def _parts(level: LevelResult, state: str, most: float) -> str:
+    """What of the bar each kind takes, over it: on CUDA its end is what the peak has beside them."""
+    sizes = {kind: measures.median(getattr(run, kind) for run in level.runs) or 0 for kind in measures.KINDS}
+    whole = level.memory_bytes if level.memory_ratio is not None else sum(sizes.values()) - sizes["activations"]
+    if not whole or not level.memory:
+        return ""
+    made, left = "", 0.0
+    for kind, size in sizes.items():
+        part = min(size / whole, 1 - left)
+        if part > 0:
+            start, width = (_BAR * level.memory * each / most for each in (left, part))
+            faint = ' opacity="0.4"' if state in ("bad", "unsure") else ""
+            made += rect(share(start), -8, share(width), 16, kind, faint)
+            left += part
+    return made
 
 
 def _bar(part: float, state: str, colour: str) -> str:
@@ -110,48 +127,76 @@ def _reference(most: float) -> str:
     return line(share(_BAR / most), 0, share(_BAR / most), "100%", "soft", ' stroke-dasharray="2 3"')
 
 
-def _dots(comparison: Comparison, level: LevelResult, scale: _Scale | None) -> str:
-    state, base = headline.state(level, comparison), comparison.baseline
+def _gap(comparison: Comparison, level: LevelResult, reach: float | None) -> str:
+    """The mean of the differences to the baseline at the same seeds, with its interval, on the band of the margin."""
+    if reach is None:
+        return _centred(text(0, 4, "not known", "soft"))
+    base, gap = comparison.baseline, level.finding.gap
+    margin = _margin(comparison)
+    left, right = (_place(max(-reach, min(reach, each)), reach) for each in (-margin, margin))
+    behind = rect(share(left), "-1%", share(max(right - left, 0.004)), "102%", "band")  # higher than the row: no seams
+    behind += line(share(_ZERO), 0, share(_ZERO), "100%", "soft")
     missing = len(level.final) - len(level.finite)
-    if scale is None:
-        return _centred(text(0, 4, "not finite" if missing else "none", "lost"))
-    made, behind = "", ""
-    if base is not None:
-        low, high = min(base.finite.values()), max(base.finite.values())
-        left = scale.share(low)
-        width = max(scale.share(high) - left, 0.004)
-        behind = rect(share(left), "-1%", share(width), "102%", "band")  # higher than the row, or seams show
-    ink = _INKS[state]
-    inside = [value for value in level.finite.values() if scale.low <= value <= scale.high]
-    if level.mean is not None and scale.low <= level.mean <= scale.high:
-        mean = share(scale.share(level.mean))
-        made += line(mean, -11, mean, 11, ink, ' stroke-width="2"')
-    for value in inside:
+    if gap is None or base is None:
+        at_end = f"{missing} of {len(level.final)} not finite" if missing else wording.digits(level.mean or 0.0, 4)
+        return behind + _centred(text("99%", 4.5, at_end, "soft" if level is base else "lost", size=12, more=_END))
+    ink, unit = _INKS[headline.state(level, comparison)], _unit(comparison)
+    mean, ends = gap.mean / unit, [each / unit for each in (gap.low, gap.high) if each is not None]
+    made = ""
+    if ends and abs(mean) <= reach:
+        low, high = (_place(max(-reach, min(reach, each)), reach) for each in ends)
+        made += line(share(low), 0, share(high), 0, ink, ' stroke-width="2"')
+        for end, at in zip(ends, (low, high), strict=True):
+            made += line(share(at), -5, share(at), 5, ink, ' stroke-width="2"') if abs(end) <= reach else ""
+    if abs(mean) <= reach:
         look = f"fill: {var(ink)}; stroke: {var('paper')}"
-        made += f'<circle cx="{share(scale.share(value))}" cy="0" r="4.5" fill-opacity="0.85" style="{look}"/>'
-    above = [value for value in level.finite.values() if value > scale.high]
-    below = [value for value in level.finite.values() if value < scale.low]
-    said = [f"{missing} of {len(level.final)} not finite"] if missing else []
-    for beyond, arrow in ((above, "{} →"), (below, "← {}")):
-        if beyond:
-            span = " to ".join(dict.fromkeys(wording.figure(v) for v in (min(beyond), max(beyond))))
-            said.append(arrow.format(span))
-    if said:
-        right = bool(above) or not any(scale.share(value) > 0.5 for value in inside)
-        end = ' text-anchor="end"' if right else ""
-        made += text("99%" if right else "1%", 4.5, ", ".join(said), ink, size=12, more=end)
-    return behind + _centred(made)
+        made += f'<circle cx="{share(_place(mean, reach))}" cy="0" r="4.5" style="{look}"/>'
+    words = percent_of(gap) or wording.signed(gap.mean)
+    beyond = f"{words} →" if mean > reach else f"← {words}" if mean < -reach else words
+    said = f"{missing} of {len(level.final)} not finite" if missing else beyond
+    return behind + _centred(made * (not missing) + text("99%", 4.5, said, ink, size=12, more=_END))
 
 
-def _results(comparison: Comparison) -> _Scale | None:
-    """The axis of the dots. Results far off are numbers at its edge: else all others would be one dot."""
-    values = {id(level): [v for v in level.finite.values() if abs(v) < LARGEST] for level in comparison.levels}
-    every = [value for each in values.values() for value in each]
-    if not every:
+def _reach(comparison: Comparison) -> float | None:
+    """The end of the axis of the gaps: three margins, or where the farthest interval of a level ends that may be used.
+
+    The gap of one that is not to be used is a number at the edge, if it is farther: else all others would be one dot.
+    """
+    gaps = [(level, level.finding.gap) for level in comparison.levels if level.finding.gap is not None]
+    if comparison.baseline is None:
         return None
-    near = [v for level in comparison.levels if level.finding.kind != "differs" for v in values[id(level)]] or every
-    width = max(near) - min(near) or abs(near[0]) * 0.01 or 1.0
-    return _Scale(max(min(every), min(near) - width), min(max(every), max(near) + width))
+    unit = _unit(comparison)
+    near = [
+        abs(each / unit)
+        for level, gap in gaps
+        if not level.finding.rejected
+        for each in (gap.mean, gap.low, gap.high)
+        if each is not None and abs(each) < LARGEST
+    ]
+    return max([3 * _margin(comparison), *(1.1 * each for each in near)])
+
+
+def _place(value: float, reach: float) -> float:
+    """Of the width: the last third is for the number."""
+    return _ZERO + 0.33 * value / reach
+
+
+def _in_percent(comparison: Comparison) -> bool:
+    """Whether gaps are shares of the baseline's result: not where that is 0."""
+    return comparison.baseline is not None and bool(comparison.baseline.mean)
+
+
+def _unit(comparison: Comparison) -> float:
+    base = comparison.baseline
+    return abs(base.mean or 1.0) if base is not None else 1.0
+
+
+def _margin(comparison: Comparison) -> float:
+    """In the unit of the axis; of a baseline of 0 something that can be seen."""
+    if _in_percent(comparison):
+        return comparison.margin
+    means = [abs(level.mean) for level in comparison.levels if level.mean and abs(level.mean) < LARGEST]
+    return comparison.margin * max(means, default=1.0)
 
 
 def _centred(inside: str) -> str:

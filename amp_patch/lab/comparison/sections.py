@@ -11,16 +11,9 @@ from amp_patch.lab.comparison import measures, number_pictures, pictures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import Picture, stack
 from amp_patch.lab.comparison.level_result import LevelResult
+from amp_patch.lab.comparison.plan import BASELINE
 from amp_patch.lab.recording.run import PARTS, Look, Run
 
-# Field of `Run` -> its name in tables.
-_KINDS = {
-    "weights": "weights",
-    "masters": "masters",
-    "gradients": "gradients",
-    "state": "optimizer state",
-    "activations": "activations",
-}
 _LISTED = 12  # rows of a table of modules, or of parameters: the worst
 
 
@@ -130,7 +123,7 @@ def _times(comparison: Comparison) -> Table | None:
 def _memory(comparison: Comparison) -> Table | None:
     """What the training takes, by its kinds, and on CUDA its peak: means over the seeds."""
     levels = [level for level in comparison.levels if level.runs]
-    kinds = [{kind: _mean([getattr(run, kind) for run in level.runs]) for kind in _KINDS} for level in levels]
+    kinds = [{kind: _mean([getattr(run, kind) for run in level.runs]) for kind in measures.KINDS} for level in levels]
     peaks = [_mean([run.peak_memory for run in level.runs if run.device == "cuda"]) for level in levels]
     every = [[*each.values(), sum(each.values()), peak] for each, peak in zip(kinds, peaks, strict=True)]
     longest = max((sum(each.values()) for each in kinds), default=0.0)
@@ -142,7 +135,7 @@ def _memory(comparison: Comparison) -> Table | None:
         cells = [wording.in_unit(size, unit) for size in row]
         cells[-3:] = [cell if size else "" for cell, size in zip(cells[-3:], row[-3:], strict=True)]
         rows.append([level.name, *cells, Cell(picture=stack(each, longest))])
-    names = [Cell(words, colour=kind) for kind, words in _KINDS.items()]
+    names = [Cell(words, colour=kind) for kind, words in measures.KINDS.items()]
     return table(f"Memory by its kinds, in {unit}", ["level", *names, f"together, {unit}", f"peak, {unit}", ""], rows)
 
 
@@ -211,10 +204,14 @@ def _lost(looks: Sequence[Look]) -> Table | None:
 
 
 def _policies(comparison: Comparison) -> dict[str, str]:
-    """label of a level -> its policy, in words."""
+    """label of a level -> its policy, in words; O0 has no type, and is the script as it is."""
     policies = {
         level.name: [*dict.fromkeys(run.policy for run in level.all_runs if run.policy)] for level in comparison.levels
     }
+    for level in comparison.levels:
+        if level.level == BASELINE:
+            as_is = f"the script as it is, {level.low_weights or 'FP32'}"
+            policies[level.name] = [f"{as_is}: {words.partition(': ')[2]}" for words in policies[level.name]]
     return {level: "; ".join(words) for level, words in policies.items() if words}
 
 

@@ -41,14 +41,16 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
         return Verdict(found.kind, lost, reason=lost)
     skips, without = _skips(found), lost_by_weights(found.lost_updates)
     if level is base:
-        own = f"{what} {_mean_and_spread(base)}"
+        as_is = f"the script as it is, {base.low_weights}: " if base.low_weights else ""
+        own = f"{as_is}{what} {_mean_and_spread(base)}"
         return Verdict(found.kind, _joined(own, lost, skips, failed), reason=_joined(lost, skips, cut))
     collapsed = _collapsed(found.collapsed, base, what) if found.collapsed else ""
     accuracy = _joined(lost, collapsed) or _accuracy(found, level, base, what)
     if found.rejected:
         text = _joined("do not use: " + accuracy, without, skips, _cost(level, base), failed)
     else:
-        text = _joined(_cost(level, base), accuracy, without, skips, failed)
+        first = (accuracy, _cost(level, base)) if found.better else (_cost(level, base), accuracy)
+        text = _joined(*first, without, skips, failed)
     if found.collapsed:  # `Comparison.test` has the rule, which stands on the page
         accuracy = _joined(lost, _collapsed_seeds(found.collapsed, what))
     if found.kind in ("within", "so far"):  # the page has the gap in a column of its own

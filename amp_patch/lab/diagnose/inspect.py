@@ -19,7 +19,8 @@ from amp_patch.lab.diagnose.histogram import Histogram
 from amp_patch.lab.diagnose.inspection import Inspection, NotFinite
 from amp_patch.lab.diagnose.lost_updates import UpdateMeter
 from amp_patch.lab.diagnose.module_error import floats, is_random, relative_error
-from amp_patch.model.forward import KeptModule
+from amp_patch.model.forward import KeptModule, policy_of
+from amp_patch.model.keep_high import HighModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.training import observers
@@ -64,6 +65,8 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
         model = model.get_submodule("module")
     targets = [innermost(each) for each in as_list(optimizers)]
     seen = Inspection()
+    if (policy := policy_of(model)) is not None and policy.product_format is not None:
+        seen.high = [_plain(name) for name, module in model.named_modules() if isinstance(module, HighModule)]
     with ExitStack() as stack:
         log = _NumberLog(model, targets, scaler, seen, stack)
         try:
@@ -169,7 +172,7 @@ class _NumberLog(CallLog):
         changed = key is not None and version != _version(tensor)  # by a write through a view, say
         if new or changed or key is None:
             key = len(self.values)
-            self.seen.all_fp32 &= tensor.dtype not in LOW_PRECISION
+            self.seen.low.update({tensor.dtype}.intersection(LOW_PRECISION))
             self.keys[tensor] = key, _version(tensor)
             self.values.append(_range(tensor))
             # A tensor that no logged call made comes from outside: no call of the model made its infinity. An FP16

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
+
 from amp_patch.lab.diagnose.histogram import Histogram
 from amp_patch.lab.diagnose.lost_updates import Updates
 from amp_patch.lab.diagnose.tables import Part, Table, as_html, as_text
@@ -66,7 +68,8 @@ class Inspection:
         scale: the loss scale of the last backward; without one, the one that the next would have.
         step: how many optimizer steps it saw.
         too_large: modules whose output FP16 cannot hold, however it is computed.
-        all_fp32: whether no tensor was of a type of low precision.
+        low: the types of low precision that tensors were of.
+        high: at O6 and O7 the modules that `keep_high` keeps there; None at other levels.
     """
 
     weights: dict[str, Histogram] = field(default_factory=dict)
@@ -79,15 +82,27 @@ class Inspection:
     scale: float = 1.0
     step: int = 0
     too_large: set[str] = field(default_factory=set)
-    all_fp32: bool = field(default=True, repr=False)
+    low: set[torch.dtype] = field(default_factory=set, repr=False)
+    high: list[str] | None = field(default=None, repr=False)
+
+    @property
+    def all_fp32(self) -> bool:
+        """Whether no tensor was of a type of low precision."""
+        return not self.low
+
+    @property
+    def for_fp16(self) -> bool:
+        """Whether FP16's range matters: something was FP16, or all FP32, which may become FP16."""
+        return self.all_fp32 or torch.float16 in self.low
 
     def keep_fp32(self, error: float = 0.05, flushed: float = 0.5) -> list[str]:
         """The modules that `initialize(keep_fp32=...)` would best keep in FP32, by name, the first one first.
 
         The remedy for the first number that was not finite; modules whose output in FP16 differs from FP32's by more
         than `error`, relatively; those with a parameter of whose gradients FP16 loses more than the share `flushed`,
-        even at the best loss scale, or has lost all. Look again with them in place: behind the first overflow nothing
-        can be seen.
+        even at the best loss scale (where all was BF16 or FP32 that does not count), or has lost all. Look again with
+        them in place: behind the first overflow nothing can be seen. At O6 and O7 they are for `keep_high`, beside
+        those that it has (`high`).
         """
         found = [] if self.not_finite is None else [*self.not_finite.remedy]
         worst = sorted((-e, name) for name, e in self.errors.items() if e > error)
@@ -95,7 +110,7 @@ class Inspection:
         best = self.best_scale()
         for name, seen in self.gradients.items():
             owner = name.rpartition(".")[0]
-            if seen.flushed(best) > flushed or self._lost(name):
+            if (self.for_fp16 and seen.flushed(best) > flushed) or self._lost(name):
                 found.append(owner)
         found = list(dict.fromkeys(name for name in found if name))
         return [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
@@ -119,12 +134,14 @@ class Inspection:
 
     def _parts(self, rows: int | None) -> Iterator[Part]:
         best = self.best_scale()
-        yield f"{self.step} steps; loss scale {power_in_ascii(self.scale)}, the best one {power_in_ascii(best)}"
+        of_fp16 = f", the best one {power_in_ascii(best)}" if self.for_fp16 else ""
+        yield f"{self.step} steps; loss scale {power_in_ascii(self.scale)}{of_fp16}"
         yield f"not finite: {self.not_finite or 'nothing'}"
         errors = sorted(self.errors.items(), key=lambda item: -item[1])
         cells = [(name, two(error)) for name, error in errors]
         yield Table(cells[:rows], (("module", "error"),), "relative error against FP32", numbers=True)
-        yield self._losses(best, rows)
+        if self.for_fp16:
+            yield self._losses(best, rows)
         if (share := self.updates.lost()) is not None:
             low = f"without FP32 weights or masters, in {self.updates.dtype}"
             yield f"{low}, {percent(share)} of the updates would be lost"
@@ -134,24 +151,32 @@ class Inspection:
             more = "" if rows is None else " ..." * (len(lost) > rows)
             yield f"gradients that are 0 throughout: {', '.join(lost[:rows])}{more}"
         if self.not_finite is not None and not self.not_finite.remedy and self.not_finite.module is not None:
-            smaller = "a smaller loss scale" if self.not_finite.direction == "backward" else "dtype=torch.bfloat16"
-            yield (
-                "FP32 made it: no other type helps"
-                if self.all_fp32
-                else f"no module by itself would have to be FP32 for what is not finite: try {smaller}"
-            )
+            yield self._advice(self.not_finite.direction)
         kept = self.keep_fp32()
-        yield f"keep_fp32={kept}{'' if kept else f': {self._why_nothing_is_kept()}'}"
+        why = "" if kept else f": {self._why_nothing_is_kept()}"
+        yield (
+            f"keep_fp32={kept}{why}" if self.high is None else f"keep_high={list(dict.fromkeys(self.high + kept))}{why}"
+        )
+
+    def _advice(self, direction: str) -> str:
+        """What to try against a number that is not finite where no module by itself would help."""
+        if self.all_fp32:
+            return "FP32 made it: no other type helps"
+        if self.for_fp16:
+            smaller = direction == "backward" and self.scale > 1
+            advice = f"try {'a smaller loss scale' if smaller else 'dtype=torch.bfloat16'}"
+        else:
+            advice = "BF16 has FP32's range, so look whether O0 makes it too"
+        return f"no module by itself would have to be FP32 for what is not finite: {advice}"
 
     def _why_nothing_is_kept(self) -> str:
         if self.not_finite is not None:
             return "no module by itself is to stay FP32, see above"
         if not (self.errors or self.gradients):
             return "nothing is known: no step of the model was seen"
-        return (
-            "no module has to stay FP32: every number is finite, every output that was compared is within 5% of "
-            "FP32's, and FP16 loses less than half of each gradient"
-        )
+        gradients = "FP16 loses less than half of each gradient" if self.for_fp16 else "no gradient is 0 throughout"
+        what = "no module has to stay FP32" if self.high is None else "no other module has to stay BF16"
+        return f"{what}: every number is finite, every output that was compared is within 5% of FP32's, and {gradients}"
 
     def _losses(self, best: float, rows: int | None) -> Table:
         """The gradients of which FP16 loses something, with their shares."""

@@ -260,6 +260,7 @@ class Recorder(Observer):
                     "level": name_of(begun),
                     "dtype": dtype,
                     "policy": str(begun),
+                    "weights_type": "" if dtype else self._sizes.low_type(),
                     "device": self._device,
                     "lost_eps": self._sizes.lost_eps(),
                 }

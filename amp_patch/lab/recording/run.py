@@ -73,6 +73,8 @@ class Run:
         seed: which of the repetitions, from 0.
         dtype: the low-precision type, "float16" or "bfloat16"; None at O0.
         policy: the resolved policy in words.
+        weights_type: at O0 the low-precision type in which the script's own optimizer steps most of its weights,
+            "bfloat16" say: it has no masters. "" at other levels, and where they are FP32.
         device: of the model's first parameter, "cpu" or "cuda".
         lost_eps: the optimizer's eps (Adam's), if that is 0 in the type of its parameters: it divides by 0 then.
         error: why there are no figures, or fewer than asked for, in one line; None if all went well.
@@ -114,6 +116,7 @@ class Run:
     seed: int = 0
     dtype: str | None = None
     policy: str = ""
+    weights_type: str = ""
     device: str = ""
     lost_eps: float | None = None
     error: str | None = None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.lab.recording.run import LOW_TYPES
 from amp_patch.masters.grad_field import own_grad
 from amp_patch.masters.master import Master
 from amp_patch.masters.masters import kernel_tensors
@@ -41,6 +42,16 @@ class Sizes:
     def lost_eps(self) -> float | None:
         """The first eps of an optimizer that is 0 in the type of its parameters; None if none is."""
         return next((eps for optimizer in self._optimizers() for _, eps, _ in lost_eps(optimizer)), None)
+
+    def low_type(self) -> str:
+        """The low-precision type of most of what the optimizers hold, as "bfloat16"; "" where that is no such type."""
+        counts: dict[str, int] = {}
+        params = [p for each in self._optimizers() for group in each.param_groups for p in group["params"]]
+        for param in params:  # not the models': a frozen weight is not stepped
+            name = str(param.dtype).removeprefix("torch.")
+            counts[name] = counts.get(name, 0) + param.numel()
+        most = max(counts, key=lambda name: counts[name], default="")
+        return most if most in LOW_TYPES else ""
 
     def device(self) -> torch.device:
         """Of the first parameter."""

@@ -28,6 +28,7 @@ class BannedCalls:
         if name not in self._seen:
             self._seen.add(name)
             self._say(
-                f"{name} runs in FP32{where()}, since logarithms of low-precision probabilities overflow; with lines "
-                "of ours in the script it is refused unless initialize(..., allow_banned=True) says so"
+                f"{name} runs in FP32{where()}, and so does torch.sigmoid, since logarithms of low-precision "
+                "probabilities overflow; with lines of ours in the script initialize(..., allow_banned=True) does the "
+                "same, and without it low-precision probabilities are refused"
             )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.patches import Patches
 
 _OURS = "_amp_is_ours"  # attribute of an autocast: whether code of amp_patch made it
@@ -59,6 +60,8 @@ class NativePrecision:
         @functools.wraps(original)
         def enter_or_exit(autocast: Any, *args: Any) -> Any:
             if not autocast._enabled or getattr(autocast, _OURS, True) or not self._applies():
+                return original(autocast, *args)
+            if autocast.fast_dtype not in LOW_PRECISION:  # CUDA's takes FP32: inside of it no casts of ours act
                 return original(autocast, *args)
             self.seen = True
             return original(autocast, *args) if self.kept else None if args else autocast

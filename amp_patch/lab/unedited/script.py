@@ -23,7 +23,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from amp_patch.casts import install
 from amp_patch.environment import overridden
 from amp_patch.frontend import initialize, load_state_dict, state_dict
+from amp_patch.lab.unedited.arrays import install_arrays
 from amp_patch.lab.unedited.banned_calls import BannedCalls
 from amp_patch.lab.unedited.called_alone import CalledAlone
 from amp_patch.lab.unedited.closures import refuse_lbfgs, refuse_unknown_use
@@ -40,20 +40,21 @@ from amp_patch.lab.unedited.direct_forwards import DirectForwards
 from amp_patch.lab.unedited.exports import Exports
 from amp_patch.lab.unedited.handmade import HandmadeSteps
 from amp_patch.lab.unedited.kept_averages import KeptAverages
+from amp_patch.lab.unedited.loose_tensors import LooseTensors, steps_loose_tensors, unscaled
 from amp_patch.lab.unedited.native import NativePrecision, before_scaling
 from amp_patch.lab.unedited.pickles import Pickles
 from amp_patch.lab.unedited.processes import Processes, refuse_copies_of_shared, tell
 from amp_patch.lab.unedited.reach import Reach, merged, reach_of
-from amp_patch.lab.unedited.refusal import ScriptRefused
+from amp_patch.lab.unedited.refusal import ScriptRefused, where
 from amp_patch.lab.unedited.source import imports_us
 from amp_patch.model import fsdp
-from amp_patch.policy import OPT_LEVELS, Options, resolve
+from amp_patch.policy import Options, resolve
 from amp_patch.support.compiled import not_traced, uncompiled
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Patches
 from amp_patch.training import ddp, observers
 from amp_patch.training.observers import Observer
-from amp_patch.training.scale_loss import loss_scale, scale_loss
+from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
 from amp_patch.training.step import ClosureAlreadyRun
 from amp_patch.training.wrappers import innermost
@@ -73,7 +74,7 @@ class UneditedScript(Observer):
     back; models and optimizers stay as they are, for `amp_patch.restore`.
 
     Args:
-        level: "O0" to "O7"; as for `initialize`, AMP_PATCH_OPT_LEVEL and AMP_PATCH_DTYPE have the last word.
+        level: as for `initialize`, AMP_PATCH_OPT_LEVEL and AMP_PATCH_DTYPE have the last word.
         native: leave the script its own torch.autocast and GradScaler; for "O0" alone.
 
     Attributes:
@@ -88,10 +89,6 @@ class UneditedScript(Observer):
     """
 
     def __init__(self, level: str, *, native: bool = False) -> None:
-        if level not in OPT_LEVELS:
-            raise ValueError(
-                f"UneditedScript: level {level!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero)"
-            )
         self.level = level
         self.native = NativePrecision(native, self._applies)
         self.notes: list[str] = []
@@ -129,6 +126,8 @@ class UneditedScript(Observer):
         patches.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
         for part in (self.native, self._banned, self._alone, self._pickles, self._direct_forwards, self.processes):
             part.install(patches)
+        if self._policy.makes_low_tensors:
+            install_arrays(patches, self._policy.dtype, self._applies)
         if not self._policy.changes_nothing:
             Exports(self._models, self._direct_forwards.undone).install(patches)
         if not ddp.installed():  # now: a `no_sync()` may be entered before the first forward, which initializes
@@ -341,7 +340,7 @@ class UneditedScript(Observer):
             loss, self._scale = before_scaling(losses[0])
             self._thread.backward = True
             try:
-                with scale_loss(loss, optimizers) as scaled, self._others_unscaled(reach, optimizers):
+                with scale_loss(loss, optimizers) as scaled, unscaled(reach, self._owners, self._models(), optimizers):
                     scaled = scaled if self._scale is None else losses[0]
                     original(scaled, _as_type_of(grad_tensors, scaled), *args, **kwargs)
             finally:
@@ -360,47 +359,32 @@ class UneditedScript(Observer):
         """The optimizers that hold what the backward pass reaches.
 
         Raises:
-            ScriptRefused: one of them went through no `initialize`.
+            ScriptRefused: one of them holds parameters of a module that went through no `initialize`.
         """
         if not reach.whole:
             return [optimizer for taken in self._initialized for optimizer in _alive(taken.optimizers)]
         found = self._holders(reach.leaves)
         if not (found and self._is_of_ours()):
             for optimizer in found:
-                self._refuse_unknown(optimizer)
+                self._take_or_refuse(optimizer)
             return found
         self._left_alone = True
         return []
 
-    def _refuse_unknown(self, optimizer: Any) -> None:
-        if stash_of(innermost(optimizer)) is None:
+    def _take_or_refuse(self, optimizer: Any) -> None:
+        """Give an optimizer that is in no training, of tensors of no module, one of its own: they stay as they are."""
+        if stash_of(innermost(optimizer)) is not None:
+            return
+        name = base_class(innermost(optimizer)).__name__
+        loose = steps_loose_tensors(optimizer)
+        if not (loose and self._initialized):  # without a model the first forward may have run in FP32
             raise ScriptRefused(
-                f"the {base_class(innermost(optimizer)).__name__} here holds tensors of no module that was called "
-                "since it was made, with gradients enabled"
+                f"the {name} here holds tensors of no module that was called since it was made, with gradients enabled",
+                "and put tensors that belong to no module into one, as nn.Parameter, which is called" if loose else "",
             )
-
-    @contextmanager
-    def _others_unscaled(self, reach: Reach, optimizers: list[Any]) -> Iterator[None]:
-        """Let the leaves that belong to no model and no optimizer have their gradients as without a scale."""
-        others = [leaf for key, leaf in reach.leaves.items() if key not in self._owners]
-        if others:  # nearly never: the walk over all parameters of the models takes a while
-            known = {id(p) for each in self._models() for p in each.parameters()}
-            others = [leaf for leaf in others if id(leaf) not in known]
-        earlier = [leaf.grad for leaf in others]
-        scale = loss_scale(optimizers) if others else None
-        for leaf in others:
-            leaf.grad = None
-        yield
-        for leaf, before in zip(others, earlier, strict=True):
-            grad = leaf.grad
-            if grad is not None:
-                assert scale is not None
-                grad = grad if self._unscaled(optimizers) else grad / scale.to(grad.device, grad.dtype)
-            leaf.grad = grad if before is None else before if grad is None else before + grad
-
-    @staticmethod
-    def _unscaled(optimizers: list[Any]) -> bool:
-        return not any((stash := stash_of(innermost(o))) is not None and stash.scales_loss for o in optimizers)
+        self._initialize(LooseTensors(), [optimizer])
+        if not self._policy.changes_nothing:
+            self._say(f"the tensors of the {name} here belong to no module and stay as they are{where()}")
 
     # Steps.
 
@@ -417,7 +401,7 @@ class UneditedScript(Observer):
             result = ((args[0], done, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": done})
         stash = stash_of(optimizer)
         if (stash is None or not stash.bodies) and any(p.grad is not None for p in _params(innermost(optimizer))):
-            self._refuse_unknown(optimizer)
+            self._take_or_refuse(optimizer)
             raise ScriptRefused(f"the gradients of {name} were made without backward()")
         return result
 

@@ -154,7 +154,18 @@ def test_a_comparison_that_is_gone_on_with_counts_what_has_finished(capsys):
     progress = Progress(runs[2:], 10, finished=2)
     progress.begin(2, 2)
     assert capsys.readouterr().out == "4 runs: 2 levels, 2 seeds each, of which 2 have finished, at most 10 steps\n"
-    assert progress.line(runs[2]).startswith("2 of 4 runs, O0 seed 1, step 0 of 10")
+    assert progress.line(runs[2]) == "[................] 0:00, 2 of 4 runs, O0 seed 1, step 0 of 10"
+
+
+def test_where_there_is_no_terminal_a_line_comes_every_half_minute(capsys):
+    run, now = Run("O0"), [0.0]
+    progress = Progress([run, Run("O2")], None, clock=lambda: now[0])
+    for second in range(0, 91, 5):
+        now[0] = float(second)
+        progress.show(run)
+    assert capsys.readouterr().out.splitlines() == [
+        f"[................] {at}, 0 of 2 runs, O0 seed 0, step 0" for at in ("0:25", "0:50", "1:15")
+    ]
 
 
 def test_a_terminal_that_was_closed_ends_nothing(monkeypatch):

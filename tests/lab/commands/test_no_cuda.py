@@ -165,6 +165,18 @@ def test_the_machine(cpu):
     torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark
 
 
+def test_the_versions_of_a_build_for_cuda_can_be_split_and_compared():
+    before = torch.version.cuda, torch.backends.cudnn.version()
+    no_cuda.install()
+    try:
+        assert tuple(map(int, torch.version.cuda.split("."))) >= (11, 0)
+        assert torch.backends.cudnn.version() >= 7603 and torch.cuda.nccl.version() >= (2, 10)
+        assert before[0] in (None, torch.version.cuda), "a build for CUDA keeps its own"
+    finally:
+        no_cuda.uninstall()
+    assert (torch.version.cuda, torch.backends.cudnn.version()) == before
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process is not told what it holds")
 def test_memory_is_what_the_process_has_grown_by():
     # A fresh process, in which no earlier test has left memory that is given back meanwhile.

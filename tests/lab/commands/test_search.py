@@ -20,9 +20,12 @@ class Trainings:
     """In the place of what trains: a level passes if module "2" is kept. `made` has the runs that were made."""
 
     made: ClassVar[list[tuple[tuple[str, ...], str, int]]] = []
+    told_time: ClassVar[list[bool]] = []
+    lost_eps = None
     cut_at = 0  # before so many runs; 0: never
 
-    def __init__(self, plan, args, interrupts, found):
+    def __init__(self, plan, args, interrupts, found, tells_time):
+        self.told_time.append(tells_time)
         self.plan, self.args, self.found, self.load, self.asked = plan, args, found, OtherWork(), 0
 
     def train(self) -> int:
@@ -42,8 +45,10 @@ class Trainings:
         worse = 0.0 if run.level == "O0" or "2" in self.plan.keep else 0.5
         step = {"event": "step", "seconds": 0.5, "scale": 1.0, "skipped": False, "samples": 8}
         step |= {"loss": 2 + run.seed / 100 + worse, "parts": dict.fromkeys(PARTS, 0.1)}
-        dtype = None if run.level == "O0" else "bfloat16"
-        events = [{"event": "begin", "level": run.level, "dtype": dtype, "policy": "", "device": "cpu"}]
+        dtype, lost_eps = (None, None) if run.level == "O0" else ("bfloat16", self.lost_eps)
+        step |= {"loss": float("nan")} if lost_eps is not None else {}
+        begin = {"event": "begin", "level": run.level, "dtype": dtype, "policy": "", "device": "cpu"}
+        events = [{**begin, "lost_eps": lost_eps}]
         events += [{"event": "modules", "names": MODULES}, *[step] * 40]
         path = compare_folder.record_of(self.args.out, run)
         path.write_text("".join(f"{dumps(event)}\n" for event in events))
@@ -54,7 +59,7 @@ class Trainings:
 def faked_fixture(request, monkeypatch, tmp_path):
     if "slow" not in request.keywords:
         monkeypatch.setattr(search, "TurnScheduler", Trainings)
-    Trainings.made, Trainings.cut_at = [], 0
+    Trainings.made, Trainings.told_time, Trainings.cut_at, Trainings.lost_eps = [], [], 0, None
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
 
@@ -82,6 +87,19 @@ def test_a_search_shows_each_trial_and_ends_with_what_to_paste(capsys):
     # O0 is trained once.
     assert [made[2] for made in Trainings.made if made[1] == "O0"] == [0, 1, 2]
     assert len(Trainings.made) == 3 * 5
+    assert Trainings.told_time == [True, False, False, False], "what a number of steps would take is said once"
+
+
+def test_a_reason_that_no_module_mends_ends_it_at_once(capsys):
+    Trainings.lost_eps = 1e-8
+    assert run("--level", "O3", "train.py") == 1
+    shown = capsys.readouterr().out
+    assert shown.count("trial ") == 1 and len(Trainings.made) == 3 * 2
+    reason = "its optimizer's eps 1e-08 is 0 in FP16; take eps=1e-4 or more, or O2"
+    assert "O3: no module that is kept makes it as good as O0: diverged with seeds 0, 1 and 2 at step 0" in shown
+    assert f"{reason}.\n" in shown and "keep_fp32" not in shown
+    report = loads(Path("amp_search/search.json").read_text())
+    assert report["kept"] is None and report["no_use"].endswith(reason)
 
 
 @pytest.mark.parametrize("cut_at", [2, 5, 9])
@@ -114,15 +132,18 @@ def test_trials_may_be_fewer(capsys):
         (["other.py"], "search: there is no 'other.py' here"),
         (["train.py", "--seeds", "1"], "search: seeds is 1; wanted 2 or more"),
         (["train.py", "--trials", "2"], "search: trials is 2; wanted 3 or more"),
-        (["train.py", "--level", "O9"], "level 'O9' is none of"),
+        (["train.py", "--level", "O9"], "search: level 'O9' is none of"),
+        (["train.py", "--steps", "0"], "search: steps is 0"),
+        (["train.py", "--margin", "0"], "search: margin is 0"),
         (["train.py", "--level", "O0"], "search: level is O0; wanted one level that is not O0"),
         (["train.py", "--level", "O2,O4"], "search: level is O2,O4; wanted one level that is not O0"),
-        (["--resume", "none"], "none has no comparison"),
+        (["--resume", "none"], "search: none has no comparison"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_by_name(given, said, capsys):
     assert run(*given) == 2
-    assert said in capsys.readouterr().err and not Trainings.made
+    shown = capsys.readouterr().err
+    assert shown.startswith(said) and "compare:" not in shown and not Trainings.made
 
 
 SCRIPT = """

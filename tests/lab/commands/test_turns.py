@@ -175,6 +175,7 @@ class Made:
                 self.run.error, self.run.error_kind, self.run.error_where = given or (None, "", "")
                 return None
             self.run.loss.append(1.0)
+            self.run.weights_type = (given or {}).pop("weights_type", "")
             if self.in_turns and turn == TURN:
                 return {"native": False, "cuda": False, **given}
 
@@ -239,6 +240,25 @@ def test_a_script_with_mixed_precision_of_its_own_gets_a_row_more(order):
     runs, _ = take()
     assert names(runs) == ["O00", "O20", "O40", "native0", "O01", "O21", "O41", "native1"]
     assert order.index("O40") < order.index("native0") < order.index("O01")
+
+
+def test_a_script_without_fp32_weights_is_compared_with_masters_too(order):
+    Made.steps["O0"] = [{"weights_type": "bfloat16"}, {}, None]
+    runs, _ = take()
+    assert names(runs) == ["O00", "O20", "O40", "O50", "O01", "O21", "O41", "O51"]
+    assert order.index("O40") < order.index("O50") < order.index("O01")
+    # A level of the plan that has masters of that type does.
+    runs = [Run(level, 0, weights_type="float16" if level == "O0" else "") for level in ("O0", "O2")]
+    scheduler = turn_scheduler.TurnScheduler(
+        Plan(("O2",), seeds=1), argparse.Namespace(one_by_one=True), Interrupts(), runs
+    )
+    assert names(scheduler.runs) == ["O00", "O20"]
+    # What was added is known again by its runs.
+    runs[0].weights_type = "bfloat16"
+    scheduler = turn_scheduler.TurnScheduler(
+        Plan(("O2",), seeds=1), argparse.Namespace(one_by_one=True), Interrupts(), runs
+    )
+    assert names(scheduler.runs) == ["O00", "O20", "O50"]
 
 
 def test_what_the_memory_did_not_do_for_is_run_again_by_itself(order):

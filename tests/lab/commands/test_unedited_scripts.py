@@ -77,4 +77,4 @@ def test_a_variable_that_names_no_level_ends_the_run(monkeypatch, capsys):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "02")
     with pytest.raises(SystemExit) as caught, at_asked_level():
         pytest.fail("the script ran")
-    assert caught.value.code == 2 and "AMP_PATCH_OPT_LEVEL is '02'; wanted O0, O1" in capsys.readouterr().err
+    assert caught.value.code == 2 and "AMP_PATCH_OPT_LEVEL: level '02' is none of O0, O1" in capsys.readouterr().err

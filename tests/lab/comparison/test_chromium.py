@@ -16,6 +16,7 @@ from made_up import made_up_look, made_up_run
 
 from amp_patch.lab.comparison import page
 from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.diagnose.lost_updates import Updates
 from amp_patch.lab.recording.run import Run
 
 BROWSER = chromium.find()
@@ -168,6 +169,29 @@ def test_a_wide_table_scrolls_in_its_own_box(browser, reports):
         f"({box}.scrollLeft = 60, [{box}.scrollWidth, {box}.clientWidth, {box}.scrollLeft])"
     )
     assert wide > narrow and left == 60
+
+
+def test_six_levels_on_a_desk_lose_no_column(browser, tmp_path):
+    dtypes = {"O0": None, "O1": "float16", "O2": "float16", "O4": "bfloat16", "O5": "bfloat16", "O5+split": "bfloat16"}
+    lost = [Updates("bfloat16", {"weight": [100, 81]}), Updates("float16", {"weight": [100, 8]})]
+    runs = [
+        made_up_run(level, seed, dtype=dtype, final=2 + seed / 50 + (level == "O2") / 30, updates=lost)
+        for seed in range(3)
+        for level, dtype in dtypes.items()
+    ]
+    runs.append(Run("O5", 3, dtype="bfloat16", error="RuntimeError: no"))
+    browser.view(**VIEWS["desk"])
+    browser.open(page.write(Comparison("train.py", runs), tmp_path).as_uri())
+    box = "document.querySelector('.scroll')"
+    assert browser.evaluate(f"{box}.querySelectorAll('thead th').length") == 12
+    assert browser.evaluate(f"{box}.scrollWidth - {box}.clientWidth") == 0
+
+
+def test_on_a_phone_the_bars_come_before_the_prose(browser, reports):
+    browser.view(**VIEWS["phone"])
+    browser.open(reports["many"].as_uri())
+    tops = browser.evaluate("['h1', '.rows', '.said'].map(e => document.querySelector(e).getBoundingClientRect().top)")
+    assert tops == sorted(tops)
 
 
 # Of the numbers beside the bars those that a dotted line strikes through, in words.

@@ -107,7 +107,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress(terminal, monkeypatch):
     monkeypatch.setattr(compare_progress, "_SECONDS", 0.0)
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "stdout", out := Terminal() if terminal else io.StringIO())
     runs = Plan(("O0", "O2"), seeds=2, steps=40).runs()
     now = [0.0]
@@ -130,9 +130,19 @@ def test_progress(terminal, monkeypatch):
         "O0 seed 0: 30 of 40 steps, loss 0.5, 2 ms a step; about 3 minutes left",
         "O2 seed 0: failed: ValueError: no; about 60 seconds left",
     ]
-    first = ["0 of 4 runs, O0 seed 0, step 0 of 40", "0 of 4 runs, O0 seed 0, step 30 of 40, loss 0.5, 2 ms a ste"]
-    live = "1 of 4 runs, O2 seed 0, step 0 of 40"
-    assert shown == ([begun, *first, told, ended[0], live, ended[1]] if terminal else [begun, told, *ended])
+    steps = "0 of 4 runs, O0 seed 0, step"
+    first = [f"[................] 0:00, {steps} 0 of 40"]
+    silent = f"[................] 1:00, {steps} 30 of 40, loss 0.5, 2 ms a step"
+    live = "[####............] 1:00, 1 of 4 runs, O2 seed 0, step 0 of 40"
+    assert shown == [
+        begun,
+        *(first if terminal else []),
+        silent,
+        told,
+        ended[0],
+        *([live] if terminal else []),
+        ended[1],
+    ]
 
 
 def built() -> tuple:

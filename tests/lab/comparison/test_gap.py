@@ -168,11 +168,11 @@ def test_of_a_loss_next_to_nothing_no_hair_is_a_finding():
 
 
 def test_one_seed_has_no_interval():
-    made = compare(seeds("O0", 2.0), seeds("O5", 2.001, ms=5), to_judge="--levels O5 --seeds 3")
+    made = compare(seeds("O0", 2.0), seeds("O5", 2.001, ms=5))
     level = made.levels[1]
     assert (level.finding.gap.low, level.finding.gap.told, level.finding.kind) == (None, None, "undecided")
     assert "one seed, so without an interval" in level.verdict.text
-    assert headline.how_sure(made).startswith("From one seed, so without an interval.")
+    assert headline.how_sure(made).startswith("From one seed, so without an interval: run")
     assert ["O5", "FP16", "1", "+0.001", "+0.05", "not", "yet"] in [line.split() for line in table.lines(made)]
     # One pair of several seeds has none either.
     lone = compare(seeds("O0", *BASE), seeds("O5", 2.001)).levels[1]

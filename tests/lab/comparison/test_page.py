@@ -139,7 +139,7 @@ def test_the_card_says_which_how_much_why_and_how_sure():
         ("bad", "O3"),
     ]
     assert "do not use: worse" in tree.text
-    assert '<div class="best"><h1>Use O4 (BF16)</h1>' in text
+    assert '<div class="title best"><h1>Use O4 (BF16)</h1>' in text
     undecided = page.html(Comparison("train.py", [made_up_run("O0"), made_up_run("O2", final=1.5)]))
     assert "<h1>Stay with O0 (FP32) for now</h1>" in undecided and 'class="best"' not in undecided
 
@@ -155,7 +155,7 @@ def test_the_card_says_which_how_much_why_and_how_sure():
         (
             (0.0, 0.25, 0.5),
             {"ms": 5},
-            ("2.0x faster, same memory, better loss over 3 seeds", "is better than the range"),
+            ("80 % better loss over 3 seeds, 2.0x faster, same memory", "from O0's with the same seeds: better."),
         ),
         (
             (1.25, 1.25, 1.5),
@@ -257,7 +257,7 @@ def test_a_long_error_is_cut_in_the_table_and_stands_in_full_below():
 
 def test_no_run_at_all():
     given = Comparison("train.py", [])
-    assert "Nothing to compare\nWhyThere is no run." in Tree(page.html(given)).text
+    assert "Nothing to compare\n\nWhyThere is no run." in Tree(page.html(given)).text
 
 
 def test_one_level_one_seed_one_step():

@@ -147,8 +147,9 @@ def test_what_one_seed_promises():
     base, same = seeds("O0", 1.0), {"dtype": "bfloat16", "peak_memory": 2**19}
     levels = seeds("O4", 1.1, **same), seeds("O5", 1.1, **same, ms=8), seeds("O2", 1.1, **same, ms=20)
     assert compare(base, *levels).summary == (
-        "Stay with O0 for now: O4 BF16 (0.50 of its memory), O5 BF16 (1.25x faster, 0.50 of its memory) and O2 BF16 "
-        "cannot be judged yet, run three seeds or more."
+        "Stay with O0 for now: O4 BF16 (0.50 of its memory, loss +10 %), O5 BF16 (1.25x faster, 0.50 of its memory, "
+        "loss +10 %) and O2 BF16 (2.0x slower, 0.50 of its memory, loss +10 %) cannot be judged yet, run three "
+        "seeds or more."
     )
 
 

@@ -94,7 +94,7 @@ def test_differs_for_the_better_is_no_reason_against_a_level():
         "gap to O0 -0.48 (-38 %, 95 %: -46 to -31 %): better (margin 0.2 %)" in seen.text
         and "do not use" not in seen.text
     )
-    assert made.summary.startswith("Use O2 FP16: 2.0x faster than O0")
+    assert made.summary.startswith("Use O2 FP16: final loss 0.7708, gap to O0 ")
     # More is worse unless asked to maximize.
     turned = replace(made, maximize=True)
     assert turned.levels[1].verdict.text.startswith("do not use: final loss 0.7708, gap to O0 -0.48 (-38 %")
@@ -176,7 +176,7 @@ def test_one_seed_has_no_spread():
         reason="one seed, so without an interval: final loss 3.1 % above O0's; run three seeds or more to judge it",
     )
     assert made.summary == (
-        "Stay with O0 for now: O2 FP16 (2.0x faster) cannot be judged yet, run three seeds or more."
+        "Stay with O0 for now: O2 FP16 (2.0x faster, loss +3.1 %) cannot be judged yet, run three seeds or more."
     )
 
 

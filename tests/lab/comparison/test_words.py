@@ -84,7 +84,7 @@ def test_the_loss_on_held_out_data_is_called_so(metric, said):
     made = compare(base, level, metric=metric)
     assert f"same {said} over 3 seeds" in headline.gains(made) and f"final {said} 1.250" in made.summary
     shown = page.html(made)
-    assert f"<b>Final {said}</b>" in shown and f"final {said}" in shown
+    assert f"<b>Gap in {said}</b>" in shown and f"final {said}" in shown
     assert "\n".join(table.lines(made)).count("held_out") == 0
     missing = compare(seeds("O0", 1.0), seeds("O2", 1.0), metric=metric).summary
     assert f"no run gave {metric}; call amp.log({metric}=...)" in missing, "the name is what a script has to give"

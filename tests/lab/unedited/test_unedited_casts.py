@@ -143,7 +143,7 @@ torch.manual_seed(0)
 losses, types = [], []
 net = VAE()
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)
-#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL, methods=("decode", "encode"))
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL, methods=("decode", "encode"), allow_banned=True)
 for step in range(4):
     x = torch.rand(16, 8)
     loss = net.loss(net(x), x) + net.decode(torch.randn(3, 4)).mean()
@@ -170,8 +170,8 @@ PARTS = METHODS.replace("net.decode(torch.randn(3, 4))", "net.dec(torch.randn(3,
 PARTS = PARTS.replace("net.decode(torch.randn(2, 4))", "net.dec(torch.randn(2, 4))")
 PARTS = PARTS.replace("net.encode(torch.randn(2, 8))", "net.enc(torch.randn(2, 8))")
 PARTS = PARTS.replace(
-    'initialize(net, optimizer, opt_level=LEVEL, methods=("decode", "encode"))',
-    "initialize([net, net.dec, net.enc], optimizer, opt_level=LEVEL); net = net[0]",
+    'initialize(net, optimizer, opt_level=LEVEL, methods=("decode", "encode"), allow_banned=True)',
+    "initialize([net, net.dec, net.enc], optimizer, opt_level=LEVEL, allow_banned=True); net = net[0]",
 )
 
 
@@ -286,3 +286,61 @@ def test_with_lines_of_ours_the_error_names_module_line_and_way_out() -> None:
         run_source(MADE.replace("for step in range(3):", lines), amp=amp)
     words = str(caught.value)
     assert "module 'norm' of Denoiser (train.py, line 15) mixes types" in words and "keep_fp32" in words
+
+
+FP32_REGION = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16) as region:
+            pass
+        region.fast_dtype = torch.float32  # as of torch.autocast("cuda", torch.float32), which a CPU has not
+        with region:
+            types.append((x @ x, self.layer(x).dtype)[1])
+        return self.layer(x)
+
+types = []
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net(torch.ones(4, 4)).float().sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_torch_autocast_to_fp32_keeps_its_calls_fp32(level: str) -> None:
+    assert run(FP32_REGION, level)["types"] == [torch.float32]
+
+
+SURE = """
+import torch
+from torch import nn
+
+net = nn.Sequential(nn.Linear(1, 1), nn.Sigmoid())
+nn.init.ones_(net[0].weight)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+losses = []
+for step in range(12):
+    loss = nn.functional.binary_cross_entropy(net(torch.full((1, 1), 11.0)), torch.zeros(1, 1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+"""
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_sure_and_wrong_sample_behind_a_sigmoid_is_learned(level: str) -> None:
+    losses = run(SURE, level)["losses"]
+    assert 10 < losses[0] < 12.5 and losses[-1] < 0.1
+
+
+def test_at_o5_the_script_is_told_that_its_sigmoid_is_rounded_to_1() -> None:
+    with pytest.warns(UserWarning, match="exactly 0 or 1, to which low precision has rounded a sigmoid"):
+        run(SURE, "O5")

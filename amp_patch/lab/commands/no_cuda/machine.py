@@ -20,6 +20,8 @@ from amp_patch.support.patches import Patches
 
 CAPABILITY = (7, 0)  # the first with FP16 tensor cores, and the oldest that the kernels here serve
 NAME = "CPU as CUDA (amp_patch)"
+# What torch's builds for CUDA say of theirs; scripts split the first at import. Of a build for CUDA it is its own.
+CUDA, CUDNN, NCCL = "12.4", 90100, (2, 21, 5)
 
 peak: PeakMemory | None = None  # measures between install and uninstall
 
@@ -189,6 +191,7 @@ _ANSWERS: tuple[tuple[Any, str], ...] = (
     (1.0, "get_per_process_memory_fraction"),
     (NAME, "get_device_name"),
     (CAPABILITY, "get_device_capability"),
+    (NCCL, "nccl.version"),
     (_properties, "get_device_properties"),
     (lambda *_: (_free_memory(), _memory()), "mem_get_info"),
     (_memory_stats, "memory_stats"),
@@ -209,6 +212,10 @@ _CLASSES: tuple[tuple[type, str], ...] = (
 
 def redirect_machine(patches: Patches) -> None:
     """Replace the functions of torch.cuda by ones that speak of one GPU, with this machine's memory."""
+    if torch.version.cuda is None:
+        patches.set(torch.version, "cuda", CUDA)
+    if torch.backends.cudnn.version() is None:
+        patches.set(torch.backends.cudnn, "version", _answering(CUDNN))
     for answer, names in (*_ANSWERS, *_CLASSES):
         for path in names.split():
             owner, name = _find(torch.cuda, path)

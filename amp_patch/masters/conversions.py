@@ -1,0 +1,53 @@
+"""Modules whose parameters have masters are converted to no other type: the parameter would lose what the master has.
+
+`model.float()` is refused by the model's own class. A part of it has the user's class: there `nn.Module._apply` is
+patched, to which `.float()`, `.half()` and `.to(dtype)` come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.support.compiled import wraps
+from amp_patch.support.generated_class import Generated
+from amp_patch.support.patches import Installation
+
+_installation = Installation()
+_NAME = "_apply"  # of torch's way to all tensors of a module
+
+
+def refuse_conversions(has_master: Callable[[Tensor], Any]) -> None:
+    """Let modules refuse to convert parameters that have a master, as `has_master` tells; idempotent."""
+    _installation.install(
+        lambda patches: patches.set(nn.Module, _NAME, _refusing(getattr(nn.Module, _NAME), has_master))
+    )
+
+
+def _refuses(module: nn.Module) -> bool:
+    """Whether the class that `initialize` gave `module` looks at conversions itself."""
+    return isinstance(module, Generated) and getattr(type(module), _NAME) is not getattr(module._amp_base, _NAME)
+
+
+def _refusing(own: Callable[..., Any], has_master: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        refusing = any(module is not self and _refuses(module) for module in self.modules())  # as a whole model does
+        for dtype in set() if refusing else {param.dtype for param in self.parameters() if has_master(param)}:
+            try:
+                became = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
+            except Exception:  # `fn` fails on an empty CPU tensor: no prediction
+                continue
+            if became is not dtype:
+                raise RuntimeError(
+                    f"{type(self).__name__}: a conversion to {became} would undo half of initialize(), which made FP32 "
+                    f"masters for its parameters in {dtype}: what these have beyond {dtype} would be lost. Call "
+                    "amp.restore() for the FP32 model, amp.fp32_copy(model) for an FP32 copy; what is to stay FP32 is "
+                    "named in initialize(..., keep_fp32=...)"
+                )
+        return own(self, fn, *args, **kwargs)
+
+    return _apply

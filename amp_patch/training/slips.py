@@ -1,0 +1,216 @@
+"""Slips of a training loop that would train wrongly in silence: they are told in the first iteration."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.masters.grad_field import own_grad, with_gradient
+from amp_patch.support.generated_class import base_class
+from amp_patch.support.scripts_line import stacklevel
+from amp_patch.training.stash import Stash, known_stash, stash_of
+
+_SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
+_WRITE = "write `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
+
+
+def refuse_unscaled(of_loss: Sequence[Tensor], scale: Tensor, params: list[Tensor]) -> None:
+    """Raise where the gradients of a body came from its loss, past the scaled loss. May sync.
+
+    Args:
+        of_loss: the gradients that backward passes gave the loss; none went through the scaled loss.
+        scale: what the exit would divide by.
+        params: of the body's optimizers.
+    """
+    if not with_gradient(params):
+        return  # `torch.autograd.grad` gives gradients to nobody but its caller
+    number = scale.item()
+    if max(grad.detach().abs().max().item() for grad in of_loss) ** 2 >= number > 1.0:
+        return  # user code has multiplied the loss by `amp.loss_scale(optimizer)` itself
+    raise RuntimeError(
+        f"scale_loss: a backward pass in the body went through the loss, and none through the scaled loss: the exit "
+        f"would make these gradients {number:g} times too small; {_WRITE}, not `loss.backward()`"
+    )
+
+
+def warn_of_other_gradients(params: list[Tensor], before: Sequence[int]) -> None:
+    """Warn where gradients came in a body and no backward pass went through its loss.
+
+    Args:
+        params: of the body's optimizers.
+        before: which of them had a gradient when the body began, by index.
+    """
+    if len(with_gradient(params)) > len(before):
+        warnings.warn(
+            "scale_loss: gradients came in the body, and no backward pass went through the loss that it was given; "
+            f"the exit divides them by the loss scale all the same; {_WRITE}, with that loss",
+            stacklevel=stacklevel(),
+        )
+
+
+def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None:
+    """Warn where gradients that are to be clipped are still scaled: in a body, or after a delayed exit."""
+    for optimizer in optimizers:
+        stash = stash_of(optimizer)
+        body, pending = (None, None) if stash is None else (stash.backward.body, stash.pending)
+        if stash is None or not (body.now.scaling if body is not None else pending is not None and pending.scaling):
+            continue
+        known = stash.masters.of_groups(optimizer.param_groups)
+        if not {*map(id, known.params), *map(id, known.masters)}.isdisjoint(map(id, clipped)):
+            where = "in the body of scale_loss" if body is not None else "after scale_loss(..., delay_unscale=True)"
+            warnings.warn(
+                f"clipping: called {where}, where the gradients are multiplied by the loss scale; clip between the "
+                "`with` block of the last micro-batch and `optimizer.step()`",
+                stacklevel=stacklevel(),
+            )
+            return
+
+
+def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
+    """Warn, once, where the first gradients that the optimizer steps with came through no `scale_loss`."""
+    if stash.backward.is_seen or not stash.scales_loss:
+        return
+    own = [param for param, master in stash.masters.pairs(optimizer.param_groups) if param is master]
+    asking: Any = sys._getframe(1)
+    while asking is not None and asking.f_code.co_filename != _SCALERS_FILE:
+        asking = asking.f_back
+    if asking is None and with_gradient(own):
+        stash.backward.is_seen = True
+        warnings.warn(
+            f"{base_class(optimizer).__name__}.step: its gradients came through no scale_loss, so that small ones of "
+            f"FP16 are lost and none was checked; {_WRITE}",
+            stacklevel=stacklevel(),
+        )
+
+
+class TooLate:
+    """A hook of a scaled loss through which no backward went in its body; raises unless another body is running."""
+
+    def __init__(self, stash: Stash) -> None:
+        self._stash = weakref.ref(stash)
+
+    def __call__(self, grad: Tensor) -> None:
+        stash = self._stash()
+        if stash is not None and stash.backward.body is None:
+            raise RuntimeError(
+                "scale_loss: backward of the scaled loss after its with block has ended, where nothing unscales the "
+                "gradients; call scaled_loss.backward() inside the block"
+            )
+
+
+def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: list[Tensor]) -> None:
+    """Warn, once, where the loss depends on no parameter of its optimizers, and has given gradients to others."""
+    stashes = [known_stash(optimizer) for optimizer in optimizers]
+    owns = [stash.backward for stash in stashes]
+    if loss is None or any(own.is_seen or own.first_unscaled_grad for own in owns):
+        return
+    if with_gradient(params) or any(stash.neighbours.sharded for stash in stashes):
+        return
+    leaves = _leaves(loss)
+    others = [leaf for leaf in leaves if own_grad(leaf) is not None]
+    if not others:
+        return
+    for own in owns:
+        own.is_seen = True
+    if set(map(id, leaves)).isdisjoint(map(id, params)):
+        names = {key: name for stash in stashes for key, name in stash.neighbours.names.items()}
+        named = [names.get(id(leaf), f"a parameter of shape {list(leaf.shape)}") for leaf in others]
+        held = " and ".join(base_class(optimizer).__name__ for optimizer in optimizers)
+        warnings.warn(
+            f"scale_loss: the loss depends on no parameter of {held}, whose step will change nothing; its gradients "
+            f"went to {', '.join(named[:4])}"
+            f"{f' and {len(named) - 4} more' if len(named) > 4 else ''}: give scale_loss the optimizer of those, or "
+            "make the optimizer of the parameters of the model that you train, after it was copied or loaded",
+            stacklevel=stacklevel(),
+        )
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """The leaf tensors that a backward pass of `loss` gives gradients to."""
+    if loss.grad_fn is None:
+        return [loss] if loss.requires_grad else []
+    found: dict[int, Tensor] = {}
+    seen, left = {loss.grad_fn}, [loss.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found[id(leaf)] = leaf
+        new = {inner for inner, _ in node.next_functions if inner is not None} - seen
+        seen |= new
+        left += new
+    return list(found.values())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# GradScalers
+
+
+def refuse_scaled(loss: Tensor) -> None:
+    """Raise where `loss` is what a GradScaler's `scale` has returned: its factor is the scaler's scale itself."""
+    try:
+        factor = getattr(loss.grad_fn, "_saved_other", None)
+    except RuntimeError:  # the graph was run before: torch says so in the body
+        return
+    if not isinstance(factor, Tensor) or factor.dim() or factor.dtype is not torch.float32:
+        return
+    for holder in gc.get_referrers(factor):
+        names = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+        if names.get("_scale") is factor and "_growth_tracker" in names and "_per_optimizer_states" in names:
+            raise RuntimeError(
+                "scale_loss: the loss was scaled by a GradScaler already, and would be scaled twice; give "
+                "amp.scale_loss the loss itself, and leave the GradScaler out: `scaled_loss.backward()` and "
+                "`optimizer.step()`"
+            )
+
+
+class SupportsScaling:
+    """The attribute of an optimizer that torch's `GradScaler.step` asks for before it does anything.
+
+    That is where gradients are refused that torch's GradScaler would divide a second time, or does not find.
+    """
+
+    NAME = "_step_supports_amp_scaling"
+    owner: Any = None  # the class that has it
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        SupportsScaling.owner = owner
+
+    def __get__(self, optimizer: Any, owner: Any = None) -> Any:
+        if optimizer is None:
+            return self
+        asking = sys._getframe(1)
+        if asking.f_code.co_filename == _SCALERS_FILE:
+            _check_scaler(optimizer, asking.f_locals.get("self"))
+        given = vars(optimizer).get(self.NAME)
+        return getattr(super(self.owner, optimizer), self.NAME, False) if given is None else given
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        vars(optimizer)[self.NAME] = value
+
+
+def _check_scaler(optimizer: Any, scaler: Any) -> None:
+    """Raise where `scaler.step(optimizer)` of torch's own GradScaler cannot be right."""
+    stash = stash_of(optimizer)
+    if stash is None or not stash.enabled or any(c.__module__.startswith("amp_patch") for c in type(scaler).__mro__):
+        return
+    name, first = base_class(optimizer).__name__, stash.backward.first_unscaled_grad
+    if stash.pending is not None or (first is not None and first() is not None):
+        if stash.scales_loss:
+            raise RuntimeError(
+                f"GradScaler.step: the gradients of this {name} came through amp.scale_loss, which scales the loss and "
+                "unscales them by itself, so that the loss is scaled twice; leave the GradScaler out: "
+                "`scaled_loss.backward()` and `optimizer.step()`"
+            )
+    elif with_gradient(stash.masters.links.params):
+        raise RuntimeError(
+            f"GradScaler.step: the gradients of this {name} are on the {stash.policy.opt_level} model's low-precision "
+            "parameters, and torch's GradScaler does not bring them to the FP32 masters; use amp.GradScaler() in its "
+            f"place, or amp.scale_loss without a GradScaler: {_WRITE}"
+        )

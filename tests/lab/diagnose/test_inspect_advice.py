@@ -1,0 +1,82 @@
+"""The advice of `inspect` fits the level that it has looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import amp_patch as amp
+from amp_patch.lab.diagnose.inspect import inspect
+
+LEVELS_OF_BF16 = ["O4", "O5", "O6", "O7"]
+
+
+class Exponential(nn.Module):
+    """Makes an infinity by a call of its own, in no module that could be kept in FP32 by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear((x + 1e4).exp())
+
+
+def summary_of(model, level, inputs):
+    """What `inspect` says of one step of the model at the level, and what it saw."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with inspect(model, optimizer) as seen:
+        with amp.scale_loss(model(inputs).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    return str(seen), seen
+
+
+def wide():
+    """A layer of whose gradient FP16 can hold one number of four at no loss scale, and its input."""
+    return nn.Sequential(nn.Linear(4, 1, bias=False)), torch.tensor([[2.0**-60, 2.0**-60, 2.0**-60, 1.0]])
+
+
+@pytest.mark.parametrize("level", ["O5", "O7"])  # O4's and O6's exp is FP32, and the infinity meets BF16 behind it
+def test_bfloat16_is_no_advice_where_it_is_the_type(level):
+    said, seen = summary_of(Exponential(), level, torch.zeros(2, 4))
+    assert seen.not_finite.remedy == ()
+    assert "dtype=torch.bfloat16" not in said and "BF16 has FP32's range, so look whether O0 makes it too" in said
+
+
+@pytest.mark.parametrize(("level", "advice"), [("O2", "try dtype=torch.bfloat16"), ("O0", "FP32 made it")])
+def test_bfloat16_is_the_advice_where_fp16_made_an_infinity_and_fp32_has_none(level, advice):
+    said, _ = summary_of(Exponential(), level, torch.zeros(2, 4))
+    assert advice in said
+
+
+@pytest.mark.parametrize("level", LEVELS_OF_BF16)
+def test_what_fp16_would_lose_is_no_reason_to_keep_a_module_in_bf16(level):
+    model, inputs = wide()
+    said, seen = summary_of(model, level, inputs)
+    assert seen.gradients["0.weight"].flushed(seen.best_scale()) == 0.75
+    assert seen.keep_fp32() == [] and "FP16" not in said and "best" not in said
+
+
+def test_what_fp16_would_lose_is_told_of_the_fp32_baseline():
+    model, inputs = wide()
+    said, seen = summary_of(model, "O0", inputs)
+    assert seen.keep_fp32() == ["0"] and "share of gradients that FP16 loses" in said and "the best one" in said
+
+
+def test_a_loss_scale_is_lowered_only_where_there_is_one():
+    seen = summary_of(Exponential(), "O2", torch.zeros(2, 4))[1]
+    backward = type(seen.not_finite)("linear", "linear", "backward", 0, (0.0, 1.0))
+    for scale, advice in ((2.0**16, "try a smaller loss scale"), (1.0, "try dtype=torch.bfloat16")):
+        seen.not_finite, seen.scale = backward, scale
+        assert advice in str(seen)
+
+
+def test_modules_are_kept_in_bf16_where_products_have_fewer_bits():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+    torch.manual_seed(0)
+    said, seen = summary_of(model, "O6+nvfp4", torch.randn(32, 64))
+    assert seen.keep_fp32() and set(seen.keep_fp32()) <= {"1", "2"}, "FP4 is far off; the ends are BF16 by themselves"
+    assert said.endswith(f"keep_high={['0', '3', *seen.keep_fp32()]}") and "keep_fp32=" not in said

@@ -1,0 +1,143 @@
+"""torch's errors about types, in a forward or the body of scale_loss: the line, the level and the way out are added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from amp_patch import amp
+
+INDEX = torch.zeros(4, 4, dtype=torch.int64)
+OVERFLOWS: dict[str, Callable[[Tensor], Any]] = {
+    "masked_fill": lambda x: x.masked_fill(x > 0, -1e9),
+    "full_like": lambda x: torch.full_like(x, 1e9),
+    "fill_": lambda x: x.clone().fill_(-1e9),
+}
+PARTNERS: dict[str, Callable[[Tensor], Any]] = {
+    "scatter_add": lambda x: x.scatter_add(0, INDEX, torch.ones(4, 4)),
+    "scatter_reduce": lambda x: x.scatter_reduce(0, INDEX, torch.ones(4, 4), "sum"),
+    "index_put": lambda x: x.index_put((torch.tensor([0]),), torch.ones(4)),
+    "lerp": lambda x: torch.lerp(x, torch.ones(4, 4), 0.5),
+    "baddbmm": lambda x: torch.baddbmm(torch.ones(1, 4, 4), x[None], x[None]),
+}
+MISSING: dict[str, Callable[[Tensor], Any]] = {
+    "ctc_loss": lambda x: functional.ctc_loss(x[:, None], INDEX[:1, :1] + 1, torch.tensor([4]), torch.tensor([1])),
+    "solve": lambda x: torch.linalg.solve(x, x),
+    "cholesky": lambda x: torch.linalg.cholesky(x),
+    "inv": lambda x: torch.linalg.inv(x),
+    "pinv": lambda x: torch.linalg.pinv(x),
+    "svd": lambda x: torch.linalg.svd(x),
+    "matrix_rank": lambda x: torch.linalg.matrix_rank(x),
+    "quantile": lambda x: torch.quantile(x, 0.5),
+    "fft": lambda x: torch.fft.fft(x),
+    "stft": lambda x: torch.stft(x.flatten(), 4, window=torch.ones(4, dtype=x.dtype), return_complex=True),
+}
+
+
+class Inner(nn.Module):
+    def __init__(self, call: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.call = nn.Linear(4, 4), call
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.layer(inputs)
+        self.call(hidden)
+        return hidden
+
+
+def trained(call: Callable[[Tensor], Any], level: str) -> tuple[nn.Module, Any]:
+    model = nn.Sequential(Inner(call))
+    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+
+
+def words_of(call: Callable[[Tensor], Any], level: str) -> str:
+    model, _ = trained(call, level)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(4, 4))
+    words = str(caught.value)
+    assert str(caught.value.__cause__) in words and isinstance(caught.value, type(caught.value.__cause__))
+    assert (
+        f"The forward of module '0' of Sequential (test_type_errors.py, line {call.__code__.co_firstlineno})" in words
+    )
+    return words
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_number_beyond_the_range_of_fp16_is_explained(name: str, level: str) -> None:
+    words = words_of(OVERFLOWS[name], level)
+    assert f"{level} makes tensors torch.float16" in words and "torch.finfo(x.dtype).min" in words
+
+
+@pytest.mark.parametrize(("level", "low"), [("O2", "float16"), ("O5", "bfloat16")])
+@pytest.mark.parametrize("name", PARTNERS)
+def test_fp32_partner_in_a_cast_model_is_explained(name: str, level: str, low: str) -> None:
+    words = words_of(PARTNERS[name], level)
+    assert f"mixes types: initialize() cast the model to torch.{low}" in words and "other.to(x.dtype)" in words
+
+
+@pytest.mark.parametrize(("level", "low"), [("O2", "float16"), ("O5", "bfloat16")])
+@pytest.mark.parametrize("name", MISSING)
+def test_function_without_a_low_precision_kernel_is_explained(name: str, level: str, low: str) -> None:
+    words = words_of(MISSING[name], level)
+    assert f"torch does not have for torch.{low}, the type of {level}" in words
+    assert "x.float()" in words and "keep_fp32=[...]" in words
+
+
+def test_cdist_of_bf16_is_explained() -> None:
+    assert "torch does not have for torch.bfloat16" in words_of(lambda x: torch.cdist(x, x), "O5")
+
+
+@pytest.mark.parametrize(("level", "low"), [("O1", "float16"), ("O4", "bfloat16")])
+def test_function_that_the_lists_do_not_know_is_explained(level: str, low: str) -> None:
+    words = words_of(lambda x: torch.ops.aten.mm(x, torch.ones(4, 4)), level)
+    assert f"mixes types: {level} makes tensors torch.{low}" in words and "amp.register_float_function" in words
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("name", [*PARTNERS, *MISSING])
+def test_o1_and_o4_cast_what_cast_models_explain(name: str, level: str) -> None:
+    call = {**PARTNERS, **MISSING}[name]
+    model, _ = trained(lambda x: call(x @ x.T + 4 * torch.eye(4)), level)
+    model(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_fused_fake_quantize_is_fp32_where_functions_are_cast(level: str) -> None:
+    fake = torch.ao.quantization.FusedMovingAvgObsFakeQuantize()
+    model = nn.Sequential(nn.Linear(4, 4), fake, nn.Linear(4, 4))
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    with amp.scale_loss(model(torch.randn(4, 4)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    assert model[0].weight.grad is not None and fake.scale.dtype is torch.float32
+
+
+def test_error_in_the_body_of_scale_loss_is_explained() -> None:
+    model, optimizer = trained(lambda x: None, "O1")
+    output = model(torch.randn(4, 4))
+    where = r"The body of scale_loss \(test_type_errors.py, line \d+\) fills a tensor"
+    with pytest.raises(RuntimeError, match=where), amp.scale_loss(output.float().sum(), optimizer):
+        output.masked_fill(output > 0, -1e9)
+    with amp.scale_loss(output.float().sum(), optimizer) as scaled:
+        scaled.backward()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_other_errors_are_raised_as_they_are(level: str) -> None:
+    error = RuntimeError("planted")
+
+    def fails(_: Tensor) -> None:
+        raise error
+
+    model, optimizer = trained(fails, level)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(4, 4))
+    assert caught.value is error
+    with pytest.raises(RuntimeError) as caught, amp.scale_loss(torch.ones(()), optimizer):
+        raise error
+    assert caught.value is error
