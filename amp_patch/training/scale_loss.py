@@ -141,9 +141,9 @@ def groups_of(optimizer: Any, caller: str) -> Any:
 def scaler_of(stash: Stash, loss_id: int, caller: str = "scale_loss") -> LossScaler:
     count = len(stash.scalers)
     if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < count:
-        raise ValueError(
-            f"{caller}: loss_id is {loss_id!r}; initialize(num_losses={count}) made 0 to {count - 1}, so raise it"
-        )
+        more = type(loss_id) is int and loss_id > 0
+        way_out = f"give initialize num_losses={loss_id + 1}" if more else f"wanted an integer from 0 to {count - 1}"
+        raise ValueError(f"{caller}: loss_id is {loss_id!r}, and initialize was given num_losses={count}; {way_out}")
     return stash.scalers[loss_id]
 
 
