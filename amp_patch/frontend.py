@@ -41,6 +41,7 @@ from amp_patch.training.training import (
     Dialect,
     begin_training,
     check_arguments,
+    forget,
     leave_all,
     leave_earlier,
     mark_disabled,
@@ -301,12 +302,11 @@ def load_state_dict(state_dict: dict[str, Any], optimizers: Optimizers | None = 
     Another number of scalers is accepted, as in Apex: those that both have are loaded.
 
     Args:
-        state_dict: the state.
         optimizers: as for `state_dict`. None: the newest `initialize`, as in Apex.
 
     Raises:
-        RuntimeError: a key that is no loss scaler's, an optimizer that `initialize` never saw; ValueError: a scale that
-            cannot be, optimizers of several trainings. Nothing is loaded then.
+        RuntimeError: a key that is no loss scaler's, an optimizer that `initialize` never saw, no `initialize` before;
+            ValueError: a scale that cannot be, optimizers of several trainings. Nothing is loaded then.
     """
     unexpected = [key for key in state_dict if not (key.startswith("loss_scaler") and key[11:].isdigit())]
     if unexpected:
@@ -340,7 +340,7 @@ def restore() -> None:
     """
     attempt = Attempts()
     attempt(leave_all, trainings)
-    trainings.clear()
+    forget()
     incoming.forget_types()
     attempt(casts_state.set_default, None)
     for installation in installations():

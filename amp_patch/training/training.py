@@ -81,6 +81,8 @@ class Training:
 
 # Oldest first. `restore` undoes all; `state_dict` without arguments speaks of the last.
 trainings: list[Training] = []
+# Whether an `initialize` was disabled: without a training `load_state_dict` is a no-op then.
+_disabled = False
 
 
 def begin_training(
@@ -140,7 +142,10 @@ def check_arguments(
 ) -> list[nn.Module]:
     """Validate everything that can be wrong with models and optimizers; returns the modules that stay FP32."""
     if not models:
-        raise ValueError("initialize: models is empty; wanted a torch.nn.Module or a list of them")
+        raise ValueError(
+            "initialize: models is empty (None, or a list without a model); wanted a torch.nn.Module or a list of "
+            "them, before the optimizers: initialize(model, optimizer)"
+        )
     for model in models:
         model_tensors.check_model(model, methods)
     for target in targets:
@@ -283,6 +288,8 @@ def _widen(models: list[nn.Module], kept: list[nn.Module], policy: Policy) -> se
 
 def mark_disabled(dialect: Dialect, targets: list[Any]) -> None:
     """Give these optimizers a stash that is not enabled, by which `scale_loss` knows that it does nothing for them."""
+    global _disabled
+    _disabled = True
     for target in targets:
         if stash_of(target) is None:
             give_stash(target, dialect.stash(OPT_LEVELS["O0"], [], enabled=False))
@@ -327,15 +334,32 @@ def _by_name(undo: Callable[[Any], None], subject: Any) -> None:
         ) from error
 
 
+def forget() -> None:
+    """Clear the list of trainings, and that one was disabled."""
+    global _disabled
+    trainings.clear()
+    _disabled = False
+
+
 def newest_training() -> Training | None:
     """What the latest `initialize` made."""
     return trainings[-1] if trainings else None
 
 
 def scalers_of(optimizers: Any, caller: str) -> list[LossScaler]:
-    """The loss scalers of the optimizers' training; of the newest one without any."""
+    """The loss scalers of the optimizers' training; of the newest one without any.
+
+    Raises:
+        RuntimeError: `load_state_dict` before the first `initialize`, which would lose the scale.
+    """
     if optimizers is None:
-        return [] if (training := newest_training()) is None else training.scalers
+        training = newest_training()
+        if training is None and caller == "load_state_dict" and not _disabled:
+            raise RuntimeError(
+                "load_state_dict: there is no training to load into, and a later initialize() starts with a loss scale "
+                "of its own; call amp.initialize(...) first, then amp.load_state_dict(state)"
+            )
+        return [] if training is None else training.scalers
     stashes = [stash for target in targets_of(optimizers, caller) if (stash := known_stash(target)).enabled]
     found = {id(stash.scalers): stash.scalers for stash in stashes}
     if len(found) > 1:

@@ -147,10 +147,15 @@ def test_a_loss_that_cannot_be_is_refused(loss, error, words):
         pass
 
 
-@pytest.mark.parametrize("loss_id", [1, -1, "0", True, None])
-def test_a_loss_id_out_of_range_is_refused(loss_id):
+@pytest.mark.parametrize(
+    ("loss_id", "way_out"),
+    [(1, "give initialize num_losses=2"), (4, "give initialize num_losses=5")]
+    + [(wrong, "wanted an integer from 0 to 0") for wrong in (-1, "0", True, None)],
+)
+def test_a_loss_id_out_of_range_is_refused(loss_id, way_out):
     model, optimizer = setup("O2")
-    with pytest.raises(ValueError, match="loss_id is"), amp.scale_loss(model(x(1.0, 1.0)).sum(), optimizer, loss_id):
+    words = f"^scale_loss: loss_id is {loss_id!r}, and initialize was given num_losses=1; {way_out}$"
+    with pytest.raises(ValueError, match=words), amp.scale_loss(model(x(1.0, 1.0)).sum(), optimizer, loss_id):
         pass
     backward(model(x(1.0, 1.0)).sum(), optimizer)  # nothing was left behind
 
@@ -179,6 +184,27 @@ def test_state_dict_is_written_into_a_destination_and_unknown_keys_are_refused()
     assert amp.state_dict()["loss_scaler1"] == {"loss_scale": 4.0, "unskipped": 7}
     with pytest.raises(TypeError):
         amp.load_state_dict(destination, strict=False)
+
+
+def test_scales_loaded_before_initialize_are_refused():
+    state = {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 7}}
+    words = r"^load_state_dict: there is no training .*; call amp.initialize\(...\) first, then amp.load_state_dict"
+    with pytest.raises(RuntimeError, match=words):
+        amp.load_state_dict(state)
+    model = linear([[1.0]])
+    amp.initialize(model, sgd(model), opt_level="O2")
+    amp.load_state_dict(state)
+    assert amp.state_dict() == state
+    amp.restore()
+    with pytest.raises(RuntimeError, match="there is no training"):
+        amp.load_state_dict(state)
+
+
+def test_scales_loaded_after_a_disabled_initialize_have_no_effect():
+    model = linear([[1.0]])
+    amp.initialize(model, sgd(model), enabled=False)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 7}})
+    assert amp.state_dict() == {}
 
 
 @pytest.mark.parametrize("level", SCALED)
