@@ -23,7 +23,11 @@ def check_model(model: Any, methods: Collection[str] = ()) -> None:
     """Raise unless `initialize` can take `model`; the message says what to do instead."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
-        raise TypeError(f"initialize: models holds a {name}; wanted a torch.nn.Module or a list of them")
+        swapped = hasattr(model, "param_groups")
+        raise TypeError(
+            f"initialize: models holds a {name}{', an optimizer' if swapped else ''}; wanted a torch.nn.Module or a "
+            f"list of them{'; the model comes first: initialize(model, optimizer)' if swapped else ''}"
+        )
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ValueError(
             f"initialize: the model is wrapped in {name}; pass the model itself and wrap what initialize() returns"

@@ -151,6 +151,7 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
         raise TypeError(
             f"initialize: optimizers holds a {name}; wanted a torch.optim.Optimizer, or an object with a list "
             "`param_groups` and a method `step`"
+            + (f"; if it is a level, name it: opt_level={optimizer!r}" if isinstance(optimizer, str) else "")
         )
     if not hasattr(optimizer, "__dict__"):
         raise TypeError(

@@ -136,9 +136,14 @@ def test_a_double_model_is_taken_where_nothing_is_cast(level):
 def test_what_is_no_model_or_optimizer_is_refused():
     model, optimizer = pair()
     for models, optimizers, words in (
-        ("model", optimizer, "models holds a str"),
+        ("model", optimizer, "models holds a str; wanted a torch.nn.Module or a list of them$"),
+        (optimizer, model, r"models holds a SGD, an optimizer; .*; the model comes first: initialize\(model, opt.*\)$"),
+        ([optimizer], [model], "models holds a SGD, an optimizer; .*the model comes first"),
+        (optimizer, None, "models holds a SGD, an optimizer; .*the model comes first"),
         ([], optimizer, "models is empty"),
-        (model, "sgd", "optimizers holds a str"),
+        (None, None, r"models is empty \(None, .*wanted a torch.nn.Module .*: initialize\(model, optimizer\)$"),
+        (None, optimizer, r"models is empty \(None, "),
+        (model, "O2", "optimizers holds a str; .*; if it is a level, name it: opt_level='O2'$"),
         (model, [optimizer, optimizer], "twice"),
         (model, object(), "optimizers holds a object"),
     ):

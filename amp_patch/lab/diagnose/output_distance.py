@@ -136,14 +136,20 @@ def compare_outputs(
             level's name goes before them.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is no module; `levels` is a string; `pairs` holds no pairs.
         ValueError: a level that is none; targets of another shape or beyond the classes; the model is sharded; what
             `initialize` refuses.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"compare_outputs: model is a {type(model).__name__}; wanted a torch.nn.Module")
+    if isinstance(levels, str):
+        raise TypeError(f"compare_outputs: levels is the string {levels!r}; wanted a list: levels=[{levels!r}]")
+    pairs = list(pairs)
+    for pair in pairs:
+        if isinstance(pair, str) or len(pair) != 2:
+            raise TypeError(f"compare_outputs: pairs holds {pair!r}; wanted pairs of levels: pairs=[('O2', 'O5')]")
     distributed.refuse(model, "compare_outputs")
-    wanted = [*((BASELINE, level) for level in levels), *(tuple(pair) for pair in pairs)]
+    wanted = [*((BASELINE, level) for level in levels), *pairs]
     for level in dict.fromkeys(level for pair in wanted for level in pair):
         _named(level)
     run = partial(_Forward, model, inputs, options, logits)

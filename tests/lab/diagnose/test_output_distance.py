@@ -199,6 +199,9 @@ def test_the_table_names_pairs_and_modules():
     ("change", "error", "message"),
     [
         ({"model": 3}, TypeError, "model is a int; wanted a torch.nn.Module"),
+        ({"levels": "O2"}, TypeError, r"levels is the string 'O2'; wanted a list: levels=\['O2'\]$"),
+        ({"pairs": ("O2", "O5")}, TypeError, r"pairs holds 'O2'; wanted pairs of levels: pairs=\[\('O2', 'O5'\)\]$"),
+        ({"pairs": [("O2",)]}, TypeError, r"pairs holds \('O2',\); wanted pairs"),
         ({"levels": ["O9"]}, ValueError, "level 'O9' is none of O0, O1"),
         ({"levels": ["O5+mxfp8"]}, ValueError, "mxfp8 is a format of the products of O6 or O7"),
         (
