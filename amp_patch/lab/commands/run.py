@@ -27,8 +27,10 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
+import torch
+
 import amp_patch.apex
-from amp_patch.environment import BANNED, METHODS, asked_level
+from amp_patch.environment import BANNED, LEVEL, METHODS, asked_level, named_level
 from amp_patch.lab.commands import no_cuda
 from amp_patch.lab.commands.run_summary import RunSummary, told
 from amp_patch.lab.unedited.processes import tell
@@ -38,12 +40,28 @@ from amp_patch.training import observers
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `run`, also for a compared run."""
-    parser.usage = "python -m amp_patch run [-h] [--device cpu] [--methods NAMES] [--allow-banned] [-m] script ..."
+    options = "[--level LEVEL] [--device cpu] [--methods NAMES] [--allow-banned]"
+    parser.usage = f"python -m amp_patch run [-h] {options} [-m] script ..."
+    words = "train at this level, O2 or O5+split; sets AMP_PATCH_OPT_LEVEL for this run and the processes that it starts"
+    parser.add_argument("--level", type=_level, metavar="LEVEL", help=words)
     parser.add_argument("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
     add_cast_arguments(parser)
     parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module, as in python -m")
     parser.add_argument("script", help="a script, or a folder or zip file with a __main__.py, or after -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, --help included")
+
+
+def _level(name: str) -> str:
+    """Return the name of a level.
+
+    Raises:
+        argparse.ArgumentTypeError: it names no level.
+    """
+    try:
+        named_level(name).policy(torch.bfloat16)  # O2's type may be the script's
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return name
 
 
 def add_cast_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +83,7 @@ def set_casts(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = None) -> None:
-    """run a script as it is: its `import apex` finds amp_patch; AMP_PATCH_OPT_LEVEL trains plain torch at a level"""
+    """run a script as it is: its `import apex` finds amp_patch; --level trains it, or plain torch, at a level"""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins  # a module, as in `python train.py`; exec would set a dict
     execute: Callable[[], Any]
@@ -87,6 +105,8 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
             sys.path.insert(0, os.path.dirname(os.path.realpath(loader.path)))
         execute = partial(_run_file, loader, source, main)
     set_casts(args)
+    if args.level is not None:
+        os.environ[LEVEL] = args.level
     sys.argv = ["-m" if args.module else args.script, *args.arguments]
     begin(args.device)  # after the change of sys.path: `install` looks for a real Apex beside the script
     if args.device == "cpu":
@@ -94,7 +114,7 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
     # Spawned processes unpickle from `__mp_main__`, which multiprocessing has set to the main module of amp_patch.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     try:
-        with as_asked() if around is None else around:
+        with as_asked("--level " if args.level else f"{LEVEL}=") if around is None else around:
             execute()
     except BaseException:
         sys.excepthook = partial(_report, sys.excepthook, main.__dict__)
@@ -102,15 +122,19 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
 
 
 @contextmanager
-def as_asked() -> Iterator[None]:
+def as_asked(by: str) -> Iterator[None]:
     """`at_asked_level`, and at the end a line of what was trained."""
-    with told(), at_asked_level():
+    with told(), at_asked_level(by):
         yield
 
 
 @contextmanager
-def at_asked_level() -> Iterator[None]:
-    """Train what torch alone would train in the body at AMP_PATCH_OPT_LEVEL, if that is set; say so if nothing was."""
+def at_asked_level(by: str = f"{LEVEL}=") -> Iterator[None]:
+    """Train what torch alone would train in the body at AMP_PATCH_OPT_LEVEL, if that is set; say so if nothing was.
+
+    Args:
+        by: what stands before the level where the user has given it.
+    """
     try:
         script = None if (level := asked_level()) is None else UneditedScript(level)
     except ValueError as error:
@@ -121,7 +145,7 @@ def at_asked_level() -> Iterator[None]:
         return
     with script:
         yield
-    missing, asked = script.missing(), f"amp_patch: AMP_PATCH_OPT_LEVEL={level}"
+    missing, asked = script.missing(), f"amp_patch: {by}{level}"
     if missing is not None and script.processes.started:
         others = f"each of the {script.processes.started} that it has started says what it trained"
         tell(f"{asked}: this process trained nothing; {others}")

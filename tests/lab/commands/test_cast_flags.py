@@ -1,10 +1,14 @@
-"""--methods and --allow-banned of `run` and `compare`: what an edited script has not said to `initialize`."""
+"""--level of `run`; --methods and --allow-banned of `run` and `compare`: what a script has not said to `initialize`."""
 
 from __future__ import annotations
+
+import os
+import re
 
 import pytest
 from scripts import environment, run_each, start_script
 
+from amp_patch.__main__ import main
 from amp_patch.environment import LEVEL
 from amp_patch.lab.comparison.outcome import failure
 from amp_patch.lab.recording.recorder import Recorder
@@ -39,6 +43,58 @@ for step in range(2):
         scaled_loss.backward()
     optimizer.step()
 """
+
+
+LEVELS = """
+import os, subprocess, sys
+import torch
+
+print(sys.argv[1:], subprocess.check_output(
+    [sys.executable, "-c", "import os; print(os.environ.get('AMP_PATCH_OPT_LEVEL'))"], text=True).strip())
+net = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+print(net.weight.dtype)
+"""
+
+
+def test_run_trains_at_the_level_of_its_flag_whatever_the_variable_says(tmp_path):
+    (tmp_path / "train.py").write_text(LEVELS)
+    (tmp_path / "idle.py").write_text("print(1)")
+    flag = ["--level", "O5+split"]
+    cases = [
+        ([*flag, "train.py", "--level", "9"], {}),
+        ([*flag, "train.py"], {LEVEL: "O2"}),
+        (["train.py"], {LEVEL: "O2"}),
+        (["train.py"], {}),
+        ([*flag, "idle.py"], {LEVEL: "O2"}),
+    ]
+    alone, both, variable, neither, idle = run_each(tmp_path, cases, environment())
+    assert alone[0] == "['--level', '9'] O5+split\ntorch.bfloat16\n" and "O5+split BF16 trained Linear" in alone[1]
+    assert both[0] == "[] O5+split\ntorch.bfloat16\n" and "O5+split BF16 trained Linear" in both[1]
+    assert variable[0] == "[] O2\ntorch.float16\n"
+    assert neither[0] == "[] None\ntorch.float32\n"
+    assert idle[0] == "1\n" and "amp_patch: --level O5 has changed nothing" in idle[1] and LEVEL not in idle[1]
+    assert [ended[2] for ended in (alone, both, variable, neither, idle)] == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("level", "words"),
+    [
+        ("02", r"level '02' is none of O0, O1, .* \(the letter O, not zero\)"),
+        ("", "level '' is none of O0"),
+        ("O5+spilt", r"'spilt' behind its \+; wanted .*'O5\+split'"),
+        ("O1+split", r"level 'O1\+split' cannot be: .*take O5\+split"),
+    ],
+)
+def test_run_refuses_a_level_that_is_none_by_the_name_of_its_flag(level, words, capsys, monkeypatch):
+    monkeypatch.setenv(LEVEL, "O2")
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--level", level, "train.py"])
+    errors = capsys.readouterr().err
+    assert caught.value.code == 2 and os.environ[LEVEL] == "O2"
+    assert re.search(rf"python -m amp_patch run: error: argument --level: .*{words}", errors) and LEVEL not in errors
 
 
 def test_run(tmp_path):
