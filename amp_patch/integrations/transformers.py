@@ -26,6 +26,7 @@ from transformers.trainer_callback import ExportableState
 
 from amp_patch.frontend import initialize
 from amp_patch.model.forward import policy_of
+from amp_patch.model.rounded_saves import corrects_config
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.files import write_whole
 from amp_patch.training.arguments import Level
@@ -102,9 +103,11 @@ class OptLevelTrainer(Trainer):
             return
         # `save_pretrained` writes the type of the model's parameters into its config, and saves the state dict: FP32.
         before = {name: vars(config)[name] for name in _DTYPES if name in vars(config)}
+        token = corrects_config.set(True)
         try:
             super().save_model(output_dir, _internal_call)
         finally:
+            corrects_config.reset(token)
             vars(config).update(before)
         if self.args.should_save:
             _says_fp32(Path(output_dir or self.args.output_dir or "", "config.json"), policy.cast_model_type)

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from amp_patch.casts import install, low_bit, regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, links_of, master_of, settle
-from amp_patch.model import buffers, copies, fsdp, incoming
+from amp_patch.model import buffers, copies, fsdp, incoming, rounded_saves
 from amp_patch.model.keep_fp32 import forbid_fast_path
 from amp_patch.model.state import ModelState, followed_policy, running, untouched
 from amp_patch.model.tensors import cast, load_masters, reflatten, refuse_changed, uncast, was_changed
@@ -36,6 +36,7 @@ class AmpModel(Generated):
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
         overrides = {name: advising(name, function) for name, function in generated_class.own_methods(base)}
+        overrides |= rounded_saves.warning_methods(base, overrides)
         overrides |= {name: _entering(base, name) for name in ("forward", *key)}
         return overrides | fsdp.without_fsdp(base)
 

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `run`, also for a compared run."""
     options = "[--level LEVEL] [--device cpu] [--methods NAMES] [--allow-banned]"
     parser.usage = f"python -m amp_patch run [-h] {options} [-m] script ..."
-    words = "train at this level, O2 or O5+split; sets AMP_PATCH_OPT_LEVEL for this run and the processes that it starts"
+    words = "train at this level, O2 or O5+split; sets AMP_PATCH_OPT_LEVEL for this run and what it starts"
     parser.add_argument("--level", type=_level, metavar="LEVEL", help=words)
     parser.add_argument("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
     add_cast_arguments(parser)
