@@ -133,7 +133,7 @@ class Product final : public c10::OperatorKernel {
       if (alias != nullptr && alias->isWrite()) written.emplace_back(given, wide.size() - 1);
       value = wide.back().tensor;
     }
-    if (out_.has_value()) {
+    if (out_.has_value() && wide.size() >= 2) {  // of a low and an integer matrix torch's op itself says what is wrong
       const size_t count = wide.size();
       wide.push_back(Wide({0}, {1}, elements_of_product(wide[count - 2].tensor, wide[count - 1].tensor)));
       stack->emplace_back(wide.back().tensor);  // the op gives it its shape, in the same memory
