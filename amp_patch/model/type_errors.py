@@ -31,6 +31,9 @@ _NO_KERNEL = re.compile(
     r"|handle types other than float and double"
 )
 
+# torch's names of integer types in these errors: "got Long and Half", "Input type (unsigned char) and ...".
+_INTEGER = re.compile(r"\b(bool|byte|char|short|int|long)\b", re.I)
+
 
 def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Policy) -> None:
     """Raise if `fn`, to be applied to all tensors of a model of a training, changes their type, not just their device.
@@ -63,25 +66,24 @@ def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Poli
 
 def explain_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
     """Raise `error` of a forward of `model`, if it is about types, with the line, the level and the way out."""
-    if policy.cast_model_type is not None and is_about_types(error):
-        if fsdp.is_fsdp(model):
+    if policy.cast_model_type is not None:
+        if fsdp.is_fsdp(model) and (is_about_types(error) or _names_integers(error)):
             return
-        _refuse_changed_types(model, policy, error, kept_class)
-    names = {id(module): name for name, module in model.named_modules()}
-    inside = [names[id(own)] for frame, _ in frames_of(error) if id(own := frame.f_locals.get("self")) in names]
-    where = f"module {inside[-1]!r} of {type(model).__name__}" if inside and inside[-1] else type(model).__name__
-    _raise_with_advice(f"The forward of {where}", policy, error)
+        _refuse_integers(model, error)
+        if is_about_types(error):
+            _refuse_changed_types(model, policy, error, kept_class)
+    _raise_with_advice(f"The forward of {_place(model, error)}", policy, error)
 
 
 def explain_types_in_body(policy: Policy, error: RuntimeError) -> None:
     """Raise `error` of the body of a `scale_loss`, if it is about types, with the line, the level and the way out."""
-    _raise_with_advice("The body of scale_loss", policy, error)
+    _raise_with_advice(f"The body of scale_loss{raised_at(error)}", policy, error)
 
 
 def _raise_with_advice(where: str, policy: Policy, error: RuntimeError) -> None:
     if policy.makes_low_tensors and (advice := _advice(policy, error)) is not None:
         kind = NotImplementedError if isinstance(error, NotImplementedError) else RuntimeError
-        raise kind(f"{error}\n{where}{raised_at(error)} {advice}") from error
+        raise kind(f"{error}\n{where} {advice}") from error
 
 
 def _advice(policy: Policy, error: RuntimeError) -> str | None:
@@ -151,14 +153,37 @@ def _refuse_new_modules(model: nn.Module, policy: Policy, error: RuntimeError, n
         ) from error
 
 
+def _refuse_integers(model: nn.Module, error: RuntimeError) -> None:
+    """Raise `error` with the way out, if an integer tensor met a floating one: the level has no part in that."""
+    if _names_integers(error) and error.__cause__ is None:  # else it is explained already
+        raise RuntimeError(
+            f"{error}\nIn {_place(model, error)} integers meet floats, which fails in FP32 too: the input is meant, "
+            "not the opt level (initialize() casts floating tensors alone). Give x.float() where floats belong, and "
+            "int64 where indices do"
+        ) from error
+
+
 # Asked, with the model and a method's name, whether the method shall be called again, which was called by itself and
 # failed on types: whoever says so has had it cast.
 method_subscribers: list[Callable[[nn.Module, str], bool]] = []
 
 
 def is_about_types(error: RuntimeError) -> bool:
-    """Whether the words of torch's error say that tensors of two types met."""
-    return _DTYPE_ERROR.search(str(error)) is not None
+    """Whether the words of torch's error say that tensors of two floating types met."""
+    return _DTYPE_ERROR.search(str(error)) is not None and not _names_integers(error)
+
+
+def _names_integers(error: RuntimeError) -> bool:
+    words = str(error).partition("\n")[0]  # what follows is ours, and has names of modules
+    return _DTYPE_ERROR.search(words) is not None and _INTEGER.search(words) is not None
+
+
+def _place(model: nn.Module, error: RuntimeError) -> str:
+    """The innermost module of `model` in which `error` was raised, and the line."""
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = [names[id(own)] for frame, _ in frames_of(error) if id(own := frame.f_locals.get("self")) in names]
+    where = f"module {inside[-1]!r} of {type(model).__name__}" if inside and inside[-1] else type(model).__name__
+    return f"{where}{raised_at(error)}"
 
 
 def advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,6 +197,7 @@ def advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             policy = followed_policy(self)
             if policy is None or policy.cast_model_type is None or running.policy is not None:
                 raise
+            _refuse_integers(self, error)
             if not is_about_types(error):
                 raise
             if any(subscriber(self, name) for subscriber in tuple(method_subscribers)):
