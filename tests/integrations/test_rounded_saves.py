@@ -15,9 +15,7 @@ from amp_patch import amp
 
 pytestmark = [*PACKAGES_WARN, pytest.mark.filterwarnings(f"ignore:{OLDER_NAME}:FutureWarning")]
 
-SAVES = (
-    r"^LlamaForCausalLM\.save_pretrained\(\) writes FP32 weights, and a config .* {}: .*amp\.fp32_copy\(model\)"
-)
+SAVES = r"^LlamaForCausalLM\.save_pretrained\(\) writes FP32 weights, and a config .* {}: .*amp\.fp32_copy\(model\)"
 MERGES = (
     r"^PeftModelForCausalLM\.{}\(\) adds the adapters to weights in {}, .*amp\.restore\(\) first, then model\.float"
 )
