@@ -109,6 +109,8 @@ class _Watch:
         changed = zip(self.weights, self.state, now, strict=True)
         written = {id(weight) for weight, before, after in changed if before != after and link_of(weight) is None}
         twice, self.state, self.written = written & self.written, now, written
+        if twice:  # at O3 a thawed weight has no master that would tell
+            twice -= {id(p) for each in (*_watches, *_seen) for group in each.param_groups for p in group["params"]}
         return [name for ref in self.models if (model := ref()) is not None for name in _outermost(model, twice)]
 
 

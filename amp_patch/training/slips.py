@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.support.generated_class import base_class
@@ -106,7 +106,10 @@ class TooLate:
 
 
 def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: list[Tensor]) -> None:
-    """Warn, once, where the loss depends on no parameter of its optimizers, and has given gradients to others."""
+    """Warn, once, where the loss depends on no parameter of its optimizers, and has given gradients to others.
+
+    Gradients of inputs are no sign: an attack on a frozen model takes them.
+    """
     stashes = [known_stash(optimizer) for optimizer in optimizers]
     owns = [stash.backward for stash in stashes]
     if loss is None or any(own.is_seen or own.first_unscaled_grad for own in owns):
@@ -114,7 +117,7 @@ def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: li
     if with_gradient(params) or any(stash.neighbours.sharded for stash in stashes):
         return
     leaves = _leaves(loss)
-    others = [leaf for leaf in leaves if own_grad(leaf) is not None]
+    others = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and own_grad(leaf) is not None]
     if not others:
         return
     for own in owns:

@@ -214,7 +214,7 @@ def test_frozen_weights_that_are_loaded_now_and_then_are_not_warned_of(level, wh
     train(task, optimizers, lambda task: ONCE[when](next(count), task), steps=6)
 
 
-@pytest.mark.parametrize("level", MASTERED)
+@pytest.mark.parametrize("level", CAST)
 def test_weights_that_an_optimizer_gets_later_are_not_warned_of(level):
     model = network()
     model[0].requires_grad_(False)
@@ -226,3 +226,14 @@ def test_weights_that_an_optimizer_gets_later_are_not_warned_of(level):
         backward(model(X).square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_weights_that_an_optimizer_beside_the_training_steps_at_o3_are_not_warned_of():
+    model = network()
+    given, beside = sgd(model[0]), sgd(model[2])
+    model, given = amp.initialize(model, given, opt_level="O3", verbosity=0)
+    for _ in range(5):
+        backward(model(X).square().mean(), given)
+        for optimizer in (given, beside):
+            optimizer.step()
+            optimizer.zero_grad()

@@ -193,6 +193,18 @@ def test_gradients_for_the_caller_alone_are_not_warned_of(level):
         assert torch.autograd.grad(scaled, inputs)[0].tolist() == [[16.0, 24.0]]
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_gradients_of_an_attacks_inputs_through_a_frozen_model_are_not_warned_of(level):
+    model, optimizer = start(level)
+    inputs = torch.ones(1, 2, requires_grad=True)
+    model.requires_grad_(False)
+    backward(model(inputs).float().sum(), optimizer)
+    assert inputs.grad is not None
+    model.requires_grad_(True)
+    optimizer.zero_grad()
+    backward(loss_of(model), optimizer)
+
+
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_model_in_place_of_its_optimizer_is_named(level):
     model, optimizer = start(level, loss_scale=None)
