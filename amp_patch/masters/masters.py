@@ -11,7 +11,7 @@ import importlib
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from threading import get_ident
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -126,8 +126,6 @@ class LinkList:
 # entry away, so that an id is never another object's.
 _links: dict[int, tuple[weakref.ref[Tensor], Link]] = {}
 _changes = 0  # how often a parameter got a master, lost it, or died with it
-
-_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 
 # Classes of tensors that nobody else's `__torch_function__` acts on.
 PLAIN_TYPES = (Tensor, nn.Parameter, Master, ClosedMaster)
@@ -246,24 +244,24 @@ def materialize(masters: Iterable[Tensor]) -> None:
 
 
 class Claim:
-    """The masters (ids) that a step on this thread writes: while this lives, no other thread publishes or settles them.
+    """The masters of `links`, while a step on `thread` writes them: no other thread publishes or settles them.
 
     Without it, a thread that calls `state_dict()` while another trains would undo what the step has written so far.
+    A claim is added to `running` under `lock`, which waits for a thread that publishes. It has no `__init__`, which
+    would take a Python call a step.
     """
 
-    __slots__ = ("__weakref__", "masters", "thread")
-
-    def __init__(self, masters: Container[int]) -> None:
-        self.masters, self.thread = masters, get_ident()
-        with closed_master.lock:  # waits for another thread that publishes or settles
-            _claims.add(self)
+    lock: ClassVar = closed_master.lock
+    running: ClassVar[weakref.WeakSet[Claim]] = weakref.WeakSet()
+    links: LinkList
+    thread: int
 
 
 def _at_rest(links: LinkList) -> LinkList:
     """Those of `links` that no step of another thread writes."""
-    for claim in _claims:
+    for claim in Claim.running:
         if claim.thread != get_ident():
-            links = links.without(claim.masters)
+            links = links.without(set(map(id, claim.links.masters)))
     return links
 
 

@@ -193,3 +193,12 @@ def _own_slot(owner: Any, name: str) -> Any:
         # A property or a slot of an instance: set and restored through its descriptor.
         return getattr(owner, name, _MISSING)
     return slots.get(name, _MISSING)
+
+
+def is_untouched(step: Any) -> bool:
+    """Whether the `step` of a class is what torch, or we, have written: somebody may have put another in its place."""
+    layers = [step]
+    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
+        layers.append(inner)
+    modules = [getattr(layer, "__globals__", {}).get("__name__", "") for layer in layers]
+    return all(module.partition(".")[0] in ("torch", "amp_patch") for module in modules)

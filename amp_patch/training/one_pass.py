@@ -32,9 +32,10 @@ from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.optimizers.sgd import FusedSGD
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
+from amp_patch.support.patches import is_untouched
 from amp_patch.training.batch import Batch, BatchState, Group, NotKnown
 from amp_patch.training.stash import Stash
-from amp_patch.training.step import WHOLE, Plain, Step, Strategy, is_untouched
+from amp_patch.training.step import WHOLE, Plain, Step, Strategy
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The optimizers that the kernels know

@@ -27,10 +27,11 @@ from amp_patch.masters.master import Master
 from amp_patch.masters.masters import PLAIN_TYPES, LinkList, has_gradient, materialize, round_into_weights, settle
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.patches import is_untouched
 from amp_patch.training import per_parameter
 from amp_patch.training.one_pass import done
 from amp_patch.training.stash import Stash
-from amp_patch.training.step import WHOLE, Plain, Step, Strategy, is_untouched
+from amp_patch.training.step import WHOLE, Plain, Step, Strategy
 
 logger = logging.getLogger("amp_patch")
 

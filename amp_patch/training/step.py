@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from amp_patch.support import device_sync
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.support.generated_class import Generated, base_class
-from amp_patch.support.patches import Installation, cell_of
+from amp_patch.support.patches import Installation, cell_of, is_untouched
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import captured, observers, overflow
 from amp_patch.training.stash import Stash, body_events, sharing, stash_of
@@ -110,7 +111,10 @@ class Step(Block):
         self._made = self._is_consumed = self._may_skip = False
         self._no_casts: regions.region | None = None
         self._exit_watch: Any = None
-        self._claim: Claim | None = Claim(stash.masters.by_master)
+        self._claim: Claim | None = Claim()
+        self._claim.links, self._claim.thread = self.links, get_ident()
+        with Claim.lock:
+            Claim.running.add(self._claim)
 
     @property
     def is_running(self) -> bool:
@@ -309,15 +313,6 @@ def _around_hooks(step: Any) -> Any:
     while layer is not None and getattr(layer, "__code__", None) is not _HOOKS_AROUND:
         layer = getattr(layer, "__wrapped__", None)
     return layer
-
-
-def is_untouched(step: Any) -> bool:
-    """Whether the `step` of a class is what torch, or we, have written: somebody may have put another in its place."""
-    layers = [step]
-    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
-        layers.append(inner)
-    modules = [getattr(layer, "__globals__", {}).get("__name__", "") for layer in layers]
-    return all(module.partition(".")[0] in ("torch", "amp_patch") for module in modules)
 
 
 trusted_steps: set[Plain] = set()  # the steps of other classes for which users answer
