@@ -54,6 +54,7 @@ OTHERS = {
     *("_GeneratorContextManager", "_Pickler", "_args_from_interpreter_flags", "_asdict", "_getframe", "_reconstruct"),
     *("_NormalAccessor", "_process_optimizer", "_run_module_as_main", "_target"),
     "_cuda",  # names of Apex's extensions end so
+    "_hf_peft_config_loaded",  # of transformers
 }
 # Ours, though an object of torch's has an attribute of the same name.
 OURS_TOO = {"_base", "_device", "_native", "_print", "_verbose", "_warn"}
