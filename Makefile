@@ -23,7 +23,7 @@ NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/nu
 # The examples' models are tiny: a second thread would only wait for the first.
 demo accuracy: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo picture accuracy test test-all stories mutations tests-about test-versions test-release lint format bench sanitize cuda-compile gpu-check clean
+.PHONY: help demo picture accuracy test test-more test-all stories mutations tests-about test-versions test-release lint format bench sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,15 +44,17 @@ accuracy: $(VENV)/installed ## docs/accuracy.md and accuracy-formats.md anew: th
 	$(BIN)/python benchmarks/accuracy_formats.py
 
 # The tests start hundreds of Pythons, each of which would compile amp_patch anew where the shell says not to keep that.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-more test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/installed ## every test that is not marked slow
 	$(PYTEST_FILES) -m "not slow"
 
-test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, and without the extension those of what it does
+test-more: $(VENV)/ecosystem ## the tests of `test` in other surroundings: without the extension, on AVX2 alone, beside other packages
 	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" $(OF_KERNELS)
 	$(WITH_AVX2_ALONE) $(PYTEST_FILES) -m "not slow" $(OF_EMULATION)
 	$(PYTEST_FILES) -m "not slow" tests/integrations tests/lab/unedited
+
+test-all: test-more ## what `test` leaves out: `test-more`, and the tests marked slow
 	$(PYTEST_FILES) -m "slow and not release"
 
 stories: $(VENV)/installed ## more random lives of trainings, against training by hand; COUNT=2000 SEED=7
