@@ -77,6 +77,9 @@ def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
     """Warn, once, where the first gradients that the optimizer steps with came through no `scale_loss`."""
     if stash.backward.is_seen or not stash.scales_loss or with_gradient(stash.masters.links.params):
         return  # in the third case the step has warned of gradients that no exit has brought to the masters
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    if all(rate == 0 for rate in rates if not getattr(rate, "is_cuda", False)):
+        return  # torch.distributed.checkpoint makes the state by such a step, with gradients of zeros
     own = [param for param, master in stash.masters.pairs(optimizer.param_groups) if param is master]
     asking: Any = sys._getframe(1)
     while asking is not None and asking.f_code.co_filename != _SCALERS_FILE:
