@@ -43,6 +43,7 @@ RUN = Run(
     seed=3,
     dtype="bfloat16",
     policy="O2 (torch.bfloat16)",
+    weights_type="bfloat16",
     device="cuda",
     error="it broke",
     error_kind="killed",
