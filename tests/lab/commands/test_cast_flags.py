@@ -75,7 +75,7 @@ def test_run_trains_at_the_level_of_its_flag_whatever_the_variable_says(tmp_path
     assert both[0] == "[] O5+split\ntorch.bfloat16\n" and "O5+split BF16 trained Linear" in both[1]
     assert variable[0] == "[] O2\ntorch.float16\n"
     assert neither[0] == "[] None\ntorch.float32\n"
-    assert idle[0] == "1\n" and "amp_patch: --level O5 has changed nothing" in idle[1] and LEVEL not in idle[1]
+    assert idle[0] == "1\n" and "amp_patch: --level O5+split has changed nothing" in idle[1] and LEVEL not in idle[1]
     assert [ended[2] for ended in (alone, both, variable, neither, idle)] == [0] * 5
 
 
