@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,18 +31,3 @@ class Peak(torch.utils._python_dispatch.TorchDispatchMode):
         alive = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.known.values()]
         self.peak = max(self.peak, sum(storage.nbytes() for storage in alive if storage is not None))
         return result
-
-
-def most_bytes(run: Callable[[], Any], mark: str) -> int:
-    """The most bytes that the allocator has given out at a time in the last block of `record_function(mark)` in `run`.
-
-    Of all that `run` allocates, also ahead of that block.
-    """
-    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-        run()
-    events = profile.profiler.kineto_results.events()
-    last = max((event for event in events if event.name() == mark), key=lambda event: event.start_ns())
-    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    before = sum(size for time, size in memory if time < last.start_ns())
-    during = [size for time, size in memory if last.start_ns() <= time <= last.end_ns()]
-    return max(accumulate(during, initial=before))

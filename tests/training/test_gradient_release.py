@@ -6,10 +6,10 @@ import copy
 import weakref
 from typing import Any
 
+import benchmark_scripts
 import pytest
 import torch
 from interrupts import Raise
-from peak import most_bytes
 from released import LEVELS, MAKERS, OPTIM, numbers, start, twice_checkpointed
 from split_masters import loss_of, net
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from training import backward, same, through_pickle
 
 from amp_patch import amp, multi_tensor
 from amp_patch.training import gradient_release
+
+most_bytes = benchmark_scripts.load("timing").most_bytes
 
 CODED = ["O4+8bit", "O5+split+8bit"]
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS["AdamW"], MAKERS["NAdam"]], ids=["AdamW", "NAdam"])
