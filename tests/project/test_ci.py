@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,3 +72,14 @@ def test_a_checkout_called_amp_patch_is_checked_in_place(tmp_path):
 def test_a_stage_that_fails_ends_the_run_and_fails_it(name, tmp_path):
     ran = run_in(tmp_path / name, failing="test")
     assert ran.status != 0 and [stage for stage, *_ in ran.stages] == STAGES[:4] and ran.last == "ran test"
+
+
+@pytest.mark.skipif(shutil.which("ruff", path=Path(sys.executable).parent) is None, reason="needs ruff")
+def test_ruff_passes_over_what_is_written_by_tools_in_a_folder_without_git(tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("amp_patch/_build.py", "out/sanitize/setup.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("import os\n")
+    command = [str(Path(sys.executable).parent / "ruff"), "check", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
