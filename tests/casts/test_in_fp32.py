@@ -74,7 +74,7 @@ def test_a_sure_and_wrong_sample_is_learned(sigmoid: Any, level: str, device: st
 
 @pytest.mark.parametrize("level", CAST)
 @pytest.mark.parametrize("of", ["function", "module"])
-def test_a_cast_model_is_told_once_of_the_first_probability_that_is_rounded_to_1(of: str, level: str) -> None:
+def test_a_cast_model_warns_once_of_the_first_probability_rounded_to_1(of: str, level: str) -> None:
     loss = cross_entropy if of == "function" else nn.BCELoss()
     with pytest.warns(UserWarning, match=r"exactly 0 or 1.*binary_cross_entropy_with_logits") as told:
         count = 1 if level == "O3" else 4  # O3 takes the step with the NaN

@@ -222,7 +222,7 @@ def test_a_users_slips_are_errors_and_nothing_else_is(said):
 
 
 @pytest.mark.parametrize("slip", ["opt_levl", "optimizer_state", "loss_scale"])
-def test_a_slip_in_an_argument_is_told_on_a_page_that_names_it(said, slip):
+def test_a_wrong_argument_gives_a_page_that_names_it(said, slip):
     slips = SCRIPT.partition("def slips()")[0].count("\n")
     lines = SCRIPT.splitlines()
     number = next(n for n in range(slips, len(lines)) if f" {slip}=" in lines[n]) + 1
@@ -240,7 +240,7 @@ def test_no_public_name_is_any(said):
     assert [type for type in types.values() if vague.fullmatch(type)] == []
 
 
-def test_what_the_script_does_right_runs():
+def test_the_correct_half_of_the_script_runs():
     good = SCRIPT.partition("def slips()")[0]
     subprocess.run([sys.executable, "-W", "error", "-c", good], check=True, env={"PYTHONPATH": str(ROOT)})
 
@@ -253,5 +253,5 @@ def test_the_overloads_of_initialize_take_its_own_arguments():
     assert set(own) == {"models", "optimizers", "enabled", "opt_level", *of_overloads}
 
 
-def test_the_levels_that_an_editor_offers_are_those_that_there_are():
+def test_the_levels_that_an_editor_offers_are_all_levels():
     assert get_args(OptLevel) == tuple(OPT_LEVELS)

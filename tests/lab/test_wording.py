@@ -13,7 +13,7 @@ def test_only_all_and_none_are_written_as_such(share, words):
     assert wording.percent(share) == words
 
 
-def test_a_time_is_rounded_to_what_is_known():
+def test_a_time_is_rounded_to_its_known_digits():
     times = [0, 9, 14, 94, 95, 360, 5399, 5400, 35000, 90000]
     assert [wording.about(seconds) for seconds in times] == [
         *("under 10 seconds", "under 10 seconds", "about 10 seconds", "about 90 seconds", "about 2 minutes"),

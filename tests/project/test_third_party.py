@@ -173,7 +173,7 @@ def test_no_optimizer_of_pytorch_optimizer_is_left_out():
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 @every_optimizer
-def test_it_does_to_the_masters_what_it_does_to_the_weights_of_the_fp32_script(name, level):
+def test_it_steps_masters_like_the_weights_of_the_fp32_script(name, level):
     (model, optimizer), (plain, plain_optimizer) = start_of(name, level), start_of(name, None)
     for number in range(STEPS):
         step(model, optimizer, number)
@@ -282,19 +282,19 @@ def registered(name: str, model: nn.Module, **options: Any) -> tuple[nn.Module, 
     return amp.initialize(model, optimizer, **options)
 
 
-def test_the_names_of_what_is_refused_are_of_optimizers():
+def test_the_names_in_the_refused_list_are_optimizers():
     assert len(REFUSED) == len(NOT_BY_THEMSELVES)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_one_that_does_not_step_each_parameter_by_itself_is_refused_though_registered(name, registrations):
+def test_a_registered_one_that_reads_several_parameters_is_refused(name, registrations):
     with pytest.raises(ValueError, match="was registered by register_per_parameter_optimizer, but tried on small"):
         registered(name, network())
 
 
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("name", BY_THEMSELVES)
-def test_one_that_is_registered_steps_in_portions_and_in_backward_to_the_bit(name, release, registrations, monkeypatch):
+def test_a_registered_one_steps_in_portions_and_in_backward_to_the_bit(name, release, registrations, monkeypatch):
     monkeypatch.setattr(portions, "PORTION", 1)
     monkeypatch.setattr(gradient_release, "TOGETHER", 1)
     model, optimizer = registered(name, network(), gradient_release=release)
@@ -309,7 +309,7 @@ def test_one_that_is_registered_steps_in_portions_and_in_backward_to_the_bit(nam
 
 
 @pytest.mark.parametrize("name", BY_THEMSELVES)
-def test_one_that_is_registered_is_taken_for_shards_where_it_steps_each_element_by_itself(name, registrations):
+def test_a_registered_one_that_steps_each_element_separately_is_accepted_for_shards(name, registrations):
     model = network()
     optimizer = OPTIMIZERS[name](model)
     mode(optimizer, "train")
@@ -345,7 +345,7 @@ def test_it_trains_in_eight_bits_on_shards_to_the_bits_of_whole_parameters(ranks
 
 
 @pytest.mark.parametrize("name", [name for name in BY_THEMSELVES if SHORT[name] not in UNSTABLE])
-def test_one_that_is_registered_trains_in_eight_bits_as_in_fp32(name, registrations):
+def test_a_registered_one_trains_in_eight_bits_like_in_fp32(name, registrations):
     def train(state: str | None) -> list[float]:
         model, optimizer = registered(name, coded_states.net(), master_weights="split", optimizer_state=state)
         losses = []
