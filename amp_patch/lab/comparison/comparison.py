@@ -1,4 +1,4 @@
-"""Comparison: trainings at several opt levels side by side, and what they say about each level, by a stated test."""
+"""Comparison: trainings at several opt levels, and a finding for each level by the test that it states in words."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from amp_patch.lab.comparison.verdict import failures_in_words, verdict
 from amp_patch.lab.recording.run import INTERRUPTED, NATIVE, Run
 from amp_patch.lab.wording import counted, fine_percent, lacks, listed, metric_in_words, type_name, whole_percent
 
-_MOST_TO_TELL = 20  # seeds
-FEW_STEPS = 30  # fewer tell little of a loss, of a loss scale that finds its height, or of a step's time
+_MOST_TO_TELL = 20  # seeds; no command asks for more than these to decide
+FEW_STEPS = 30  # with fewer steps, losses, step times and a dynamic loss scale have not become steady
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Trainings at several levels, and what they say. What is computed from the runs is computed once, when asked for.
+    """Trainings at several levels, with the figures and findings of each level.
 
-    How a level is judged is in `test`, in words; `measures` has the sums.
+    Figures are computed from the runs once, at the first access. `test` says in words how a level is judged; `measures`
+    has the formulas.
 
     Attributes:
-        title: what was trained: the script's name.
-        runs: in the order in which the levels were asked for.
+        title: the name of the script or function that was trained.
+        runs: the runs, in the order of the levels that were asked for.
         metric: "loss", or a name given to `amp.log`.
         maximize: whether more of the metric is better.
-        asked_steps: how many steps each run should have trained, if that was said.
-        machine: what it ran on, as `machine()` tells.
-        again: what `compare` was given, but levels and seeds, as a shell has it; "" where that was no command.
-        asked_runs: how many runs there should be, if that was said.
+        asked_steps: the number of steps that the caller asked of each run, if it asked.
+        machine: the hardware and versions, as `machine()` returns them.
+        again: the shell arguments of `compare` without levels and seeds; "" if no command made the comparison.
+        asked_runs: the number of runs that the caller asked for, if it asked.
         min_gain: the share of the memory that a level must save to be recommended for it.
-        margin: the share of the baseline's result by which a level may be worse and is as good.
-        command: what `python -m amp_patch run` is given to train the same; "" where that is no script.
+        margin: a level counts as good if it is worse by at most this share of the baseline's result.
+        command: the arguments of `python -m amp_patch run` for the same training; "" if it was no script.
 
     Raises:
         ValueError: two runs of one level that went well have the same seed.
@@ -67,18 +68,18 @@ class Comparison:
 
     @property
     def cut(self) -> int:
-        """How many of the runs asked for are missing, or were interrupted."""
+        """The number of runs that are missing or were interrupted, of those asked for."""
         ended = sum(run.error_kind != INTERRUPTED for run in self.runs)
         return 0 if self.asked_runs is None else max(0, self.asked_runs - ended)
 
     @cached_property
     def steps(self) -> int:
-        """How many steps all runs that went well trained: the losses are compared over these."""
+        """The number of steps that every successful run trained: losses are compared over these."""
         return measures.common_steps([run for run in self.runs if went_well(run)])
 
     @cached_property
     def levels(self) -> list[LevelResult]:
-        """In the order in which the runs name them."""
+        """The levels with their figures and findings, in the order of the runs."""
         levels = [measured(level, self._base) for level in self._groups]
         base = self._same_level(levels, self._base)
         terms = Terms(self.metric, self.maximize, self.margin, self.steps)
@@ -90,17 +91,17 @@ class Comparison:
 
     @cached_property
     def baseline(self) -> LevelResult | None:
-        """O0 if it has figures, else the first level that does; None if none does."""
+        """O0 if it has figures, else the first level that has figures; None if no level has."""
         return self._same_level(self.levels, self._base)
 
     @cached_property
     def comparable(self) -> bool:
-        """Whether there are two levels with runs that went well, and figures of at least one of them."""
+        """Whether two levels or more have successful runs, and at least one level has figures."""
         return self._base is not None and sum(bool(level.runs) for level in self._groups) > 1
 
     @property
     def test(self) -> str:
-        """How it was decided, in words."""
+        """The rules for judging and recommending levels, in words."""
         base = self._base.name if self._base is not None else "the baseline"
         what = (
             f"the mean training loss over the last tenth of the {self.steps} steps that all runs trained"
@@ -147,7 +148,7 @@ class Comparison:
 
     @cached_property
     def recommendation(self) -> Recommendation | None:
-        """None where there is nothing to compare."""
+        """The recommended level with its reasons; None if there is nothing to compare."""
         base = self.baseline
         return (
             None
@@ -157,8 +158,10 @@ class Comparison:
 
     @property
     def seeds_to_tell(self) -> int | None:
-        """How many seeds in all would tell of the levels by which the recommendation might change; None where that is
-        told, or no number of seeds that somebody runs would."""
+        """The number of seeds, in all, that would decide the levels that the recommendation depends on.
+
+        None if they are decided already, or if more than `_MOST_TO_TELL` seeds would be needed.
+        """
         found = self.recommendation
         if found is None:
             return None
@@ -169,12 +172,12 @@ class Comparison:
 
     @property
     def recommended(self) -> LevelResult | None:
-        """The level to use: the baseline where no other is better; None where there is nothing to compare."""
+        """The level to use: the baseline if no other is better; None if there is nothing to compare."""
         return None if self.recommendation is None else self.recommendation.level
 
     @cached_property
     def summary(self) -> str:
-        """What to use, and why, in one or two sentences."""
+        """The level to use and the reason, in one or two sentences, followed by the notes that limit them."""
         if self.baseline is not None and self.recommendation is not None:
             words = summary(self.recommendation, self.baseline)
             notes = [note for note in (self.losing_note, self.kernels_note, self.few_steps_note) if note]
@@ -187,29 +190,29 @@ class Comparison:
 
     @property
     def only(self) -> LevelResult | None:
-        """The one level with results, where others were asked for or not."""
+        """The level with successful runs, if it is the only one, and has figures; else None."""
         return self.baseline if sum(bool(level.runs) for level in self._groups) == 1 else None
 
     @property
     def few_steps_note(self) -> str:
-        """Of short runs: how little they decide, without a full stop; else ""."""
+        """A warning that runs this short decide little, without a full stop; "" if they are long enough."""
         if not self.comparable or self.steps >= FEW_STEPS:
             return ""
         return f"{counted(self.steps, 'step')} decide{'s' if self.steps == 1 else ''} little: train for more"
 
     @property
     def metric_in_words(self) -> str:
-        """ "loss on held-out data"."""
+        """The metric as a reader would name it: "loss on held-out data"."""
         return metric_in_words(self.metric)
 
     @property
     def losing_note(self) -> str:
-        """Of a script whose weights come in low precision: how many of its updates it loses, without a full stop."""
+        """The share of updates that a script with low-precision weights loses, without a full stop; else ""."""
         return "" if self.baseline is None else lost_without_masters.by_script(self.baseline, self.levels)
 
     @property
     def kernels_note(self) -> str:
-        """Of a script whose weights come in a type that this CPU has no arithmetic for: what speeds beside it tell."""
+        """A warning about speedups over a script whose weights have a type without arithmetic on this CPU; else ""."""
         base = self._base
         runs = [run for run in base.runs if run.weights_type and run.device == "cpu"] if base is not None else []
         slow = next((run.weights_type for run in runs if run.weights_type in self.machine.get("lacks", "").split()), "")
@@ -222,7 +225,10 @@ class Comparison:
 
     @property
     def to_be_sure(self) -> str:
-        """Where one seed has been seen: the command that judges what it speaks for, or what it leaves open; else ""."""
+        """The command that runs more seeds of the levels that one seed recommends or leaves undecided.
+
+        "" if the baseline has more seeds, or if there is no command or no such level.
+        """
         found, base = self.recommendation, self.baseline
         if not self.again or found is None or base is None or len(base.finite) > 1:
             return ""
@@ -231,7 +237,7 @@ class Comparison:
         return f"python -m amp_patch compare --levels {names} --seeds {SEEDS} {self.again}" if names else ""
 
     def why_nothing(self) -> str:
-        """Why there is nothing to compare, in words."""
+        """Return the reason why there is nothing to compare, with a full stop."""
         if not self.runs:
             return "there is no run."
         well = [level for level in self._groups if level.runs]
@@ -249,7 +255,7 @@ class Comparison:
 
     @cached_property
     def notes(self) -> list[str]:
-        """What the reader should know of the runs: what they noted, and where they are not alike."""
+        """Remarks on the runs: the notes that they made, and differences between them that limit the comparison."""
         notes: dict[str, list[str]] = {}
         well = [run for run in self.runs if went_well(run)]
         for run in well:
@@ -279,7 +285,7 @@ class Comparison:
 
     @property
     def _rounded_losses(self) -> list[str]:
-        """Of the levels whose losses were rounded before they were recorded: to which type, and to which steps."""
+        """One line per level whose losses were recorded in a low-precision type: the type and its step."""
         lines = []
         for level in self._groups:
             dtype = measures.loss_type(level.runs)
@@ -290,7 +296,7 @@ class Comparison:
 
     @property
     def lack_note(self) -> str:
-        """What the processor lacks that levels here would be faster with, without a full stop; "" if nothing."""
+        """The levels whose type has no arithmetic on this CPU, without a full stop; "" if there are none."""
         levels: dict[str, list[str]] = {}
         for level in self._groups:
             if level.runs and level.dtype is not None and all(run.device == "cpu" for run in level.runs):
@@ -300,7 +306,7 @@ class Comparison:
 
     @cached_property
     def load_note(self) -> str:
-        """What other work on the machine does to the figures; "" if nothing to speak of."""
+        """A warning about speeds that other work on the machine has disturbed; "" if it took little."""
         if "load" not in self.machine:
             return ""
         ranges = [level.speedup for level in self.levels if level.speedup is not None]
@@ -309,7 +315,7 @@ class Comparison:
         return f"{self.machine['load']}: {sure}, the losses are not touched by it"
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure, for `run.dumps`."""
+        """Return every figure, for `run.dumps`."""
         return {
             "title": self.title,
             "metric": self.metric,
@@ -332,15 +338,15 @@ class Comparison:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Comparison:
-        """The comparison of which `to_dict` gave `values`; what is computed is computed again, from the runs."""
+        """Load a comparison from the result of `to_dict`. All figures are computed from its runs again."""
         given = {name: values[name] for name in ("title", "metric", "maximize", "asked_steps", "machine")}
-        later = ("again", "asked_runs", "command", "min_gain", "margin")  # which reports of before do not have
+        later = ("again", "asked_runs", "command", "min_gain", "margin")  # missing in reports of older versions
         given.update((name, values[name]) for name in later if name in values)
         return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
 
     @cached_property
     def _groups(self) -> list[LevelResult]:
-        """The levels with their runs and figures. A run that failed before its dtype was known joins its level."""
+        """The levels with their runs and results. A run that failed before its dtype was known joins its level."""
         keys: dict[tuple[str, str | None], list[Run]] = {}
         of_level: dict[str, tuple[str, str | None]] = {}
         for run in sorted(self.runs, key=lambda run: run.dtype is None):
@@ -365,7 +371,7 @@ class Comparison:
 
     @staticmethod
     def _same_level(levels: list[LevelResult], wanted: LevelResult | None) -> LevelResult | None:
-        """The one of `levels` that has the level and the dtype of `wanted`; its other figures may be known by now."""
+        """Find the entry of `levels` with the level and dtype of `wanted`, which may have fewer figures."""
         if wanted is None:
             return None
         return next(each for each in levels if (each.level, each.dtype) == (wanted.level, wanted.dtype))

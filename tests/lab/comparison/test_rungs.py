@@ -90,7 +90,7 @@ def test_many_lost_updates_say_why_o3_fails_and_which_rung_is_safe():
     assert "lose" not in made.levels[1].verdict.text
     assert made.notes == [
         "without masters 88 % of the updates would be lost in BF16 weights: take masters (O5 and O5+split), or "
-        "rounding by chance (O5+stochastic)"
+        "stochastic rounding (O5+stochastic)"
     ]
     # A level that is within by these figures is warned of, too.
     within = compare(base, seeds("O3", *SAME, ms=5, **BF16)).levels[1].verdict
