@@ -96,7 +96,7 @@ def test_a_reason_that_no_module_mends_ends_it_at_once(capsys):
     shown = capsys.readouterr().out
     assert shown.count("trial ") == 1 and len(Trainings.made) == 3 * 2
     reason = "its optimizer's eps 1e-08 is 0 in FP16; take eps=1e-4 or more, or O2"
-    assert "O3: no module that is kept makes it as good as O0: diverged with seeds 0, 1 and 2 at step 0" in shown
+    assert "O3: keeping modules does not make it as good as O0: diverged with seeds 0, 1 and 2 at step 0" in shown
     assert f"{reason}.\n" in shown and "keep_fp32" not in shown
     report = loads(Path("amp_search/search.json").read_text())
     assert report["kept"] is None and report["no_use"].endswith(reason)
@@ -117,12 +117,12 @@ def test_a_search_that_was_cut_goes_on(cut_at, capsys):
 def test_trials_may_be_fewer(capsys):
     assert run("train.py", "--trials", "4") == 0
     shown = capsys.readouterr().out
-    assert "The trials were used up; fewer modules may do: --resume with more --trials goes on." in shown
+    assert "The trials were used up; fewer modules may be enough: continue with --resume and more --trials." in shown
     assert 'keep_fp32=["0", "1", "2"]' in shown
     assert run("--resume", "amp_search", "--trials", "9") == 0 and len(Trainings.made) == 3 * 5
     assert 'keep_fp32=["2"]' in capsys.readouterr().out
     assert run("train.py", "--trials", "3") == 1
-    assert "nothing is found to keep" in capsys.readouterr().out
+    assert "no modules were found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_level_that_passes_has_nothing_kept():
     found = searched(["a", "b"])
     assert found.complete and [each.kept for each in found.tried] == [()] and found.answer.passes
     assert module_search.report("O2", found, "train.py") == [
-        f"O2 is as good as it is, nothing has to be kept: {found.answer.text}."
+        f"O2 is as good as O0 with nothing kept: {found.answer.text}."
     ]
 
 
@@ -66,7 +66,7 @@ def test_where_nothing_helps_there_is_no_answer():
         assert found.answer is None and not found.complete and len(found.tried) + 1 <= most_trials(len(modules)) + 1
     (said,) = module_search.report("O2", found, "train.py")
     assert said.startswith(
-        "O2: nothing is found to keep that would make it as good as O0: collapsed with seeds 0, 1 and 2"
+        "O2: no modules were found that make it as good as O0 if kept: collapsed with seeds 0, 1 and 2"
     )
 
 
@@ -76,8 +76,8 @@ def test_an_answer_that_keeps_everything_is_none(modules):
     assert found.answer is None and any(each.passes for each in found.tried)
     (said,) = module_search.report("O2", found, "train.py")
     assert said == (
-        "O2: no module that is kept makes it as good as O0: it takes every module kept, which leaves nothing at the "
-        "level."
+        "O2: keeping modules does not make it as good as O0: all modules would have to be kept, which leaves none at "
+        "the level."
     )
 
 
@@ -131,7 +131,7 @@ def test_two_modules_are_found_with_trials_enough():
     assert len(few.tried) + 1 == 9 and few.answer.passes and not few.complete
     assert {"layer3", "layer9"} <= set(few.answer.kept)
     assert (
-        "The trials were used up; fewer modules may do: --resume with more --trials goes on."
+        "The trials were used up; fewer modules may be enough: continue with --resume and more --trials."
         in module_search.report("O2", few, "t.py")
     )
 
@@ -209,7 +209,7 @@ def test_where_without_is_not_shown_to_be_worse_more_seeds_are_named():
 
     found = module_search.search(made, lambda: ["body", "head"])
     assert found.tried[0].level.finding.kind == "undecided" and found.answer.kept == ("head",)
-    hint = "That it is worse without is not shown: with more --seeds it may be as good, with nothing kept."
+    hint = "That it is worse with nothing kept is not shown: it may be as good with more --seeds."
     assert hint in module_search.report("O2", found, "train.py")
     assert hint not in module_search.report("O2", searched(["body", "head"], "head"), "train.py")
 
