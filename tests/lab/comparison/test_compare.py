@@ -58,7 +58,7 @@ def recorded(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_script_at_two_levels(seeds, tmp_path, monkeypatch, capsys):
+def test_compare_trains_a_script_at_two_levels_and_writes_figures_and_logs(seeds, tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
     main(["compare", "train.py", "--levels", "O0,O2", "--seeds", str(seeds), "--", "6"])
@@ -140,7 +140,7 @@ assert case in ("O40", "O11"), "never reached: --steps ends the script before"
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_is_a_row_and_the_others_go_on(tmp_path, capsys):
+def test_a_failed_run_becomes_a_row_and_the_other_runs_continue(tmp_path, capsys):
     (tmp_path / "train.py").write_text(MISBEHAVES)
     out = tmp_path / "out"
     given = ["--levels", "O0,O1,O2,O3,O4,O5", "--seeds", "2", "--steps", "7", "--out", str(out)]
@@ -189,7 +189,7 @@ os.wait()
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_process_that_leaves_in_silence_has_an_error_and_one_that_forks_has_none(tmp_path):
+def test_a_process_that_exits_early_fails_its_run_and_a_forked_child_does_not(tmp_path):
     (tmp_path / "train.py").write_text(LEAVES)
     given = ["--levels", "O0,O1", "--seeds", "1", "--out", str(tmp_path), str(tmp_path / "train.py")]
     with pytest.raises(SystemExit) as exit_:
@@ -199,7 +199,7 @@ def test_a_process_that_leaves_in_silence_has_an_error_and_one_that_forks_has_no
     assert forked.error is None and forked.steps == 7
 
 
-def test_a_line_that_a_full_disk_has_cut_is_left_out():
+def test_a_truncated_line_of_a_recording_is_ignored():
     run = Run("O2")
     line = dumps({"event": "note", "text": "seen"}).encode()
     assert add_events(run, line[:9] + line + b"\n" + line + b"\n" + line[:9]) == line[:9]
@@ -207,7 +207,7 @@ def test_a_line_that_a_full_disk_has_cut_is_left_out():
 
 
 @pytest.mark.slow
-def test_nothing_to_compare_is_an_error(tmp_path, capsys):
+def test_compare_exits_with_an_error_if_nothing_is_comparable(tmp_path, capsys):
     (tmp_path / "train.py").write_text(MISBEHAVES)
     given = ["--levels", "O0,O2", "--seeds", "1", "--steps", "3", "--out", str(tmp_path), str(tmp_path / "train.py")]
     with pytest.raises(SystemExit) as exit_:
@@ -245,7 +245,7 @@ optimizer.step()
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["torch.zeros(1, device='cuda')", "torch.cuda.set_device(0)"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it goes well where CUDA is")
-def test_a_script_that_wants_cuda_is_told_of_the_cpu(call, tmp_path, capsys):
+def test_a_script_that_needs_cuda_fails_with_a_hint_at_device_cpu(call, tmp_path, capsys):
     (tmp_path / "train.py").write_text(f"import torch; {call}")
     with pytest.raises(SystemExit):
         main(["compare", "--levels", "O0,O2", "--seeds", "1", "--out", str(tmp_path), str(tmp_path / "train.py")])
@@ -253,7 +253,7 @@ def test_a_script_that_wants_cuda_is_told_of_the_cpu(call, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_an_apex_module_with_a_seed_option_and_without_a_gpu(tmp_path, monkeypatch):
+def test_compare_passes_the_seed_option_to_an_apex_module_without_a_gpu(tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(SEED_FLAG)
     monkeypatch.chdir(tmp_path)
@@ -286,7 +286,7 @@ for step in range(10):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("waits_at", ["O4", "O1"])
-def test_an_interrupt_keeps_what_has_finished(tmp_path, waits_at):
+def test_an_interrupt_keeps_finished_runs(tmp_path, waits_at):
     (tmp_path / "train.py").write_text(WAITS)
     command = [sys.executable, "-m", "amp_patch", "compare", "--levels", "O0,O1,O4,O5", "--seeds", "1"]
     command += ["train.py", "--", waits_at]
@@ -334,7 +334,7 @@ def test_an_interrupt_keeps_what_has_finished(tmp_path, waits_at):
         (["--levels", "O0", "O2"], "levels are given as O0,O2"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused_before_anything_runs(given, message, tmp_path, monkeypatch, capsys):
+def test_invalid_arguments_are_refused_before_any_run(given, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("open('ran', 'w')")
     with pytest.raises(SystemExit) as exit_:
@@ -343,7 +343,7 @@ def test_arguments_that_cannot_be_are_refused_before_anything_runs(given, messag
     assert os.listdir(tmp_path) == ["train.py"]
 
 
-def test_a_script_that_is_not_there_is_told(tmp_path, monkeypatch, capsys):
+def test_compare_names_a_missing_script(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_:
         main(["compare", "missing.py"])
@@ -382,7 +382,7 @@ def measured(*_) -> tuple[list[Run], int, int, OtherWork]:
         ("O0,O5", ["float16"], ""),
     ],
 )
-def test_what_the_processor_lacks_is_said_first(levels, lacking, said, tmp_path, monkeypatch, capsys):
+def test_compare_first_says_which_arithmetic_the_cpu_lacks(levels, lacking, said, tmp_path, monkeypatch, capsys):
     """Else a slow level would be read as slow by its nature."""
     (tmp_path / "train.py").write_text("")
     monkeypatch.setattr(compare, "_measure", measured)
@@ -394,7 +394,7 @@ def test_what_the_processor_lacks_is_said_first(levels, lacking, said, tmp_path,
     assert printed.startswith(said) if said else "arithmetic" not in printed.partition("\n")[0]
 
 
-def test_a_terminal_without_the_letters_has_the_table_and_the_report(tmp_path, monkeypatch):
+def test_an_ascii_terminal_gets_the_table_and_the_report(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("")
     monkeypatch.setattr(compare, "_measure", measured)
     monkeypatch.setattr(sys, "stdout", terminal := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
@@ -408,7 +408,7 @@ def test_a_terminal_without_the_letters_has_the_table_and_the_report(tmp_path, m
     assert f"Note: other work took {cores - 0.5:.1f} of" in printed and "the losses are not touched by it" in printed
 
 
-def test_the_command_that_trains_at_the_recommended_level_is_printed(tmp_path, monkeypatch, capsys):
+def test_compare_prints_the_command_for_the_recommended_level(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text("")
     runs = [finished(level, seed, 0.5 if level == "O0" else 0.25) for seed in range(3) for level in ("O0", "O2")]
     monkeypatch.setattr(compare, "_measure", lambda *_: (runs, 6, 0, OtherWork()))
@@ -419,7 +419,7 @@ def test_the_command_that_trains_at_the_recommended_level_is_printed(tmp_path, m
     assert used in capsys.readouterr().out
 
 
-def test_a_report_that_cannot_be_written_leaves_the_table(tmp_path, monkeypatch, capsys):
+def test_compare_prints_the_table_if_the_report_cannot_be_written(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text("")
     (tmp_path / "report.json").mkdir()
     monkeypatch.setattr(compare, "_measure", measured)

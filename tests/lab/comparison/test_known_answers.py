@@ -241,7 +241,7 @@ def check(made: Comparison, expected: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_right_answer_from_three_seeds_and_from_one(case):
+def test_a_known_case_gets_the_right_answer_from_three_seeds_and_from_one(case):
     assert len(CASES) >= 25
     check(compare(*case.groups, again="train.py", **case.options), case.sure)
     first = [[run for run in runs if run.seed == 0] for runs in case.groups]

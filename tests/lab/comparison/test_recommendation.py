@@ -25,7 +25,7 @@ def finding(base: list[Run], level: list[Run], **options) -> Finding:
     return compare(base, level, **options).levels[1].finding
 
 
-def test_o3_is_recommended_only_where_it_is_compared_alone():
+def test_o3_is_recommended_only_if_it_is_compared_alone():
     base, o3 = seeds("O0", 1.0, 1.25, 1.5), seeds("O3", 1.25, 1.0, 1.5, ms=1)
     assert compare(base, seeds("O2", 1.25, 1.0, 1.5, ms=5), o3).summary.startswith("Use O2 FP16: 2.0x faster")
     assert compare(base, seeds("O2", 1.25, 1.0, 1.5, ms=20), o3).summary.endswith(
@@ -34,7 +34,7 @@ def test_o3_is_recommended_only_where_it_is_compared_alone():
     assert compare(base, o3).summary.startswith("Use O3 FP16: 10.0x faster")
 
 
-def test_the_recommendation():
+def test_the_fastest_sound_level_is_recommended_and_otherwise_the_smallest():
     base = seeds("O0", 1.0, 1.25, 1.5)
     same, worse = (1.25, 1.0, 1.5), (2.0, 2.25, 2.5625)
     made = compare(base, seeds("O1", *same, ms=5), seeds("O2", *same, ms=4), seeds("O3", *worse, ms=1))
@@ -134,7 +134,7 @@ def test_the_recommendation():
         ),
     ],
 )
-def test_what_is_won_in_speed_and_in_memory(ms, memory, summary, card):
+def test_a_summary_weighs_speed_against_memory(ms, memory, summary, card):
     level = seeds("O5", 1.25, 1.0, 1.5, dtype="bfloat16", peak_memory=int(memory * 2**20))
     for run, each in zip(level, ms, strict=True):
         run.seconds = [each / 1000] * 40
@@ -143,7 +143,7 @@ def test_what_is_won_in_speed_and_in_memory(ms, memory, summary, card):
     assert (headline.headline(made), headline.gains(made), headline.outcome(made.levels[1], made)) == card
 
 
-def test_what_one_seed_promises():
+def test_a_summary_names_what_undecided_levels_would_gain():
     base, same = seeds("O0", 1.0), {"dtype": "bfloat16", "peak_memory": 2**19}
     levels = seeds("O4", 1.1, **same), seeds("O5", 1.1, **same, ms=8), seeds("O2", 1.1, **same, ms=20)
     assert compare(base, *levels).summary == (
@@ -153,7 +153,7 @@ def test_what_one_seed_promises():
     )
 
 
-def test_findings_are_data():
+def test_a_finding_has_its_kind_gap_and_causes_as_data():
     base, same = seeds("O0", 1.0, 1.25, 1.5), (1.0, 1.25, 1.5)
     bound = {"margin": pytest.approx(0.0025), "worse_from": pytest.approx(0.002 * 2.5)}
     equal = Gap(level=1.25, base=1.25, seeds=3, mean=0.0, low=0.0, high=0.0, **bound)
@@ -181,7 +181,7 @@ def test_findings_are_data():
     assert finding(base, [failed]) == Finding("failed", faults=[failed])
 
 
-def test_the_recommendation_is_data():
+def test_a_recommendation_has_its_reasons_as_data():
     base, same = seeds("O0", 1.0, 1.25, 1.5), (1.25, 1.0, 1.5)
     fast, small = seeds("O4", *same, ms=5), seeds("O5", *same, peak_memory=2**19)
     for groups, why in ((fast, small), "faster"), ((small,), "smaller"):
@@ -199,7 +199,7 @@ def test_the_recommendation_is_data():
     assert partly.summary == "Stay with O0: O4 FP16 failed with some seeds."
 
 
-def test_failed_runs_are_named_with_their_error():
+def test_a_failed_run_is_named_with_its_error():
     base = seeds("O0", 1.0, 1.25, 1.5)
     ended = [Run("O2", 1, error="exit 3: no such file"), Run("O2", 2, error="exit 3: no such file")]
     made = compare(base, [*seeds("O2", 1.25), *ended], [Run("O3", 0, dtype="float16"), Run("O3", 1, error="boom")])
@@ -213,7 +213,7 @@ def test_failed_runs_are_named_with_their_error():
     assert compare(base, [stopped]).levels[1].verdict.text == "failed with seed 0: exit 1 after 40 steps"
 
 
-def test_the_levels_come_as_asked_for_and_o0_is_the_baseline():
+def test_levels_keep_the_given_order_and_o0_is_the_baseline():
     same = (1.0, 1.25)
     made = compare(
         seeds("O5", *same, dtype="bfloat16"),
@@ -233,7 +233,7 @@ def test_the_levels_come_as_asked_for_and_o0_is_the_baseline():
     assert made.notes == ["O0 gave no results; the others are compared with O2 FP16"]
 
 
-def test_fewer_steps_than_others_and_than_asked_for():
+def test_losses_are_compared_over_the_steps_that_all_runs_trained():
     base, level = seeds("O0", 1.0, 1.25), seeds("O2", 1.0, 1.25)
     level[1].loss = [5.0] * 19 + [8.0]
     made = compare(base, level)
@@ -252,13 +252,13 @@ def test_fewer_steps_than_others_and_than_asked_for():
     assert compare(base, asked_steps=40).notes == []
 
 
-def test_notes_of_the_runs_are_carried():
+def test_a_comparison_keeps_the_notes_of_its_runs():
     base, level = seeds("O0", 1.0, 1.25, notes=["no batch known"]), seeds("O2", 1.0, 1.25, notes=["no batch known"])
     level[0].notes = ["no batch known", "the weights were half already"]
     assert compare(base, level).notes == ["all runs: no batch known", "O2 seed 0: the weights were half already"]
 
 
-def test_a_metric_of_the_scripts_own():
+def test_a_logged_metric_replaces_the_loss():
     made = compare(logs("O0", 0.5, 0.75), logs("O2", 0.625, 0.625), metric="accuracy", maximize=True)
     assert "final accuracy 0.6250 within the spread of O0's 2 seeds (0.5000 to 0.7500)" in made.levels[1].verdict.text
     assert "the last value of accuracy that the run gave to amp.log; higher is better" in made.test
@@ -297,7 +297,7 @@ def test_a_metric_of_the_scripts_own():
         ),
     ],
 )
-def test_nothing_to_compare(groups, words, kinds):
+def test_a_summary_says_why_nothing_is_comparable(groups, words, kinds):
     made = compare(*groups)
     assert not made.comparable and made.summary == words
     assert [level.verdict.kind for level in made.levels] == kinds
@@ -307,7 +307,7 @@ def test_nothing_to_compare(groups, words, kinds):
 MORE = "run three seeds or more to judge it"
 
 
-def test_numbers_show_the_digits_that_tell_them_apart():
+def test_numbers_show_as_many_digits_as_distinguish_them():
     base = seeds("O0", 1.00001, 1.00003)
     text = judge(base, seeds("O2", 1.00002, 1.00002), margin=1e-9).text
     assert "final loss 1.00002 within the spread of O0's 2 seeds (1.00001 to 1.00003)" in text
@@ -317,7 +317,7 @@ def test_numbers_show_the_digits_that_tell_them_apart():
     assert judge(seeds("O0", -2.0), seeds("O2", -3.0)).text.endswith("final loss 50 % below O0's; " + MORE)
 
 
-def test_a_report_in_json_gives_the_comparison_back():
+def test_a_comparison_is_restored_from_its_json():
     base, level = seeds("O0", 1.0, 1.25), seeds("O2", 1.0, 1.25, ms=5, looks=[made_up_look()])
     level[1].loss[-1] = math.nan
     made = compare(base, level, [Run("O3", 0, error="boom")], maximize=True, asked_steps=50, machine={"torch": "2.13"})
@@ -340,7 +340,7 @@ def test_a_report_in_json_gives_the_comparison_back():
     assert [len(run["loss"]) for run in told["runs"]] == [40, 40, 40, 40, 0]
 
 
-def test_the_machine(monkeypatch):
+def test_machine_lists_versions_types_and_limits(monkeypatch):
     told = machine()
     assert set(told) - {"tensor_cores", "lacks", "limited"} == {
         "torch",
@@ -362,7 +362,7 @@ def test_the_machine(monkeypatch):
     assert re.match(r"\d+\.\d+", told["torch"]) and int(told["threads"]) == 1
 
 
-def test_the_test_in_words():
+def test_test_describes_the_margin_and_the_significance():
     made = compare(seeds("O0", 1.0, 1.5), seeds("O2", 1.0, 1.5))
     assert made.test.startswith(
         "The result of a run is the mean training loss over the last tenth of the 40 steps that all runs trained; "
@@ -397,7 +397,7 @@ def test_a_level_that_skips_most_of_its_steps_is_not_recommended():
     assert "fell" not in judge(base, skipping(seeds("O2", 1.125, 1.25, 1.25, ms=5), 16, 1.0)).text
 
 
-def test_what_is_advised_is_not_what_was_done():
+def test_a_summary_advises_a_step_that_was_not_taken():
     base = seeds("O0", 1.0, 1.25, 1.5)
     assert "O1 FP16 cannot be judged yet, run 12 more seeds." in compare(base, seeds("O1", 1.0, 1.25, 3.0)).summary
     same = seeds("O0", 1.0, 1.0, 1.0)

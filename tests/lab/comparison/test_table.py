@@ -35,7 +35,7 @@ def comparison() -> Comparison:
     return Comparison("train.py", [*base, *o2, *worse, failed], asked_steps=50)
 
 
-def test_the_levels(comparison):
+def test_the_table_shows_the_figures_of_each_level(comparison):
     shown = lines(comparison)
     assert shown[0] == "train.py, 40 steps"
     # level, type, seeds, figure, half of the range, against O0, ms, speed, memory, scale, skipped
@@ -46,7 +46,7 @@ def test_the_levels(comparison):
     assert row(shown, "train.py", "O5") == ["O5", "0/1"]
 
 
-def test_how_far_from_the_baseline():
+def test_the_table_shows_the_distance_to_the_baseline():
     figures = {"O1": 1.0, "O2": 1.3125, "O3": 2.5, "O4": 100.0, "O5": -100.0}
     runs = [*seeds("O0", 1.0), *(run for level, final in figures.items() for run in seeds(level, final))]
     shown = lines(Comparison("train.py", runs))
@@ -56,7 +56,7 @@ def test_how_far_from_the_baseline():
     assert row(lines(Comparison("train.py", broken, "accuracy")), "train.py", "O3")[3:5] == ["missing", "10"]
 
 
-def test_the_verdicts_and_the_recommendation(comparison):
+def test_the_table_ends_with_verdicts_notes_and_the_recommendation(comparison):
     shown = lines(comparison)
     said = words(shown)
     for level in comparison.levels:
@@ -67,7 +67,7 @@ def test_the_verdicts_and_the_recommendation(comparison):
     assert said.endswith(comparison.summary) and comparison.summary.startswith("Use O2 FP16: 2.0x faster")
 
 
-def test_advice_on_sizes_is_given_once(comparison):
+def test_the_table_gives_advice_on_sizes_once(comparison):
     assert "Size: " not in words(lines(comparison))
     for run in comparison.runs[3:]:
         run.advice.append("99 is no multiple of 8")
@@ -76,7 +76,7 @@ def test_advice_on_sizes_is_given_once(comparison):
     assert words(shown).endswith(comparison.summary)
 
 
-def test_times_and_sizes(comparison):
+def test_the_table_shows_known_times_and_sizes(comparison):
     shown = lines(comparison)
     assert row(shown, "Time of a step, ms", "O2") == ["O2", "FP16", "0.5", "2.5", "5", "0.5", "1.5", "800"]
     assert row(shown, "Memory, MiB", "O2") == ["O2", "FP16", "0.5", "1", "0.00381", "0.00763", "0.5"]
@@ -86,13 +86,13 @@ def test_times_and_sizes(comparison):
     assert len(row(shown, "Time of a step, ms", "O2")) == 7 and len(row(shown, "Memory, MiB", "O2")) == 6
 
 
-def test_times_of_inspected_steps_do_not_count(comparison):
+def test_times_of_inspected_steps_are_ignored(comparison):
     for part in PARTS:
         comparison.runs[3].parts[part][20] = math.nan
     assert row(lines(comparison), "Time of a step, ms", "O2")[2] == "0.5"
 
 
-def test_the_worst_modules():
+def test_the_table_lists_the_three_worst_modules():
     first, second = made_up_look(), made_up_look(2)
     first.errors = {"first": 0.001, "last": 0.2, "third": 0.1, "[red]": 0.002}
     second.errors, second.flushed = {"third": math.nan}, {"last.weight": [0.2, 0.5, 0.1]}
@@ -147,7 +147,7 @@ def long_comparison() -> Comparison:
 
 
 @pytest.mark.parametrize("metric", ["loss", "held_out_perplexity_per_character"])
-def test_nothing_is_cut_at_80_columns(metric):
+def test_the_table_shows_all_text_at_80_columns(metric):
     base = long_comparison()
     comparison = Comparison(base.title, base.runs, metric, asked_steps=base.asked_steps)
     shown = lines(comparison)
@@ -163,7 +163,7 @@ def test_nothing_is_cut_at_80_columns(metric):
     assert [line.split()[0] for line in shown[start + 1 : start + 7]] == ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
-def test_colours_are_for_terminals(comparison):
+def test_the_table_has_colours_only_on_request(comparison):
     plain = lines(comparison)
     assert "\x1b" not in "\n".join(plain)
     coloured = "\n".join(lines(comparison, colours=True))
@@ -181,6 +181,6 @@ def test_colours_are_for_terminals(comparison):
         [made_up_run("O0", steps=1), made_up_run("O2", steps=1)],
     ],
 )
-def test_little_to_lines(runs):
+def test_a_table_of_few_runs_ends_with_the_summary(runs):
     comparison = Comparison("train.py", runs)
     assert words(lines(comparison)).endswith(words([comparison.summary]))
