@@ -86,11 +86,11 @@ FORMS = {
 
 
 @pytest.mark.parametrize("source", FORMS)
-def test_names_are_found_in_every_form(tmp_path, source):
+def test_check_finds_apex_names_in_every_form_of_import(tmp_path, source):
     assert names_in(tmp_path, source) == FORMS[source]
 
 
-def test_what_becomes_of_a_name():
+def test_check_tells_served_differing_and_missing_names_apart():
     def status(name: str) -> tuple[str, str]:
         found = apex_served.finding(name, [])
         return found.status, found.note
@@ -116,7 +116,7 @@ def test_what_becomes_of_a_name():
     assert status("fused_layer_norm_cuda")[0] == "missing"
 
 
-def test_an_attribute_that_is_only_written_is_not_missing(tmp_path):
+def test_check_accepts_an_attribute_that_is_only_written(tmp_path):
     path = tmp_path / "a.py"
     path.write_text("from apex import amp\namp._amp_state.loss_scalers[0]._overfloat_buf = 1\n")
     with pytest.raises(SystemExit) as ended:
@@ -124,7 +124,7 @@ def test_an_attribute_that_is_only_written_is_not_missing(tmp_path):
     assert ended.value.code == 0
 
 
-def test_the_report_and_the_exit_code(tmp_path, capsys):
+def test_check_reports_names_and_exits_with_1_if_one_is_missing(tmp_path, capsys):
     (tmp_path / "a.py").write_text("from apex import amp\namp.master_params(o)\n")
     (tmp_path / "b.py").write_text("import apex.contrib.sparsity\nfrom apex.parallel import DistributedDataParallel\n")
     (tmp_path / ".hidden").mkdir()
@@ -204,11 +204,11 @@ NATIVE_FORMS = {
 
 
 @pytest.mark.parametrize("source", NATIVE_FORMS)
-def test_names_of_torch_s_mixed_precision_are_found(tmp_path, source):
+def test_check_finds_native_names_in_every_form(tmp_path, source):
     assert natives_in(tmp_path, source) == NATIVE_FORMS[source]
 
 
-def test_what_a_native_script_has_to_change(tmp_path, capsys):
+def test_check_says_what_a_native_script_has_to_change(tmp_path, capsys):
     (tmp_path / "a.py").write_text(
         "import torch\nfrom torch.cuda.amp import autocast, GradScaler\nscaler = GradScaler()\n"
         "with torch.autocast('cuda'):\n  torch.is_autocast_enabled()\n"
@@ -251,7 +251,7 @@ def test_what_a_native_script_has_to_change(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("1 names of torch's mixed precision: the script can stay as it is\n")
 
 
-def test_each_native_name_is_torch_s_and_has_the_one_that_it_becomes(tmp_path):
+def test_each_native_name_and_its_replacement_exist(tmp_path):
     for row in apex_surface.NATIVE:
         for path in row.paths():
             assert callable(pkgutil.resolve_name(path))
@@ -274,7 +274,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_read_is_said_and_the_rest_is_read(tmp_path, capsys, name):
+def test_check_names_an_unreadable_file_and_reads_the_others(tmp_path, capsys, name):
     source, words = BAD[name]
     if source is not None:
         (tmp_path / name).write_text(source)
@@ -287,7 +287,7 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_read(tmp_path, capsys, name
     assert re.search(words, " ".join(printed.split()))
 
 
-def test_notebooks(tmp_path):
+def test_check_reads_the_code_cells_of_notebooks(tmp_path):
     cells = [
         {"cell_type": "markdown", "source": "from apex import amp"},
         {"cell_type": "code", "source": ["!pip install apex\n", "%matplotlib inline\n", "from apex import amp\n"]},
@@ -299,21 +299,21 @@ def test_notebooks(tmp_path):
     assert used == {"apex.amp": [f"{path}[2]:3"], "apex.amp.initialize": [f"{path}[3]:3"]}
 
 
-def test_the_legacy_programs_are_served(capsys):
+def test_check_finds_every_name_of_the_legacy_programs_served(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["check", str(ROOT / "examples" / "legacy")])
     assert ended.value.code == 0
     assert "apex.amp.initialize" in capsys.readouterr().out
 
 
-def test_each_name_of_the_table_resolves():
+def test_each_name_of_the_apex_table_resolves():
     for row in apex_surface.ROWS:
         assert row.served_by and row.names.split()
         for path in row.paths():
             apex_served.resolve(path)
 
 
-def test_each_public_name_is_in_the_table():
+def test_each_public_name_is_in_the_apex_table():
     paths = [path for row in apex_surface.ROWS for path in row.paths()]
     assert len(paths) == len(set(paths))
     told = {id(apex_served.resolve(path)) for path in paths} | {id(module) for module in apex_served.modules().values()}
@@ -337,7 +337,7 @@ def markdown(rows: tuple[apex_surface.Row, ...]) -> str:
     return "\n".join(lines)
 
 
-def test_the_page_on_apex_shows_the_table():
+def test_the_page_on_apex_shows_the_apex_table():
     page = (ROOT / "docs" / "apex.md").read_text()
     shown = page.partition("<!-- surface: begin -->\n")[2].partition("\n<!-- surface: end -->")[0]
     assert shown == markdown(apex_surface.ROWS)

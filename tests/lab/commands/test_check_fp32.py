@@ -44,7 +44,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_what_compare_would_do_with_a_script_in_fp32(name, tmp_path, capsys):
+def test_check_says_what_compare_does_with_an_fp32_script(name, tmp_path, capsys):
     script, lines = TOLD[name]
     path = tmp_path / "train.py"
     path.write_text(script)
@@ -57,7 +57,7 @@ def test_what_compare_would_do_with_a_script_in_fp32(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", SILENT)
-def test_of_other_scripts_it_says_nothing_of_the_kind(name, tmp_path, capsys):
+def test_check_mentions_compare_for_no_other_script(name, tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(SILENT[name])
     with pytest.raises(SystemExit):
@@ -65,7 +65,7 @@ def test_of_other_scripts_it_says_nothing_of_the_kind(name, tmp_path, capsys):
     assert "FP32 script" not in capsys.readouterr().out
 
 
-def test_json_has_the_places(tmp_path, capsys):
+def test_check_lists_places_of_optimizers_and_losses_in_json(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(FP32)
     with pytest.raises(SystemExit):

@@ -54,7 +54,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return args.out
 
 
-def test_what_a_folder_has(begun):
+def test_a_folder_restores_the_arguments_and_runs_of_a_comparison(begun):
     assert [path.name for path in (begun / "runs").glob("*.txt")] == ["kept.txt"]
     args = compare_folder.asked_in(begun, defaults())
     assert (args.script, args.levels, args.seeds, args.arguments, args.out) == (
@@ -75,7 +75,7 @@ def test_what_a_folder_has(begun):
     assert compare_folder.is_finished(Run("O0", error="ValueError: no"))
 
 
-def test_its_report_is_made_again(begun, capsys):
+def test_report_rebuilds_the_report_from_the_folder(begun, capsys):
     main(["report", str(begun)])
     printed = capsys.readouterr().out
     assert "Note: 3 of 4 runs" not in printed and "Note: 2 of 4 runs have ended; the others were cut." in printed
@@ -92,7 +92,7 @@ def test_its_report_is_made_again(begun, capsys):
     assert exit_.value.code == 2 and "runs has no comparison that `compare` has begun" in capsys.readouterr().err
 
 
-def test_the_missing_runs_alone_are_made(begun, monkeypatch, capsys):
+def test_resume_makes_only_the_missing_runs(begun, monkeypatch, capsys):
     asked = []
 
     def measured(plan: Plan, args, interrupts, found):
@@ -113,7 +113,7 @@ def test_the_missing_runs_alone_are_made(begun, monkeypatch, capsys):
     assert len(asked) == 2, "the same arguments may be given again"
 
 
-def test_more_seeds_are_added_to_a_comparison(begun, monkeypatch):
+def test_resume_adds_seeds_to_a_comparison(begun, monkeypatch):
     asked = []
     monkeypatch.setattr(
         compare,
@@ -133,7 +133,7 @@ def test_more_seeds_are_added_to_a_comparison(begun, monkeypatch):
     assert not compare_folder.asked_in(begun, defaults()).quick
 
 
-def test_how_many_seeds_would_tell_is_a_command(tmp_path, capsys):
+def test_compare_prints_the_command_that_adds_enough_seeds(tmp_path, capsys):
     unsure = seeds("O5", 2.002, 2.0225, 1.9775, dtype="bfloat16", ms=5)
     made = compare_runs(seeds("O0", 2.0, 2.02, 1.98), unsure)
     more = made.levels[1].finding.gap.more_seeds
@@ -163,7 +163,7 @@ def test_how_many_seeds_would_tell_is_a_command(tmp_path, capsys):
         ),
     ],
 )
-def test_other_arguments_are_refused_by_name(given, said, begun, capsys):
+def test_resume_refuses_changed_arguments_by_name(given, said, begun, capsys):
     before = (begun / "compare.json").read_text()
     with pytest.raises(SystemExit) as exit_:
         main(["compare", "--resume", str(begun), *given])
@@ -171,7 +171,7 @@ def test_other_arguments_are_refused_by_name(given, said, begun, capsys):
     assert (begun / "compare.json").read_text() == before
 
 
-def test_another_script_torch_or_machine_is_refused_by_name(begun, capsys):
+def test_resume_refuses_another_script_torch_or_machine_by_name(begun, capsys):
     def refusal() -> str:
         with pytest.raises(SystemExit) as exit_:
             main(["compare", "--resume", str(begun)])
@@ -188,7 +188,7 @@ def test_another_script_torch_or_machine_is_refused_by_name(begun, capsys):
         assert f"out cannot be gone on with: {name} was another, and is " in refusal()
 
 
-def test_without_a_script_or_a_folder_it_says_so(tmp_path, monkeypatch, capsys):
+def test_compare_without_a_script_or_a_folder_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for given, said in (([], "there is no script to run"), (["--resume", "none"], "none has no comparison")):
         with pytest.raises(SystemExit) as exit_:

@@ -81,7 +81,7 @@ def runs_of(folder: Path) -> list[Run]:
         ),
     ],
 )
-def test_a_script_that_fails_at_once_is_begun_once_and_its_error_said_once(fails, said, tmp_path):
+def test_a_script_that_fails_at_once_is_started_once_and_its_error_printed_once(fails, said, tmp_path):
     script = f"open('begun', 'a').write('.')\n{fails}\n"
     done = start_script(tmp_path, script, *compare())
     assert done.returncode == 1 and (tmp_path / "begun").read_text() == "."
@@ -92,7 +92,7 @@ def test_a_script_that_fails_at_once_is_begun_once_and_its_error_said_once(fails
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_every_loop_ends_at_the_steps_asked_for(kind, tmp_path):
+def test_every_loop_is_ended_after_the_steps_asked_for(kind, tmp_path):
     done = start_script(tmp_path, TRAINS + ENDLESS[kind], *compare("--seeds", "1", "--steps", "4"))
     assert done.returncode == 0, done.stdout + done.stderr
     o0, o4 = runs_of(tmp_path)
@@ -101,7 +101,7 @@ def test_every_loop_ends_at_the_steps_asked_for(kind, tmp_path):
     assert o0.notes == (went_on if kind in ("a bare except", "a thread") else [])
 
 
-def test_two_signals_end_what_ignores_one_and_the_missing_runs_are_made_later(tmp_path):
+def test_a_second_signal_ends_a_stubborn_run_and_resume_makes_the_missing_ones(tmp_path):
     """The report is of what there is."""
     (tmp_path / "train.py").write_text(STUBBORN)
     (tmp_path / "wait").touch()

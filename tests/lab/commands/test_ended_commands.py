@@ -88,7 +88,7 @@ def compare(*options: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)])
-def test_a_comparison_that_is_ended(how, code, tmp_path):
+def test_an_ended_comparison_leaves_no_process_and_keeps_finished_runs(how, code, tmp_path):
     with running(tmp_path, compare("--out", "out")) as process:
         assert len(in_folder(tmp_path)) > 4
         process.send_signal(how)
@@ -101,7 +101,7 @@ def test_a_comparison_that_is_ended(how, code, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--one-by-one",)])
-def test_a_comparison_whose_terminal_is_closed(options, tmp_path):
+def test_a_comparison_whose_terminal_closes_writes_its_report(options, tmp_path):
     ours, theirs = os.openpty()
     command = [sys.executable, "-I", "-S", "-c", IN_TERMINAL, *compare(*options)]
     with running(tmp_path, command, stdin=theirs, stdout=theirs, stderr=theirs):
@@ -112,7 +112,7 @@ def test_a_comparison_whose_terminal_is_closed(options, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_search_that_is_ended(how, code, tmp_path):
+def test_an_ended_search_leaves_no_process(how, code, tmp_path):
     options = ["--batch-search", "1GiB", "--batch-flag", "--batch", "--levels", "O1"]
     with running(tmp_path, compare(*options)) as process:
         process.send_signal(how)
@@ -121,14 +121,14 @@ def test_a_search_that_is_ended(how, code, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
-def test_apexs_launcher_that_is_ended(how, tmp_path, monkeypatch):
+def test_an_ended_apex_launcher_leaves_no_process(how, tmp_path, monkeypatch):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O1")
     command = [sys.executable, "-m", "amp_patch", "run", "-m", "apex.parallel.multiproc", "train.py"]
     with running(tmp_path, command) as process:
         process.send_signal(how)
 
 
-def test_signals_are_noted_and_raised_once_where_it_is_safe():
+def test_a_signal_is_raised_once_at_a_safe_place():
     """Those that are ignored stay so, as nohup leaves them."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGINT)
     try:

@@ -31,14 +31,14 @@ def copy(folder: Path) -> Path:
     return (folder / "amp_patch").resolve()
 
 
-def test_an_installed_one(tmp_path):
+def test_info_names_an_installed_package(tmp_path):
     found = copy(tmp_path)
     assert package_in_words(found, [Installed("1.0", found, False)]) == f"{found} (installed)"
     assert package_in_words(found, [Installed("1.0", found, True)]) == f"{found} (a clone, installed by pip install -e)"
 
 
 @pytest.mark.parametrize("here", [True, False])
-def test_a_clone_beside_an_installed_one(here, tmp_path, monkeypatch):
+def test_info_warns_of_a_clone_in_front_of_an_installed_package(here, tmp_path, monkeypatch):
     found, other = clone(tmp_path / "clone"), copy(tmp_path / "site")
     monkeypatch.chdir(tmp_path / "clone" if here else tmp_path)
     said = package_in_words(found, [Installed("1.0", other, False)])
@@ -63,7 +63,7 @@ def distribution(site: Path, url: str | None = None, record: bool = True, kind: 
         (folder / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {"editable": True}}))
 
 
-def test_what_pip_has_installed(tmp_path, monkeypatch):
+def test_installed_packages_are_read_from_their_records(tmp_path, monkeypatch):
     """By its records: a wheel, a clone by `pip install -e`, and what a build has left, which is no installation."""
     monkeypatch.setattr(sys, "path", [str(tmp_path / name) for name in ("wheel", "editable", "left")])
     distribution(tmp_path / "wheel")
@@ -75,7 +75,7 @@ def test_what_pip_has_installed(tmp_path, monkeypatch):
     ]
 
 
-def test_an_extension_that_is_older_than_its_sources(tmp_path):
+def test_info_warns_of_an_extension_older_than_its_sources(tmp_path):
     package = clone(tmp_path)
     assert extension_in_words(package) == "none"
     file, source = package / "_C.cpython.so", tmp_path / "csrc" / "kernels" / "cpu.cpp"
@@ -89,7 +89,7 @@ def test_an_extension_that_is_older_than_its_sources(tmp_path):
     assert extension_in_words(package) == str(file)
 
 
-def test_info_in_a_clone_tells_the_truth(tmp_path):
+def test_info_names_the_package_that_python_imports(tmp_path):
     """The clone is this one; another is installed in a folder of site-packages."""
     site = tmp_path / "site"
     distribution(site)

@@ -222,7 +222,7 @@ IN_FP32 = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_of_script_is_compared_as_it_is(kind, tmp_path):
+def test_an_unedited_kind_of_script_is_compared(kind, tmp_path):
     if kind == "accelerate" and importlib.util.find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed; `make test-all` installs it")
     script = plain = KINDS[kind]

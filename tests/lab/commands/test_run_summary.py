@@ -51,7 +51,7 @@ def line_of(capsys) -> re.Match[str]:
         *(("O5+split", "O5+split BF16"), ("O5+stochastic", "O5+stochastic BF16")),
     ],
 )
-def test_the_line_has_level_models_optimizers_steps_and_skips(level, name, capsys):
+def test_the_summary_names_level_models_optimizers_steps_and_skips(level, name, capsys):
     with told():
         train(level, overflow_at=1)
     found = line_of(capsys)
@@ -62,7 +62,7 @@ def test_the_line_has_level_models_optimizers_steps_and_skips(level, name, capsy
 
 @pytest.mark.skipif(torch.__version__ < "2.8", reason="activations are counted from torch 2.8 on")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
-def test_the_estimate_is_what_o0_takes(level, capsys):
+def test_the_summary_estimates_the_memory_of_o0(level, capsys):
     with amp.record(activations=True) as run:
         train("O0")
     assert run.activations is not None
@@ -76,7 +76,7 @@ def test_the_estimate_is_what_o0_takes(level, capsys):
     assert float(found["own"]) < 0.95 * float(found["fp32"])
 
 
-def test_several_trainings_are_listed(capsys):
+def test_the_summary_lists_several_trainings(capsys):
     with told():
         train("O2", steps=1)
         train("O1", steps=2)
@@ -94,7 +94,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_script_that_fails_ends_with_its_error_alone(end, capsys):
+def test_a_failed_script_has_no_summary(end, capsys):
     ends, tells = ENDS[end]
     try:
         with told():
@@ -105,7 +105,7 @@ def test_a_script_that_fails_ends_with_its_error_alone(end, capsys):
     assert ("trained Net" in capsys.readouterr().err) is tells
 
 
-def test_nothing_is_said_where_no_step_was_made_nor_by_other_ranks(capsys, monkeypatch):
+def test_a_script_without_steps_and_other_ranks_have_no_summary(capsys, monkeypatch):
     with told():
         train("O2", steps=0)
     monkeypatch.setattr(run_summary, "is_first_rank", lambda: False)
@@ -115,7 +115,7 @@ def test_nothing_is_said_where_no_step_was_made_nor_by_other_ranks(capsys, monke
 
 
 @pytest.mark.skipif(torch.__version__ < "2.8", reason="activations are counted from torch 2.8 on")
-def test_a_count_that_was_not_ended_leaves_no_hook():
+def test_an_unfinished_count_leaves_no_hook():
     with told():
         train("O2", steps=2)  # the third step, which would be counted, never comes
     x = torch.ones(2, requires_grad=True)

@@ -70,7 +70,7 @@ def run(*given: str) -> int:
     return exit_.value.code or 0
 
 
-def test_a_search_shows_each_trial_and_ends_with_what_to_paste(capsys):
+def test_a_search_prints_each_trial_and_the_code_to_paste(capsys):
     assert run("--level", "O4", "train.py", "--", "--lr", "1") == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[:3] for line in shown if line.startswith("trial")] == [
@@ -90,7 +90,7 @@ def test_a_search_shows_each_trial_and_ends_with_what_to_paste(capsys):
     assert Trainings.told_time == [True, False, False, False], "what a number of steps would take is said once"
 
 
-def test_a_reason_that_no_module_mends_ends_it_at_once(capsys):
+def test_a_search_ends_at_once_for_a_cause_that_no_module_removes(capsys):
     Trainings.lost_eps = 1e-8
     assert run("--level", "O3", "train.py") == 1
     shown = capsys.readouterr().out
@@ -103,7 +103,7 @@ def test_a_reason_that_no_module_mends_ends_it_at_once(capsys):
 
 
 @pytest.mark.parametrize("cut_at", [2, 5, 9])
-def test_a_search_that_was_cut_goes_on(cut_at, capsys):
+def test_an_interrupted_search_resumes_without_repeating_runs(cut_at, capsys):
     Trainings.cut_at = cut_at
     assert run("train.py", "--seeds", "2") == 130
     assert "To go on: python -m amp_patch search --resume amp_search" in capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_a_search_that_was_cut_goes_on(cut_at, capsys):
     assert run("train.py", "--seeds", "2") == 0 and len(Trainings.made) == 2 * 2 * 5
 
 
-def test_trials_may_be_fewer(capsys):
+def test_a_search_with_few_trials_keeps_more_modules_and_resumes(capsys):
     assert run("train.py", "--trials", "4") == 0
     shown = capsys.readouterr().out
     assert "The trials were used up; fewer modules may be enough: continue with --resume and more --trials." in shown
@@ -140,7 +140,7 @@ def test_trials_may_be_fewer(capsys):
         (["--resume", "none"], "search: none has no comparison"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused_by_name(given, said, capsys):
+def test_search_refuses_invalid_arguments_by_name(given, said, capsys):
     assert run(*given) == 2
     shown = capsys.readouterr().err
     assert shown.startswith(said) and "compare:" not in shown and not Trainings.made
@@ -166,7 +166,7 @@ for _ in range(30):
 
 
 @pytest.mark.slow
-def test_an_unedited_script_is_searched(tmp_path):
+def test_a_search_of_an_unedited_script_finds_its_module(tmp_path):
     done = start_script(tmp_path, SCRIPT, "-m", "amp_patch", "search", "--level", "O2", "--seeds", "2")
     assert done.returncode == 0, done.stderr
     assert 'opt_level="O2", keep_fp32=["1"])' in done.stdout, done.stdout

@@ -18,7 +18,7 @@ from amp_patch.lab.diagnose.inspect import inspect
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("direction", PLANTED)
-def test_an_overflow_is_named_and_the_list_removes_it(direction, level, device):
+def test_the_keep_list_of_inspect_removes_an_overflow(direction, level, device):
     factors, weight, module, span = PLANTED[direction]
     seen, finite = look_deep(level, device, factors, weight)
     found = seen.not_finite
@@ -35,7 +35,7 @@ def test_an_overflow_is_named_and_the_list_removes_it(direction, level, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O0", "O5"])
-def test_the_planted_overflows_are_fp16s(level, device):
+def test_the_planted_overflows_happen_only_in_fp16(level, device):
     for factors, weight, *_ in PLANTED.values():
         seen, finite = look_deep(level, device, factors, weight)
         assert seen.not_finite is None and finite and seen.keep_fp32() == []
@@ -53,7 +53,7 @@ class Listed(nn.Module):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_list_of_modules_is_not_kept_in_place_of_what_runs_it(level):
+def test_the_keep_list_names_the_module_that_runs_a_module_list(level):
     """Each of its modules would be kept for itself, with FP16 between them."""
     factors = {"0_layers_0": 2.0**12, "0_layers_1": 2.0**12, "0_layers_2": 2.0**-24}
     make = lambda: nn.Sequential(Listed(), nn.Linear(4, 4, bias=False))  # noqa: E731
@@ -64,7 +64,7 @@ def test_a_list_of_modules_is_not_kept_in_place_of_what_runs_it(level):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_overflow_that_reaches_the_end_has_no_list(device):
+def test_an_overflow_of_the_model_output_has_no_keep_list(device):
     """The model's own output is too large for FP16."""
     factors = {"block_0": 2.0**12, "block_1": 2.0**12}
     seen, _ = look_deep("O2", device, {**factors, "head": 2.0**4})
@@ -91,7 +91,7 @@ class Apart(nn.Module):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_gradient_that_flushes_is_named_and_the_list_brings_it_back(level, device):
+def test_the_keep_list_of_inspect_restores_a_flushed_gradient(level, device):
     """2**-13 * 2**-12 is below FP16's smallest number, and `large` leaves no room for a scale of 2**16."""
     options = {"model": Apart(), "weight": 2.0**-12, "value": 1.0}
     seen, _ = look_deep(level, device, {}, **options)
@@ -110,7 +110,7 @@ def test_a_gradient_that_flushes_is_named_and_the_list_brings_it_back(level, dev
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_gradient_that_even_the_best_scale_flushes_is_named(device):
+def test_the_keep_list_names_a_module_whose_gradient_the_best_scale_flushes(device):
     model = training.linear([[1.0, 1.0]], device)
     with inspect(model) as seen:
         (model(torch.tensor([[2.0**-20, 2.0**-21]], device=device)) * 2.0**-20).sum().backward()

@@ -52,7 +52,7 @@ def run(script: str, level: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_functions_imported_by_name_are_those_of_torchs_namespace(level: str) -> None:
+def test_functions_imported_by_name_are_cast_as_in_the_namespace_of_torch(level: str) -> None:
     found, wanted = run(IMPORTS, level), run(BY_ATTRIBUTE, level)
     assert found["types"] == wanted["types"] and torch.equal(
         torch.stack(found["losses"]), torch.stack(wanted["losses"])
@@ -62,7 +62,7 @@ def test_functions_imported_by_name_are_those_of_torchs_namespace(level: str) ->
         assert found["types"] == [[low, torch.float32, torch.float32]] * 3
 
 
-def test_casts_are_there_for_the_imports_and_gone_after_a_script_that_trained_nothing() -> None:
+def test_casts_are_installed_before_imports_and_removed_after_an_idle_script() -> None:
     functional = torch.nn.functional
     before = functional.linear
     with UneditedScript("O1"):
@@ -94,7 +94,7 @@ for step in range(3):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_binary_cross_entropy_runs_in_fp32_and_is_told_of_once(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_binary_cross_entropy_runs_in_fp32_with_one_note(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     in_fp32 = BANNED.replace("out = net(torch.rand(16, 4))", "out = net(torch.rand(16, 4)).float()")
     script = UneditedScript(level)
     with script:
@@ -110,7 +110,7 @@ def test_binary_cross_entropy_runs_in_fp32_and_is_told_of_once(level: str, capsy
         assert script.notes == told == []
 
 
-def test_the_environment_may_have_it_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_binary_cross_entropy_is_refused_if_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMP_PATCH_ALLOW_BANNED", "0")
     with pytest.raises(NotImplementedError, match="binary_cross_entropy: got"):
         run(BANNED, "O1")
@@ -158,7 +158,7 @@ for step in range(4):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_methods_called_by_themselves_are_cast_as_forward_is(level: str) -> None:
+def test_methods_called_outside_forward_are_cast_as_forward(level: str) -> None:
     found = run(METHODS, level)
     with_lines = run_source(edited(METHODS), amp=amp, LEVEL=level)
     assert torch.equal(torch.stack(found["losses"]), torch.stack(with_lines["losses"]))
@@ -176,13 +176,13 @@ PARTS = PARTS.replace(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_modules_of_a_model_that_are_called_by_themselves_are_cast(level: str) -> None:
+def test_modules_called_outside_forward_of_their_model_are_cast(level: str) -> None:
     found = run(PARTS, level)
     with_lines = run_source(edited(PARTS), amp=amp, LEVEL=level)
     assert torch.equal(torch.stack(found["losses"]), torch.stack(with_lines["losses"]))
 
 
-def test_errors_that_are_not_about_types_are_the_scripts_own() -> None:
+def test_errors_that_are_not_about_types_are_not_changed() -> None:
     broken = METHODS.replace("torch.randn(3, 4)", "torch.randn(3, 5)")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         run(broken, "O5")
@@ -228,9 +228,7 @@ BY_HAND = BY_HAND.replace("torch.linspace(0, 1, 16))[None]", "torch.linspace(0, 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_tensors_that_a_forward_makes_are_cast_where_they_meet_low_weights(
-    level: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tensors_that_forward_makes_are_cast_at_low_weights(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     script = UneditedScript(level)
     with script:
         found = run_source(MADE)
@@ -273,14 +271,14 @@ for step in range(3):
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_the_first_state_of_a_recurrent_network_is_cast(kind: str, level: str) -> None:
+def test_the_initial_state_of_a_recurrent_network_is_cast(kind: str, level: str) -> None:
     """For BF16 torch asks oneDNN, whose error names no types."""
     script = STATE.replace("KIND", kind)
     wanted = run(script.replace("x.size(1), 16)", "x.size(1), 16, dtype=x.dtype)"), level)
     assert torch.equal(torch.stack(run(script, level)["losses"]), torch.stack(wanted["losses"]))
 
 
-def test_with_lines_of_ours_the_error_names_module_line_and_way_out() -> None:
+def test_an_edited_script_gets_an_error_with_module_line_and_way_out() -> None:
     lines = "net, optimizer = amp.initialize(net, optimizer, opt_level='O5')\nfor step in range(3):"
     with pytest.raises(RuntimeError) as caught:
         run_source(MADE.replace("for step in range(3):", lines), amp=amp)
@@ -336,11 +334,11 @@ for step in range(12):
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_sure_and_wrong_sample_behind_a_sigmoid_is_learned(level: str) -> None:
+def test_a_saturated_sigmoid_still_trains_at_levels_with_casts(level: str) -> None:
     losses = run(SURE, level)["losses"]
     assert 10 < losses[0] < 12.5 and losses[-1] < 0.1
 
 
-def test_at_o5_the_script_is_told_that_its_sigmoid_is_rounded_to_1() -> None:
+def test_a_sigmoid_that_is_rounded_to_1_at_o5_gives_a_warning() -> None:
     with pytest.warns(UserWarning, match="exactly 0 or 1, to which low precision has rounded a sigmoid"):
         run(SURE, "O5")

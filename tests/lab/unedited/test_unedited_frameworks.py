@@ -74,7 +74,7 @@ def with_accelerate(folder: Path, level: str | None) -> Result:
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("train", [with_lightning, with_transformers, with_accelerate])
-def test_a_loop_of_theirs_trains_as_with_lines_of_ours(train, level, tmp_path):
+def test_an_unedited_framework_loop_trains_as_an_edited_one(train, level, tmp_path):
     with UneditedScript(level) as trained:
         losses, found = train(tmp_path, None)
     assert trained.backwards == {with_lightning: 8, with_transformers: 10, with_accelerate: 4}[train]
@@ -84,7 +84,7 @@ def test_a_loop_of_theirs_trains_as_with_lines_of_ours(train, level, tmp_path):
     assert same(found, plain[1]) is (level == "O0")
 
 
-def test_what_cannot_be_taken_of_lightning_names_its_lines():
+def test_an_unsupported_lightning_optimizer_is_refused_with_the_lines_to_write():
     class Unknown(torch.optim.SGD):
         """Nobody knows when this one calls its closure."""
 

@@ -103,7 +103,7 @@ def test_direct_calls_of_forward_train_as_with_three_lines(script, level):
     assert (losses == plain) is (level == "O0")
 
 
-def test_a_class_has_its_own_forward_for_torch_jit_and_in_the_end(monkeypatch):
+def test_a_class_has_its_original_forward_for_torch_jit_and_at_the_end(monkeypatch):
     seen = []
     monkeypatch.setattr(torch.jit, "script", lambda obj, *rest, **more: seen.append(vars(type(obj))["forward"]))
     with UneditedScript("O1"):
@@ -112,7 +112,7 @@ def test_a_class_has_its_own_forward_for_torch_jit_and_in_the_end(monkeypatch):
     assert seen == [names["while_trained"].__wrapped__] == [vars(names["Net"])["forward"]]
 
 
-def test_parameters_can_be_swapped_as_without_a_level():
+def test_parameters_can_be_swapped_while_a_level_is_active():
     with UneditedScript("O0"):
         model = nn.Linear(2, 2)
         torch.optim.SGD(model.parameters(), lr=0.1)
@@ -146,7 +146,7 @@ WAY_OUT = r"(?s)updates its weights by hand{}\. With an optimizer it needs no ot
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
 @pytest.mark.parametrize("update", UPDATES)
-def test_steps_by_hand_are_refused_at_the_second_and_shown_an_optimizer(update, level):
+def test_manual_steps_are_refused_at_the_second_with_an_optimizer_to_use(update, level):
     with (
         pytest.raises(ScriptRefused, match=WAY_OUT.format(r" \(train\.py, line 9\)")) as refused,
         UneditedScript(level),
@@ -169,7 +169,7 @@ for step in range(5):
 """
 
 
-def test_tensors_that_are_updated_by_hand_are_told_of_at_the_end():
+def test_manually_updated_tensors_are_reported_at_the_end():
     with UneditedScript("O1") as trained:
         run_source(POLYNOMIAL)
     with UneditedScript("O1") as evaluated:
@@ -198,7 +198,7 @@ for step in range(3):
 """
 
 
-def test_backward_passes_before_the_optimizer_are_no_steps_by_hand():
+def test_backward_passes_before_the_optimizer_are_not_manual_steps():
     with UneditedScript("O2") as trained:
         run_source(BEFORE)
     assert trained.backwards == 3 and trained.missing() is None
@@ -248,7 +248,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_processes_that_share_weights_train_them_or_are_refused(level, start, tmp_path):
+def test_processes_that_share_weights_train_or_are_refused_at_o3(level, start, tmp_path):
     script = HOGWILD.replace("START", repr(start))
     done = start_script(tmp_path, script, "-m", "amp_patch", "run", AMP_PATCH_OPT_LEVEL=level)
     assert done.returncode == 0, done.stderr
@@ -263,13 +263,13 @@ def test_processes_that_share_weights_train_them_or_are_refused(level, start, tm
 
 
 @pytest.mark.slow
-def test_compare_refuses_processes_by_name(tmp_path):
+def test_compare_refuses_a_script_that_starts_processes(tmp_path):
     script = HOGWILD.replace("START", repr("fork"))
     done = start_script(tmp_path, script, "-m", "amp_patch", "compare", "--seeds", "1")
     assert done.returncode == 2 and "has started 2 of its own, whose steps are not seen here" in done.stderr
 
 
-def test_the_workers_of_a_loader_are_no_such_processes(monkeypatch):
+def test_loader_workers_do_not_count_as_training_processes(monkeypatch):
     main = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
     with UneditedScript("O1") as trained:

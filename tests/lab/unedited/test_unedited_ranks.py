@@ -134,7 +134,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "level"), CASES)
-def test_a_script_under_ddp_trains_as_with_three_lines(ranks, name, level):
+def test_an_unedited_script_under_ddp_trains_as_with_three_lines(ranks, name, level):
     script, *rest = SCRIPTS[name]
     found, expected = ranks(trained, script, level, False, *rest), ranks(trained, script, level, True, *rest)
     for ours, theirs in zip(found, expected, strict=True):
@@ -187,7 +187,7 @@ fsdp2 = pytest.mark.skipif(
 
 @fsdp2
 @pytest.mark.parametrize(("level", "policy"), [("O0", None), ("O1", None), ("O4", None), ("O2", "O2"), ("O5", "O5")])
-def test_a_script_under_fully_shard_trains_as_with_three_lines(ranks, level, policy):
+def test_an_unedited_script_under_fully_shard_trains_as_with_three_lines(ranks, level, policy):
     found, expected = ranks(sharded, level, False, policy), ranks(sharded, level, True, policy)
     assert all(same(*each) for each in zip(found, expected, strict=True))
 
@@ -202,7 +202,7 @@ def test_a_script_under_fully_shard_trains_as_with_three_lines(ranks, level, pol
         ("O1", "FSDP1", "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead"),
     ],
 )
-def test_shards_that_a_level_cannot_take_are_refused_with_the_way_out(ranks, level, policy, words):
+def test_unsupported_shards_are_refused_with_the_way_out(ranks, level, policy, words):
     for said in ranks(sharded, level, False, policy):
         assert words in said and "train.py, line" in said
 
@@ -226,7 +226,7 @@ os._exit(0)  # gloo's threads sometimes abort a process that has done all its wo
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [{}, {"COMPILED": "1"}], ids=["eager", "compiled"])
 @pytest.mark.parametrize("level", ["O0", "O2", "O4"])
-def test_under_torchrun(tmp_path, level, environment):
+def test_an_unedited_script_under_torchrun_trains_close_to_fp32(tmp_path, level, environment):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
     def losses(*command: str, **more: str) -> list[list[float]]:
