@@ -1,4 +1,4 @@
-"""The largest batch that fits is found exactly where memory grows evenly, and closely enough where it does not."""
+"""The search for the largest batch: exact if memory grows evenly, and close otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 def found(memory, limit=GIB, *, out_above=math.inf, data=math.inf, fails_at=None, near=None, micro=1):
-    """A search in a training of which a batch takes `memory(batch)` bytes."""
+    """Search in a training whose batches take `memory(batch)` bytes."""
 
     def trial(batch):
         samples = min(micro * batch, data)
@@ -35,9 +35,9 @@ def found(memory, limit=GIB, *, out_above=math.inf, data=math.inf, fails_at=None
     ("memory", "largest", "trials"),
     [
         (lambda n: 2**28 + n * 2**20, 768, 4),  # evenly
-        (lambda n: 2**28 + n * 2**28, 3, 4),  # even eight are too many
+        (lambda n: 2**28 + n * 2**28, 3, 4),  # the first batch, 8, is too large
         (lambda n: 2**28 + n * 2**14, 3 * 2**14, 4),
-        (lambda n: 2**28 + max(2**27, n * 2**20), 768, 7),  # something else takes most, with small batches
+        (lambda n: 2**28 + max(2**27, n * 2**20), 768, 7),  # with small batches, other memory dominates
         (lambda n: n**2 * 2**10, 1024, 8),
         (lambda n: GIB - 1 + n, 1, 3),
     ],
@@ -57,14 +57,14 @@ def test_a_search_starts_at_half_of_the_answer_of_another_level():
 
 
 def test_a_search_treats_a_batch_that_runs_out_of_memory_as_too_large():
-    result = found(lambda n: n * 2**20, out_above=700)  # fragments, of which no count knows
+    result = found(lambda n: n * 2**20, out_above=700)  # fragmentation, which no count includes
     assert result.best.batch == 700 and result.over.batch == 701 and result.over.memory is None
     assert found(lambda n: n * 2**20, out_above=0).problem == "a batch of 1 runs out"
     assert found(lambda n: n * 2 * GIB).problem == "a batch of 1 takes 2 GiB"
 
 
 def test_a_search_without_an_answer_says_why():
-    assert found(lambda n: 4096).best.batch > 2**10, "small batches may hide behind something else"
+    assert found(lambda n: 4096).best.batch > 2**10, "with small batches, other memory may dominate"
     assert "changes nothing: 8 and 16 take the same" in found(lambda n: 4096, data=8).problem
     ended = found(lambda n: n * 2**10, data=1797, micro=2)
     assert ended.problem == "the data gave no more than 1797 samples" and ended.best.samples == 1797

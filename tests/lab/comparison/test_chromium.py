@@ -1,4 +1,4 @@
-"""The report's page as a reader sees it: in a browser, on a desk and on a phone, light and dark."""
+"""The report's page in a browser: on a desktop and on a phone, light and dark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 VIEWS = {"desk": {"width": 1280, "height": 800}, "phone": {"width": 390, "height": 844, "mobile": True}}
 LONG = "encoder.layers.{}.attention.output_projection_with_a_very_long_name.parametrizations"
 
-# What is wrong with the page as it is shown, in words. Everything visible is text in HTML or within a picture.
+# Find layout faults of the shown page, in words. All visible content is text, in HTML or inside a picture.
 FAULTS = """(() => {
   // A phone zooms out until all of a wide page is in its window: innerWidth would grow with the page.
   const faults = [], root = document.documentElement, width = root.clientWidth;
@@ -83,7 +83,7 @@ FAULTS = """(() => {
 
 UNFOLD = "document.querySelectorAll('details').forEach(each => { each.open = true })"
 
-# Of each picture: its size on the screen, and how much is drawn in it in a colour.
+# Measure each picture: its size on the screen, and the number of its coloured shapes.
 PICTURES = """[...document.querySelectorAll('figure > svg, img')].map(e => {
   const { width, height } = e.getBoundingClientRect();
   const drawn = [...e.querySelectorAll('path, line, rect')].filter(p => {
@@ -194,7 +194,7 @@ def test_a_phone_shows_the_bars_before_the_text(browser, reports):
     assert tops == sorted(tops)
 
 
-# Of the numbers beside the bars those that a dotted line strikes through, in words.
+# List the numbers next to the bars that a dotted line crosses.
 STRUCK = """[...document.querySelectorAll('.row > svg')].flatMap(cell => {
   const lines = [...cell.querySelectorAll('line[stroke-dasharray]')].map(e => e.getBoundingClientRect().left);
   return [...cell.querySelectorAll('text')].filter(text => {
@@ -238,7 +238,7 @@ def test_every_table_scrolls_at_400_pixels_and_the_page_does_not(browser, report
 
 
 def test_a_printed_page_is_light_and_shows_whole_tables(browser, reports):
-    """Nothing can be scrolled there: all of a table is on the sheet."""
+    """Paper does not scroll, so the whole of each table must be on the sheet."""
     browser.view(794, 1123, scheme="dark", media="print")
     browser.open(reports["many"].as_uri())
     folded = (
@@ -272,7 +272,7 @@ WIDE = "<div style='width: 2000px; height: 9px'>"
     ],
 )
 def test_the_checks_find_a_planted_layout_fault(browser, reports, planted, found):
-    """The checks above can fail: one fault each, planted in a page that has none."""
+    """The checks can fail: each fault is planted alone in a page without faults."""
     browser.view(**VIEWS["desk"])
     browser.open(reports["alone"].as_uri())
     browser.evaluate(UNFOLD)
@@ -282,7 +282,7 @@ def test_the_checks_find_a_planted_layout_fault(browser, reports, planted, found
 
 
 def test_the_page_policy_blocks_requests_and_scripts(browser, reports, tmp_path):
-    """Without its policy the page could load and run things, and this would be seen; with it, it cannot."""
+    """Without the policy, the page loads and runs content, and the checks see it. With the policy, it cannot."""
     text = reports["failed"].read_text(encoding="utf-8")
     (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy"[^>]*>', text)
     extra = "<img src='picture.png'><script>console.log('ran')</script></main>"

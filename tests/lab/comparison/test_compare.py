@@ -22,7 +22,7 @@ from amp_patch.lab.commands.compare_folder import add_events
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.recording.run import EXITED, INTERRUPTED, KILLED, OUT_OF_MEMORY, PARTS, Run, dumps, loads
 
-# Draws from every kind of generator that a script has, and prints what it drew and its losses, to the bit.
+# Draws from every kind of generator, and prints the drawn numbers and the losses, to the bit.
 SCRIPT = """
 import random, sys
 import torch
@@ -76,7 +76,7 @@ def test_compare_trains_a_script_at_two_levels_and_writes_figures_and_logs(seeds
     assert plain.stdout.split("\n") == logs[0] and len(logs[0]) == 8
     assert recorded(out, "O0-seed0") == runs[0].loss == [float.fromhex(line) for line in logs[0][:6]]
 
-    # A seed is another training for all levels, which start alike; the script's own generators stay.
+    # Every seed is another training, and all levels of a seed start alike. The script's own generators stay.
     for o0, o2 in zip(runs[::2], runs[1::2], strict=True):
         assert o0.loss[0] == pytest.approx(o2.loss[0], rel=1e-2) and o0.loss != o2.loss
     if seeds > 1:
@@ -95,7 +95,7 @@ def test_compare_trains_a_script_at_two_levels_and_writes_figures_and_logs(seeds
     assert "train.py 6" in (out / "report.html").read_text()
 
 
-# What it does depends on level and seed. All but O0 and O4 of seed 0 go wrong.
+# Behaves differently for each level and seed. Every run fails but O0 and O4 of seed 0.
 MISBEHAVES = """
 import os, signal, sys
 import torch
@@ -213,7 +213,7 @@ def test_compare_exits_with_an_error_if_nothing_is_comparable(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["compare", *given])
     assert exit_.value.code == 1 and [run.steps for run in runs_of(tmp_path)] == [3, 0]
-    # A metric that nobody logged.
+    # A metric that the script does not log.
     (tmp_path / "train.py").write_text(SCRIPT)
     with pytest.raises(SystemExit) as exit_:
         main(["compare", "--metric", "accuracy", *given[:4], *given[6:], "--", "3"])
@@ -301,7 +301,7 @@ def test_an_interrupt_keeps_finished_runs(tmp_path, waits_at):
                 os.killpg(compare.pid, signal.SIGKILL)
     assert compare.returncode == 130, "runs were cut, whether two levels can be compared or not"
     runs = runs_of(tmp_path / "amp_compare")
-    # The others have taken a step at least before that one waits, or are done; it has kept its turn by its file.
+    # The other runs have taken a step or ended before this one waits. Its file made it keep its turn.
     steps = {run.level: run.steps for run in runs}
     assert list(steps) == ["O0", "O1", "O4", "O5"] and steps[waits_at] == 2 and steps["O0"] == 10
     assert (steps["O1"] == 10) is (waits_at == "O4") and 1 <= steps["O5"] <= 10
@@ -358,7 +358,7 @@ def finished(level, seed, seconds=0.5):
 
 
 def measured(*_) -> tuple[list[Run], int, int, OtherWork]:
-    """What three seeds gave, on a machine that had other work."""
+    """Return runs of three seeds on a machine that had other work."""
     load = OtherWork()
     load.add(10.0, 10.0 * load.cores, 5.0)
     return [finished(level, seed) for seed in range(3) for level in ("O0", "O2")], 6, 0, load
@@ -383,7 +383,7 @@ def measured(*_) -> tuple[list[Run], int, int, OtherWork]:
     ],
 )
 def test_compare_first_says_which_arithmetic_the_cpu_lacks(levels, lacking, said, tmp_path, monkeypatch, capsys):
-    """Else a slow level would be read as slow by its nature."""
+    """Without the warning, a reader would take the level itself for slow."""
     (tmp_path / "train.py").write_text("")
     monkeypatch.setattr(compare, "_measure", measured)
     monkeypatch.setattr(compare, "lacking", lambda: lacking)

@@ -1,4 +1,4 @@
-"""What one seed shows: a level so far, and the command that makes it sure."""
+"""Comparisons of one seed: a level that is good so far, and the command that trains more seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compare --formats`: what FP8 and FP4 would do to a loss, without a speed."""
+"""`compare --formats`: the losses with emulated FP8 and FP4, without a speed."""
 
 from __future__ import annotations
 

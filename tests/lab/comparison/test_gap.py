@@ -24,7 +24,7 @@ BASE = (2.0, 2.02, 1.98)
 
 
 def off(*percents: float, of: tuple[float, ...] = BASE) -> list[float]:
-    """Results that lie so many per cent of 2 from the baseline's."""
+    """Return results that differ from the baseline's by these percentages of 2."""
     return [base + each / 50 for base, each in zip(of, percents, strict=True)]
 
 
@@ -74,7 +74,7 @@ def test_95_percent_of_the_intervals_contain_the_true_gap():
         ((-0.5, -0.51, -0.52), "better", "differs"),
         ((-0.1, -0.11, -0.12), "as good", "within"),
         ((0.6, 0.61, 0.59), "worse", "differs"),
-        ((0.2, 0.21, 0.19), None, "undecided"),  # surely worse, perhaps by more than the margin
+        ((0.2, 0.21, 0.19), None, "undecided"),  # surely worse, but not surely by more than the margin
         ((0.2, 0.3, -0.2), None, "so far"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_level_is_judged_by_its_interval_and_the_margin(percents, told, kind):
     level = made.levels[1]
     assert (level.finding.gap.told, level.finding.kind) == (told, kind)
     assert level.finding.usable is (kind in ("within", "so far") or told == "better")
-    # More of it is better: all the other way round.
+    # If more of the metric is better, all signs are reversed.
     start = [made_up_run("O0", seed, logged={"accuracy": [(0, 1.9), (40, v)]}) for seed, v in enumerate(BASE)]
     values = off(*(-each for each in percents))
     ours = [made_up_run("O5", seed, logged={"accuracy": [(0, 1.9), (40, v)]}) for seed, v in enumerate(values)]
@@ -148,17 +148,17 @@ def test_the_range_of_seeds_decides_if_runs_decorrelate():
 
 
 def test_a_gap_that_is_small_against_the_improvement_is_not_worse():
-    """From 4 to 0.036: 2 % of that are 0.02 % of what was gained, and a tenth of what a seed moves it by."""
+    """The loss falls from 4 to 0.036: a gap of 2 % is 0.02 % of that fall, and a tenth of the spread of the seeds."""
     base = (0.036, 0.029, 0.043)
     apart = [each + 0.00072 for each in base]
     level = compare(seeds("O0", *base), seeds("O5", *apart, ms=5)).levels[1]
     assert level.finding.gap.is_slight and (level.finding.kind, level.finding.by_range) == ("within", True)
     assert "more than the margin 0.2 %, and little of what the training gained" in level.verdict.text
-    # Three times the loss of seeds that agree is outside of their range.
+    # Three times the loss of seeds that agree is outside their range.
     base = (0.00101, 0.00100, 0.00102)
     level = compare(seeds("O0", *base), seeds("O5", *(3 * each for each in base), ms=5)).levels[1]
     assert (level.finding.kind, level.finding.better) == ("differs", False)
-    # Of a metric without a curve nothing is known to have been gained.
+    # A metric without a curve has no known improvement.
     ours, theirs = ([(40, each)] for each in (0.9, 0.901)), ([(40, each)] for each in (0.5, 0.501))
     runs = [
         [made_up_run(name, seed, logged={"error": each}) for seed, each in enumerate(values)]
@@ -226,7 +226,7 @@ def falling(level: str, seed: int, at_the_end: float, **fields):
 
 
 def test_a_worse_level_says_what_speed_is_left_at_equal_loss():
-    """A level that ends 0.4 above O0 is where O0 was 40 steps before: of 2x there are 1.6x left."""
+    """A level that ends 0.4 above O0 is where O0 was 40 of 200 steps earlier, so 1.6x is left of 2x."""
     base = [falling("O0", seed, 1 + seed / 100) for seed in range(3)]
     level = [falling("O5", seed, 1.4 + seed / 100 + seed / 1e4, ms=5, dtype="bfloat16") for seed in range(3)]
     made = compare(base, level)
@@ -242,7 +242,7 @@ def test_a_worse_level_says_what_speed_is_left_at_equal_loss():
     assert "steps: to the same" not in slow.levels[1].verdict.text, "it is not faster"
     better = compare(base, [falling("O5", seed, 0.4 + seed / 100, ms=5) for seed in range(3)])
     assert better.levels[1].finding.reached is None
-    # Of noise on the curve as much is above the result as below.
+    # With noise on the curve, as many points are above the result as below.
     draws = random.Random(0)
     for run in (*base, *level):
         run.loss = [loss + draws.gauss(0, 0.05) for loss in run.loss]

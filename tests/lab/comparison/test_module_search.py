@@ -1,4 +1,4 @@
-"""Which modules a level must keep: what is tried, and that planted ones are found."""
+"""The search for modules that a level must keep: its trials, its report, and planted modules that it finds."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_search_finds_two_modules_if_it_has_enough_trials():
     modules = [f"layer{i}" for i in range(16)]
     found = searched(modules, "layer3", "layer9", most=20)
     assert found.answer.kept == ("layer9", "layer3") and found.complete
-    # With fewer a set that has passed is the answer, and that it may be too large is said.
+    # With fewer trials, the answer is a set that passed, and the report says that it may be too large.
     few = searched(modules, "layer3", "layer9", most=9)
     assert len(few.tried) + 1 == 9 and few.answer.passes and not few.complete
     assert {"layer3", "layer9"} <= set(few.answer.kept)
@@ -226,7 +226,7 @@ def test_a_run_gets_its_kept_modules_by_environment_variable():
     assert KEEP_FP32 not in Plan(("O2",)).environment(Run("O2"))
 
 
-# Planted: of three kinds, at another place each time.
+# Nets with a planted module: three kinds, at varying places.
 STEPS = 30
 
 
@@ -262,7 +262,7 @@ class TinyGradients(nn.Module):
 
 
 class Outlier(nn.Module):
-    """A layer of which one input is so large that FP4 has nothing of the others in its block."""
+    """A layer with one input so large that FP4 rounds the other inputs of its block to 0."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(torch.cat([100 + 0 * x[:, :1], x[:, 1:]], 1)) / 4
@@ -274,7 +274,7 @@ class Outlier(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks beside each other, of which one is fragile, or the head is; what each gives is added up."""
+    """Parallel blocks whose outputs are summed. One block, or the head, is fragile."""
 
     def __init__(self, kind: str, place: int, blocks: int) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ def train(kind: str, place: int, blocks: int) -> None:
 
 
 def planted(kind: str, place: int, blocks: int, level: str, margin: float) -> tuple[module_search.Found, list[str]]:
-    """Search such a net, in this process: what was found, and the names of its modules."""
+    """Search such a net in this process. Return the result, and the names of its modules."""
     names: list[str] = []
     baseline: list[Run] = []
 
@@ -326,7 +326,7 @@ def planted(kind: str, place: int, blocks: int, level: str, margin: float) -> tu
 
 @pytest.mark.slow
 def test_a_search_finds_planted_modules_and_keeps_no_others():
-    """Twenty nets; the rest of an FP4 net is worth a few per cent of the loss, which is what its margin allows."""
+    """Twenty nets. In an FP4 net the other modules cost a few per cent of the loss, so its margin is 5 %."""
     began, draws, right = time.perf_counter(), random.Random(0), []
     for number in range(20):
         kind = ("softmax", "tiny gradients", "head")[number % 3]

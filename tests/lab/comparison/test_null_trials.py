@@ -1,4 +1,4 @@
-"""Trials whose answer is known: FP32 against FP32 with another order of sums, and a gap that is put there."""
+"""Comparisons with a known answer: FP32 against FP32 with another order of sums, and with a planted gap."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def train(seeds: range, steps: int, lr: float, dropout: float, *, reordered: boo
 
 
 def comparisons(regime: str, seeds: int, planted: float = 0.0) -> list[Comparison]:
-    """A hundred, of so many seeds each; the second level is the first one, with other sums, and `planted` above it."""
+    """Make TRIALS comparisons. The second level is the first with another order of sums, and `planted` above it."""
     steps, lr, dropout = REGIMES[regime]
     every = range(TRIALS * seeds)
     levels = {name: train(every, steps, lr, dropout, reordered=name != "O0") for name in ("O0", "O4")}

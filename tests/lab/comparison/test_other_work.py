@@ -1,4 +1,4 @@
-"""What other work takes of the cores, as the report tells it."""
+"""The share of the cores that other work took, as the report states it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from amp_patch.lab.comparison.other_work import OtherWork
     ("readings", "words"),
     [
         ([], None),
-        ([(10.0, 10.0, 9.5)], None),  # cores were idle: nobody waited
-        ([(10.0, 39.0, 38.9)], None),  # the training has them all
+        ([(10.0, 10.0, 9.5)], None),  # cores were idle, so the training did not wait
+        ([(10.0, 39.0, 38.9)], None),  # the training had all cores
         ([(10.0, 39.0, 30.0)], "other work took 0.9 of 4 cores while it ran"),
         ([(9.5, 10.0, 10.0), (0.5, 2.0, 1.0)], None),  # a moment
         ([(8.0, 8.0, 8.0), (2.0, 8.0, 2.0)], "other work took 0.6 of 4 cores while it ran"),

@@ -1,4 +1,4 @@
-"""The report's page as text: what stands on it, and that nothing of the user's becomes more than text."""
+"""The report's page as text: its content, and user text that stays text."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Tree(HTMLParser):
 
 @pytest.fixture(scope="module")
 def full() -> tuple[Comparison, Tree, str]:
-    """Levels of every kind: one that scales, one that was looked at, one that diverged, one that failed."""
+    """Return a comparison whose levels scale, were inspected, diverged and failed, with its page."""
     runs = [
         made_up_run(level, seed, dtype=None if level == "O0" else "float16", final=1 + seed / 8)
         for level in ("O0", "O1", "O2", "O3")
@@ -91,7 +91,7 @@ def test_a_page_shows_every_level_finding_and_section_in_order(full):
 
 def test_a_page_is_valid_and_accessible_html(full):
     _, tree, _ = full
-    assert not tree.open, "tags that nobody closed"
+    assert not tree.open, "unclosed tags"
     headings = [int(tag[1]) for tag, _ in tree.tags if tag in ("h1", "h2", "h3")]
     assert headings.count(1) == 1 and headings[0] == 1
     assert all(after <= before + 1 for before, after in pairwise(headings))
@@ -276,7 +276,7 @@ def test_losses_beyond_any_axis_still_give_pictures(loss):
 
 
 def test_a_curve_has_a_gap_at_a_loss_that_is_not_finite():
-    """Of 50 steps two are a window; the seed that ends after 40 leaves the mean to the other."""
+    """With 50 steps, the window is two. After step 40, where one seed ends, the mean is the other seed's."""
     one, other = [4.0] * 50, [2.0] * 40
     one[19] = math.inf
     curve = pictures._smooth([one, other])
@@ -289,7 +289,7 @@ def test_a_curve_has_a_gap_at_a_loss_that_is_not_finite():
 
 
 def test_the_parts_of_a_step_add_up_to_its_time():
-    """Half of the steps wait for data, the first tenth among them, which does not count: the median waits for none."""
+    """Half of the steps wait for data. The first tenth of them does not count, so the median step does not wait."""
     run = made_up_run("O0", ms=10.0)
     run.seconds[:20] = [1.0] * 20
     run.parts["data"][:20] = [1.0] * 20
@@ -300,7 +300,7 @@ def test_the_parts_of_a_step_add_up_to_its_time():
 
 
 def test_a_picture_says_which_share_of_numbers_becomes_0():
-    """Exponents -30 to -6, as many of each: five of 25 lie below 2**-25; at 2**16 none does."""
+    """Exponents -30 to -6 are equally frequent: five of 25 are below 2**-25, and with a scale of 2**16 none is."""
     run = made_up_run("O2", dtype="float16")
     run.looks = [made_up_look(0), made_up_look(1)]
     (level,) = Comparison("train.py", [run]).levels

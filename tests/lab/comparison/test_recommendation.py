@@ -1,4 +1,4 @@
-"""What a comparison recommends, as data and in words; its notes and its JSON."""
+"""Recommendations as data and in words; the notes and the JSON of a comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from amp_patch.lab.recording.run import INTERRUPTED, Run, dumps, loads
 
 
 def finding(base: list[Run], level: list[Run], **options) -> Finding:
-    """What is found of a level beside O0's runs."""
+    """Return the finding of a level that is compared with O0's runs."""
     return compare(base, level, **options).levels[1].finding
 
 
@@ -39,7 +39,7 @@ def test_the_fastest_sound_level_is_recommended_and_otherwise_the_smallest():
     same, worse = (1.25, 1.0, 1.5), (2.0, 2.25, 2.5625)
     made = compare(base, seeds("O1", *same, ms=5), seeds("O2", *same, ms=4), seeds("O3", *worse, ms=1))
     assert made.summary == f"Use O2 FP16: {made.levels[2].verdict.text}."
-    # A level of which a run failed is not recommended, unless it was interrupted.
+    # A level with a failed run is not recommended, unless the run was interrupted.
     failed = Run("O2", 3, dtype="float16", error="CUDA out of memory")
     assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O1 FP16: 2.0x faster")
     failed.error, failed.error_kind = "interrupted after 3 steps", INTERRUPTED
@@ -55,7 +55,7 @@ def test_the_fastest_sound_level_is_recommended_and_otherwise_the_smallest():
     assert compare(base, small).summary == (
         "Stay with O0: O4 FP16 would do as well, but not faster, nor in much less memory."
     )
-    # Nothing to be used: every level is named, with the reason.
+    # No level can be used: each is named with its reason.
     made = compare(
         base,
         seeds("O1", 1.0, 1.25, 3.0),
@@ -84,7 +84,7 @@ def test_the_fastest_sound_level_is_recommended_and_otherwise_the_smallest():
             "Use O5 BF16: as fast as O0 (0.99x to 1.01x), 0.60 of its memory; final loss ",
             ("Use O5 (BF16)", "40 % less memory, as fast, same loss over 3 seeds", "use this"),
         ),
-        (  # a little slower with each seed, which is no reason against what it saves
+        (  # a little slower with each seed, which does not outweigh the memory that it saves
             (10.2, 10.1, 10.3),
             0.6,
             "Use O5 BF16: as fast as O0 (0.97x to 0.99x), 0.60 of its memory; final loss ",
@@ -171,7 +171,7 @@ def test_a_finding_has_its_kind_gap_and_causes_as_data():
     assert found == Finding("differs", diverged=[*lost, Lost("diverged", 30, False, 1e-8, [2])])
     logged = finding(logs("O0", 0.5, 0.75), logs("O2", None, math.nan), metric="accuracy")
     assert [(each.kind, each.seeds) for each in logged.diverged] == [("missing", [0]), ("not finite", [1])]
-    # Skips, the loss scale that fell, and runs that failed by themselves.
+    # Skips, a loss scale that fell, and runs that failed without an interrupt.
     low = skipping(seeds("O2", *same), 21, 2.0**-20)
     stopped = Run("O2", 3, error="interrupted after 3 steps", error_kind=INTERRUPTED)
     failed = Run("O2", 4, error="boom")
@@ -209,7 +209,7 @@ def test_a_failed_run_is_named_with_its_error():
     assert o3.verdict.kind == "failed" and not o3.runs and o3.final == []
     assert o3.verdict.text == "failed with seed 0: recorded no step; failed with seed 1: boom"
     assert not o3.verdict.usable and o3.speedup is None and o3.step_ms is None
-    stopped = made_up_run("O1", 0, error="exit 1 after 40 steps")  # with losses, but they are not what was asked for
+    stopped = made_up_run("O1", 0, error="exit 1 after 40 steps")  # it has losses, but of fewer steps than asked for
     assert compare(base, [stopped]).levels[1].verdict.text == "failed with seed 0: exit 1 after 40 steps"
 
 
@@ -226,7 +226,7 @@ def test_levels_keep_the_given_order_and_o0_is_the_baseline():
     without = replace(made, runs=[run for run in made.runs if run.level != "O0"])
     assert without.baseline is without.levels[0]
     assert without.levels[1].verdict.text.startswith("as fast as O5 BF16")
-    # O0 ran out of memory: the next one is the measure, and the reader is told.
+    # O0 ran out of memory: the next level is the baseline, and a note says so.
     broke = [Run("O0", seed, error="out of memory") for seed in range(2)]
     made = compare(broke, seeds("O2", *same), seeds("O3", *same))
     assert made.baseline.level == "O2" and made.comparable and made.levels[0].verdict.kind == "failed"
@@ -238,7 +238,7 @@ def test_losses_are_compared_over_the_steps_that_all_runs_trained():
     level[1].loss = [5.0] * 19 + [8.0]
     made = compare(base, level)
     assert made.steps == 20
-    # Over 20 steps the last tenth is two: of 4, 3.9, ... (no end yet) and of 5, 8.
+    # Over 20 steps, the last tenth is two losses: 5 and 8 of O2, and two of the falling curve 4, 3.9, ... of O0.
     assert made.levels[1].final[1] == 6.5
     assert made.levels[0].final[0] == pytest.approx((base[0].loss[18] + base[0].loss[19]) / 2)
     assert made.notes == [
@@ -334,8 +334,8 @@ def test_a_comparison_is_restored_from_its_json():
     assert o2["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert o2["verdict"]["kind"] == "differs" and o2["skips"] == [1, 1] and o2["scales"] == [65536.0] * 2
     assert o2["samples_per_second"] == pytest.approx(1600) and o2["step_ms"] == pytest.approx(5)
-    # Every figure of a level is there, and every run with every step.
-    own = {"runs", "failed", "finding"}  # which the verdict has in words
+    # The JSON has every figure of a level, and every run with every step.
+    own = {"runs", "failed", "finding"}  # listed separately, or in the words of the verdict
     assert set(LevelResult.__dataclass_fields__) - own <= set(o2)
     assert [len(run["loss"]) for run in told["runs"]] == [40, 40, 40, 40, 0]
 

@@ -13,11 +13,11 @@ from amp_patch.lab.comparison.measures import KINDS
 from amp_patch.lab.comparison.rows import Row, axis, rows
 
 BASE = (2.0, 2.02, 1.98)
-ZERO, HALF = 36.0, 33.0  # per cent of the width: where a gap of 0 lies, and how far the end of the axis is from it
+ZERO, HALF = 36.0, 33.0  # per cent of the width: the place of a gap of 0, and half of the axis
 
 
 def off(*by: float) -> tuple[float, ...]:
-    """Final losses so many per cent above O0's mean, seed by seed."""
+    """Return final losses that are these percentages of O0's mean above O0's, seed by seed."""
     return tuple(base + 2 * each / 100 for base, each in zip(BASE, by, strict=True))
 
 
@@ -94,7 +94,7 @@ def test_a_memory_bar_consists_of_its_parts(device):
         kind: at(cell, rf'x="([\d.]+)%" y="-8" width="[\d.]+%" height="16" style="fill: var\(--{kind}\)')
         for kind in KINDS
     }
-    whole = 16 if device == "cpu" else 20  # of a peak the rest is what is beside them
+    whole = 16 if device == "cpu" else 20  # on CUDA the peak has a remainder beyond its parts
     starts = [0, 1, 3, 6, 10]
     assert [*parts.values()] == [[pytest.approx(bar * start / whole, abs=0.01)] for start in starts]
     widths = at(cell, r'y="-8" width="([\d.]+)%"')[1:]

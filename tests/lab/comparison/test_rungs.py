@@ -43,7 +43,7 @@ def test_each_rung_has_its_own_figures(compared):
     assert [level.runs[0].masters for level in (whole, split, stochastic)] == [4 * 4680, 2 * 4680, 0]
     assert whole.memory > split.memory > stochastic.memory > coded.memory
     assert coded.runs[0].masters == split.runs[0].masters and coded.runs[0].state < 0.4 * split.runs[0].state
-    # Split masters are FP32's numbers but for ties of their weights; chance moves what is rounded by it.
+    # Split masters equal FP32 but for ties in the rounding of weights. Stochastic rounding gives other losses.
     for one, other in zip(whole.runs, split.runs, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-3)
     assert stochastic.runs[0].loss != whole.runs[0].loss
@@ -146,7 +146,7 @@ def test_a_plan_sets_only_the_rung_of_a_run(monkeypatch):
     assert plan.environment(Run("O5")) == {"AMP_PATCH_OPT_LEVEL": "O5", **seed, **nothing}
     assert plan.environment(Run("O5+split")) == {"AMP_PATCH_OPT_LEVEL": "O5+split", **seed, **nothing}
     assert plan.environment(Run(NATIVE)) == {"AMP_PATCH_OPT_LEVEL": "O0", **seed, **nothing}
-    # Without a rung in the plan what is in the environment holds, for every level alike.
+    # If the plan has no rung, the environment's variables apply to all levels.
     assert Plan(("O5",)).environment(Run("O5")) == {"AMP_PATCH_OPT_LEVEL": "O5", **seed}
     assert plan.type_of("O5+split") == "bfloat16" and Plan(("O2+split",), dtype="bfloat16").levels == ("O0", "O2+split")
 
@@ -168,7 +168,7 @@ for step in range(3):
 def test_an_unedited_script_is_compared_at_rungs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(PLAIN)
-    # Of the environment nothing is left where the levels say it.
+    # The variable must not apply, since the levels name their rungs.
     monkeypatch.setenv("AMP_PATCH_MASTER_WEIGHTS", "split")
     main(["compare", "train.py", "--levels", ",".join(LEVELS), "--seeds", "1", "--out", "out"])
     runs = [Run.from_dict(run) for run in loads(Path("out/report.json").read_text())["runs"]]
@@ -183,4 +183,4 @@ def test_an_unedited_script_is_compared_at_rungs(tmp_path, monkeypatch):
     names = Counter(path.name.partition("-seed")[0] for path in Path("out/runs").iterdir())
     assert names == dict.fromkeys(["O0", *LEVELS], 2)
     main(["compare", "train.py", "--levels", "O2", "--seeds", "1", "--out", "out"])
-    assert {path.name.partition("-seed")[0] for path in Path("out/runs").iterdir()} == {"O0", "O2"}, "and taken away"
+    assert {path.name.partition("-seed")[0] for path in Path("out/runs").iterdir()} == {"O0", "O2"}, "old runs went"

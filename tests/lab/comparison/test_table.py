@@ -1,4 +1,4 @@
-"""The comparison in a terminal: everything there, nothing cut at 80 columns."""
+"""The comparison in a terminal: all of its text, within 80 columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amp_patch.lab.recording.run import PARTS, Run
 
 
 def words(shown: list[str]) -> str:
-    """What wrapped lines say."""
+    """Join wrapped lines, without line breaks and padding."""
     return " ".join(" ".join(shown).split())
 
 

@@ -1,4 +1,4 @@
-"""What a comparison says of each level: the figures, the test, and the words."""
+"""Verdicts of a comparison: the figures, the test, and the words."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_paired_t_test_gives_the_exact_p():
     assert measures.paired_t_test([5.0], [1.0]) == 1
     assert measures.paired_t_test([1.0, 2.0], [1.0, 2.0]) == 1
     assert measures.paired_t_test([2.0, 3.0], [1.0, 2.0]) == 0, "the same difference twice, without any spread"
-    # The seeds' own spread cancels: the pairs differ by 1, 1.5, 1 while the seeds lie 100 apart.
+    # The spread of the seeds cancels: the pairs differ by 1, 1.5 and 1, while the seeds are 100 apart.
     assert measures.paired_t_test([1, 101.5, 201], [0, 100, 200]) < 0.05
 
 
@@ -130,7 +130,7 @@ def test_a_level_with_a_diverged_seed_is_not_to_be_used():
     seen = made.levels[1].verdict
     assert seen.kind == "differs" and not seen.usable
     assert seen.text.startswith("do not use: diverged with seeds 1 and 2 at step 30; 2.0x faster")
-    assert made.steps == 40, "what diverged says nothing of how long the others ran"
+    assert made.steps == 40, "a diverged run does not shorten the comparison"
     assert made.levels[1].finite == {0: 1.0} and [*map(math.isnan, made.levels[1].final)] == [False, True, True]
     assert made.summary == "Stay with O0: do not use O2 FP16."
 
@@ -190,7 +190,7 @@ def test_losses_equal_to_the_bit_are_as_good():
         base, level = logs("O0", 0.5), logs("O2", 0.5)
         base[0].loss = level[0].loss = losses
         assert judge(base, level, metric="accuracy").kind == "undecided"
-    # An accuracy can be the same by chance.
+    # Equal accuracies do not prove equal trainings.
     for values, kind in (((0.5,), "undecided"), ((0.5, 0.5), "within")):
         base, level = logs("O0", *values), logs("O2", *values)
         for run in level:
@@ -281,7 +281,7 @@ def test_a_verdict_states_memory_or_else_the_bytes_of_tensors():
 
 def test_memory_on_a_cpu_is_tensors_plus_activations():
     runs = [*seeds("O0", 1.0, 1.25, 1.5), *seeds("O2", 1.0, 1.25, 1.5)]
-    for run in runs:  # whose tensors take 16,000; of the process as a whole nothing is concluded
+    for run in runs:  # its tensors take 16,000 bytes; the peak of the process is not used
         run.device, run.peak_memory = "cpu", (170_000 if run.level == "O0" else 340_000)
         run.activations = (24_000 if run.level == "O0" else 4_000) + run.seed
     found = compare(runs)

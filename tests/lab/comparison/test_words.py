@@ -1,4 +1,4 @@
-"""What a report says in words: what to do, how sure it is, and what it cannot say."""
+"""The words of a report: the level to use, how sure it is, and its limits."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_sum_over_several_optimizers_is_not_judged():
     assert all(why in each.verdict.text for each in made.levels[1:]) and "do not use" not in made.summary
     assert made.summary.startswith("Stay with O0 for now: whether O2 FP16 (2.0x faster) and O1 FP16 would do as well")
     assert headline.outcome(made.levels[1], made) == "not judged" and headline.headline(made).endswith(" for now")
-    # What says so by itself is said: the same bits, a loss that is not finite, a figure of the script's own.
+    # Equal bits, a loss that is not finite, and a logged metric are still judged.
     kinds = [
         compare(base, seeds("O2", *BASE, objectives=2)).levels[1].finding.kind,
         compare(base, seeds("O2", float("nan"), 1.0, 1.0, objectives=2)).levels[1].finding.kind,
@@ -163,7 +163,7 @@ def test_a_page_counts_finished_seeds():
     assert "2 levels · 2 seeds" in page.html(Comparison("train.py", runs[:-1], asked_runs=6))
     level = [made_up_run("O2", seed, final=1.25, ms=5) for seed in (0, 1, 7)]
     assert "with each of 2 seeds" in headline.how_sure(compare(seeds("O0", *BASE), level)), "those that are paired"
-    # A level that fails by itself takes no seed away from the others.
+    # A failed run of one level does not reduce the seeds of the others.
     failed = [Run("O3", 0, error="no")]
     assert "3 levels · 3 seeds" in page.html(
         Comparison("train.py", [*seeds("O0", *BASE), *seeds("O2", *SAME), *failed])

@@ -1,4 +1,4 @@
-"""Verdicts that were wrong on public programs: a collapse, a "better" by chance, a gain in noise, rounded losses."""
+"""Verdicts that were wrong on public programs: collapses, chance taken for better, noise for a gain, rounded losses."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def test_a_level_with_collapsed_seeds_is_not_to_be_used():
 
 
 def test_a_collapse_is_beyond_ten_ranges_and_half_of_the_improvement():
-    """O0 begins at 4 and ends at 0.62 to 0.81: ten ranges are 1.9, half of what it gained 1.595."""
+    """O0 begins at 4 and ends at 0.62 to 0.81: ten ranges are 1.9, and half of the improvement is 1.595."""
     for last, kind in ((2.70, None), (2.72, [2])):
         found = compare(seeds("O0", *BASE), seeds("O2", 0.7, 0.8, last)).levels[1].finding
         assert (found.collapsed and found.collapsed.seeds) == kind
-    narrow = (0.70, 0.70, 0.71)  # half of what was gained is 1.645
+    narrow = (0.70, 0.70, 0.71)  # half of the improvement is 1.645
     for last, kind in ((2.35, None), (2.36, [2])):
         found = compare(seeds("O0", *narrow), seeds("O2", 0.7, 0.7, last)).levels[1].finding
         assert (found.collapsed and found.collapsed.seeds) == kind
-    # To be far off on the better side is no collapse, and less of an accuracy is.
+    # A far better result is no collapse, and a far lower accuracy is one.
     assert compare(seeds("O0", *BASE), seeds("O2", -9.0, 0.7, 0.7)).levels[1].finding.collapsed is None
-    accuracy = {"metric": "accuracy", "maximize": True}  # which is 0.125 at first: half of what was gained is 0.4125
+    accuracy = {"metric": "accuracy", "maximize": True}  # it is 0.125 at first: half of the improvement is 0.4125
     for last, kind in ((0.54, None), (0.53, [1])):
         found = compare(logs("O0", 0.96, 0.95), logs("O2", 0.955, last), **accuracy).levels[1].finding
         assert (found.collapsed and found.collapsed.seeds) == kind
@@ -87,7 +87,7 @@ def test_ordinary_noise_is_no_collapse(gained):
 
 
 def test_better_needs_the_same_test_as_worse():
-    """Six steps, of which two were skipped."""
+    """Runs of six steps. O2 skips two of them."""
     base = seeds("O0", 2.30, 2.29, 2.31, steps=6)
     level = seeds("O2", 2.25, 2.29, 2.22, steps=6, ms=5)
     for run in level:
@@ -119,7 +119,7 @@ def small(ms: tuple[float, ...], megabytes: float, process: float | None) -> Com
 
 def test_a_memory_gain_must_exceed_the_possible_loss_of_speed():
     noisy = (10 / 0.69, 10 / 0.9, 10 / 1.09)
-    made = small(noisy, 7, process=None)  # 30 % of the tensors, and perhaps 45 % of the time
+    made = small(noisy, 7, process=None)  # it saves 30 % of the tensors, and may cost 45 % of the time
     assert made.recommended is made.baseline
     assert made.summary == (
         "Stay with O0: O2 FP16 (0.70 of its memory, 0.69x to 1.09x of its speed) would do as well, but may cost more "
@@ -131,7 +131,7 @@ def test_a_memory_gain_must_exceed_the_possible_loss_of_speed():
 
 @pytest.mark.parametrize(("megabytes", "used"), [(7, True), (9.4, True), (9.6, False)])
 def test_a_memory_gain_is_a_share_of_the_training_memory(megabytes, used):
-    """Of the process on a CPU it would be less: what Python and torch take there does not grow with the model."""
+    """On a CPU the share of the whole process would be less: the memory of Python and torch does not grow."""
     made = small((10, 10, 10), megabytes, process=400)
     assert (made.recommended is not made.baseline) is used
     again = Comparison.from_dict({**made.to_dict(), "min_gain": 0.005})
@@ -183,7 +183,7 @@ def test_rounded_losses_within_one_step_are_as_good():
     assert "less than the steps of 0.7 % in which losses were recorded" in made[0].levels[1].verdict.text
     better = compare(base, seeds("O5", 2.295, 2.296, 2.298, dtype="bfloat16", loss_types=["bfloat16"])).levels[1]
     assert (better.finding.kind, better.finding.better) == ("within", False)
-    # A figure of the script's own is not the loss, FP16 has finer steps, and few numbers may be exact by chance.
+    # FP16 has finer steps, a logged metric is not a loss, and a few losses may be exact in BF16 without rounding.
     assert compare(base, seeds("O2", *finer, loss_types=["float16"])).levels[1].finding.kind == "differs"
     logged = [logs("O0", 0.5, 0.51), logs("O5", 0.6, 0.61)]
     assert compare(*logged, metric="accuracy").notes == []
