@@ -1,4 +1,4 @@
-"""--level of `run`; --methods and --allow-banned of `run` and `compare`: what a script has not said to `initialize`."""
+"""--level of `run`; --methods and --allow-banned of `run` and `compare`: arguments of `initialize` by flag."""
 
 from __future__ import annotations
 

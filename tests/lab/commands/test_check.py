@@ -78,7 +78,7 @@ FORMS = {
     },
     "from apex.contrib.sparsity import ASP": {"apex.contrib.sparsity.ASP": ["1"]},
     "import fused_layer_norm_cuda": {"fused_layer_norm_cuda": ["1"]},
-    # Not Apex's: another package's amp, a question, a relative import, a name of somebody's own.
+    # Not Apex: another package's amp, hasattr, a relative import, a variable of the script.
     "from apex import amp\nfrom torch.cuda import amp\namp.autocast()": {AMP: ["1"]},
     "import apex\nhasattr(apex, 'transformer')\ngetattr(apex.amp, 'gone', None)": {"apex": ["1", "2"], AMP: ["3"]},
     "from .apex import amp\nfrom . import apex\nimport apexes\namp.x\napex = 3": {},
@@ -97,7 +97,7 @@ def test_check_tells_served_differing_and_missing_names_apart():
 
     assert status("apex.amp.master_params") == status("apex_C.flatten") == ("served", "")
     assert status("apex.parallel.DistributedDataParallel")[0] == "differs"
-    # By whatever path it is reached.
+    # Every path to an object gives the same answer.
     assert status("apex.parallel.distributed.DistributedDataParallel") == status(
         "apex.parallel.DistributedDataParallel"
     )
@@ -162,7 +162,7 @@ def test_check_reports_names_and_exits_with_1_if_one_is_missing(tmp_path, capsys
 
 
 def natives_in(tmp_path: Path, source: str, file: str = "train.py") -> dict[str, tuple[str, str, str]]:
-    """Of each name of torch's mixed precision in a script: its lines, those that import it, and those in full."""
+    """Find the native names of a script: name -> its lines, the lines that import it, the lines with its full path."""
     path = tmp_path / file
     path.write_text(source)
     return {
@@ -236,7 +236,7 @@ def test_check_says_what_a_native_script_has_to_change(tmp_path, capsys):
         "torch.is_autocast_enabled": None,
     }
 
-    # Beside Apex, whose names alone decide the exit code; and in notebooks.
+    # Next to Apex names, which alone decide the exit code; and in notebooks.
     (tmp_path / "b.py").write_text("from torch.amp import autocast\nfrom apex import gone\n")
     cells = [{"cell_type": "code", "source": "%matplotlib inline\nfrom torch.amp import autocast"}]
     (tmp_path / "c.ipynb").write_text(json.dumps({"cells": cells}))

@@ -1,4 +1,4 @@
-"""`python -m amp_patch check` of scripts in FP32: what `compare` would do with them."""
+"""`python -m amp_patch check` of scripts in FP32: it says how `compare` would train them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison that was cut is gone on with, and shown, from what its folder has."""
+"""Interrupted comparisons: resumed and reported from their folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parsed(*given: str) -> argparse.Namespace:
 
 
 def record(folder: Path, run: Run, *, ended: bool = True, steps: int = 4) -> None:
-    """What a run's process writes, and behind it what `compare` does."""
+    """Write the record of a run as its process does. If it `ended`, add the outcome as `compare` does."""
     step = {"event": "step", "seconds": 0.5, "scale": 1.0, "skipped": False, "samples": 8, "loss": 1.0 + run.seed}
     events = [{"event": "begin", "level": "O1", "dtype": None, "policy": "", "device": "cpu", "lost_eps": None}]
     events += [{**step, "parts": dict.fromkeys(PARTS, 0.1)}] * steps
@@ -40,7 +40,7 @@ def record(folder: Path, run: Run, *, ended: bool = True, steps: int = 4) -> Non
 
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a comparison of O0 and O4 with two seeds, of which the first has ended, and O0's second runs."""
+    """Make the folder of a comparison of O0 and O4 with two seeds. Seed 0 has ended; O0 with seed 1 was interrupted."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
     args = parsed("train.py", "--levels", "O4", "--seeds", "2", "--out", "out", "--", "--lr", "1")
@@ -124,7 +124,7 @@ def test_resume_adds_seeds_to_a_comparison(begun, monkeypatch):
     ((plan, found),) = asked
     assert plan.seeds == 4 and [(run.level, run.seed) for run in found] == [("O0", 0), ("O4", 0), ("O0", 1)]
     assert compare_folder.asked_in(begun, defaults()).seeds == 4, "the next one goes on from there"
-    # A first look becomes a comparison of its levels.
+    # A quick comparison becomes a full comparison of its levels.
     told = loads((begun / "compare.json").read_text())
     quick = {"quick": True, "levels": None, "seeds": None}
     (begun / "compare.json").write_text(dumps({**told, "asked": {**told["asked"], **quick}}))
@@ -144,7 +144,7 @@ def test_compare_prints_the_command_that_adds_enough_seeds(tmp_path, capsys):
     sure = compare_runs(seeds("O0", 2.0, 2.02, 1.98), seeds("O5", 2.0, 2.021, 1.981, ms=5))
     show(sure, tmp_path)
     assert sure.seeds_to_tell is None and "To be sure" not in capsys.readouterr().out
-    # So many that nobody runs them are not asked for.
+    # If too many seeds would be needed, no command is printed.
     assert compare_runs(seeds("O0", 2.0, 2.02, 1.98), seeds("O5", 2.0, 2.03, 1.97, ms=5)).seeds_to_tell is None
 
 

@@ -1,4 +1,4 @@
-"""Which amp_patch `info` says is in use, in a clone and out of it."""
+"""The amp_patch that `info` says is in use, inside a clone and outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def clone(folder: Path) -> Path:
-    """The package of a clone, as far as it is told by."""
+    """Make the files that identify a clone. Return its package."""
     for name in ("amp_patch", "csrc/kernels"):
         (folder / name).mkdir(parents=True)
     for name in ("setup.py", "csrc/kernels/cpu.cpp", "amp_patch/__init__.py"):
@@ -64,7 +64,7 @@ def distribution(site: Path, url: str | None = None, record: bool = True, kind: 
 
 
 def test_installed_packages_are_read_from_their_records(tmp_path, monkeypatch):
-    """By its records: a wheel, a clone by `pip install -e`, and what a build has left, which is no installation."""
+    """A wheel and a clone by `pip install -e` have records. The egg-info of a build has none: it is not installed."""
     monkeypatch.setattr(sys, "path", [str(tmp_path / name) for name in ("wheel", "editable", "left")])
     distribution(tmp_path / "wheel")
     distribution(tmp_path / "editable", url=(tmp_path / "my clone").as_uri())

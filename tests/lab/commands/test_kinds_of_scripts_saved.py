@@ -1,4 +1,4 @@
-"""Scripts that save a whole model and evaluate what they load, and layers with an optimizer each."""
+"""Scripts that save a whole model and evaluate the loaded one, and scripts with an optimizer for each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m amp_patch`: what a bug report should begin with."""
+"""`python -m amp_patch info`: the first lines of a bug report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA-only scripts on the CPU: what such scripts say, said here."""
+"""CUDA-only scripts on the CPU: the calls of torch.cuda that such scripts make."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_factories_with_a_cuda_device_make_cpu_tensors(cpu, device):
 
 
 def test_every_factory_with_a_device_argument_is_patched(cpu):
-    """Torch's own list of what makes tensors."""
+    """The list of factories is torch's own."""
     makers = {function.__name__ for function in torch.utils._device._device_constructors()}
     left = {name for name in makers if hasattr(torch, name) and not hasattr(getattr(torch, name), "__wrapped__")}
     assert len(makers) > 20 and left <= {"fill", "vander"}, "torch 2.6 lists these two, which take no device"
@@ -83,7 +83,7 @@ def test_moves_to_cuda_stay_on_the_cpu_and_apply_dtypes(cpu, device):
     ]
     assert on_cpu(*moved)
     assert moved[1].dtype == moved[2].dtype == moved[-3].dtype == torch.half
-    # What is not a move stays what it was.
+    # Other conversions are unchanged.
     assert x.to(torch.half).dtype == torch.half and x.to("cpu") is x and x.to(x) is x
     assert x.to("meta").device.type == "meta"
 
@@ -179,7 +179,7 @@ def test_the_versions_of_a_build_for_cuda_can_be_split_and_compared():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process is not told what it holds")
 def test_cuda_memory_counts_the_growth_of_the_process():
-    # A fresh process, in which no earlier test has left memory that is given back meanwhile.
+    # A new process, since memory of earlier tests could be freed during the measurement.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         process.submit(_allocate_and_ask).result()
 
@@ -217,7 +217,7 @@ def test_unknown_memory_is_0_with_one_warning_line(monkeypatch, capfd):
     machine._say_that_nothing_tells.cache_clear()
     no_cuda.install()
     try:
-        assert capfd.readouterr().err == "", "before anybody asks"
+        assert capfd.readouterr().err == "", "before the first request"
         assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() == 0
         torch.cuda.reset_peak_memory_stats()
     finally:

@@ -1,4 +1,4 @@
-"""Trainings, regions and processes of code for CUDA on a machine without."""
+"""CUDA-only code on a machine without CUDA: trainings, autocast regions and process groups."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ AREAS = {
 @pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("area", AREAS)
 def test_fp16_regions_are_emulated_on_a_cpu_without_fp16(cpu, arithmetic, area):
-    """Where this CPU has no arithmetic for it: FP16 values, and their products in FP32, forward and backward."""
+    """If this CPU has no FP16 arithmetic, values are FP16 and products are FP32, in forward and backward."""
     make, x, layer = AREAS[area], torch.ones(2, 4, device="cuda"), nn.Linear(4, 4).cuda()
     with Products() as seen:
         with make():

@@ -1,4 +1,4 @@
-"""`python -m amp_patch run`: a script cannot tell it from `python`, save that it finds Apex."""
+"""`python -m amp_patch run`: a script runs as under `python`, but finds Apex."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MISSING = [["missing.py"], ["-m", "missing"], ["missing/"], []]
 
 
 def python(*arguments: str, cwd: Path) -> list[str | int]:
-    """What it printed to stdout and stderr, and its exit code."""
+    """Run python. Return its stdout, its stderr and its exit code."""
     command = [sys.executable, *arguments]
     ran = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
     return [ran.stdout, ran.stderr, ran.returncode]
@@ -84,7 +84,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(scripts) -> dict[str, list[str | int]]:
-    """What `run` printed and exited with, by its arguments."""
+    """Return stdout, stderr and exit code of `run` for each list of arguments."""
     cases = [*STARTS, *([name] for name in ENDS), *MISSING]
     ended = run_each(scripts, [(case, {}) for case in cases], ENVIRONMENT)
     return {" ".join(case): result for case, result in zip(cases, ended, strict=True)}
@@ -160,7 +160,7 @@ def test_child_processes_of_a_script_find_apex(tmp_path):
 
 
 def test_a_fork_server_does_not_import_the_script():
-    """It imports what it is told with a sys.path of its own, without Apex: from Python 3.14 on it does so."""
+    """From Python 3.14 on, a fork server would import the script with its own sys.path, which has no Apex."""
     name = "init_main_from_path"
     told = partial(run._preparation_data, lambda process: {name: "train.py", "sys_path": []}, None)
     assert told("ignore") == {"sys_path": []}
@@ -211,7 +211,7 @@ def test_run_waits_for_gloo_threads_at_the_end(tmp_path):
 
 
 def test_a_script_next_to_a_real_apex_imports_it_with_amp(tmp_path):
-    """A copy of Apex beside the script, or where `-m` is called, is the one that the script imports; it gets amp."""
+    """A script imports the copy of Apex in its folder or in the working directory, and finds our amp in it."""
     apex = tmp_path / "apex"
     apex.mkdir()
     (apex / "__init__.py").write_text("theirs = True\n")

@@ -1,4 +1,4 @@
-"""The line with which `run` ends."""
+"""The summary line at the end of `run`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_summary_estimates_the_memory_of_o0(level, capsys):
     with told():
         train(level)
     found = line_of(capsys)
-    # Saved beside what O0 saves are the casts of input and output (256 x 64), at O1 those of five weights (64 x 64).
+    # In addition to O0, a step saves the casts of input and output (256 x 64), and at O1 of five weights (64 x 64).
     casts = 4 * (2 * 256 * 64 + (5 * 64 * 64 if level == "O1" else 0))
     assert found["unit"] == "KiB" and float(found["fp32"]) * 1024 == pytest.approx(o0 + casts, abs=1024)
     assert float(found["own"]) < 0.95 * float(found["fp32"])

@@ -1,4 +1,4 @@
-"""`python -m amp_patch search`: its folders, what it prints, and a search that was cut."""
+"""`python -m amp_patch search`: its folders, its output, and interrupted searches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MODULES = ["0", "1", "2", "3"]
 
 
 class Trainings:
-    """In the place of what trains: a level passes if module "2" is kept. `made` has the runs that were made."""
+    """Stand-in for the trainings: a level passes if module "2" is kept. `made` lists the runs that were made."""
 
     made: ClassVar[list[tuple[tuple[str, ...], str, int]]] = []
     told_time: ClassVar[list[bool]] = []
     lost_eps = None
-    cut_at = 0  # before so many runs; 0: never
+    cut_at = 0  # the number of the run that is interrupted before its start; 0: none
 
     def __init__(self, plan, args, interrupts, found, tells_time):
         self.told_time.append(tells_time)
@@ -110,7 +110,7 @@ def test_an_interrupted_search_resumes_without_repeating_runs(cut_at, capsys):
     assert run("--resume", "amp_search") == 0
     assert len(Trainings.made) == len(set(Trainings.made)) == 2 * 5, "no run is made twice"
     assert loads(Path("amp_search/search.json").read_text())["kept"] == ["2"]
-    # Begun anew nothing of it counts.
+    # A new search reuses nothing.
     assert run("train.py", "--seeds", "2") == 0 and len(Trainings.made) == 2 * 2 * 5
 
 

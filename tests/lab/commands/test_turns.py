@@ -1,4 +1,4 @@
-"""Runs that are compared take turns: one trains at a time, and each is what it is alone."""
+"""Turns: compared runs train one at a time, with the same results as alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_last_turn_is_kept_to_the_end(taken):
     assert given.recv(100).count(b"\n") == 1
     taken._is_last = False
     given.close()
-    taken.between_steps()  # what cannot be told is no reason to end
+    taken.between_steps()  # a closed connection does not end the process
     assert taken.kept_for is not None
 
 
@@ -153,7 +153,7 @@ def test_a_script_that_writes_files_keeps_its_turn(what, why, tmp_path):
 
 
 class Made:
-    """In the place of a process: each turn is a step, and its script says what comes of it."""
+    """Stand-in for a process: each turn is a step, and `steps` has the result of each."""
 
     steps: ClassVar[dict[str, list]] = {}  # level -> what its turns give
     order: ClassVar[list[str]] = []
@@ -247,13 +247,13 @@ def test_a_script_with_low_weights_gets_a_row_with_masters(order):
     runs, _ = take()
     assert names(runs) == ["O00", "O20", "O40", "O50", "O01", "O21", "O41", "O51"]
     assert order.index("O40") < order.index("O50") < order.index("O01")
-    # A level of the plan that has masters of that type does.
+    # If a level of the plan has masters of that type, no level is added.
     runs = [Run(level, 0, weights_type="float16" if level == "O0" else "") for level in ("O0", "O2")]
     scheduler = turn_scheduler.TurnScheduler(
         Plan(("O2",), seeds=1), argparse.Namespace(one_by_one=True), Interrupts(), runs
     )
     assert names(scheduler.runs) == ["O00", "O20"]
-    # What was added is known again by its runs.
+    # A resumed comparison derives the added level from its runs.
     runs[0].weights_type = "bfloat16"
     scheduler = turn_scheduler.TurnScheduler(
         Plan(("O2",), seeds=1), argparse.Namespace(one_by_one=True), Interrupts(), runs
@@ -280,7 +280,7 @@ def test_an_interrupt_keeps_runs_that_took_steps(order):
 
 @pytest.mark.parametrize("steps", [[], [{}]])
 def test_other_seeds_are_skipped_if_every_level_fails_with_the_first(steps, order, capsys):
-    """Behind its first step: before it, the first run is the end."""
+    """Failures after the first step. A failure before it ends the comparison at once."""
     for level in ("O0", "O2", "O4"):
         Made.steps[level] = [*(steps or [{}] * (level == "O0")), Failure("KeyError: 'x'", "", "train.py, line 3")]
     runs, interrupted = take()

@@ -1,4 +1,4 @@
-"""`compare` and `run` of scripts that never heard of amp_patch, as a user starts them."""
+"""`compare` and `run` of scripts without a line of amp_patch, started as a user would."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LBFGS = DIGITS.replace("Adam(net.parameters(), lr=1e-2)", "LBFGS(net.parameters(
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> str:
-    """What the script prints by itself."""
+    """Return the output of the script under python."""
     return start_script(tmp_path_factory.mktemp("plain"), DIGITS).stdout
 
 

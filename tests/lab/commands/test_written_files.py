@@ -1,4 +1,4 @@
-"""What `compare` writes into its folder is its own: a link that lies there is replaced, not followed."""
+"""Files that `compare` writes into its folder: a link in the folder is replaced, and not followed."""
 
 from __future__ import annotations
 

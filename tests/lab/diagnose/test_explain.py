@@ -1,4 +1,4 @@
-"""explain: rows written by hand, the very numbers of a forward that nobody looks at, and nothing left behind."""
+"""explain: the expected rows, unchanged numbers of the forward, and no hooks left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ lib.scaled = lambda x, weight: x * weight  # type: ignore[attr-defined]
 
 @pytest.fixture(autouse=True)
 def registry():
-    """What a test registers goes when it ends."""
+    """Remove the functions that a test registers."""
     before = dict(install._registered)
     yield
     install.uninstall()
@@ -229,7 +229,7 @@ def test_explain_shows_the_decided_parts_of_a_composite_function(wrappers):
 
 
 def namespace():
-    """What stands at every place that may be patched."""
+    """Return the current object at every place that amp_patch may patch."""
     owners = [(pkgutil.resolve_name(address), name) for address, name in rules_by_name("apex")]
     owners += [(tree, "cast_floats"), (torch.overrides, "has_torch_function"), (lib, "scaled")]
     return [inspect.getattr_static(owner, name, None) for owner, name in owners] + [
@@ -316,7 +316,7 @@ def test_explain_leaves_no_hook_after_an_exception(wrappers, capsys):
     assert len(explain(model, torch.ones(1, 2)).calls) == 2
     try:
         raise KeyError
-    except KeyError:  # the caller handles one: that is none of the model's
+    except KeyError:  # the caller handles an exception, which must not count as one of the model
         explain(model)
         model(torch.ones(1, 2))
     assert "softmax" in capsys.readouterr().out
@@ -403,7 +403,7 @@ def test_explain_refuses_a_nested_call():
 
 
 def test_explain_does_not_change_or_show_other_threads(wrappers):
-    """While one thread's forward is explained, another's is neither changed nor shown."""
+    """Explaining a forward in one thread neither changes nor shows a forward in another."""
     model = initialize(nn.Linear(2, 2), opt_level="O4")
     given = torch.ones(1, 2)
     plain = model(given)
@@ -436,7 +436,7 @@ def test_explain_finds_the_policy_of_a_wrapped_model(wrappers):
 
 @pytest.mark.slow
 def test_explain_runs_a_compiled_model_eagerly_and_keeps_its_graph(capsys):
-    """Its forward is explained eagerly with inputs, and passed over without: one graph either way."""
+    """With inputs, explain runs the compiled model eagerly. Without, it skips it. Either way there is one graph."""
     model = initialize(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)), opt_level="O4", cpu_half="native", verbosity=2)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     given = torch.ones(1, 2)

@@ -1,4 +1,4 @@
-"""find_loss_scale: ranges that can be written down, and the training that they promise."""
+"""find_loss_scale: ranges of known gradients, and trainings at their ends."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_range_of_loss_scales_equals_that_of_trying_every_scale(size, level,
     model, _ = one_layer(level, device)
     dtype = torch.bfloat16 if level in ("O4", "O5") else torch.float16
 
-    def gradients(power):  # what comes to the layer, and what its weight gets
+    def gradients(power):  # the gradients of the layer's output and of its weight
         weight = torch.tensor([[2.0 ** (size + power)]]).to(dtype)
         return torch.cat([weight, (weight.double() * inputs.to(dtype)).to(dtype)], 1)
 

@@ -1,4 +1,4 @@
-"""Histogram of exponents: exact counts of numbers that are written out, and what FP16 itself makes of them."""
+"""Histogram of exponents: exact counts of given numbers, and predictions compared with casts to FP16 and BF16."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_predicted_fp16_losses_at_other_scales_are_never_too_low(scale):
 
 @pytest.mark.parametrize("power", [0, 8, -8])
 def test_predicted_bf16_losses_are_exact(power):
-    """1.5 * 2**e for each e: its last numbers are further apart than the slots tell."""
+    """The numbers 1.5 * 2**e for each e, over more than the range of BF16."""
     values = torch.tensor([1.5 * 2.0**e for e in range(-120, 121)] + [0.0, float("inf")])
     scale = 2.0**power
     finite = values[(values != 0) & values.isfinite()]

@@ -1,4 +1,4 @@
-"""inspect: planted faults are named, and what it counts is what torch's one-liners count."""
+"""inspect: it names planted faults, and its counts equal torch one-liners."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_inspect_names_a_norm_whose_variance_overflows(level, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_inspect_counts_flushed_gradients_at_their_parameter(device):
-    """At O0: what FP16 would lose. The gradient of head is 2**-26 everywhere, the one of block.0 2**-36."""
+    """At O0, the counts show the loss in FP16. The gradient of head is 2**-26, and that of block.0 is 2**-36."""
     seen = look("O0", device, {"head": 2.0**-10}, weight=2.0**-26)
     head, block = seen.gradients["head.weight"], seen.gradients["block.0.weight"]
     assert set(head.counts) == {-26} and min(block.counts) == -36
@@ -119,7 +119,7 @@ def test_inspect_measures_errors_against_fp32_on_the_same_input(level, dtype, de
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_inspect_changes_no_weight_and_leaves_no_hook(device):
-    """The inspected steps give the weights of those that nobody looked at; batch norms count each batch once."""
+    """Inspected and other steps give the same weights. Batch norms count each batch once."""
     runs, hooks = [], []
     for inspected in (False, True):
         model = training.convnet(device=device)
@@ -147,7 +147,7 @@ def test_inspect_changes_no_weight_and_leaves_no_hook(device):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("before", [True, False])
 def test_inspect_runs_a_compiled_model_eagerly_and_keeps_its_graphs(before, level):
-    """Looked at before the first compilation or after it; afterwards its graphs are used again."""
+    """Inspect before or after the first compilation. Afterwards the model uses its graphs again."""
     graphs = []
 
     def backend(graph, _inputs):

@@ -1,4 +1,4 @@
-"""The advice of `inspect` fits the level that it has looked at."""
+"""The advice of `inspect` fits the inspected level."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEVELS_OF_BF16 = ["O4", "O5", "O6", "O7"]
 
 
 class Exponential(nn.Module):
-    """Makes an infinity by a call of its own, in no module that could be kept in FP32 by itself."""
+    """Model whose forward makes an infinity itself, so that no module inside it can be kept in FP32 instead."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Exponential(nn.Module):
 
 
 def summary_of(model, level, inputs):
-    """What `inspect` says of one step of the model at the level, and what it saw."""
+    """Inspect one step of the model at the level. Return the summary and the inspection."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     with inspect(model, optimizer) as seen:
@@ -35,7 +35,7 @@ def summary_of(model, level, inputs):
 
 
 def wide():
-    """A layer of whose gradient FP16 can hold one number of four at no loss scale, and its input."""
+    """Return a layer and an input: at every loss scale, FP16 loses three of the four gradient values."""
     return nn.Sequential(nn.Linear(4, 1, bias=False)), torch.tensor([[2.0**-60, 2.0**-60, 2.0**-60, 1.0]])
 
 

@@ -1,4 +1,4 @@
-"""Which module `inspect` names where a number overflows or flushes, and which list mends it."""
+"""The modules that `inspect` names for overflows and flushes, and the keep lists that remove them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_keep_list_of_inspect_removes_an_overflow(direction, level, device):
     assert (found.module, found.op, found.direction, found.step) == (module, "linear", direction, 1)
     assert found.input_range == span
     keep = seen.keep_fp32()
-    # Kept in a cast model, a layer's numbers come out in FP16: what it makes and its neighbour takes needs their block.
+    # In a cast model, a kept layer returns FP16, so a value between two layers needs their whole block in FP32.
     assert keep == (["block.1", "block.2" if direction == "forward" else "block.0"] if level == "O1" else ["block"])
     assert not finite
     seen, finite = look_deep(level, device, factors, weight, keep_fp32=keep)
@@ -54,7 +54,7 @@ class Listed(nn.Module):
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_the_keep_list_names_the_module_that_runs_a_module_list(level):
-    """Each of its modules would be kept for itself, with FP16 between them."""
+    """If the ModuleList were named, each of its modules would be kept, with FP16 between them."""
     factors = {"0_layers_0": 2.0**12, "0_layers_1": 2.0**12, "0_layers_2": 2.0**-24}
     make = lambda: nn.Sequential(Listed(), nn.Linear(4, 4, bias=False))  # noqa: E731
     seen, _ = look_deep(level, "cpu", factors, model=make())
@@ -79,7 +79,7 @@ def test_an_overflow_of_the_model_output_has_no_keep_list(device):
 
 
 class Apart(nn.Module):
-    """The input of `small` is small: so is the gradient of its weight, though not that of its output."""
+    """Model with a layer `small` whose weight has a small gradient because its input is small."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ def test_the_keep_list_of_inspect_restores_a_flushed_gradient(level, device):
     options = {"model": Apart(), "weight": 2.0**-12, "value": 1.0}
     seen, _ = look_deep(level, device, {}, **options)
     gradient = seen.gradients["small.weight"]
-    if level == "O0":  # every number is there to be counted
+    if level == "O0":  # FP32 has flushed no number
         assert set(gradient.counts) == {-25} and gradient.flushed(1.0) == 1.0 and gradient.flushed(2.0) == 0.0
         assert seen.best_scale() == 2.0**27 and seen.keep_fp32() == []
         return

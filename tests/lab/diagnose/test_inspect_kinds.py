@@ -1,4 +1,4 @@
-"""`inspect` with scalers, several models, modules of many kinds, and its words."""
+"""`inspect` with scalers, with several models, with modules of many kinds, and its output."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_inspect_reads_the_scale_of_any_scaler_object():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inspect_unscales_only_the_loss_that_was_scaled(reentrant):
-    """Two losses of which one is scaled, each in a backward of its own; a part of the model is checkpointed."""
+    """Two losses have separate backward passes, and only one is scaled. The model is checkpointed."""
     model, scaler = nn.Sequential(training.linear([[1.0, 1.0]]), nn.Linear(1, 1)), torch.amp.GradScaler("cpu")
     nn.init.ones_(model[1].weight)
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 2, requires_grad=True)
@@ -132,7 +132,7 @@ def test_inspect_counts_delayed_gradients_unscaled():
 
 
 def test_inspect_of_two_models_sees_each_model_alone():
-    """A GAN's: each sees what is its own, and neither what the other computes to see."""
+    """A GAN: each inspection sees its own model, and not the computations of the other inspection."""
     models = [training.linear([[2.0]]), nn.Sequential(training.linear([[2.0]]), nn.Tanh())]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
     amp.initialize(models, optimizers, opt_level="O2", loss_scale=1.0, verbosity=0)

@@ -1,4 +1,4 @@
-"""The meter of lost updates: which changes of FP32 weights would change no bit of low-precision ones."""
+"""The meter of lost updates: changes of FP32 weights that would change no bit of low-precision weights."""
 
 from __future__ import annotations
 

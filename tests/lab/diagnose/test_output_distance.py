@@ -77,7 +77,7 @@ INPUTS = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 4.0]])
 
 
 def by_hand() -> tuple[Tensor, Tensor]:
-    """The log-probabilities in FP32, and those of the weights in BF16."""
+    """Return the log-probabilities with FP32 weights and with BF16 weights."""
     weight = torch.tensor(ROWS)
     logits = (F.linear(INPUTS, each) for each in (weight, weight.bfloat16().float()))
     first, second = (each.double().log_softmax(-1) for each in logits)
@@ -91,7 +91,7 @@ def test_nats_are_weighted_by_the_probabilities_of_the_first():
     assert found.nats == pytest.approx(rows.mean().item(), rel=1e-9)
     assert found.largest_nats == pytest.approx(rows.max().item(), rel=1e-9)
     outside = ((second - first).exp() - 1).abs() > 0.003
-    assert 0 < outside.sum() < outside.numel()  # the band parts them
+    assert 0 < outside.sum() < outside.numel()  # some ratios are outside the band, others inside
     assert found.outside == pytest.approx((first.exp() * outside).sum(-1).mean().item(), rel=1e-9)
 
 
@@ -128,7 +128,7 @@ def test_an_output_that_is_no_logits_has_no_nats():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is left as it was, and what may come.
+# Restored state, and accepted arguments.
 
 
 @pytest.mark.parametrize("level", [None, "O1", "O2", "O5"])
@@ -184,7 +184,7 @@ def test_compare_outputs_applies_the_format_of_each_level():
     for level, dtype in (("O6+fp8", "fp8"), ("O6+nvfp4", "nvfp4"), ("O6", "mxfp8")):
         alone = amp.compare_outputs(model, inputs, ["O6"], dtype=dtype, keep_high=())
         assert found["O0", level].output == alone["O0", "O6"].output
-    # Scales are powers of two: of 0.3 E4M3 makes 0.3125.
+    # Scales are powers of two, and E4M3 rounds 0.3 to 0.3125.
     assert found["O0", "O6+fp8"].output == pytest.approx(0.0125 / 1.3, rel=1e-4)
     assert found["O0", "O6+nvfp4"].output > found["O0", "O6+fp8"].output
 

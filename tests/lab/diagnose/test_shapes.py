@@ -1,4 +1,4 @@
-"""Advice on sizes: the multiply-adds are those that torch counts, and what is named has a real share of them."""
+"""Advice on sizes: multiply-adds equal torch's count, and the advice names layers with a real share of them."""
 
 from __future__ import annotations
 

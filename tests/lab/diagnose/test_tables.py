@@ -1,4 +1,4 @@
-"""What `inspect` and `explain` give, in a file and in a notebook: nothing is cut, and HTML is what it says."""
+"""Tables of `inspect` and `explain` in files and notebooks: whole text, and escaped HTML."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = ".".join(["layers"] * 30)
 
 
 class Page(HTMLParser):
-    """The cells and paragraphs of a fragment; refuses what is not closed, and what asks for anything."""
+    """Parser of an HTML fragment into its cells. It rejects unclosed and unknown tags, and attributes with URLs."""
 
     def __init__(self, text):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Scripts that train with torch alone, at each level: what three lines of ours would make of them."""
+"""Unedited scripts at each level: they train as with the three lines of amp_patch."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_an_unedited_script_trains_as_with_three_lines(name, level):
     expected = run_source(edited(SCRIPTS[name]), amp=amp, LEVEL=level)["losses"]
     assert losses == expected and trained.missing() is None
     assert (losses == plain) is (level == "O0")
-    if level != "O3":  # without FP32 weights these go elsewhere
+    if level != "O3":  # without FP32 weights, the losses differ more
         torch.testing.assert_close(losses, plain, rtol=0.05, atol=0.02, check_dtype=False)
 
 
@@ -275,7 +275,7 @@ finally:
 """
 LBFGS = NET.replace("Adam(net.parameters(), lr=1e-2, eps=1e-4)", "LBFGS(net.parameters())") + CLOSURE
 
-# What cannot be taken: the script, what is said of it, and what stands in its line (None: it is said at the end).
+# Unsupported scripts: the script, part of the message, and text of the line that it names (None: none, at the end).
 REFUSED = {
     "lbfgs": (LBFGS, "LBFGS evaluates its closure", "optimizer.step("),
     "losses": (NET + SEVERAL, "given several losses", "autograd.backward"),
@@ -304,7 +304,7 @@ def test_an_unsupported_script_is_refused_in_one_message(name, level):
             run_source(script)
         error = trained.missing()
     else:
-        # What the script itself catches is not this.
+        # The script must not be able to catch the refusal.
         guarded = "try:\n" + textwrap.indent(script, "    ") + "\nexcept Exception:\n    pass"
         with pytest.raises(ScriptRefused) as caught, trained:
             run_source(guarded)

@@ -1,4 +1,4 @@
-"""What torch.autocast casts by itself in scripts that know torch alone, and our levels cast too."""
+"""Casts in unedited scripts: calls that torch.autocast casts and that levels must cast too."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_methods_called_outside_forward_are_cast_as_forward(level: str) -> None:
     found = run(METHODS, level)
     with_lines = run_source(edited(METHODS), amp=amp, LEVEL=level)
     assert torch.equal(torch.stack(found["losses"]), torch.stack(with_lines["losses"]))
-    if level not in ("O1", "O4"):  # what works as it is, `loss`, is not cast
+    if level not in ("O1", "O4"):  # `loss` works without casts and gets none
         assert {out for out, _ in found["types"]} == {torch.float32}
 
 

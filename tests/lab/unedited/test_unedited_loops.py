@@ -1,4 +1,4 @@
-"""Unedited loops without an optimizer of torch's, with one for each layer, and in processes of the script's own."""
+"""Unedited loops without a torch optimizer, with one for each layer, and in child processes of the script."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_manually_updated_tensors_are_reported_at_the_end():
     assert re.search(WAY_OUT.format(""), str(trained.missing())) and "no module go into one" in str(trained.missing())
 
 
-# Fisher information, an image by ascent: backward passes before there is an optimizer, and nobody updates the weights.
+# Backward passes before the optimizer exists, which do not update weights: Fisher information, ascent on an image.
 BEFORE = """
 import torch
 from torch import nn

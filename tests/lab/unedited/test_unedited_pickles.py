@@ -1,4 +1,4 @@
-"""What an unedited script saves whole, and exports: the file that it would have written without a level."""
+"""Saved and exported models of unedited scripts: the files equal those without a level."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ with open(f"{folder}/bytes.pkl", "wb") as file:
     file.write(pickle.dumps(optimizer))
 """
 FILES = ("model.pt", "all.pt", "part.pt", "old.pt", "model.pkl", "bytes.pkl")
-# Read in a process in which there is no amp_patch.
+# Loads the files in a process without amp_patch.
 LOADS = (
     """
 import sys
@@ -162,7 +162,7 @@ def test_a_saved_model_loads_without_amp_patch(main, tmp_path):
 
 
 def opcodes(path: Path) -> bytes:
-    """What a file of torch.save has beside the tensors' bytes."""
+    """Return the pickle of a file of torch.save, which has no bytes of tensors."""
     with zipfile.ZipFile(path) as file:
         return next(file.read(name) for name in file.namelist() if name.endswith("data.pkl"))
 
@@ -347,7 +347,7 @@ def test_torch_jit_resolves_names_of_its_caller(main):
     def doubled(value: torch.Tensor) -> torch.Tensor:
         return 2 * value
 
-    class Doubles:  # a class's names are looked for in the frame of whoever calls torch.jit.script
+    class Doubles:  # torch.jit.script resolves the names of a class in the frame of its caller
         def call(self, value: torch.Tensor) -> torch.Tensor:
             return doubled(value)
 

@@ -1,4 +1,4 @@
-"""Tensors outside of an unedited script's models: those that an optimizer has beside them, and arrays of outputs."""
+"""Tensors outside the models of an unedited script: in optimizers, and as numpy arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ torch.manual_seed(0)
 losses = []
 net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 """
-# SAC: the temperature has a loss and an optimizer of its own.
+# SAC: the temperature has a separate loss and optimizer.
 TEMPERATURE = (
     NET
     + """
@@ -42,7 +42,7 @@ for step in range(3):
     losses += [loss.detach(), log_alpha.detach().clone()]
 """
 )
-# A PDE's coefficient: the model's loss reaches it, and it has an optimizer of its own.
+# A PDE's coefficient: it is in the model's loss, and has a separate optimizer.
 COEFFICIENT = (
     NET
     + """
