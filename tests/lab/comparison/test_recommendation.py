@@ -367,11 +367,11 @@ def test_test_describes_the_margin_and_the_significance():
     assert made.test.startswith(
         "The result of a run is the mean training loss over the last tenth of the 40 steps that all runs trained; "
         "lower is better. The gap of a level is the mean of the differences between its runs and O0's with the same "
-        "seeds, with Student's interval at 95 %; each level is tested separately. As good: the whole interval lies "
-        "below the margin, by which a level may be worse: 0.2 % of O0's result. "
+        "seeds, with Student's interval at 95 %; each level is tested separately. As good: the whole interval is "
+        "below the margin, 0.2 % of O0's result. "
     )
     assert "rejects chance at 5 %" in made.test and "  " not in made.test
-    assert ": 1 % of O0's result" in replace(made, margin=0.01).test
+    assert "margin, 1 % of O0's result" in replace(made, margin=0.01).test
     assert compare().test.startswith("The result of a run is the mean training loss over the last tenth of the 0 steps")
 
 
