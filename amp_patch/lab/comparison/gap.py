@@ -10,7 +10,7 @@ from typing import Any
 from amp_patch.lab.comparison import measures
 
 CONFIDENCE = 0.95
-_ROUNDING = 1e-12  # a mean below this share of the results is FP64 rounding of a sum that is 0
+_ROUNDING = 1e-12  # a mean below this share of the results is taken for FP64 rounding of 0
 _MOST_MORE = 100  # a gap that needs more seeds than this is practically at the margin
 
 

@@ -106,7 +106,8 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
 def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:
     """Decide by the gap if its interval decides, else by the range of the baseline's seeds.
 
-    The range decides finally if more seeds would not make the gap decide (`by_range`), else only for now.
+    If the runs have decorrelated or the gap is slight (`by_range`), more seeds would not make the gap decide, so the range
+    decides finally. Otherwise it decides for now.
     """
     if apart.told is not None:
         return replace(found, kind="within" if apart.told == "as good" else "differs", better=apart.told == "better")
@@ -121,7 +122,7 @@ def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:
 
 
 def has_no_spread(base: LevelResult) -> bool:
-    """Whether the baseline's seeds do not show how far chance moves a result: there is one, or all are alike."""
+    """Return whether the baseline's seeds do not show how far chance moves a result: there is one, or all are alike."""
     return len(base.finite) < 2 or seeds_change_nothing(base)
 
 

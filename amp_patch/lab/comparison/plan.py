@@ -121,7 +121,7 @@ class Plan:
         level = BASELINE if run.level == NATIVE else run.level
         environment = {LEVEL: level, "AMP_PATCH_SEED": str(run.seed)}
         if any(named_level(each).options for each in self.levels):
-            environment.update(dict.fromkeys(RUNG_VARIABLES, ""))  # a level's name has its rungs
+            environment.update(dict.fromkeys(RUNG_VARIABLES, ""))  # the level's name has its rungs
         if self.keep is not None and level != BASELINE:
             environment[keep_variable(level)] = ",".join(self.keep) or NONE_KEPT
         return environment if self.dtype is None else {**environment, DTYPE: self.dtype}
@@ -141,7 +141,7 @@ def keep_variable(level: str) -> str:
 
 
 def progress_line(run: Run, asked_steps: int | None) -> str:
-    """Format a line on the end of a run: its error, or its steps, loss, time and notes."""
+    """Format the line on a finished run: its error, or its steps, loss, time and notes."""
     if run.error is not None:
         return f"{run.level} seed {run.seed}: failed: {run.error_in_full}"
     loss, ms = newest_figures(run)
