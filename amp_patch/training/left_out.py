@@ -1,4 +1,4 @@
-"""Cast weights that no optimizer of `initialize` holds, and warnings of what writes them nevertheless.
+"""Cast weights, and warnings of what writes them beside the optimizers of `initialize`.
 
 An optimizer that went through no `initialize` steps them without FP32 masters and without a loss scale. An average of
 other weights hardly moves in low precision. A hook of torch's on all optimizers looks for both, as long as there are
@@ -24,9 +24,10 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Installation, Patches
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training.stash import stash_of
+from amp_patch.training.wrappers import innermost
 
 _installation = Installation()
-_models = weakref.WeakSet[nn.Module]()  # those that have such weights
+_models = weakref.WeakSet[nn.Module]()  # those that were cast
 _seen = weakref.WeakSet[Any]()  # optimizers without a stash that were looked at
 _watches = weakref.WeakKeyDictionary[Any, "_Watch"]()
 
@@ -40,14 +41,14 @@ def watch(models: list[nn.Module], targets: list[Any], policy: Policy, owned: Co
     for model in models:
         weights = [p for p in model.parameters() if p.dtype is low and id(p) not in owned and link_of(p) is None]
         found += weights
-        if weights:
+        if weights or policy.master_weights:
             _models.add(model)
     _seen.clear()
     for target in targets:
         _watches.pop(target, None)
         if found:
             _watches[target] = _Watch(models, found)
-    if found:
+    if found or policy.master_weights:
         _installation.install(_hook)
 
 
@@ -66,7 +67,7 @@ def _step_begins(optimizer: Any, *_: Any) -> None:
             _warn_of_averages(modules, known.dtype)
     elif optimizer not in _seen:
         _seen.add(optimizer)
-        if stash_of(optimizer) is None:
+        if stash_of(innermost(optimizer)) is None:
             _warn_if_left_out(optimizer)
 
 
@@ -76,7 +77,7 @@ def _warn_if_left_out(optimizer: Any) -> None:
         policy = followed_policy(model)
         if policy is None or not policy.master_weights:  # O3 steps low-precision weights by design
             continue
-        if any(id(p) in held and p.dtype is policy.cast_model_type and link_of(p) is None for p in model.parameters()):
+        if any(id(p) in held and p.dtype is policy.cast_model_type for p in model.parameters()):
             _watches.clear()  # its steps would look like an average's
             name, level = base_class(optimizer).__name__, policy.opt_level
             warnings.warn(

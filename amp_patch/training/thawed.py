@@ -1,18 +1,24 @@
-"""Parameters that came frozen in low precision, without a master, and may be trained later.
+"""Parameters that came frozen, and may be trained later: in low precision without a master, or in no optimizer.
 
-`watch` subscribes to the backwards, steps and loads of an optimizer that holds some; no other optimizer is asked.
+`watch` subscribes to the backwards, steps and loads of an optimizer that holds some of the former, `watch_unowned` to
+the backwards and steps of a training with some of the latter; no other optimizer is asked.
 """
 
 from __future__ import annotations
 
+import warnings
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp_patch.masters.grad_field import own_grad
 from amp_patch.model import incoming
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import zero_redundancy
 from amp_patch.training.stash import Neighbours, Stash, known_stash, note_sharing, siblings
 
@@ -94,4 +100,48 @@ def refuse(optimizer: Any, stash: Stash) -> None:
         f"{base_class(optimizer).__name__}: parameter {name!r} came "
         f"frozen in {thawed.dtype} and requires a gradient since; opt_level {policy.opt_level!r} trains FP32 values, "
         f"of which it has none: {way}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In no optimizer
+
+
+def watch_unowned(stashes: list[Stash], params: list[Tensor], optimizers: Callable[[], list[Any]]) -> None:
+    """Count `params`, which are frozen and in no optimizer of `stashes`, as unowned once they require a gradient.
+
+    The exit of `scale_loss` then unscales their gradients. A step that finds some warns once: it trains none of them.
+
+    Args:
+        optimizers: gives the optimizers of all trainings.
+    """
+    frozen, thawed = [weakref.ref(param) for param in params], list[Tensor]()
+
+    def in_none(params: list[Tensor]) -> list[Tensor]:
+        pairs = [pair for each in optimizers() for pair in known_stash(each).masters.pairs(each.param_groups)]
+        held = {id(param) for param, _ in pairs}
+        return [param for param in params if id(param) not in held]
+
+    def find(optimizer: Any, stash: Stash) -> None:
+        if found := [param for ref in frozen if (param := ref()) is not None and param.requires_grad]:
+            frozen[:] = [ref for ref in frozen if (param := ref()) is not None and not param.requires_grad]
+            thawed.extend(in_none(found))
+            stash.neighbours.unowned += in_none(found)
+
+    def warn(optimizer: Any, stash: Stash) -> None:
+        if found := in_none([param for param in thawed if own_grad(param) is not None]):
+            thawed.clear()
+            _warn_of_thawed(optimizer, [stash.neighbours.names.get(id(param), "?") for param in found])
+
+    for stash in stashes if frozen else ():
+        stash.neighbours.before_backward.append(find)
+        stash.neighbours.before_step.append(warn)
+
+
+def _warn_of_thawed(optimizer: Any, names: list[str]) -> None:
+    warnings.warn(
+        f"{base_class(optimizer).__name__}.step: {names[0]!r} was frozen at initialize(), has a gradient now"
+        f"{f' (so have {len(names) - 1} more)' if len(names) > 1 else ''}, and is in no optimizer, so that nothing "
+        "trains it: call optimizer.add_param_group({'params': ...}) where its requires_grad is set",
+        stacklevel=stacklevel(),
     )

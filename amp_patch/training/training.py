@@ -26,7 +26,7 @@ from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Attempts
-from amp_patch.training import ddp, left_out, observers, slips
+from amp_patch.training import ddp, left_out, observers, slips, thawed
 from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training.loss_scaler import ROUNDING, LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
@@ -113,9 +113,14 @@ def begin_training(
     return training
 
 
+def _optimizers() -> list[Any]:
+    """The optimizers of all trainings."""
+    alive = [ref() for training in trainings for ref in training.optimizers]
+    return [optimizer for optimizer in alive if stash_of(optimizer) is not None]
+
+
 def _before_clipping(params: list[Tensor]) -> None:
-    optimizers = [ref() for training in trainings for ref in training.optimizers]
-    slips.warn_of_scaled(params, [optimizer for optimizer in optimizers if optimizer is not None])
+    slips.warn_of_scaled(params, _optimizers())
 
 
 clipping.before_clipping.append(_before_clipping)
@@ -213,7 +218,8 @@ def enter(
     everything = {id(p): p for model in models for p in model.parameters()}
     if (rounding := training.scalers[0].beside.get(ROUNDING)) is not None:
         rounding.number(everything.values())
-    unowned: list[Tensor] = [p for key, p in everything.items() if key not in owned and p.requires_grad]
+    in_none: list[Tensor] = [p for key, p in everything.items() if key not in owned]
+    unowned = [p for p in in_none if p.requires_grad]
     sharded = [(module, {id(p) for p in module.parameters()}) for module in fsdp.fsdp_modules(models)]
     for target in targets:
         held = {id(p) for group in target.param_groups for p in group["params"]}
@@ -231,6 +237,8 @@ def enter(
         )
         name_parameters(stash, models)
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
+    frozen = [p for p in in_none if not p.requires_grad]
+    thawed.watch_unowned(list(map(known_stash, targets)), frozen, _optimizers)
     if len(targets) > 1:
         note_sharing(targets)
     if policy.changes_nothing:

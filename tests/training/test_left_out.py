@@ -77,6 +77,41 @@ def test_an_optimizer_that_was_left_out_beside_another_one_is_warned_of(level):
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("level", [*MASTERED, "O5+split", "O5+stochastic"])
+@pytest.mark.parametrize("both", [True, False])
+def test_a_second_optimizer_of_the_same_weights_is_warned_of_at_its_first_step_alone(level, both):
+    model = network()
+    model, given = amp.initialize(model, sgd(model), opt_level=level, loss_scale=1.0, verbosity=0)
+    second = sgd(model)
+    with pytest.warns(UserWarning, match="this SGD was not given to initialize") as found:
+        for _ in range(3):
+            backward(model(X).square().mean(), given)
+            if both:
+                given.step()
+            second.step()
+    assert [each.filename for each in found] == [__file__]
+
+
+class Around(torch.optim.Optimizer):
+    """Has groups of its own, and steps the optimizer inside."""
+
+    def __init__(self, inside: Any, params: Any) -> None:
+        super().__init__(params, {})
+        self.optimizer = inside
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_wrapper_that_holds_the_weights_beside_its_optimizer_is_not_warned_of(level):
+    model = network()
+    model, given = amp.initialize(model, sgd(model), opt_level=level, loss_scale=1.0, verbosity=0)
+    around = Around(given, model.parameters())
+    backward(model(X).square().mean(), given)
+    around.step()
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "O6"])
 def test_levels_whose_plain_loop_is_right_do_not_warn(level):
     model = amp.initialize(network(), opt_level=level, verbosity=0)
@@ -96,12 +131,11 @@ def test_optimizers_of_other_weights_and_ones_that_were_given_later_do_not_warn(
 
 def test_torch_has_the_hook_only_while_there_are_such_weights():
     before = hooks()
-    model = network()
-    amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
-    amp.initialize(network(), opt_level="O3", cast_model_type=None, verbosity=0)
-    amp.restore()
+    for level in ("O1", "O3"):
+        amp.initialize(model := network(), sgd(model), opt_level=level, verbosity=0)
     assert hooks() == before
     amp.initialize(network(), opt_level="O2", verbosity=0)
+    amp.initialize(model := network(), sgd(model), opt_level="O2", verbosity=0)
     assert hooks() == before + 1
     amp.restore()
     assert hooks() == before
