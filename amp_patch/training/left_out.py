@@ -20,6 +20,7 @@ from amp_patch.masters.masters import link_of
 from amp_patch.model.state import followed_policy
 from amp_patch.policy import Policy
 from amp_patch.support.compiled import not_traced
+from amp_patch.support.device_sync import is_capturing
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Installation, Patches
 from amp_patch.support.scripts_line import stacklevel
@@ -65,6 +66,8 @@ def _step_begins(optimizer: Any, *_: Any) -> None:
         if modules := known.look():
             _watches.clear()
             _warn_of_averages(modules, known.dtype)
+        elif known.looks_left <= 0:
+            _watches.clear()
     elif optimizer not in _seen:
         _seen.add(optimizer)
         if stash_of(innermost(optimizer)) is None:
@@ -92,32 +95,57 @@ def _warn_if_left_out(optimizer: Any) -> None:
 
 
 class _Watch:
-    """Looks at weights when an optimizer's step begins, for those that are written between its steps.
+    """Looks at weights when an optimizer's step begins, for averages that are written between its steps.
 
-    One write may be a load or an initialization. An average is written before each step.
+    One write may be a load or an initialization. An average is written before each step, and is close to other weights
+    of the models. A frozen tower that is loaded or moved before each step is not.
     """
 
     def __init__(self, models: list[nn.Module], weights: list[nn.Parameter]) -> None:
         self.models = [weakref.ref(model) for model in models]
-        self.weights, self.dtype = weights, weights[0].dtype
+        self.weights, self.dtype = [weakref.ref(weight) for weight in weights], weights[0].dtype
         self.state, self.written = _state_of(weights), set[int]()
+        self.looks_left = 4  # at values, which waits for the device
 
     def look(self) -> list[str]:
         """The names of the modules all of whose weights were written before this step and before the last one."""
-        now = _state_of(self.weights)
+        if is_capturing():
+            return []
+        weights = [weight for ref in self.weights if (weight := ref()) is not None]
+        now = _state_of(weights)
         if now == self.state and not self.written:
             return []
-        changed = zip(self.weights, self.state, now, strict=True)
-        written = {id(weight) for weight, before, after in changed if before != after and link_of(weight) is None}
+        written = {key for key in now if self.state.get(key, now[key]) != now[key]}
         twice, self.state, self.written = written & self.written, now, written
         if twice:  # at O3 a thawed weight has no master that would tell
             twice -= {id(p) for each in (*_watches, *_seen) for group in each.param_groups for p in group["params"]}
-        return [name for ref in self.models if (model := ref()) is not None for name in _outermost(model, twice)]
+            twice -= {id(weight) for weight in weights if link_of(weight) is not None}
+        self.looks_left -= bool(twice)
+        models = [model for ref in self.models if twice and (model := ref()) is not None]
+        others = [_sample(p) for model in models for p in model.parameters() if id(p) not in now]
+        found = [(name, model.get_submodule(name)) for model in models for name in _outermost(model, twice)]
+        return [name for name, module in found if _is_average(list(map(_sample, module.parameters())), others)]
 
 
-def _state_of(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
+def _state_of(weights: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
     """What a write changes: the version counter, or the memory, by `param.data = value`."""
-    return [(0 if weight.is_inference() else weight._version, weight.data_ptr()) for weight in weights]
+    return {id(w): (0 if w.is_inference() else w._version, w.data_ptr()) for w in weights}
+
+
+def _sample(weight: Tensor) -> tuple[torch.Size, Tensor]:
+    return weight.shape, weight.detach().reshape(-1)[:256].to("cpu", torch.float32)
+
+
+def _is_average(weights: list[tuple[torch.Size, Tensor]], others: list[tuple[torch.Size, Tensor]]) -> bool:
+    """Whether each of `weights` is close to one of `others`, by samples of both, and some are not copies of it."""
+    distances = [
+        min(
+            (float((one - other).norm() / other.norm().clamp(min=1e-9)) for s, other in others if s == shape),
+            default=2.0,
+        )
+        for shape, one in weights
+    ]
+    return 0 < max(distances) < 0.5
 
 
 def _outermost(model: nn.Module, weights: Container[int]) -> list[str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from conftest import DEVICES
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 from training import backward
@@ -246,6 +249,46 @@ def test_frozen_weights_that_are_loaded_now_and_then_are_not_warned_of(level, wh
     count = iter(range(1, 9))
     ONCE[when](0, task)
     train(task, optimizers, lambda task: ONCE[when](next(count), task), steps=6)
+
+
+def by_clones(task: Task) -> None:
+    for average in task.ema.parameters():
+        average.data = average.data.clone()
+
+
+def as_it_was_trained(task: Task) -> None:
+    task.ema["module"].load_state_dict(task.net.state_dict())
+
+
+REWRITTEN: dict[str, Callable[[Task], None]] = {
+    "its own state is loaded": load,
+    "its data is replaced": by_clones,
+    "the trained weights are loaded": as_it_was_trained,
+}
+
+
+@pytest.mark.parametrize("way", REWRITTEN)
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_frozen_tower_that_is_written_before_each_step_and_averages_nothing_is_not_warned_of(level, way, device):
+    task = Task().to(device)
+    for index, weight in enumerate(task.ema.parameters() if way != "the trained weights are loaded" else ()):
+        torch.nn.init.constant_(weight, index - 1.0)
+    task, optimizer = amp.initialize(task, sgd(task.net), opt_level=level, loss_scale=1.0, verbosity=0)
+    for _ in range(8):
+        optimizer.zero_grad()
+        backward(task(X.to(device)).square().mean(), optimizer)
+        optimizer.step()
+        REWRITTEN[way](task)
+
+
+def test_a_frozen_tower_is_freed_while_its_optimizer_is_there():
+    task, optimizers = start("O2")
+    weight = weakref.ref(task.ema["module"][0].weight)
+    del task.ema
+    gc.collect()
+    assert weight() is None
+    train(task, optimizers, lambda task: None)
 
 
 @pytest.mark.parametrize("level", CAST)
