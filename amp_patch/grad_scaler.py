@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -18,6 +18,7 @@ from amp_patch.model.fsdp import refuse_sharded_since
 from amp_patch.policy import scale_number
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
+from amp_patch.training import slips
 from amp_patch.training.stash import distinct_pairs, stash_of
 from amp_patch.training.step import consume
 from amp_patch.training.unscale import drop, first_of
@@ -95,6 +96,8 @@ class GradScaler(torch.amp.GradScaler):
         self._init_hysteresis_tracker = hysteresis
         self._hysteresis_tracker: Tensor | None = None
         self._has_scaled = False  # whether a loss was scaled since the last update
+        self._has_served = False  # whether an optimizer was unscaled or stepped
+        self._loss: weakref.ref[Tensor] | None = None  # the last one that was scaled
         if self._enabled:
             _scalers.add(self)
             self._init_scale = min(max(self._init_scale, lowest or 0.0), highest or float("inf"))
@@ -118,6 +121,8 @@ class GradScaler(torch.amp.GradScaler):
                     "which have gradients"
                 )
             self._has_scaled = True
+            if not (self._has_served or torch.compiler.is_compiling()):
+                self._loss = weakref.ref(outputs)
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             assert self._scale is not None
@@ -145,6 +150,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
+        self._has_served = True
         self._refuse_mixtures(optimizer, "unscale_")
         super().unscale_(optimizer)
         self._note_gradients(optimizer)
@@ -172,6 +178,7 @@ class GradScaler(torch.amp.GradScaler):
                 "the closure's body first, then step() without it"
             )
         kwargs.pop("closure", None)
+        self._has_served = True
         self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -261,6 +268,7 @@ class GradScaler(torch.amp.GradScaler):
             **state,
             "_init_hysteresis_tracker": self._get_hysteresis_tracker(),
             "_hysteresis_tracker": None,
+            "_loss": None,
             "_process_group": None,  # of this process
         }
 
@@ -369,6 +377,20 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # every enabled scaler of the process
+
+
+def _has_scaled_loss_of(params: Sequence[Tensor]) -> bool:
+    """Whether a scaler that has served no optimizer has scaled a loss of these parameters.
+
+    If the loss is gone, it counts as theirs.
+    """
+    waiting = [vars(scaler) for scaler in list(_scalers)]
+    losses = [of["_loss"] for of in waiting if of["_has_scaled"] and not of["_has_served"] and of["_loss"] is not None]
+    own = set(map(id, params))
+    return any((loss := ref()) is None or not own.isdisjoint(map(id, slips.leaves_of(loss))) for ref in losses)
+
+
+slips.of_waiting_scaler.append(_has_scaled_loss_of)
 
 
 class OlderGradScaler(GradScaler):

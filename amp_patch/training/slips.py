@@ -6,7 +6,7 @@ import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,39 @@ def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None
             return
 
 
+# Called with a step's parameters: whether a GradScaler that has served no optimizer yet has scaled their loss.
+of_waiting_scaler: list[Callable[[Sequence[Tensor]], bool]] = []
+
+
+def warn_of_no_scaler_step(optimizer: Any, stash: Stash) -> bool:
+    """Warn, once, where a GradScaler has scaled the gradients and the script calls `optimizer.step()` by itself.
+
+    Returns:
+        Whether it has warned.
+    """
+    own, asked = stash.backward, stash.bodies or stash.gathered or stash.pending is not None
+    if asked or own.is_seen or stash.neighbours.has_stepped or _in_scaler() is not None:
+        return False
+    params = stash.masters.of_groups(optimizer.param_groups).distinct_params
+    if not with_gradient(params) or not any(asks(params) for asks in of_waiting_scaler):
+        return False
+    own.is_seen = True
+    warnings.warn(
+        f"{base_class(optimizer).__name__}.step: a GradScaler has scaled its gradients, and has not unscaled them; "
+        "write `scaler.step(optimizer)` and `scaler.update()` in place of `optimizer.step()`",
+        stacklevel=stacklevel(),
+    )
+    return True
+
+
+def _in_scaler() -> Any:
+    """The innermost frame of a GradScaler's methods among the callers; None: there is none."""
+    asking: Any = sys._getframe(1)
+    while asking is not None and asking.f_code.co_filename != _SCALERS_FILE:
+        asking = asking.f_back
+    return asking
+
+
 def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
     """Warn, once, where the first gradients that the optimizer steps with came through no `scale_loss`."""
     if stash.backward.is_seen or not stash.scales_loss or with_gradient(stash.masters.links.params):
@@ -81,10 +114,7 @@ def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
     if all(rate == 0 for rate in rates if not getattr(rate, "is_cuda", False)):
         return  # torch.distributed.checkpoint makes the state by such a step, with gradients of zeros
     own = [param for param, master in stash.masters.pairs(optimizer.param_groups) if param is master]
-    asking: Any = sys._getframe(1)
-    while asking is not None and asking.f_code.co_filename != _SCALERS_FILE:
-        asking = asking.f_back
-    if asking is None and with_gradient(own):
+    if _in_scaler() is None and with_gradient(own):
         stash.backward.is_seen = True
         warnings.warn(
             f"{base_class(optimizer).__name__}.step: its gradients came through no scale_loss, so that small ones of "
@@ -119,7 +149,7 @@ def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: li
         return
     if with_gradient(params) or any(stash.neighbours.sharded for stash in stashes):
         return
-    leaves = _leaves(loss)
+    leaves = leaves_of(loss)
     others = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and own_grad(leaf) is not None]
     if not others:
         return
@@ -138,7 +168,7 @@ def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: li
         )
 
 
-def _leaves(loss: Tensor) -> list[Tensor]:
+def leaves_of(loss: Tensor) -> list[Tensor]:
     """The leaf tensors that a backward pass of `loss` gives gradients to."""
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []

@@ -24,6 +24,7 @@ from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Installation, cell_of, is_untouched
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import captured, observers, overflow
+from amp_patch.training.slips import warn_of_no_scaler_step
 from amp_patch.training.stash import Stash, body_events, sharing, stash_of
 from amp_patch.training.unscale import unscale_pending
 
@@ -134,7 +135,7 @@ class Step(Block):
             captured.check(optimizer, stash)
         if stash.pending is not None or stash.neighbours.sharing:
             unscale_pending(optimizer)  # `prepare` has not: a method was captured, or a pre-hook has run a backward
-        if self.links.params:
+        if not warn_of_no_scaler_step(optimizer, stash) and self.links.params:
             _warn_of_ungathered(optimizer, stash, self.links)
         if stash.device_skips:
             stash.collect_device_skips()

@@ -274,6 +274,45 @@ def test_a_grad_scaler_whose_scale_is_the_only_one_trains(level, how, options):
     assert weight(optimizer) == [[0.0, 2.5]]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("keeps_the_loss", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5", "O5+split"])
+def test_a_plain_step_after_a_grad_scalers_backward_says_to_step_by_the_scaler(level, keeps_the_loss, device):
+    model, optimizer = start(level, device, loss_scale=None)
+    scaler = amp.GradScaler(device, init_scale=4.0)
+    loss = loss_of(model)
+    scaler.scale(loss).backward()
+    if not keeps_the_loss:
+        del loss
+    with pytest.warns(UserWarning, match=r"write `scaler\.step\(optimizer\)` and `scaler\.update\(\)`") as told:
+        optimizer.step()
+    assert len(told) == 1 and told[0].filename == __file__
+
+
+@pytest.mark.parametrize("level", ["O3", "O4"])
+def test_a_plain_step_beside_another_models_grad_scaler_is_not_warned_of(level):
+    (model, optimizer), (other, plain) = start("O2", loss_scale=None), start(level, loss_scale=None)
+    scaler = amp.GradScaler("cpu", init_scale=4.0)
+    loss = loss_of(model)
+    scaler.scale(loss).backward()
+    loss_of(other).backward()
+    plain.step()
+    scaler.step(optimizer)
+    assert weight(plain) == weight(optimizer) == [[0.0, 2.5]]
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_plain_step_with_gradients_that_a_grad_scaler_has_unscaled_trains(level):
+    model, optimizer = start(level, loss_scale=None)
+    scaler = amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model)).backward()
+    scaler.unscale_(optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "SGD.step: its gradients came through no scale_loss")
+        optimizer.step()
+    assert weight(optimizer) == [[0.0, 2.5]]
+
+
 def test_a_loss_times_a_tensor_is_no_grad_scalers():
     model, optimizer = start("O2")
     backward(loss_of(model, 2.0) * torch.tensor(0.5), optimizer)
