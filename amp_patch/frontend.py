@@ -35,7 +35,7 @@ from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
 from amp_patch.training import gradient_release as release
-from amp_patch.training.arguments import Keywords, Level, M, Optimizers, S, Steps
+from amp_patch.training.arguments import Else, Keywords, Level, M, Optimizers, S, Steps
 from amp_patch.training.scale_loss import groups_of
 from amp_patch.training.training import (
     Dialect,
@@ -64,11 +64,19 @@ verbose_subscribers: list[Callable[[nn.Module], None]] = []
 # Two overloads and no more: mypy prints all of each, a page of arguments, behind one wrong keyword.
 @overload
 def initialize(
-    models: M, optimizers: None = None, enabled: bool = True, opt_level: Level = "O1", **options: Unpack[Keywords]
+    models: M,
+    optimizers: None = None,
+    enabled: bool | Else = True,
+    opt_level: Level | Else = "O1",
+    **options: Unpack[Keywords],
 ) -> M: ...
 @overload
 def initialize(
-    models: M, optimizers: S, enabled: bool = True, opt_level: Level = "O1", **options: Unpack[Keywords]
+    models: M,
+    optimizers: S,
+    enabled: bool | Else = True,
+    opt_level: Level | Else = "O1",
+    **options: Unpack[Keywords],
 ) -> tuple[M, S]: ...
 def initialize(
     models: Any,
