@@ -22,6 +22,7 @@ from amp_patch.model.forward import cast_method, policy_of
 from amp_patch.model.state import running
 from amp_patch.model.type_errors import advising, is_about_types, method_subscribers
 from amp_patch.support.patches import Patches
+from amp_patch.support.random_states import random_states, restore_random_states
 from amp_patch.support.scripts_line import raised_at
 
 _NOTHING = nullcontext()
@@ -45,6 +46,7 @@ class CalledAlone:
         self._models, self._join, self._say = models, join, say
         self._methods = weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]]()
         self._mixing = weakref.WeakSet[nn.Module]()
+        self._called = weakref.WeakSet[nn.Module]()
 
     def install(self, patches: Patches) -> None:
         """Have methods that fail on types called again, until `patches` are removed."""
@@ -64,9 +66,13 @@ class CalledAlone:
     def call(self, module: nn.Module, model: nn.Module, call: Callable[[], Any]) -> Any:
         """`call()`, a call of `module` inside of no other; made again if it fails on types that can be cast.
 
+        The second call draws what the first one has drawn, if that was the first of `module`.
+
         Args:
             model: what is inside of DDP and its like.
         """
+        states = None if module in self._called else random_states()
+        self._called.add(module)
         try:
             with self._casts_of(model):
                 return call()
@@ -75,6 +81,8 @@ class CalledAlone:
                 self._join(module, around)
             elif not self._mixes(model, error):
                 raise
+        if states is not None:
+            restore_random_states(states)
         with self._casts_of(model):
             return call()
 
