@@ -280,3 +280,168 @@ def test_loader_workers_do_not_count_as_training_processes(monkeypatch):
         process.start()
         process.join()
     assert trained.processes.started == 1
+
+
+# --- loops of public programs -----------------------------------------------------------------------------------------
+
+# Each has what one kind of public program does around its models. The comments are the lines that our own script has.
+BEGIN = """
+import copy
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.distributions import Categorical
+
+torch.manual_seed(0)
+losses = []
+"""
+LOOPS = {
+    # word_language_model: the hidden state is carried from batch to batch
+    "a carried state": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.rnn, self.head = nn.Embedding(16, 8), nn.LSTM(8, 8), nn.Linear(8, 16)
+
+    def start(self):
+        weight = next(self.parameters())
+        return weight.new_zeros(1, 4, 8), weight.new_zeros(1, 4, 8)
+
+    def forward(self, tokens, state):
+        out, state = self.rnn(self.table(tokens), state)
+        return F.log_softmax(self.head(out).view(-1, 16), dim=1), state
+
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+state = net.start()
+for step in range(4):
+    state = tuple(each.detach() for each in state)
+    out, state = net(torch.randint(16, (5, 4)), state)
+    loss = F.nll_loss(out, torch.randint(16, (20,)))
+    net.zero_grad()
+    loss.backward() #optimizer
+    optimizer.step()
+    losses.append(loss.detach())
+""",
+    # reinforce, actor_critic, PPO: many small forwards, one loss of what was kept of them
+    "policy gradients": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.actor, self.critic = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 1)
+
+    def forward(self, x):
+        h = F.relu(self.body(x))
+        return F.softmax(self.actor(h), dim=-1), self.critic(h)
+
+net = Net()
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+for episode in range(3):
+    optimizer.param_groups[0]["lr"] = 1e-2 * (1 - episode / 3)
+    kept = []
+    for step in range(5):
+        chances, value = net(torch.randn(4))
+        action = torch.tensor(step % 2)
+        kept.append((Categorical(chances).log_prob(action), value, float(step)))
+    loss = torch.stack([-p * (r - v.item()) + F.smooth_l1_loss(v, torch.tensor([r])) for p, v, r in kept]).sum()
+    optimizer.zero_grad()
+    loss.backward() #optimizer
+    optimizer.step()
+    losses.append(loss.detach())
+""",
+    # dqn: a copy that is no model of the training, and takes the weights by their data
+    "a target network": """
+net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+target = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+target.load_state_dict(net.state_dict())
+for step in range(5):
+    seen, actions, later = torch.randn(8, 4), torch.randint(2, (8, 1)), torch.randn(8, 4)
+    with torch.no_grad():
+        wanted = 1 + 0.9 * target(later).max(dim=1)[0]
+    loss = F.mse_loss(wanted, net(seen).gather(1, actions).squeeze()) / 256
+    optimizer.zero_grad()
+    loss.backward() #optimizer
+    optimizer.step()
+    for slow, fast in zip(target.parameters(), net.parameters()):
+        slow.data.copy_(0.5 * fast.data + 0.5 * slow.data)
+    losses.append(loss.detach())
+""",
+    # wgan_gp: the penalty is a loss of gradients
+    "a penalty on gradients": """
+net = nn.Sequential(nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, eps=1e-4)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+for step in range(4):
+    between = torch.randn(8, 4, requires_grad=True)
+    score = net(between)
+    (grads,) = torch.autograd.grad(score, between, torch.ones_like(score), create_graph=True, retain_graph=True)
+    loss = score.mean() + 10 * ((grads.norm(2, dim=1) - 1) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward() #optimizer
+    optimizer.step()
+    losses.append(loss.detach())
+""",
+    # nanoGPT, minGPT: groups that decay and groups that do not
+    "groups by shape": """
+net = nn.Sequential(nn.Embedding(16, 8), nn.LayerNorm(8), nn.Linear(8, 16))
+params = list(net.parameters())
+groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}]
+groups.append({"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0})
+optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+for step in range(4):
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 * (step + 1) / 4
+    loss = F.cross_entropy(net(torch.randint(16, (8,))), torch.randint(16, (8,)))
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward() #optimizer
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    losses.append(loss.detach())
+""",
+    # imagenet, mnist: an evaluation between the epochs, weights made by apply, a checkpoint of both
+    "epochs": """
+def start(module):
+    if isinstance(module, nn.Conv2d):
+        nn.init.normal_(module.weight, 0.0, 0.2)
+
+net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(144, 5))
+optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)
+net.apply(start)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+for epoch in range(3):
+    net.train()
+    loss = F.cross_entropy(net(torch.randn(8, 1, 8, 8)), torch.arange(8) % 5)
+    optimizer.zero_grad()
+    loss.backward() #optimizer
+    optimizer.step()
+    losses.append(loss.detach())
+    net.eval()
+    with torch.no_grad():
+        out = net(torch.randn(8, 1, 8, 8))
+        _, best = out.topk(2, 1, True, True)
+        losses.append(F.cross_entropy(out, torch.arange(8) % 5))
+    saved = copy.deepcopy({"net": net.state_dict(), "optimizer": optimizer.state_dict()})
+    schedule.step()
+net.load_state_dict(saved["net"])
+optimizer.load_state_dict(saved["optimizer"])
+""",
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_public_programs_loop_trains_as_with_three_lines(kind, level):
+    script = BEGIN + LOOPS[kind]
+    plain = run_source(script)["losses"]
+    with UneditedScript(level) as trained:
+        losses = run_source(script)["losses"]
+    amp.restore()
+    expected = run_source(edited(script), amp=amp, LEVEL=level)["losses"]
+    torch.testing.assert_close(losses, plain, rtol=0.05, atol=0.02, check_dtype=False)
+    assert losses == expected and losses != plain and trained.missing() is None
