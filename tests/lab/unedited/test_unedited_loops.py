@@ -360,9 +360,10 @@ target = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
 target.load_state_dict(net.state_dict())
 for step in range(5):
     seen, actions, later = torch.randn(8, 4), torch.randint(2, (8, 1)), torch.randn(8, 4)
+    value = net(seen).gather(1, actions).squeeze()
     with torch.no_grad():
         wanted = 1 + 0.9 * target(later).max(dim=1)[0]
-    loss = F.mse_loss(wanted, net(seen).gather(1, actions).squeeze()) / 256
+    loss = F.mse_loss(wanted, value) / 256
     optimizer.zero_grad()
     loss.backward() #optimizer
     optimizer.step()
