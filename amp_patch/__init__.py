@@ -10,6 +10,14 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+# For `python -m amp_patch compare`, Python imports this file first, and the import of torch takes seconds.
+if (
+    sys.argv[:1] == ["-m"]
+    and sys.orig_argv[-len(sys.argv) :][:2] in (["amp_patch", "compare"], ["amp_patch", "search"])
+    and not {"-h", "--help"} & {*sys.argv}
+):
+    print(f"{sys.argv[1]}: loading torch", flush=True)
+
 try:
     import torch as _  # noqa: F401
 except ModuleNotFoundError as error:
