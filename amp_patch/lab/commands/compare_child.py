@@ -62,8 +62,7 @@ class Child:
         self._enough_since: float | None = None
         self._load = load
         name, arguments = more or (record_of(args.out, run).stem, ())
-        self._name = Path("runs") / f"{name}.log"
-        self._log = fresh(args.out / self._name)  # removes an earlier comparison's file, or a link to elsewhere
+        self._log = fresh(args.out / "runs" / f"{name}.log")  # removes an earlier comparison's file, or a link to elsewhere
         self._record = fresh(self._log.with_suffix(".jsonl").absolute())  # absolute: the script may change directory
         self._record.open("xb").close()
         self._lines = self._record.open("rb")
@@ -117,7 +116,7 @@ class Child:
                 return None
             if self._goes_on_behind_its_steps():
                 self.kill()
-                self.run.log = str(self._name)
+                self.run.log = str(self._log)
                 self.run.notes.append(f"the script went on behind the {self._steps} steps asked for, and was ended")
                 return None
 
@@ -206,7 +205,7 @@ class Child:
 
     def _conclude(self) -> None:
         run, code = self.run, self._process.returncode
-        run.log = str(self._name)
+        run.log = str(self._log)
         if run.error is not None and run.error_kind == EXITED and (last := _last_line(self._log)):
             run.error = f"{run.error}: {last}"[:300]  # argparse, say, prints the reason before it exits
         elif run.error is None and code and not self._has_enough():

@@ -179,6 +179,8 @@ def _read(run: Run, record: Path) -> bool:
         return False
     asked = Run(run.level, run.seed)
     add_events(run, recorded + b"\n")
+    if run.log:  # it was recorded relative to the working directory of `compare`
+        run.log = str(record.with_suffix(".log"))
     if b'\n{"event": "outcome"' not in recorded:
         name_as_asked(run, asked)
         run.error, run.error_kind, run.error_where = interrupted(run)

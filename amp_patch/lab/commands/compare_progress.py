@@ -57,6 +57,7 @@ class Progress:
         self._shown = 0.0
         self._alive = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._is_gone = False
+        self._errors: dict[str, str] = {}  # an error -> the first run that had it
         self._times = RunTimes(runs, steps, clock)
         self._total_told = self._rate_told = not tells_time
 
@@ -99,8 +100,14 @@ class Progress:
         self._tell_total()
         if self._steps is None and run.error is None:
             self._steps = run.steps  # the other runs are expected to take as many
-        if not run.refused:
-            self.say("; ".join([progress_line(run, self._asked), *self._left()]))
+        if run.refused:
+            return
+        name, first = f"{run.level} seed {run.seed}", ""
+        if run.error is not None:
+            first = self._errors.get(run.error, "")
+            self._errors.setdefault(run.error, name)
+        line = f"{name}: failed as {first} did" if first else progress_line(run, self._asked)
+        self.say("; ".join([line, *self._left()]))
 
     def say(self, line: str) -> None:
         """Print a line that stays, in the place of the terminal's."""

@@ -111,7 +111,8 @@ class TurnScheduler:
             for seed in range(self._plan.seeds):
                 self._train_seed(seed)
                 if self._all_failed(seed):
-                    self._progress.say(f"every level has failed with seed {seed}: other seeds are not tried")
+                    if self._plan.seeds > 1:
+                        self._progress.say(f"every level has failed with seed {seed}: other seeds are not tried")
                     self.runs = [run for run in self.runs if run.seed <= seed]
                     self.asked = len(self.runs)
                     break

@@ -186,7 +186,8 @@ class Comparison:
         if self.only is not None:
             return f"Only {self.only.name} has results: there is nothing to compare it with.{failed}"
         what = f" {self.baseline.name} with" if self.baseline is not None else ""
-        return f"Nothing to compare{what}: {self.why_nothing()}{failed}"
+        why = self.why_nothing()
+        return f"Nothing to compare{what}: {why}" + failed * (not why.startswith("all "))
 
     @property
     def only(self) -> LevelResult | None:
@@ -241,6 +242,8 @@ class Comparison:
         if not self.runs:
             return "there is no run."
         well = [level for level in self._groups if level.runs]
+        if not well and len({(run.error, run.error_where) for run in self.runs}) == 1 < len(self.runs):
+            return f"all {len(self.runs)} runs failed: {self.runs[0].error_in_full}."
         if not well:
             return "no run went well."
         if self._base is None and self.metric != LOSS and not any(self.metric in run.logged for run in self.runs):

@@ -37,6 +37,8 @@ def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
     The levels with their figures, the verdicts, where the time of a step and the memory went, what `amp.inspect` saw
     (of the worst modules), the notes, sizes that a GPU would be faster with, and last the recommendation.
     """
+    if not any(level.runs for level in comparison.levels):
+        return [_coloured(comparison.summary, "bold", colours)]  # not wrapped: a path in it can be copied
     parts: list[list[str]] = []
     if comparison.levels:
         parts += [_overview(comparison), _gaps(comparison), _verdicts(comparison, colours)]

@@ -80,7 +80,7 @@ class Run:
         error: why there are no figures, or fewer than asked for, in one line; None if all went well.
         error_kind: INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED, or "" for any other error, and for none.
         error_where: the line of the script's that raised it, "train.py, line 31"; "" where that is not known.
-        log: the file that has what the run printed, in the folder of the report; "" where there is none.
+        log: the path of the file that has what the run printed; "" without one.
         refused: whether that is because the script cannot be trained at another level unedited.
         native: whether the script has mixed precision of torch's own (torch.autocast, GradScaler).
         notes: what the reader should know of a run that went well, a line each.

@@ -168,6 +168,18 @@ def test_progress_prints_a_line_every_half_minute_without_a_terminal(capsys):
     ]
 
 
+def test_an_error_that_several_runs_have_is_printed_once(capsys):
+    runs = [Run(level, error=error) for level, error in (("O0", "no data"), ("O4", "no data"), ("O5", "no memory"))]
+    progress = Progress(runs, None)
+    for run in runs:
+        progress.end(run)
+    assert capsys.readouterr().out.splitlines() == [
+        "O0 seed 0: failed: no data",
+        "O4 seed 0: failed as O0 seed 0 did",
+        "O5 seed 0: failed: no memory",
+    ]
+
+
 def test_progress_survives_a_closed_terminal(monkeypatch):
     class Closed:
         def isatty(self) -> bool:

@@ -87,7 +87,7 @@ def test_a_script_that_fails_at_once_is_started_once_and_its_error_printed_once(
     assert done.returncode == 1 and (tmp_path / "begun").read_text() == "."
     assert done.stderr.startswith("compare: train.py has failed at O0, before its first step: ")
     assert said in done.stderr and done.stderr.count("\n") == 1
-    assert f"see {Path('runs/O0-seed0.log')}" in done.stderr
+    assert f"see {Path('amp_compare/runs/O0-seed0.log')}" in done.stderr
     assert "\x1b" not in done.stderr + done.stdout and "failed" not in done.stdout
 
 

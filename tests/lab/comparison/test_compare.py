@@ -150,9 +150,10 @@ def test_a_failed_run_becomes_a_row_and_the_other_runs_continue(tmp_path, capsys
     assert errors["O00"] is None and runs["O00"].steps == 7
     assert errors["O40"] is None and runs["O40"].steps == 4
     assert errors["O10"].startswith("the script never called amp.initialize (or with enabled=False only")
-    assert errors["O11"] == errors["O10"] and runs["O11"].log == str(Path("runs/O1-seed1.log"))
+    assert errors["O11"] == errors["O10"] and runs["O11"].log == str(out / "runs/O1-seed1.log")
     assert errors["O20"] == "ValueError: two lines" and runs["O20"].error_where == "train.py, line 11"
-    assert runs["O20"].error_in_full == f"ValueError: two lines (train.py, line 11; see {Path('runs/O2-seed0.log')})"
+    log = out / "runs/O2-seed0.log"
+    assert runs["O20"].error_in_full == f"ValueError: two lines (train.py, line 11; see {log})"
     assert errors["O30"] == "the script exited with status 3" and runs["O30"].error_where == "train.py, line 13"
     assert errors["O50"].startswith("the script never called amp.scale_loss")
     assert errors["O21"].startswith("out of memory: MemoryError")

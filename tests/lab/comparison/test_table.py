@@ -171,6 +171,16 @@ def test_the_table_has_colours_only_on_request(comparison):
     assert [re.sub(r"\x1b\[\d+m", "", line) for line in coloured.split("\n")] == plain
 
 
+def test_runs_that_all_failed_alike_are_one_line_with_the_path_of_the_log():
+    log = f"{'a long folder/' * 9}runs/O0-seed0.log"
+    runs = [Run(level, error="ValueError: no", error_where="train.py, line 3", log=log) for level in ("O0", "O4")]
+    said = f"Nothing to compare: all 2 runs failed: ValueError: no (train.py, line 3; see {log})."
+    assert lines(Comparison("train.py", runs)) == [said]
+    runs[1].error = "ValueError: yes"
+    (line,) = lines(Comparison("train.py", runs))
+    assert line.startswith("Nothing to compare: no run went well. O0: failed with seed 0: ValueError: no (train.py")
+
+
 @pytest.mark.parametrize(
     "runs",
     [
