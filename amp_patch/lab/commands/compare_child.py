@@ -62,7 +62,8 @@ class Child:
         self._enough_since: float | None = None
         self._load = load
         name, arguments = more or (record_of(args.out, run).stem, ())
-        self._log = fresh(args.out / "runs" / f"{name}.log")  # removes an earlier comparison's file, or a link to elsewhere
+        # `fresh` removes an earlier comparison's file, or a link to elsewhere.
+        self._log = fresh(args.out / "runs" / f"{name}.log")
         self._record = fresh(self._log.with_suffix(".jsonl").absolute())  # absolute: the script may change directory
         self._record.open("xb").close()
         self._lines = self._record.open("rb")

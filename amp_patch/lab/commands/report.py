@@ -12,9 +12,8 @@ from pathlib import Path
 
 from amp_patch.lab.commands import compare_folder
 from amp_patch.lab.commands.compare_arguments import again, defaults, plan_of
-from amp_patch.lab.comparison import page, table
+from amp_patch.lab.comparison import page, table, what_next
 from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.comparison.headline import how_to_use
 from amp_patch.lab.comparison.machine import machine
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.recording.run import Run
@@ -69,6 +68,7 @@ def comparison_of(
         min_gain=plan.min_gain / 100,
         margin=plan.margin / 100,
         command=shlex.join([*device, *script, *args.arguments]),
+        folder=str(args.out),
     )
 
 
@@ -76,17 +76,7 @@ def show(comparison: Comparison, folder: Path) -> int:
     """Write the report and print the table; 1 if that failed, or nothing can be compared."""
     failure, where = _write(comparison, folder)  # before the table: its reader may close the pipe
     lines = table.lines(comparison, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    _, command = how_to_use(comparison)
-    if command:
-        lines.append(f"To use it without an edit: {command}")
-    folder_named = shlex.quote(str(folder))
-    if comparison.to_be_sure:
-        lines.append(f"To be sure: {comparison.to_be_sure}")
-    if comparison.cut:
-        lines.append(f"To make the runs that are missing: python -m amp_patch compare --resume {folder_named}")
-    elif comparison.seeds_to_tell is not None:
-        more = f"python -m amp_patch compare --resume {folder_named} --seeds {comparison.seeds_to_tell}"
-        lines.append(f"To be sure of the {comparison.metric_in_words}: {more}")
+    lines += [f"To {purpose}: {command}" for purpose, command in what_next.commands(comparison)]
     try:
         print("\n".join([*lines, f"report: {where}"]), flush=True)
     except OSError:  # the terminal was closed, or the pipe's reader has read enough

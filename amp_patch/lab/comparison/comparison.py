@@ -40,6 +40,7 @@ class Comparison:
         min_gain: the share of the memory that a level must save to be recommended for it.
         margin: a level counts as good if it is worse by at most this share of the baseline's result.
         command: the arguments of `python -m amp_patch run` for the same training; "" if it was no script.
+        folder: the report's folder, as `compare --resume` takes it; "" if no command made the comparison.
 
     Raises:
         ValueError: two runs of one level that went well have the same seed.
@@ -56,6 +57,7 @@ class Comparison:
     command: str = ""
     min_gain: float = MIN_GAIN
     margin: float = MARGIN
+    folder: str = ""
 
     def __post_init__(self) -> None:
         for level in self._groups:
@@ -330,6 +332,7 @@ class Comparison:
             "command": self.command,
             "min_gain": self.min_gain,
             "margin": self.margin,
+            "folder": self.folder,
             "comparable": self.comparable,
             "summary": self.summary,
             "test": self.test,
@@ -343,7 +346,7 @@ class Comparison:
     def from_dict(cls, values: dict[str, Any]) -> Comparison:
         """Load a comparison from the result of `to_dict`. All figures are computed from its runs again."""
         given = {name: values[name] for name in ("title", "metric", "maximize", "asked_steps", "machine")}
-        later = ("again", "asked_runs", "command", "min_gain", "margin")  # missing in reports of older versions
+        later = ("again", "asked_runs", "command", "min_gain", "margin", "folder")  # missing in old reports
         given.update((name, values[name]) for name in later if name in values)
         return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
 

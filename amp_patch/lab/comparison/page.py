@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
 
 from amp_patch.lab import wording
-from amp_patch.lab.comparison import headline, measures
+from amp_patch.lab.comparison import headline, measures, what_next
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import COLOURS
 from amp_patch.lab.comparison.level_result import LevelResult, failures
@@ -38,6 +38,7 @@ def html(comparison: Comparison) -> str:
     """The page: pictures inline, no script, no request to anything; light and dark as the reader's system is."""
     base, cards = comparison.baseline, rows(comparison)
     of_machine = [note for note in (comparison.lack_note, comparison.kernels_note) if note]
+    *before, last = what_next.commands(comparison) or [("", "")]
     won = any(headline.state(level, comparison) == "best" for level in comparison.levels)
     return _template().render(
         comparison=comparison,
@@ -52,7 +53,10 @@ def html(comparison: Comparison) -> str:
             "How sure": headline.how_sure(comparison),
             "This machine": " ".join(f"{note[0].upper()}{note[1:]}." for note in of_machine),
         },
-        use=headline.how_to_use(comparison),
+        edit=headline.how_to_use(comparison)[0],
+        before=before,
+        last=last,
+        in_words=what_next.advice(comparison),
         why_failed=headline.why_failed,
         rows=cards if any(row.speed for row in cards) else [],
         axis=axis(comparison),
