@@ -133,6 +133,17 @@ def about(seconds: float) -> str:
     return f"about {seconds / 3600:.{1 if seconds < 36000 else 0}f} hours"
 
 
+def clock_time(seconds: float) -> str:
+    """ "0.84 s", "41 s", "5 min 10 s", "2 h 5 min": a measured time."""
+    if round(seconds) < 60:
+        return f"{seconds:.{0 if seconds >= 10 else 1 if seconds >= 1 else 2}f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min" + (f" {rest} s" if rest else "")
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h" + (f" {minutes} min" if minutes else "")
+
+
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from amp_patch.environment import name_of
 from amp_patch.lab import wording
 from amp_patch.lab.recording.activations import WeighedStep
-from amp_patch.lab.recording.peak_memory import PeakMemory
+from amp_patch.lab.recording.peak_memory import PeakMemory, process_peak
 from amp_patch.lab.recording.sizes import Sizes, alive
 from amp_patch.lab.unedited.processes import tell
 from amp_patch.support.distributed import is_first_rank
@@ -137,9 +137,10 @@ class RunSummary(Observer):
         elif self._activations is None:
             return ""
         unit, (figure, in_fp32) = wording.sizes([own, wide])
-        return (
-            f"peak memory {figure} {unit}, in FP32 about {in_fp32}" if wide != own else f"peak memory {figure} {unit}"
-        )
+        what = "memory of weights, gradients, state and activations" if peak is None else "peak memory of the GPU"
+        said = f"{what} {figure} {unit}" + (f", in FP32 about {in_fp32}" if wide != own else "")
+        whole = process_peak() if peak is None else None
+        return said if whole is None else f"{said}; peak of the process {_size(whole)}"
 
 
 @contextmanager
@@ -157,6 +158,11 @@ def told() -> Iterator[None]:
         summary.tell()
     finally:
         observers.remove(summary)
+
+
+def _size(count: int) -> str:
+    unit, (figure,) = wording.sizes([count])
+    return f"{figure} {unit}"
 
 
 def _name(value: Any) -> str:

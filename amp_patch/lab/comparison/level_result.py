@@ -33,6 +33,7 @@ class LevelResult:
         memory_ratio: the ratio of `memory_bytes`.
         bytes_ratio: the ratio of the bytes of weights, masters, gradients and optimizer state.
         samples_per_second: the median over the runs.
+        epoch_seconds: the time of an epoch at that rate; None if the number of its samples is unknown.
         skips: the number of skipped steps of each of `runs`.
         scales: the final loss scale of each run that has one.
         lost_updates: the share of updates that weights of this type (BF16 at O0) would lose without masters, measured
@@ -52,6 +53,7 @@ class LevelResult:
     memory_ratio: float | None = None
     bytes_ratio: float | None = None
     samples_per_second: float | None = None
+    epoch_seconds: float | None = None
     skips: list[int] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     lost_updates: float | None = None
@@ -134,6 +136,9 @@ def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
         "activations": median(run.activations for run in runs),
         "memory_bytes": median(map(measures.memory_bytes, runs)),
     }
+    epoch = median(run.epoch_samples or None for run in runs)
+    if epoch is not None and found["samples_per_second"]:
+        found["epoch_seconds"] = epoch / found["samples_per_second"]
     found["lost_updates"] = _lost_updates(runs, level.dtype)
     if base is not None and not level.emulated:
         if found["lost_updates"] is None:
@@ -144,7 +149,9 @@ def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
         found["memory_ratio"] = _ratio(map(measures.memory_bytes, runs), map(measures.memory_bytes, base.runs))
         found["bytes_ratio"] = _ratio(map(measures.held_bytes, runs), map(measures.held_bytes, base.runs))
     if level.emulated:
-        found |= dict.fromkeys(("step_ms", "samples_per_second", "activations", "memory_bytes", "lost_updates"))
+        found |= dict.fromkeys(
+            ("step_ms", "samples_per_second", "epoch_seconds", "activations", "memory_bytes", "lost_updates")
+        )
     return replace(level, **found)
 
 

@@ -51,6 +51,7 @@ def html(comparison: Comparison) -> str:
         said={
             "Why": headline.why(comparison),
             "How sure": headline.how_sure(comparison),
+            "An epoch": f"{each}." if (each := headline.epoch(comparison)) else "",
             "This machine": " ".join(f"{note[0].upper()}{note[1:]}." for note in of_machine),
         },
         edit=headline.how_to_use(comparison)[0],

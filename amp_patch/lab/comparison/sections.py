@@ -222,7 +222,9 @@ def _runs(comparison: Comparison) -> Table | None:
     unit, _ = wording.sizes([size for each in of_runs for size in each])
     logged = [metric] if metric != measures.LOSS else []
     head = ["level", "seed", "steps", "last loss", *logged, "median step, ms", "skipped steps"]
-    head += [f"{what}, {unit}" for what in ("weights", "activations", "peak")] + ["notes"]
+    on_cuda = any(run.device == "cuda" for _, run in pairs)
+    peak = "peak" if on_cuda else "peak of the process"
+    head += [f"{what}, {unit}" for what in ("weights", "activations", peak)] + ["notes"]
     rows: list[Entries] = []
     for (level, run), each in zip(pairs, of_runs, strict=True):
         sizes = [wording.in_unit(size, unit) if size else "" for size in each]

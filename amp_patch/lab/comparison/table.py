@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 
 from amp_patch.lab import wording
-from amp_patch.lab.comparison import measures
+from amp_patch.lab.comparison import headline, measures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.gap import CONFIDENCE
 from amp_patch.lab.comparison.level_result import LevelResult
@@ -121,16 +121,21 @@ def _times(comparison: Comparison) -> list[str]:
         split = measures.part_ms(level.runs, level.step_ms)
         parts = [wording.short(split[part] if level.step_ms is not None else None) for part in PARTS]
         rows.append((level.name, *parts, wording.short(level.samples_per_second)))
-    return _table("Time of a step, ms", ("level", *headings, "samples\nper second"), rows)
+    each = headline.epoch(comparison)
+    table = _table("Time of a step, ms", ("level", *headings, "samples\nper second"), rows)
+    return table + (_wrapped(f"An epoch takes {each}.") if each else [])
 
 
 def _sizes(comparison: Comparison) -> list[str]:
-    headings = ("level", "weights", "masters", "gradients", "optimizer\nstate", "activations", "peak")
+    on_cuda = any(run.device == "cuda" for level in comparison.levels for run in level.runs)
+    headings = ["level", "weights", "masters", "gradients", "optimizer\nstate", "activations"]
+    headings += ["peak"] if on_cuda else ["sum", "process,\npeak"]  # the growth of the process has more in it
     rows: list[Sequence[str]] = []
     for level in filter(_went_well, comparison.levels):
         sizes = (_mib(level.runs, size) for size in ("weights", "masters", "gradients", "state", "activations"))
         peak = None if level.memory_bytes is None else level.memory_bytes / 2**20
-        rows.append((level.name, *map(wording.short, (*sizes, peak))))
+        process = [] if on_cuda else [_mib(level.runs, "peak_memory")]
+        rows.append((level.name, *map(wording.short, (*sizes, peak, *process))))
     return _table("Memory, MiB", headings, rows)
 
 

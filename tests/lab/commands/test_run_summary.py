@@ -15,7 +15,9 @@ from amp_patch.lab.commands import run_summary
 from amp_patch.lab.commands.run_summary import told
 
 LINE = r"amp_patch: (?P<level>O\d[+\w]*(?: \w+)?) trained (?P<what>.+): (?P<steps>\d+) steps?, (?P<skipped>\d+) skipped"
-MEMORY = r"(?:; peak memory (?P<own>[\d.]+) (?P<unit>\w+), in FP32 about (?P<fp32>[\d.]+))?\n"
+WHAT = "memory of weights, gradients, state and activations"
+MEMORY = rf"(?:; {WHAT} (?P<own>[\d.]+) (?P<unit>\w+), in FP32 about (?P<fp32>[\d.]+)"
+MEMORY += r"; peak of the process (?P<process>[\d.,]+) (?P<process_unit>\w+))?\n"
 
 
 class Net(nn.Sequential):
@@ -74,6 +76,8 @@ def test_the_summary_estimates_the_memory_of_o0(level, capsys):
     casts = 4 * (2 * 256 * 64 + (5 * 64 * 64 if level == "O1" else 0))
     assert found["unit"] == "KiB" and float(found["fp32"]) * 1024 == pytest.approx(o0 + casts, abs=1024)
     assert float(found["own"]) < 0.95 * float(found["fp32"])
+    whole = float(found["process"].replace(",", "")) * {"MiB": 2**20, "GiB": 2**30}[found["process_unit"]]
+    assert whole > 50 * 2**20, "torch alone takes more"
 
 
 def test_the_summary_lists_several_trainings(capsys):

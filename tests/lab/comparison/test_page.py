@@ -16,7 +16,7 @@ from made_up import made_up_look, made_up_run
 from paths import BENCHMARKS, ROOT
 
 from amp_patch.lab import wording
-from amp_patch.lab.comparison import drawing, measures, number_pictures, page, pictures
+from amp_patch.lab.comparison import drawing, measures, number_pictures, page, pictures, table
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.recording.run import PARTS, Run, dumps, loads
 
@@ -420,3 +420,16 @@ def test_the_readme_shows_the_cards_of_reports(kind, told, said, tmp_path, monke
         assert "Use O4 (FP16): 2.0x faster, 33 % less memory, same loss over 3 seeds" in words
         assert said in words
         assert "var(" not in text and background in text
+
+
+def test_the_time_of_an_epoch_is_told_if_its_samples_are_known(tmp_path):
+    runs = [made_up_run("O0", seed) for seed in (0, 1)]
+    runs += [made_up_run("O4", seed, dtype="bfloat16", ms=5) for seed in (0, 1)]
+    made = Comparison("train.py", runs)
+    assert "An epoch" not in page.html(made) and "An epoch" not in "".join(table.lines(made))
+    for run in runs:
+        run.epoch_samples = 8000  # 800 samples a second
+    made = Comparison("train.py", runs)
+    assert "<dt>An epoch</dt><dd>10 s at O0, 5.0 s at O4 BF16.</dd>" in page.html(made)
+    assert "An epoch takes 10 s at O0, 5.0 s at O4 BF16." in table.lines(made)
+    assert made.levels[0].epoch_seconds == Comparison.from_dict(made.to_dict()).levels[0].epoch_seconds == 10

@@ -81,6 +81,13 @@ def test_the_table_shows_known_times_and_sizes(comparison):
     assert row(shown, "Time of a step, ms", "O2") == ["O2", "FP16", "0.5", "2.5", "5", "0.5", "1.5", "800"]
     assert row(shown, "Memory, MiB", "O2") == ["O2", "FP16", "0.5", "1", "0.00381", "0.00763", "0.5"]
     for run in comparison.runs:
+        run.device, run.activations = "cpu", 2**18
+    shown = lines(Comparison("train.py", comparison.runs))
+    sum_, process = "1.76", "0.5"  # 0.5 + 1 + 0.00381 + 0.00763 + 0.25, and what the process grew by
+    expected = ["O2", "FP16", "0.5", "1", "0.00381", "0.00763", "0.25", sum_, process]
+    assert row(shown, "Memory, MiB", "O2") == expected
+    for run in comparison.runs:
+        run.device, run.activations = "cuda", None
         run.peak_memory, run.samples = None, [0] * run.steps
     shown = lines(Comparison("train.py", comparison.runs))
     assert len(row(shown, "Time of a step, ms", "O2")) == 7 and len(row(shown, "Memory, MiB", "O2")) == 6
