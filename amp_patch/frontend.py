@@ -107,7 +107,15 @@ def initialize(
     optimizer_state: State | None = None,
     gradient_release: Flag = False,
 ) -> Any:
-    """Prepare models and optimizers for mixed-precision training at an opt level, in place.
+    """Prepare models and optimizers for mixed-precision training at an opt level, in place::
+
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        for inputs, targets in loader:
+            loss = criterion(model(inputs), targets)
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
 
     Call it after the model is on its device and before it is wrapped (DataParallel, DDP). It may be called any number
     of times: each call makes a training with its own policy and loss scalers. A model given again keeps the values of

@@ -77,13 +77,19 @@ def explain_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_cl
 
 def explain_types_in_body(policy: Policy, error: RuntimeError) -> None:
     """Raise `error` of the body of a `scale_loss`, if it is about types, with the line, the level and the way out."""
-    _raise_with_advice(f"The body of scale_loss{raised_at(error)}", policy, error)
+    part = ""
+    if policy.cast_model_type is not None and is_about_types(error):
+        part = (
+            ". The inputs of a part of the model that is called by itself, model.body(x), are not cast: call the "
+            "model, or move the call into a method and name it: initialize(..., methods=('encode',))"
+        )
+    _raise_with_advice(f"The body of scale_loss{raised_at(error)}", policy, error, part)
 
 
-def _raise_with_advice(where: str, policy: Policy, error: RuntimeError) -> None:
+def _raise_with_advice(where: str, policy: Policy, error: RuntimeError, more: str = "") -> None:
     if policy.makes_low_tensors and (advice := _advice(policy, error)) is not None:
         kind = NotImplementedError if isinstance(error, NotImplementedError) else RuntimeError
-        raise kind(f"{error}\n{where} {advice}") from error
+        raise kind(f"{error}\n{where} {advice}{more}") from error
 
 
 def _advice(policy: Policy, error: RuntimeError) -> str | None:
