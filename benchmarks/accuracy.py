@@ -144,7 +144,8 @@ def page(comparisons: dict[str, Comparison]) -> str:
     ]
     for family, comparison in comparisons.items():
         title, _, what = FAMILIES[family]
-        picture = f"![The held-out loss of each seed, by level; the range of O0's is shaded.](accuracy-{family}.svg)"
+        alt = "The gap in held-out loss to O0 with its interval, by level; the margin is shaded."
+        picture = f"![{alt}](accuracy-{family}.svg)"
         parts += [f"## {title}", what, table(comparison), picture]
     machine = ", ".join(f"{name} {value}" for name, value in first.machine.items())
     parts += [

@@ -420,6 +420,8 @@ def test_the_readme_shows_the_cards_of_reports(kind, told, said, tmp_path, monke
         assert "Use O4 (FP16): 2.0x faster, 33 % less memory, same loss over 3 seeds" in words
         assert said in words
         assert "var(" not in text and background in text
+        for head, width in (("lower is better; grey: margin 0.2 %", 250), ("weights", 400)):
+            assert words.count(head) == 1 and len(head) * 6.5 < width, "it does not reach beyond the card"
 
 
 def test_the_time_of_an_epoch_is_told_if_its_samples_are_known(tmp_path):
