@@ -97,6 +97,7 @@ class Facts:
         learned: whether it depends on a parameter: then its numbers at a level are not computed.
         values: of a tensor that is not learned: the tensor itself, where it would differ in type or numbers.
         masked: whether its largest negative numbers are those of a mask.
+        infinite: where the numbers of a mask in it are infinite, and FP32's are not.
         finite: where a mask in it stays finite, since user code takes the smallest number of the type.
         guard: the number that keeps it from 0.
         line: of a learned tensor of one element: where it was made.
@@ -108,6 +109,7 @@ class Facts:
     learned: bool = False
     values: dict[Kind, Tensor] = field(default_factory=dict)
     masked: bool = False
+    infinite: Kinds = NONE
     finite: Kinds = NONE
     guard: Guard | None = None
     line: Place | None = None

@@ -6,17 +6,19 @@ A rule is a function of a call that yields findings. `RULES` has all of them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp_patch.lab.survey.calls import Call
-from amp_patch.lab.survey.kinds import CASTING, KINDS, Guard, Kind, Kinds, Place
+from amp_patch.lab.survey.kinds import CASTING, KINDS, Facts, Guard, Kind, Kinds, Place
 from amp_patch.policy import LOW_PRECISION
 
-_PHASE = 0.1  # radians of a sinusoid's argument
+_PHASE = 0.1  # radians by which a sinusoid's arguments are off: the root of the mean square
+_LARGEST_PHASE = 0.5  # the same of one argument
 _NEAR = 4.0  # an activation so near to the largest number of its type is told of
 _SHARE = 0.1  # of the spread of numbers that rounding may change
 _NATS = 1.0  # of a softmax's largest argument
@@ -38,14 +40,14 @@ class Finding(NamedTuple):
         what: would happen.
         edit: a way out.
         line: of user code, where that is not the call's own.
-        only: of the levels of `kinds` these alone.
+        op: what is at fault, where that is not the call's function.
     """
 
     kinds: Kinds
     what: str
     edit: str
     line: Place | None = None
-    only: tuple[str, ...] = ()
+    op: str = ""
 
 
 Rule = Callable[[Call], Iterator[Finding]]
@@ -55,12 +57,10 @@ def _types(kinds: Iterable[Kind]) -> str:
     return " and ".join(dict.fromkeys(kind.type_name for kind in sorted(kinds, key=KINDS.index)))
 
 
-def _by_type(kinds: Iterable[Kind]) -> Iterator[tuple[torch.dtype, Kinds]]:
-    """The kinds of each type, since numbers round alike there."""
-    found = frozenset(kinds)
-    for dtype in LOW_PRECISION:
-        if alike := frozenset(kind for kind in found if kind.dtype is dtype):
-            yield dtype, alike
+def _where(kinds: Kinds, happens: Callable[[torch.dtype], bool]) -> Kinds:
+    """Those of `kinds` in whose type something happens."""
+    types = [dtype for dtype in LOW_PRECISION if any(kind.dtype is dtype for kind in kinds) and happens(dtype)]
+    return frozenset(kind for kind in kinds if kind.dtype in types)
 
 
 def _number(value: float) -> str:
@@ -134,22 +134,24 @@ def _all_vanish(call: Call) -> Iterator[Finding]:
 def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
     """A row of a softmax that is masked throughout is -inf throughout, and its result NaN."""
     edit = "torch.finfo(x.dtype).min as the mask's number, made inside of forward"
-    scores = _scores(call)
-    if scores is None:
+    found = _scores(call)
+    if found is None:
         return
-    tensor, facts, dim = scores
+    tensor, facts, dim = found
     if not call.range(tensor)[0] < -torch.finfo(torch.float16).max:
         return
-    for dtype, kinds in _by_type(facts.rounded - facts.finite):
-        kind = min(kinds, key=KINDS.index)
-        value = facts.values.get(kind, tensor.detach()).to(dtype)
-        dead = value.isneginf().all(dim) & ~tensor.detach().isneginf().all(dim)
-        if bool(dead.any()):
-            what = f"a row of {call.op} is masked throughout: in {_types(kinds)} it is -inf, and its result is NaN"
-            yield Finding(kinds, what, edit)
+    scores = tensor.detach()
+
+    def dies(dtype: torch.dtype) -> bool:
+        return bool((scores.to(dtype).isneginf().all(dim) & ~scores.isneginf().all(dim)).any())
+
+    kinds = _where((facts.low | facts.infinite) - facts.finite, dies)
+    if kinds:
+        what = f"a row of {call.op} is masked throughout: in {_types(kinds)} it is -inf, and its result is NaN"
+        yield Finding(kinds, what, edit)
 
 
-def _scores(call: Call) -> tuple[Tensor, Any, int] | None:
+def _scores(call: Call) -> tuple[Tensor, Facts, int] | None:
     """What a call takes a softmax of, or the mask of its attention; and along which dimension."""
     if call.op in ("softmax", "log_softmax") and call.inputs:
         dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else -1)
@@ -177,10 +179,7 @@ def _guards_vanish(call: Call) -> Iterator[Finding]:
         return
     tensor, facts = call.inputs[at]
     size = tensor.detach().abs() if facts.low else tensor
-    kinds = frozenset[Kind]()
-    for dtype, alike in _by_type(facts.low):
-        if bool(((size > 0) & (size.to(dtype) == 0)).any()):
-            kinds |= alike
+    kinds = _where(facts.low, lambda dtype: bool(((size > 0) & (size.to(dtype) == 0)).any()))
     guard = facts.guard
     if guard is not None and (found := kinds | (guard.kinds & facts.low)):
         what = f"{_number(guard.number)} is 0 in {_types(found)}, and {call.op} meets a 0"
@@ -213,8 +212,11 @@ def _angles_move(call: Call) -> Iterator[Finding]:
     if call.op not in _SINUSOIDS or not call.inputs:
         return
     tensor, facts = call.inputs[-1]
-    changes = _changes(tensor, facts)
-    kinds = frozenset(kind for kind, change in changes.items() if change > _PHASE)
+    moved = _moved(tensor, facts)
+    changes = {kind: float(each.abs().max()) for kind, each in moved.items() if each.numel()}
+    kinds = frozenset(
+        kind for kind, most in changes.items() if most > _LARGEST_PHASE or float(moved[kind].square().mean()) > _PHASE**2
+    )
     if kinds:
         worst = max(changes[kind] for kind in kinds)
         what = f"{call.op} of numbers up to {_number(max(map(abs, call.range(tensor))))}: angles are off by up to "
@@ -222,20 +224,24 @@ def _angles_move(call: Call) -> Iterator[Finding]:
         yield Finding(kinds, f"{what}{worst:.2g} radians in {_types(kinds)}", edit)
 
 
-def _changes(tensor: Tensor, facts: Any) -> dict[Kind, float]:
-    """How far the numbers of a tensor are moved at most, at each kind of level."""
+def _moved(tensor: Tensor, facts: Facts) -> dict[Kind, Tensor]:
+    """How far rounding moves the numbers of a tensor, at each kind of level."""
     found = {}
     for kind in facts.rounded:
         value = facts.values.get(kind)
         if value is None and kind in facts.low:
             value = tensor.detach().to(kind.dtype)
         if value is not None and value.shape == tensor.shape:
-            found[kind] = max(map(abs, _span((value.to(tensor.dtype) - tensor.detach()).nan_to_num(0, 0, 0))))
+            found[kind] = (value.to(tensor.dtype) - tensor.detach()).nan_to_num(0, 0, 0)
     return found
 
 
-def _span(tensor: Tensor) -> tuple[float, float]:
-    return tuple(float(each) for each in torch.aminmax(tensor)) if tensor.numel() else (0.0, 0.0)  # type: ignore
+def _changed_whole_numbers(tensor: Tensor, facts: Facts) -> Kinds:
+    """Where a tensor of whole numbers has others."""
+    moved = _moved(tensor, facts)
+    if not moved or not bool((tensor.detach() == tensor.detach().round()).all()):
+        return frozenset()
+    return frozenset(kind for kind, each in moved.items() if bool((each.abs() >= 1).any()))
 
 
 def _indices_change(call: Call) -> Iterator[Finding]:
@@ -246,7 +252,7 @@ def _indices_change(call: Call) -> Iterator[Finding]:
     if len(call.inputs) != 1:
         return
     tensor, facts = call.inputs[0]
-    kinds = frozenset(kind for kind, change in _changes(tensor, facts).items() if change >= 1 and _whole(tensor))
+    kinds = _changed_whole_numbers(tensor, facts)
     if kinds:
         what = f"{_named(call)} has whole numbers up to {_number(max(map(abs, call.range(tensor))))}: as indices "
         yield Finding(kinds, f"{what}they are others in {_types(kinds)}", "pass them as int64, which no level casts")
@@ -257,15 +263,11 @@ def _comparisons_change(call: Call) -> Iterator[Finding]:
     if call.op not in _COMPARISONS or not isinstance(call.result, Tensor):
         return
     for tensor, facts in call.inputs:
-        kinds = frozenset(kind for kind, change in _changes(tensor, facts).items() if change >= 1)
-        if kinds and not facts.learned and _whole(tensor):
+        kinds = frozenset() if facts.learned else _changed_whole_numbers(tensor, facts)
+        if kinds:
             what = f"whole numbers up to {_number(max(map(abs, call.range(tensor))))} are compared, and are others in "
             yield Finding(kinds, f"{what}{_types(kinds)}", "pass them as int64, which no level casts")
             return
-
-
-def _whole(tensor: Tensor) -> bool:
-    return bool((tensor.detach() == tensor.detach().round()).all())
 
 
 def _targets_are_coarse(call: Call) -> Iterator[Finding]:
@@ -276,13 +278,10 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
     if first.learned == second.learned or one.shape != two.shape:
         return
     (target, known), guess = ((two, second), first) if first.learned else ((one, first), second)
-    changes, kinds = _changes(target, known), frozenset[Kind]()
-    kinds |= frozenset(kind for kind, change in changes.items() if change >= 1 and _whole(target))
-    spread = float(target.detach().std()) if target.numel() > 1 else math.inf
-    for dtype, alike in _by_type(guess.rounded):
-        noise = float((target.detach() - target.detach().to(dtype).to(target.dtype)).pow(2).mean().sqrt())
-        if noise > _SHARE * spread > 0:
-            kinds |= alike
+    kinds = _changed_whole_numbers(target, known)
+    lost = _SHARE * float(target.detach().std()) * target.numel() ** 0.5 if target.numel() > 1 else math.inf
+    exact = target.detach()
+    kinds |= _where(guess.rounded, lambda dtype: float((exact - exact.to(dtype)).norm()) > lost > 0)
     if kinds:
         most = max(map(abs, call.range(target)))
         steps = max(torch.finfo(kind.dtype).eps for kind in kinds) * 2 ** math.floor(math.log2(max(most, 1e-30)))
@@ -334,15 +333,18 @@ def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
     x = tensor.detach()
     variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
     varies = variance > 1e-11 * mean.square()  # less is FP32's own rounding
-    for dtype, kinds in _by_type(facts.low):
+
+    def is_noise(dtype: torch.dtype) -> bool:
         step, least = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         if not bool((varies & (variance.sqrt() < 16 * (step * mean.abs() + least))).any()):
-            continue
-        noise = (x - x.to(dtype).float()).square().mean(dims, keepdim=True)
-        if bool((varies & (noise > _SHARE**2 * variance)).any()):
-            worst = _number(float(variance[varies].min()))
-            what = f"{call.op} of numbers with a variance of {worst}: they differ by less than {_types(kinds)}'s steps"
-            yield Finding(kinds, what, "take the mean off, or scale them up, before the model; or keep_fp32 for both")
+            return False
+        noise = (x - x.to(dtype)).square().mean(dims, keepdim=True)
+        return bool((varies & (noise > _SHARE**2 * variance)).any())
+
+    if kinds := _where(facts.low, is_noise):
+        worst = _number(float(variance[varies].min()))
+        what = f"{call.op} of numbers with a variance of {worst}: they differ by less than {_types(kinds)}'s steps"
+        yield Finding(kinds, what, "take the mean off, or scale them up, before the model; or keep_fp32= for both")
 
 
 def _probabilities_saturate(call: Call) -> Iterator[Finding]:
@@ -355,27 +357,30 @@ def _probabilities_saturate(call: Call) -> Iterator[Finding]:
     if refused:
         yield Finding(refused, f"binary_cross_entropy of {_types(refused)} is refused", f"{edit}; or allow_banned=True")
     p = tensor.detach()
-    for dtype, kinds in _by_type(facts.rounded & CASTING):
+
+    def saturates(dtype: torch.dtype) -> bool:
         near = (p < 1) & (1 - p < torch.finfo(dtype).eps / 2)
-        if bool((near | ((p > 0) & (p.to(dtype) == 0))).any()):
-            what = f"probabilities of binary_cross_entropy are 0 or 1 in {_types(kinds)}: a wrong one is never learned"
-            yield Finding(kinds, what, edit)
+        return bool((near | ((p > 0) & (p.to(dtype) == 0))).any())
+
+    if kinds := _where(facts.rounded & CASTING, saturates):
+        what = f"probabilities of binary_cross_entropy are 0 or 1 in {_types(kinds)}: a wrong one is never learned"
+        yield Finding(kinds, what, edit)
 
 
 def _fails(call: Call) -> Iterator[Finding]:
     """torch raises an error."""
-    texts: dict[str, set[Kind]] = {}
+    told: dict[tuple[str, str], set[Kind]] = {}
     for kind, error in call.errors.items():
-        text = str(error).partition("\n")[0]
-        texts.setdefault(text.replace("c10::Half", "FP16").replace("c10::BFloat16", "BF16"), set()).add(kind)
-    for text, kinds in texts.items():
+        text = re.sub(r"\b(c10::)?(Half|BFloat16)\b", "low precision", str(error).partition("\n")[0])
         if "without overflow" in text:
-            what, edit = f"a number does not fit {_types(kinds)}", "torch.finfo(x.dtype).min, or max"
-        elif "not implemented" in text or "dtype" in text.lower() and call.rule == "fp32":
-            what, edit = f"torch has no {call.op} for {_types(kinds)}", "x.float(), or keep_fp32= for its module"
+            words = "a number does not fit {}", "torch.finfo(x.dtype).min, or max"
+        elif call.rule == "fp32" or "not implemented" in text:
+            words = f"torch has no {call.op} for {{}}", "x.float(), or keep_fp32= for its module"
         else:
-            what, edit = f"an error: {text[:100]}", "x.to(other.dtype), a buffer, or O1 or O4, which cast"
-        yield Finding(frozenset(kinds), what, edit)
+            words = f"an error in {{}}: {text[:100]}", "x.to(other.dtype), a buffer, or O1 or O4, which cast"
+        told.setdefault(words, set()).add(kind)
+    for (what, edit), kinds in told.items():
+        yield Finding(frozenset(kinds), what.replace("{}", _types(kinds)), edit)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -389,7 +394,8 @@ def _asked_for_fp32(call: Call) -> Iterator[Finding]:
     if call.op == "custom_fwd" and (kinds := kinds & CASTING):
         yield Finding(kinds, f"custom_fwd asks for FP32 and gets {_types(kinds)}", edit)
     elif call.asked is not None and kinds and not _is_view(call):
-        yield Finding(kinds, f"torch.autocast asks for FP32, and what is in it gets {_types(kinds)}", edit, call.asked)
+        what = f"torch.autocast asks for FP32, and what is in it gets {_types(kinds)}"
+        yield Finding(kinds, what, edit, call.asked, "autocast")
 
 
 def _averages_stand_still(call: Call) -> Iterator[Finding]:
@@ -400,15 +406,16 @@ def _averages_stand_still(call: Call) -> Iterator[Finding]:
     after = call.args[0].detach()
     step = max(1, before.numel() // 4096)
     old, change = before.flatten()[::step], (after - before).flatten()[::step]
-    for dtype, kinds in _by_type(CASTING):
+    changed = (change != 0) & change.isfinite()
+
+    def loses(dtype: torch.dtype) -> bool:
         low = old.to(dtype)
-        changed = (change != 0) & change.isfinite()
-        lost = changed & ((low.float() + change).to(dtype) == low)
-        if int(lost.sum()) * 2 > int(changed.sum()):
-            share = 100 * int(lost.sum()) // int(changed.sum())
-            what = f"{call.op} changes {name!r}, which no optimizer holds: {share} % of the changes are lost in "
-            edit = "a module of its own that has buffers and no parameters, or keep_fp32= for its module"
-            yield Finding(kinds, f"{what}{_types(kinds)}", edit)
+        return 2 * int((changed & ((low.float() + change).to(dtype) == low)).sum()) > int(changed.sum())
+
+    if kinds := _where(CASTING, loses):
+        what = f"{call.op} changes {name!r}, which no optimizer holds, by less than a step of {_types(kinds)}: it stands "
+        edit = "a module of its own that has buffers and no parameters, or keep_fp32= for its module"
+        yield Finding(kinds, f"{what}still", edit)
 
 
 def _arrays_fail(call: Call) -> Iterator[Finding]:
@@ -424,9 +431,9 @@ def _loss_is_coarse(call: Call) -> Iterator[Finding]:
     for tensor, facts in call.outputs if call.op == "output" else ():
         kinds = frozenset(kind for kind in facts.low & CASTING if kind.dtype is torch.bfloat16)
         if kinds and tensor.numel() == 1 and tensor.requires_grad:
-            steps = torch.finfo(torch.bfloat16).eps * 2.0 ** math.floor(math.log2(max(abs(float(tensor)), 1e-30)))
+            steps = torch.finfo(torch.bfloat16).eps * 2.0 ** math.floor(math.log2(max(*map(abs, call.range(tensor)), 1e-30)))
             what = f"the loss is computed inside of the model: BF16 has steps of {_number(steps)} there"
-            yield Finding(kinds, what, "logits.float() before the loss, or the loss outside of the model", facts.line)
+            yield Finding(kinds, what, "logits.float() before the loss, or the loss outside of the model", facts.line, "loss")
 
 
 def _is_view(call: Call) -> bool:

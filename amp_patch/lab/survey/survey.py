@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 from amp_patch.lab.diagnose.lost_updates import UpdateMeter
 from amp_patch.lab.diagnose.trial_forward import state_restored
-from amp_patch.lab.survey.calls import Call
-from amp_patch.lab.survey.kinds import Kind, Place
+from amp_patch.lab.survey.calls import Call, user_line
+from amp_patch.lab.survey.kinds import CASTING, Place
 from amp_patch.lab.survey.report import Report
 from amp_patch.lab.survey.rules import RULES, Finding
 from amp_patch.lab.survey.visit import Visitor
@@ -78,7 +79,7 @@ class Surveyor:
     def _note(self, call: Call, finding: Finding) -> None:
         levels = [level for kind in finding.kinds for level in kind.levels]
         line = finding.line or call.line
-        self.report.add(line, call.op, finding.only or levels, finding.what, finding.edit)
+        self.report.add(line, finding.op or call.op, levels, finding.what, finding.edit)
 
     # Gradients.
 
@@ -129,7 +130,8 @@ class Surveyor:
         @functools.wraps(original)
         def __enter__(region: Any) -> Any:
             if region.fast_dtype is torch.float32:
-                visitor.asked.append(Call(None).line)
+                visitor.asked.append(user_line())
+                visitor.plain += 1
             return original(region)
 
         return __enter__
@@ -141,6 +143,7 @@ class Surveyor:
         def __exit__(region: Any, *args: Any) -> Any:
             if region.fast_dtype is torch.float32 and visitor.asked:
                 visitor.asked.pop()
+                visitor.plain -= 1
             return original(region, *args)
 
         return __exit__
@@ -150,10 +153,19 @@ class Surveyor:
 
         @functools.wraps(original)
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if not (visitor.active and visitor.depth and _asks_for_fp32(cls.forward)):
+                return original(cls, *args, **kwargs)
             given = [(t, visitor.of(t)) for t in args if isinstance(t, Tensor) and t.is_floating_point()]
-            if visitor.active and visitor.depth and _asks_for_fp32(cls.forward):
-                look(Call(None, inputs=given, inside=True, name="custom_fwd"))
-            return original(cls, *args, **kwargs)
+            look(Call(None, inputs=given, inside=True, name="custom_fwd"))
+            for tensor, facts in given:  # O1 and O4 cast them
+                visitor.facts[tensor] = replace(facts, low=facts.low & CASTING)
+            visitor.plain += 1
+            try:
+                return original(cls, *args, **kwargs)
+            finally:
+                visitor.plain -= 1
+                for tensor, facts in given:
+                    visitor.facts[tensor] = facts
 
         return classmethod(apply)
 
@@ -252,6 +264,3 @@ def _takes_two(loss_fn: Any) -> bool:
     except ValueError:  # a builtin without a signature
         return True
     return False
-
-
-__all__ = ["Kind", "Surveyor", "survey"]

@@ -6,6 +6,7 @@ import functools
 import linecache
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from amp_patch.support.compiled import eagerly
 from amp_patch.support.tree import map_tensors, tensors
 
 LOWERING = ("lower", "product", "sparse", "einsum", "fused", "rnn")
-_RAISING = ("fp32", "norm", "direction", "inexact", "sigmoid")
+_RAISING = ("fp32", "norm", "direction", "inexact")
 _SERVED = ("direction", "inexact", "banned")  # computed in FP32 in cast models too, or refused by a rule of ours
 _CONVERTS = ("float", "double", "half", "bfloat16", "to", "type", "type_as")
 _OF_FIRST = ("batch_norm", "instance_norm")  # mixed with FP32 weights these give the type of their input
@@ -52,7 +53,8 @@ class Visitor(TorchFunctionMode):
         self.facts = WeakTensorKeyDictionary()
         self.models: list[nn.Module] = []
         self.untrained: dict[int, str] = {}  # storage of a float tensor of a model in no optimizer -> name
-        self.asked: list[Place] = []  # of regions that ask for FP32
+        self.asked: list[Place] = []  # of torch.autocasts that ask for FP32
+        self.plain = 0  # regions in which O1 casts nothing
         self.depth = 0
         self.active = True
         self.stack = ExitStack()
@@ -200,9 +202,11 @@ class Visitor(TorchFunctionMode):
         if call.learned:
             one = Facts(low, low.union(*(facts.rounded for facts in given)), learned=True)
             one.masked = any(facts.masked for facts in given) or self._masks(call)
-            one.finite = frozenset().union(*(facts.finite for facts in given), self._finite(call, low))
+            finite, infinite = self._mask_at(call, low)
+            one.finite = finite.union(*(facts.finite for facts in given))
+            one.infinite = infinite.union(*(facts.infinite for facts in given))
             if "softmax" in call.op:
-                one.masked, one.finite = False, NONE
+                one.masked, one.finite, one.infinite = False, NONE, NONE
             if len(given) == 1:
                 one.guard = given[0].guard
             if low and len(made) == 1 and made[0].numel() == 1:
@@ -226,7 +230,7 @@ class Visitor(TorchFunctionMode):
 
     def _is_low(self, call: Call, kind: Kind) -> bool:
         floats = [(tensor.dim() > 0, kind in facts.low) for tensor, facts in call.inputs]
-        rule = None if call.asked else call.rule
+        rule = None if self.plain else call.rule
         if not floats:
             return False
         if not kind.casts and rule in LOWERING:
@@ -262,7 +266,7 @@ class Visitor(TorchFunctionMode):
     def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
         """The arguments of a call as they would be at a level, without gradients; and whether they differ."""
         changed = False
-        rule = None if call.asked else call.rule
+        rule = None if self.plain else call.rule
 
         def one(tensor: Tensor) -> Tensor:
             nonlocal changed
@@ -345,19 +349,17 @@ class Visitor(TorchFunctionMode):
         given = [tensor for tensor, facts in call.inputs if not facts.learned]
         return any(finite_range(tensor)[0] < -_LARGE for tensor in given)
 
-    def _finite(self, call: Call, low: Kinds) -> Kinds:
-        """Where the mask that a call adds is finite at a level, though FP32's numbers would not be."""
-        found = set[Kind]()
+    def _mask_at(self, call: Call, low: Kinds) -> tuple[Kinds, Kinds]:
+        """Where the mask that a call adds is finite, though its FP32 numbers would not be; and where it is infinite."""
+        finite, infinite = set[Kind](), set[Kind]()
         if any(number == _FLOAT32.min for number in call.scalars()) and self._follows_a_tensor(call):
-            found |= low
+            finite |= low
         for tensor, facts in call.inputs:
-            if not facts.learned:
-                found |= {
-                    kind
-                    for kind, value in facts.values.items()
-                    if not kind.holds(finite_range(tensor)[0]) and bool((value.isfinite() | ~tensor.isfinite()).all())
-                }
-        return frozenset(found)
+            for kind, value in {} if facts.learned else facts.values.items():
+                if not kind.holds(finite_range(tensor)[0]):
+                    lost = bool((value.isinf() & tensor.isfinite()).any())
+                    (infinite if lost else finite).add(kind)
+        return frozenset(finite), frozenset(infinite)
 
 
 def _cast(tensor: Tensor, facts: Facts, name: str) -> Facts:
@@ -367,15 +369,13 @@ def _cast(tensor: Tensor, facts: Facts, name: str) -> Facts:
     values = dict(facts.values)
     if not facts.learned:
         values |= {kind: values.get(kind, tensor.detach()).to(kind.dtype) for kind in CASTING}
-    return Facts(
-        facts.low | CASTING, facts.rounded | CASTING, facts.learned, values, facts.masked, facts.finite, name=name
-    )
+    return replace(facts, low=facts.low | CASTING, rounded=facts.rounded | CASTING, values=values, name=name)
 
 
 def _uncast(facts: Facts) -> Facts:
     """The facts of a tensor that leaves a cast model, or goes into a module that stays FP32."""
     values = {kind: value.float() if kind.casts else value for kind, value in facts.values.items()}
-    return Facts(facts.low - CASTING, facts.rounded, facts.learned, values, facts.masked, facts.finite, facts.guard)
+    return replace(facts, low=facts.low - CASTING, values=values)
 
 
 def _with_numbers_of(kind: Kind, values: Iterable[Any]) -> tuple[Any, ...]:
