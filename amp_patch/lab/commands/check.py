@@ -37,6 +37,7 @@ from amp_patch.lab.commands.apex_served import (
     finding,
     modules,
 )
+from amp_patch.lab.commands.check_run import check_run
 from amp_patch.lab.text_table import in_columns
 
 WIDTH = 80
@@ -47,11 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `check`."""
     parser.add_argument("paths", nargs="+", metavar="path", help="a Python file, a notebook, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    words = "run the first step of a script in FP32 (its arguments follow --), and list the lines that a level breaks"
+    parser.add_argument("--run", action="store_true", help=words)
 
 
 def check(args: argparse.Namespace) -> None:
     """list the names of Apex and of torch's mixed precision that files use, without running them, or say what `compare`
     would do with a script in FP32; exit code 1 if a name of Apex is missing, 2 if a file is bad"""
+    if args.run:
+        check_run(args.paths[0], args.paths[1:], args.json)
     paths = [Path(path) for path in args.paths]
     uses, errors = read(paths)
     findings = [finding(name, places) for name, places in sorted(uses.items())]

@@ -35,11 +35,13 @@ class Kind(NamedTuple):
 
     def holds(self, number: float) -> bool:
         """Whether a finite number is finite in the type."""
-        return bool(torch.tensor(number, dtype=torch.float64, device="cpu").to(self.dtype).isfinite())
+        info = torch.finfo(self.dtype)
+        return abs(number) < info.max / (1 - info.eps / 2) * (1 - info.eps / 4)  # half a step above the largest
 
     def vanishes(self, number: float) -> bool:
         """Whether a number that is not 0 is 0 in the type."""
-        return number != 0 and not bool(torch.tensor(number, dtype=torch.float64, device="cpu").to(self.dtype))
+        info = torch.finfo(self.dtype)
+        return 0 < abs(number) <= info.smallest_normal * info.eps / 2  # half of the smallest
 
 
 def _kind(casts: bool, dtype: torch.dtype) -> Kind:

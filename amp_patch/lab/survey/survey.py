@@ -39,6 +39,7 @@ class Surveyor:
         self._patches = Patches()
         self._flushed: dict[tuple[Place, str], Tensor] = {}
         self._meter: UpdateMeter | None = None
+        self._optimizer: Any = None
 
     def __enter__(self) -> Surveyor:
         autocast = torch.amp.autocast_mode.autocast
@@ -59,10 +60,6 @@ class Surveyor:
     def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
         """Look at the forwards of `model`, of which an optimizer holds the `trained` parameters."""
         self._visitor.follow(model, trained)
-
-    def stop(self) -> None:
-        """Look no more."""
-        self._visitor.active = False
 
     # Rules.
 
@@ -107,20 +104,18 @@ class Surveyor:
         """The first step begins."""
         if self._meter is None and self._visitor.active:
             names = {id(p): name for model in self._visitor.models for name, p in model.named_parameters()}
-            with torch._C.DisableTorchFunction():
-                self._meter = UpdateMeter(optimizer, names)
-            self._optimizer = optimizer
+            self._visitor.active = False
+            self._meter, self._optimizer = UpdateMeter(optimizer, names), optimizer
 
     def step_ends(self, optimizer: Any) -> None:
         """It has ended."""
         if self._meter is None or optimizer is not self._optimizer:
             return
-        with torch._C.DisableTorchFunction():
-            for dtype, counts in self._meter.counts_in(LOW_PRECISION).items():
-                changed, lost = (sum(int(each[at]) for each in counts.values()) for at in (0, 1))
-                if changed:
-                    self.report.lost[str(dtype).removeprefix("torch.")] = lost / changed
-        self._optimizer = None
+        for dtype, counts in self._meter.counts_in(LOW_PRECISION).items():
+            changed, lost = (sum(int(each[at]) for each in counts.values()) for at in (0, 1))
+            if changed:
+                self.report.lost[str(dtype).removeprefix("torch.")] = lost / changed
+        self._visitor.active, self._optimizer = True, None
 
     # Requests for FP32.
 
