@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from amp_patch.lab.diagnose.inspect import inspect
     from amp_patch.lab.diagnose.output_distance import compare_outputs
     from amp_patch.lab.recording.recorder import log, record
+    from amp_patch.lab.survey.survey import survey
 
 __version__ = "0.4.0"
 
@@ -107,6 +108,7 @@ __all__ = [
     "restore",
     "scale_loss",
     "state_dict",
+    "survey",
 ]
 
 # Name -> the module that defines it, which is imported at the name's first use. `graph` is such a module itself.
@@ -119,6 +121,7 @@ _LAZY = {
     "inspect": "amp_patch.lab.diagnose.inspect",
     "log": "amp_patch.lab.recording.recorder",
     "record": "amp_patch.lab.recording.recorder",
+    "survey": "amp_patch.lab.survey.survey",
 }
 
 

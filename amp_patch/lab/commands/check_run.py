@@ -84,8 +84,11 @@ class _FirstStep(Observer):
 def check_run(script: str, arguments: list[str], as_json: bool) -> None:
     """Run a script until its first step is over, print the survey, and exit: 0, 1 if a level breaks, 2 if it failed."""
     os.environ[LEVEL] = "O0"  # also where the script calls `initialize` itself
-    first, given = _FirstStep(), argparse.Namespace(
-        module=False, script=script, arguments=arguments, level=None, device=None, methods=None, allow_banned=False
+    first, given = (
+        _FirstStep(),
+        argparse.Namespace(
+            module=False, script=script, arguments=arguments, level=None, device=None, methods=None, allow_banned=False
+        ),
     )
     try:
         with redirect_stdout(sys.stderr) if as_json else suppress(_Ended):

@@ -17,6 +17,7 @@ from torch import Tensor
 from amp_patch.lab.survey.kinds import Facts, Kind, Kinds, Place
 
 _NOT_THE_USERS = ("torch", "amp_patch", "contextlib", "functools", "runpy")
+LOWERING = ("lower", "product", "sparse", "einsum", "fused", "rnn")  # rules of the op lists
 _INSTALLED = {"site-packages", "dist-packages"}
 _SAME = {
     "truediv": "div", "true_divide": "div", "divide": "div", "subtract": "sub", "multiply": "mul",
@@ -35,7 +36,7 @@ def op_of(func: Any) -> tuple[str, bool]:
 
 
 def user_line() -> Place:
-    """The line of user code that runs now: of the innermost frame outside of torch, amp_patch and Python's own parts."""
+    """The line of user code that runs now: of the innermost frame outside of torch and amp_patch."""
     frame, found = sys._getframe(1), None
     while frame is not None:
         path = frame.f_code.co_filename
@@ -61,8 +62,10 @@ class Call:
         result: what it returned.
         outputs: the floating tensors in that, or what it has written in place, with what is known of them now.
         inside: whether a model's forward runs.
+        plain: whether O1 and O4 cast nothing here.
         asked: the line that has asked for FP32 here, by a torch.autocast.
         errors: what torch raises at a level.
+        in_place: whether it writes into its first argument.
         written: of a write into a tensor of the model that no optimizer holds: its name, and the numbers before.
     """
 
@@ -74,8 +77,10 @@ class Call:
     result: Any = None
     outputs: list[tuple[Tensor, Facts]] = field(default_factory=list)
     inside: bool = False
+    plain: bool = False
     asked: Place | None = None
     errors: dict[Kind, Exception] = field(default_factory=dict)
+    in_place: bool = False
     written: tuple[str, Tensor] | None = None
     name: str = ""
 
@@ -88,6 +93,11 @@ class Call:
     def line(self) -> Place:
         """The line of user code."""
         return user_line()
+
+    @property
+    def lowers(self) -> bool:
+        """Whether O1 and O4 give it low precision."""
+        return self.rule in LOWERING and not self.plain
 
     @cached_property
     def learned(self) -> bool:

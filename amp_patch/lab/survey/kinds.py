@@ -1,4 +1,4 @@
-"""The kinds of levels that compute alike, and facts of a tensor at each: its type, its numbers, where they came from."""
+"""Kinds of levels that compute alike, and the facts of a tensor at each: its type, its numbers, its origin."""
 
 from __future__ import annotations
 

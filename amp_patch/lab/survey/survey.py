@@ -83,7 +83,9 @@ class Surveyor:
     def _watch(self, tensor: Tensor, call: Call) -> None:
         key, flushed = (call.line, call.op), self._flushed
 
-        def gradient_arrives(grad: Tensor) -> None:
+        def gradient_arrives(grad: Tensor | None) -> None:
+            if grad is None:  # of a result that the loss does not depend on
+                return
             with torch.no_grad():
                 size = grad.detach().float().abs()
                 sums = torch.stack([size.sum(), torch.where(size <= 2.0**-25, size, 0.0).sum()])
@@ -95,7 +97,9 @@ class Surveyor:
         for (line, op), sums in self._flushed.items():
             total, lost = sums.tolist()
             if lost > 0.1 * total > 0:
-                what = f"{100 * lost / total:.0f} % of the gradient of {op} is below FP16's smallest at a loss scale of 1"
+                what = (
+                    f"{100 * lost / total:.0f} % of the gradient of {op} is below FP16's smallest at a loss scale of 1"
+                )
                 self.report.add(line, op, [_UNSCALED], what, 'loss_scale="dynamic", which O1 and O2 have')
 
     # Updates.
@@ -126,7 +130,7 @@ class Surveyor:
         def __enter__(region: Any) -> Any:
             if region.fast_dtype is torch.float32:
                 visitor.asked.append(user_line())
-                visitor.plain += 1
+            visitor.plain += _casts_nothing(region)
             return original(region)
 
         return __enter__
@@ -138,7 +142,7 @@ class Surveyor:
         def __exit__(region: Any, *args: Any) -> Any:
             if region.fast_dtype is torch.float32 and visitor.asked:
                 visitor.asked.pop()
-                visitor.plain -= 1
+            visitor.plain -= _casts_nothing(region)
             return original(region, *args)
 
         return __exit__
@@ -163,6 +167,11 @@ class Surveyor:
                     visitor.facts[tensor] = facts
 
         return classmethod(apply)
+
+
+def _casts_nothing(region: Any) -> bool:
+    """Whether a torch.autocast is off, or to FP32: O1 and O4 cast nothing inside of it."""
+    return not region._enabled or region.fast_dtype not in LOW_PRECISION
 
 
 def _asks_for_fp32(forward: Any) -> bool:

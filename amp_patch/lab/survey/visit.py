@@ -17,19 +17,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_patch.casts.install import resolve_address
 from amp_patch.casts.oplists import LATE, rules_by_name
 from amp_patch.casts.wrappers import wrapped_by
-from amp_patch.lab.survey.calls import Call, finite_range
+from amp_patch.lab.survey.calls import LOWERING, Call, finite_range
 from amp_patch.lab.survey.kinds import CASTING, KINDS, NONE, NOTHING, Facts, Kind, Kinds, Place
 from amp_patch.model.keep_fp32 import is_batch_norm, kept_modules
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.support.compiled import eagerly
 from amp_patch.support.tree import map_tensors, tensors
 
-LOWERING = ("lower", "product", "sparse", "einsum", "fused", "rnn")
 _RAISING = ("fp32", "norm", "direction", "inexact")
 _SERVED = ("direction", "inexact", "banned")  # computed in FP32 in cast models too, or refused by a rule of ours
 _CONVERTS = ("float", "double", "half", "bfloat16", "to", "type", "type_as")
 _OF_FIRST = ("batch_norm", "instance_norm")  # mixed with FP32 weights these give the type of their input
 _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "gumbel", "exponential", "poisson")
+_PASSED = ("backward", "__set__", "__delete__", "requires_grad_", "register_hook")
+_UNTRIED = ("numpy", "array", "item", "tolist", "get", "requires_grad", "retain_grad")
 _ATTRIBUTES = ("data", "T", "mT", "H", "mH", "real")
 _LARGE = 2**14  # a negative number beyond is a mask's
 _FLOAT32 = torch.finfo(torch.float32)
@@ -97,9 +98,7 @@ class Visitor(TorchFunctionMode):
                 ends((args, kwargs), output)
 
         self.stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        self.stack.callback(
-            module.register_forward_hook(after, with_kwargs=True, always_call=True).remove
-        )
+        self.stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
 
     def _forward_begins(self, given: Any) -> None:
         self.depth += 1
@@ -164,23 +163,26 @@ class Visitor(TorchFunctionMode):
         if not self.active or not self.models or _in_backward():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name == "__set__" and owner == "data":
+            self._data_is_set(func, *args)
+            return None
         if name == "__get__":
-            owner = getattr(getattr(func, "__self__", None), "__name__", "")
             if owner == "dtype" and args[0].is_floating_point():
                 self._read = self.of(args[0])
             if owner not in _ATTRIBUTES:
                 return func(*args, **kwargs)
-        elif name in ("backward", "__set__", "__delete__", "requires_grad_", "register_hook") or kwargs.get("out") is not None:
+        elif name in _PASSED or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         call = Call(func, args, kwargs, inside=self.depth > 0, asked=self.asked[-1] if self.asked else None)
-        call.rule = rule_of(func)
+        call.rule, call.plain = rule_of(func), self.plain > 0
         call.inputs = [(tensor, self.of(tensor)) for tensor in _floats((args, kwargs))]
-        in_place = _in_place(name, args)
-        if in_place and self.untrained:
-            where = self.untrained.get(args[0].untyped_storage().data_ptr()) if args[0].is_floating_point() else None
+        call.in_place = _in_place(name, args)
+        if call.in_place and args[0].is_floating_point():
+            where = self.untrained.get(args[0].untyped_storage().data_ptr())
             call.written = None if where is None else (where, args[0].detach().clone())
         call.result = result = func(*args, **kwargs)
-        made = [args[0]] if in_place else list(_floats(result))
+        made = [args[0]] if call.in_place else _floats(result)
         if not (call.inputs or made):
             return result
         with torch._C.DisableTorchFunction():
@@ -192,6 +194,18 @@ class Visitor(TorchFunctionMode):
                 self._try(call)
             self.look(call)
         return result
+
+    def _data_is_set(self, func: Any, tensor: Tensor, value: Tensor) -> None:
+        """`tensor.data = value`, which may be a write into an average."""
+        path = self.untrained.get(tensor.untyped_storage().data_ptr()) if tensor.is_floating_point() else None
+        call = Call(None, (tensor,), inputs=[(tensor, self.of(tensor))], name="data")
+        call.written = None if path is None else (path, tensor.detach().clone())
+        func(tensor, value)
+        if path is not None:
+            self.untrained[tensor.untyped_storage().data_ptr()] = path
+            with torch._C.DisableTorchFunction():
+                call.outputs = call.inputs
+                self.look(call)
 
     def _follow(self, call: Call, made: list[Tensor]) -> list[Facts]:
         """The facts of what a call has made."""
@@ -230,12 +244,11 @@ class Visitor(TorchFunctionMode):
 
     def _is_low(self, call: Call, kind: Kind) -> bool:
         floats = [(tensor.dim() > 0, kind in facts.low) for tensor, facts in call.inputs]
-        rule = None if self.plain else call.rule
         if not floats:
             return False
-        if not kind.casts and rule in LOWERING:
+        if not kind.casts and call.lowers:
             return True
-        if not kind.casts and rule in _RAISING:
+        if not kind.casts and call.rule in _RAISING and not call.plain:
             return False
         if call.op in _OF_FIRST:
             return floats[0][1]
@@ -266,7 +279,6 @@ class Visitor(TorchFunctionMode):
     def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
         """The arguments of a call as they would be at a level, without gradients; and whether they differ."""
         changed = False
-        rule = None if self.plain else call.rule
 
         def one(tensor: Tensor) -> Tensor:
             nonlocal changed
@@ -279,16 +291,17 @@ class Visitor(TorchFunctionMode):
             changed = changed or value is not None
             value = tensor.detach() if value is None else value
             if not kind.casts and value.dtype in (torch.float32, kind.dtype):
-                if rule in LOWERING:
+                if call.lowers:
                     changed, value = True, value.to(kind.dtype)
-                elif rule in _RAISING:
+                elif call.rule in _RAISING and not call.plain:
                     value = value.float()
             return value
 
         args, kwargs = map_tensors(one, (call.args, call.kwargs))
-        if kind in low and any(number in (_FLOAT32.min, _FLOAT32.max) for number in call.scalars()):
-            if self._follows_a_tensor(call):
-                args, kwargs = _with_numbers_of(kind, args), dict(zip(kwargs, _with_numbers_of(kind, kwargs.values())))
+        extreme = any(number in (_FLOAT32.min, _FLOAT32.max) for number in call.scalars())
+        if kind in low and extreme and self._follows_a_tensor(call):
+            args = tuple(_of_kind(kind, each) for each in args)
+            kwargs = {key: _of_kind(kind, each) for key, each in kwargs.items()}
         if call.op in _CONVERTS or "dtype" in kwargs:
             dtype = kind.dtype if kind in low else torch.float32
             args = tuple(dtype if each is torch.float32 else each for each in args)
@@ -303,14 +316,13 @@ class Visitor(TorchFunctionMode):
             args, kwargs, changed = self._at(call, kind, low)
             if not changed:
                 continue
-            in_place = made and call.args and made[0] is call.args[0]
-            if in_place and args[0].data_ptr() == made[0].data_ptr():
+            if call.in_place and args[0].data_ptr() == made[0].data_ptr():
                 continue  # it is FP32 at these levels: the write has been done
             if not _is_random(call.op):
                 try:
                     with torch.no_grad():
                         result = call.func(*args, **kwargs)
-                    found[kind] = [args[0]] if in_place else list(_floats(result))
+                    found[kind] = [args[0]] if call.in_place else _floats(result)
                 except (RuntimeError, TypeError) as error:
                     call.errors[kind] = error
             if len(found.get(kind, ())) != len(made):
@@ -318,8 +330,8 @@ class Visitor(TorchFunctionMode):
         return found
 
     def _try(self, call: Call) -> None:
-        """Call a function once at each kind of level, for torch's errors: no kernel, mixed types, too large a number."""
-        if call.rule in _SERVED or _is_random(call.op) or (call.op == "" or call.args and _in_place(call.func.__name__, call.args) and not call.low()):
+        """Call a function once at each kind of level, for torch's errors: no kernel, mixed types, a large number."""
+        if call.rule in _SERVED or call.op in _UNTRIED or _is_random(call.op) or (call.in_place and not call.low()):
             return
         for kind in KINDS:
             pattern = tuple(kind in facts.low for _, facts in call.inputs)
@@ -337,8 +349,8 @@ class Visitor(TorchFunctionMode):
                         call.func(*args, **kwargs)
                 except (RuntimeError, TypeError) as error:
                     self._tried[key] = error
-            if (error := self._tried[key]) is not None:
-                call.errors[kind] = error
+            if (known := self._tried[key]) is not None:
+                call.errors[kind] = known
 
     # Masks.
 
@@ -378,11 +390,11 @@ def _uncast(facts: Facts) -> Facts:
     return replace(facts, low=facts.low - CASTING, values=values)
 
 
-def _with_numbers_of(kind: Kind, values: Iterable[Any]) -> tuple[Any, ...]:
-    """Arguments with the smallest and largest number of `kind` in place of FP32's."""
+def _of_kind(kind: Kind, value: Any) -> Any:
+    """The smallest and the largest number of `kind` in place of FP32's; all else as it is."""
     own = torch.finfo(kind.dtype)
     known = {_FLOAT32.min: own.min, _FLOAT32.max: own.max}
-    return tuple(known.get(each, each) if isinstance(each, float) else each for each in values)
+    return known.get(value, value) if isinstance(value, float) else value
 
 
 def _floats(value: Any) -> list[Tensor]:
@@ -422,4 +434,3 @@ def rule_of(func: Any) -> str | None:
     """What O1 does with a function: a word of the op lists."""
     wrapped = wrapped_by(func)
     return _rules().get(func if wrapped is None else wrapped.original)
-
