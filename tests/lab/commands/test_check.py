@@ -145,7 +145,7 @@ def test_check_reports_names_and_exits_with_1_if_one_is_missing(tmp_path, capsys
         ["served", "apex.amp.master_params"],
         ["4", "names"],
     ]
-    assert lines[-1] == "4 names of Apex: 3 served, 1 of them otherwise than by Apex, 1 missing"
+    assert lines[-1] == "4 names of Apex: 3 served, 1 of them with differences, 1 missing"
     assert f"{tmp_path}/b.py:1" in printed and "apex.contrib" in printed
     assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line)
 
@@ -219,8 +219,8 @@ def test_check_says_what_a_native_script_has_to_change(tmp_path, capsys):
     assert ended.value.code == 0 and "Apex" not in printed and "missing" not in printed
     assert all(len(line) <= 80 for line in printed.splitlines() if str(tmp_path) not in line)
     assert " ".join(printed.split()).endswith(
-        "4 names of torch's mixed precision: the script can stay as it is; to use amp_patch's, its imports become "
-        "from amp_patch.cuda.amp import GradScaler, autocast; torch.autocast in full becomes amp_patch.autocast: "
+        "4 names of torch's mixed precision: the script can stay as it is; to use amp_patch's, change the imports to: "
+        "from amp_patch.cuda.amp import GradScaler, autocast; change torch.autocast to amp_patch.autocast: "
         f"{tmp_path}/a.py:4"
     )
     assert "differs  torch.is_autocast_enabled" in printed and "stays torch's" in printed
@@ -244,7 +244,7 @@ def test_check_says_what_a_native_script_has_to_change(tmp_path, capsys):
         main(["check", str(tmp_path / "b.py"), str(tmp_path / "c.ipynb")])
     printed = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 1 and "1 names of Apex: 0 served" in printed and "c.ipynb[1]:2" in printed
-    assert printed.endswith("its imports become from amp_patch.amp import autocast")
+    assert printed.endswith("change the imports to: from amp_patch.amp import autocast")
     (tmp_path / "d.py").write_text("import torch\ntorch.clear_autocast_cache()")
     with pytest.raises(SystemExit):
         main(["check", str(tmp_path / "d.py")])
