@@ -17,21 +17,21 @@ loss = model(x).sum()
 loss.backward()
 optimizer.step()
 """
-TAKEN = "trains it as it is, at O0, O1, O2, O4 and O5"
+TAKEN = "trains it unedited at O0, O1, O2, O4 and O5"
 TOLD = {
     "an optimizer": (FP32, [TAKEN, "optimizer AdamW: {}:5", "backward: {}:7"]),
     "imported by name": (
         FP32.replace("import torch.optim as optim", "from torch.optim import AdamW").replace("optim.A", "A"),
         [TAKEN, "AdamW: {}:5"],
     ),
-    "lbfgs": (FP32.replace("AdamW", "LBFGS"), ["does not take as it is", "{}:5: LBFGS evaluates"]),
+    "lbfgs": (FP32.replace("AdamW", "LBFGS"), [" refuses:", "{}:5: LBFGS evaluates"]),
     "by hand": (
         "import torch\nloss.backward()\nfor p in params: p.data.add_(p.grad, alpha=-1)",
-        ["no optimizer of torch.optim", "optimizer = torch.optim.SGD(model.parameters(), lr=lr)", "backward: {}:2"],
+        ["without an optimizer", "optimizer = torch.optim.SGD(model.parameters(), lr=lr)", "backward: {}:2"],
     ),
     "processes": (
         FP32 + "import torch.multiprocessing as mp\nmp.spawn(train)",
-        ["does not take as it is", "{}:10: it trains in processes of its own; run trains them"],
+        [" refuses:", "{}:10: it trains in child processes: run trains these"],
     ),
     "lightning": ("import lightning as L\nL.Trainer().fit(model)", [TAKEN, "the loop is Lightning's"]),
 }

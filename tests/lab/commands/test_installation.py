@@ -48,7 +48,7 @@ def test_info_warns_of_a_clone_in_front_of_an_installed_package(here, tmp_path, 
         )
         assert said.endswith(f"installed one: 1.0 in {other} is used in other directories)")
     else:
-        assert said == f"{found} (a clone; NOT the installed one: 1.0 in {other} stands behind it on sys.path)"
+        assert said == f"{found} (a clone; NOT the installed one: 1.0 in {other} comes later on sys.path)"
     assert package_in_words(found, []).endswith("; none is installed)")
 
 

@@ -223,7 +223,7 @@ def test_unknown_memory_is_0_with_one_warning_line(monkeypatch, capfd):
     finally:
         no_cuda.uninstall()
     said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "torch.cuda's memory is 0: this system does not tell" in said
+    assert said.count("\n") == 1 and "torch.cuda's memory is 0: this system does not report" in said
 
 
 def test_streams_and_events_measure_time_on_the_cpu(cpu):

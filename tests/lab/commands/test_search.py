@@ -106,7 +106,7 @@ def test_a_search_ends_at_once_for_a_cause_that_no_module_removes(capsys):
 def test_an_interrupted_search_resumes_without_repeating_runs(cut_at, capsys):
     Trainings.cut_at = cut_at
     assert run("train.py", "--seeds", "2") == 130
-    assert "To go on: python -m amp_patch search --resume amp_search" in capsys.readouterr().out
+    assert "To continue: python -m amp_patch search --resume amp_search" in capsys.readouterr().out
     assert run("--resume", "amp_search") == 0
     assert len(Trainings.made) == len(set(Trainings.made)) == 2 * 5, "no run is made twice"
     assert loads(Path("amp_search/search.json").read_text())["kept"] == ["2"]
