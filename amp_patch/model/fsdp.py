@@ -1,6 +1,6 @@
-"""Modules that went through torch's `fully_shard` (FSDP2): what they gather their parameters in, and hold back.
+"""Support for modules that torch's `fully_shard` (FSDP2) has sharded: the dtype they gather in, unreduced gradients.
 
-Nothing of torch.distributed is imported here: a process that shards nothing does not pay for it.
+This file does not import torch.distributed, so that a process that shards nothing does not pay for the import.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from amp_patch.policy import LOW_PRECISION, SPLIT, STOCHASTIC, Policy
 from amp_patch.support import distributed
 from amp_patch.support.distributed import is_dtensor
 
-# FSDP's state of a module is private: `_state` and `_param_groups` read it. In a torch without these attributes nothing
-# is refused, and no gradient is known to be held back.
+# FSDP's state of a module is private to torch: `_state` and `_param_groups` read it. If a torch lacks these attributes,
+# `check_shards` does not see the gather dtype and accepts the model, and `hold_gradients_back` returns False.
 
 
 def is_fsdp(module: Any) -> bool:
-    """Whether `module` went through torch's `fully_shard`."""
+    """Tell whether torch's `fully_shard` has sharded `module`."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and isinstance(module, kind)
 
 
 def without_fsdp(base: type) -> dict[str, Any]:
-    """How a class generated of `base` makes instances, `model[2:]` say: as fully_shard's own class does, without it.
+    """Return a `__new__` for the class generated from `base`; an empty dict if `base` is not a class of fully_shard.
 
-    torch looks for the class of before at a fixed place of the method resolution order, where a generated one has
-    another.
+    `model[2:]` calls `type(model)(...)`, and FSDP's `__new__` then makes an instance of the user's class. It takes that
+    class from a fixed index of the method resolution order, where a generated class has another one. So the `__new__`
+    returned here calls FSDP's with `base`.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None or not issubclass(base, kind):
@@ -40,28 +41,28 @@ def without_fsdp(base: type) -> dict[str, Any]:
 
 
 def is_used() -> bool:
-    """Whether a module of this process may have gone through `fully_shard`, which makes a subclass for each class."""
+    """Tell whether this process may have sharded a module: `fully_shard` makes a subclass of FSDPModule per class."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and bool(kind.__subclasses__())
 
 
 def is_fsdp1(module: Any) -> bool:
-    """Whether `module` is wrapped in the older FullyShardedDataParallel."""
+    """Tell whether `module` is a FullyShardedDataParallel (FSDP1)."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     return kind is not None and isinstance(module, kind)
 
 
 def fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:
-    """The modules in `models` that went through `fully_shard`, each once."""
+    """Return the modules in `models` that `fully_shard` has sharded, each once."""
     if "torch.distributed.fsdp" not in sys.modules:
         return []
     return list({id(m): m for model in models for m in model.modules() if is_fsdp(m)}.values())
 
 
 def hold_gradients_back(modules: Iterable[Any]) -> bool:
-    """Whether a backward pass now would leave gradients unreduced inside of these FSDP modules, out of reach.
+    """Tell whether the next backward pass leaves unreduced gradients inside FSDP, where `.grad` does not show them.
 
-    `set_requires_gradient_sync(False)` has them do so, for all micro-batches of an iteration but the last.
+    User code asks for this by `set_requires_gradient_sync(False)`, for every micro-batch but the last.
     """
     return any(
         not (getattr(group, "reduce_grads", True) and getattr(group, "all_reduce_grads", True))
@@ -71,9 +72,9 @@ def hold_gradients_back(modules: Iterable[Any]) -> bool:
 
 
 def gathered(modules: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The whole parameters that these FSDP modules gather theirs in for a forward, with these.
+    """Yield (gathered parameter, sharded parameter) for each parameter that these FSDP modules have gathered before.
 
-    A whole one is the leaf of the graph. FSDP reduces its gradient into the `.grad` of the parameter.
+    The gathered parameter is the leaf of autograd's graph. FSDP reduces its gradient into `.grad` of the sharded one.
     """
     for module in modules:
         for group in _param_groups(module):
@@ -83,9 +84,10 @@ def gathered(modules: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.Tenso
 
 
 def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module]) -> None:
-    """Raise unless each sharded parameter of the models is gathered in the type that `policy` gives it.
+    """Raise ValueError if FSDP gathers a parameter of `models` in another dtype than `policy` wants for it.
 
-    `kept`: the modules that stay FP32.
+    Args:
+        kept: the modules that stay FP32.
     """
     stays = {id(module) for root in kept for module in root.modules()}
     own = dict(policy for module in fsdp_modules(models) for policy in _own_policies(module))
@@ -123,7 +125,7 @@ def _check_shard(name: str, param: Any, policy: Policy, stays: bool, fsdp: Any, 
     if stays and low is not None:
         raise ValueError(
             f"initialize: parameter {name!r} stays FP32 at opt_level {level!r} (a batch norm's, or keep_fp32), and "
-            f"fully_shard gathers it in {found}; shard its module for itself, before the one around it: "
+            f"fully_shard gathers it in {found}; shard its module on its own, before the one around it: "
             f"fully_shard(module, mp_policy=amp.fsdp_policy('O0')); or, from torch 2.15, shard with amp.fsdp_policy("
             f"{level!r}, models=model, keep_fp32=...); or pass keep_batchnorm_fp32=False"
         )
@@ -138,24 +140,28 @@ def _check_rounded(named: str, param: Any) -> None:
     if param.dtype is torch.float32:
         raise ValueError(
             f"{named} is sharded in torch.float32, and master_weights='stochastic' wants shards in BF16, which each "
-            "step rounds: call model.bfloat16() before fully_shard; or leave master_weights at None, which has the "
-            "FP32 shards for masters"
+            "step rounds: call model.bfloat16() before fully_shard; or leave master_weights at None, so that the FP32 "
+            "shards are the masters"
         )
     check_place(named, param)
 
 
 def check_place(named: str, param: Any) -> None:
-    """Raise where elements of this shard, which an error calls `named`, cannot be rounded by their place."""
+    """Raise ValueError if the indices of the shard's elements in the whole parameter, which seed rounding, are unknown.
+
+    Args:
+        named: the start of the message: the caller and the parameter.
+    """
     if distributed.place_in_whole(param) is None:
         raise ValueError(
-            f"{named} is sharded as {param.placements}, and master_weights='stochastic' rounds by the place of an "
-            "element in the whole parameter, which it knows where one dimension of the mesh shards dimension 0 alone; "
-            "shard it so, or leave master_weights at None and have FP32 shards for masters"
+            f"{named} is sharded as {param.placements}, and master_weights='stochastic' rounds by the index of an "
+            "element in the whole parameter, which is known if the parameter is "
+            "sharded once, along dimension 0; shard it this way, or leave master_weights at None and shard in FP32"
         )
 
 
 def no_masters(policy: Policy) -> str:
-    """Why `policy`, which casts weights and makes no masters, is refused for sharded parameters."""
+    """Return the refusal of sharded parameters by `policy`, which casts weights and makes no masters."""
     return (
         f"opt_level {policy.opt_level!r} without master weights would keep no FP32 weights, but fully_shard's shards "
         "are FP32 and serve as masters at no further cost: choose opt_level='O2'"
@@ -163,7 +169,7 @@ def no_masters(policy: Policy) -> str:
 
 
 def _governed(module: nn.Module, name: str, fsdp: Any) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Each module inside `module`, with its name and the FSDP module whose policy its parameters follow, if any."""
+    """Yield (name, module, FSDP module or None) for each module inside `module`. The FSDP module gathers it."""
     fsdp = module if is_fsdp(module) else fsdp
     yield name, module, fsdp
     for key, child in module.named_children():
@@ -171,9 +177,10 @@ def _governed(module: nn.Module, name: str, fsdp: Any) -> Iterator[tuple[str, nn
 
 
 def stay_fp32(kept: Iterable[nn.Module]) -> Callable[[nn.Parameter], torch.dtype | None]:
-    """`MixedPrecisionPolicy(param_dtype_override_fn=)`, by which the parameters of `kept` are gathered as they are.
+    """Return a `MixedPrecisionPolicy(param_dtype_override_fn=)` that gathers the parameters of `kept` uncast.
 
-    fully_shard asks it once for each parameter, before it puts the shard in the parameter's place. Held weakly.
+    fully_shard calls it once per parameter, before it replaces the parameter by its shard. The function references the
+    parameters weakly.
     """
     params = {id(p): weakref.ref(p) for module in kept for p in module.parameters()}
 
@@ -185,7 +192,7 @@ def stay_fp32(kept: Iterable[nn.Module]) -> Callable[[nn.Parameter], torch.dtype
 
 
 def _own_policies(module: Any) -> Iterator[tuple[int, Any]]:
-    """The ids of the shards of `module`, and the policy of each: from torch 2.15 it may be other than the module's."""
+    """Yield (id of a shard, its mixed-precision policy); from torch 2.15 on it may differ from that of `module`."""
     for group in _param_groups(module):
         for param in getattr(group, "fsdp_params", ()):
             if (policy := getattr(param, "mp_policy", None)) is not None:
@@ -207,7 +214,7 @@ def _state(module: Any) -> Any:
 
 
 def refuse_sharded_since(model: nn.Module | None, caller: str) -> None:
-    """Raise if `fully_shard` took one of a training's models after `initialize` did, which got its optimizer then."""
+    """Raise RuntimeError if `fully_shard` was called on `model` after `initialize` received the model and optimizer."""
     if model is None or not is_used():
         return
     state = vars(model).get("_amp")
