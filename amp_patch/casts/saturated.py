@@ -1,4 +1,4 @@
-"""Probabilities that low precision has rounded to 0 or 1 before a binary cross entropy: a warning, once."""
+"""A warning, once, if low precision has rounded probabilities to 0 or 1 before a binary cross entropy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.device_sync import DeviceNumbers, is_capturing
 from amp_patch.support.scripts_line import stacklevel
 
-# By the names of autograd's nodes: what gives the values that came in, what makes a 0 or 1 of others by itself, and
-# what rounds to one.
+# Names of autograd's nodes that pass values on, that make an exact 0 or 1, and that round to one.
 _MOVES = re.compile(
     "(ToCopy|View|UnsafeView|Reshape|ReshapeAlias|Squeeze|Unsqueeze|Select|Slice|Transpose|T|Permute|Clone|Expand|Index"
     "|Cat|Stack|Unbind|Split)Backward"
@@ -27,17 +26,18 @@ _MAKES_EXACT = re.compile(
 _ROUNDS = re.compile("(Sigmoid|Softmax)Backward")
 
 _told = False
-_asked: list[DeviceNumbers] = []  # whether earlier calls got such values, on its way from the device
+_asked: list[DeviceNumbers] = []  # results of earlier calls, on their way from the device to the host
 
 
 def look(probabilities: Any) -> None:
-    """Warn if `probabilities`, which need a gradient, are or were low precision, and some are exactly 0 or 1.
+    """Warn if low precision has rounded some of `probabilities` to exactly 0 or 1, and they require a gradient.
 
-    What was low precision and is FP32 now has values that one of the low types holds exactly. A CPU's values tell at
-    once. Those of a CUDA device are asked for without a wait, and tell at a later call. After the warning no values are
-    looked at, until `forget`.
+    FP32 probabilities count as rounded if one of the low-precision types holds all of them exactly. On a CPU the
+    warning comes at once. On a CUDA device the flag is copied without a sync, and read in a later call. After the
+    warning no values are tested until `forget`.
 
-    A 0 that is a mask's, a clamp's or a hard threshold's is no sign: behind these the sigmoid's own result tells.
+    A 0 or 1 that a mask, a clamp or a hard threshold made does not count: then the result of the sigmoid before it is
+    tested.
     """
     global _told
     if _told or not (isinstance(probabilities, Tensor) and probabilities.requires_grad and probabilities.numel() > 0):
@@ -63,14 +63,14 @@ def look(probabilities: Any) -> None:
 
 
 def forget() -> None:
-    """Warn again of the next such value."""
+    """Make `look` warn again."""
     global _told
     _told = False
     _asked.clear()
 
 
 def _has_rounded(probabilities: Tensor) -> Tensor:
-    """Whether some are 0 or 1, and all are values of a low-precision type: a bool tensor without dimensions."""
+    """Return a bool tensor of shape []: some values are 0 or 1, and one low-precision type holds all exactly."""
     low, high = torch.aminmax(probabilities)
     found = (low == 0) | (high == 1)
     if probabilities.dtype in LOW_PRECISION or (not found.is_cuda and not found):
