@@ -1,7 +1,7 @@
 """amp_patch: the opt-level switch for mixed-precision training. See `initialize` and `scale_loss`.
 
-`from amp_patch import amp` and `import amp_patch as amp` give the same names. Importing patches nothing.
-What a training need not have (recording, comparison, diagnosis, the graph) is imported when a name of it is first used.
+`from amp_patch import amp` and `import amp_patch as amp` give the same names. Importing patches nothing. Parts that a
+training does not need (recording, comparison, diagnosis, the graph) are imported at the first use of their names.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ __all__ = [
     "survey",
 ]
 
-# Name -> the module that defines it, which is imported at the name's first use. `graph` is such a module itself.
+# Name -> the module that defines it, which is imported at the first use of the name. `graph` is a module itself.
 _LAZY = {
     "compare": "amp_patch.lab.comparison.notebook",
     "compare_outputs": "amp_patch.lab.diagnose.output_distance",
@@ -125,10 +125,10 @@ _LAZY = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker has these names from the imports above, and is to refuse any other
+if not TYPE_CHECKING:  # a type checker knows these names from the imports above, and must refuse all others
 
     def __getattr__(name: str) -> Any:
-        """A name of `_LAZY`. It is put into this module, which Python does not ask for it again."""
+        """Import a name of `_LAZY`, and store it in this module, so that Python does not call this function again."""
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = importlib.import_module(_LAZY[name])
@@ -137,7 +137,7 @@ if not TYPE_CHECKING:  # a type checker has these names from the imports above, 
 
 
 def _explain_at_next_forward(model: Module) -> None:
-    """Load the lab's `explain`, which most trainings never ask for, and have it report the model's next forward."""
+    """Import the lab's `explain`, which most trainings do not need, and report the model's next forward."""
     importlib.import_module("amp_patch.lab.diagnose.explain").at_next_forward(model)
 
 
@@ -145,5 +145,5 @@ verbose_subscribers.append(_explain_at_next_forward)
 
 
 def __dir__() -> list[str]:
-    """The public names, and what every module has."""
+    """Return the public names and the dunder names of every module."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -114,8 +114,8 @@ def quantized(
 
     Returns:
         (values, scale): FP32 with the shape of `tensor` (extended if `hadamard`); FP32 of shape [], or None for a scale
-            of 1. The random bits of stochastic rounding depend only on the values of `tensor`, so that a repeated step
-            has the same result.
+        of 1. The random bits of stochastic rounding depend only on the values of `tensor`, so that a repeated step has
+        the same result.
     """
     if not tensor.is_contiguous() and tensor.mT.is_contiguous():
         values, scale = quantized(tensor.mT, COLUMNS if along == ROWS else ROWS, role, recipe, hadamard)

@@ -389,9 +389,9 @@ def test_a_write_into_a_saved_tensor_is_an_error() -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "opt_level 'O0', whose whole model is FP32": {"opt_level": "O0"},
-    "opt_level 'O2', whose model is cast, and its norms give torch.float16 as it is": {"opt_level": "O2"},
-    "opt_level 'O3', whose model is cast, and its norms give torch.float16 as it is": {"opt_level": "O3"},
-    "opt_level 'O5', whose model is cast, and its norms give torch.bfloat16 as it is": {"opt_level": "O5"},
+    "opt_level 'O2', whose model is cast, so that its norms return torch.float16 without it": {"opt_level": "O2"},
+    "opt_level 'O3', whose model is cast, so that its norms return torch.float16 without it": {"opt_level": "O3"},
+    "opt_level 'O5', whose model is cast, so that its norms return torch.bfloat16 without it": {"opt_level": "O5"},
     "opt_level 'O1', with patch_torch_functions=False, under which the norms are as in FP32": {
         "opt_level": "O1",
         "patch_torch_functions": False,
