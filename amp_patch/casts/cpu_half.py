@@ -104,7 +104,7 @@ def renamed(cpu_half: str, cpu_fp16: str | None) -> str:
     """Return the argument `cpu_half`, or `cpu_fp16`, its older name, with a warning."""
     if cpu_fp16 is None:
         return cpu_half
-    warnings.warn("initialize: cpu_fp16 is called cpu_half now, and speaks of BF16 too", FutureWarning, stacklevel=3)
+    warnings.warn("initialize: cpu_fp16 is called cpu_half now, and applies to BF16 too", FutureWarning, stacklevel=3)
     return cpu_fp16
 
 

@@ -20,7 +20,7 @@ from amp_patch.support import tree
 from amp_patch.support.compiled import Function
 from amp_patch.support.patches import Patches
 
-Decorated = TypeVar("Decorated")  # a function; or a `staticmethod`, which is no Callable to every type checker
+Decorated = TypeVar("Decorated")  # a function; or a `staticmethod`, no Callable to some type checkers
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decorators.

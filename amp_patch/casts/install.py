@@ -65,12 +65,12 @@ def use_backend(name: str) -> Iterator[None]:
 
 _installation = Installation()
 _installed: set[str] = set()  # the op lists that are installed now, and ALONE
-_listed_names: set[tuple[str, str]] = set()  # the names of those (address of the owner, name)
+_listed_names: set[tuple[str, str]] = set()  # their names: (address of the owner, name)
 ALONE = "alone"  # accepted by `install` instead of an op list
 # While installed: (id of the owner, name) -> the owner, and the attribute that a wrapper replaced.
 _originals: dict[tuple[int, str], tuple[Any, Any]] = {}
 at_install: list[Callable[[Patches], None]] = []  # called at the installation of torch's lists
-_wrappers: dict[tuple[int, str, str, str], tuple[Any, Any]] = {}  # (id of original, rules, backend) -> both
+_wrappers: dict[tuple[int, str, str, str], tuple[Any, Any]] = {}  # (id(original), rules, backend) -> both
 _registered: dict[tuple[int, str], tuple[Any, str, str]] = {}  # by `register`: (owner, name, rule)
 
 
@@ -134,7 +134,7 @@ def replace_in_attributes(modules: Iterable[torch.nn.Module]) -> Patches:
 
 def _replace_names(patches: Patches, names: Iterable[tuple[str, str]]) -> None:
     torchs, apexs = rules_by_name("torch"), rules_by_name("apex")
-    owners: dict[str, Any] = {}  # a dozen owners have all the names
+    owners: dict[str, Any] = {}  # resolved once: a dozen owners have all the names
     for address, name in names:
         if address not in owners:
             owners[address] = resolve_address(address)
@@ -192,7 +192,7 @@ def _keep_regions_in_checkpoints(patches: Patches) -> None:
         return call
 
     owner = torch.utils.checkpoint
-    # From torch 2.15 on the second function calls the first, so the first alone is wrapped.
+    # From torch 2.15 on the second function calls the first, so only the first is wrapped.
     for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator"):
         if (generator := getattr(owner, name, None)) is not None:
             patches.set(owner, name, wrap(generator, 0))

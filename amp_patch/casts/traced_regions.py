@@ -88,7 +88,7 @@ def leave_traced() -> None:
 
 
 class CastsPolicy(Policy):
-    """The acting policy of a trace: a separate type, which traced_calls.py makes Dynamo hold as a constant."""
+    """The acting policy of a trace: a separate type, for which traced_calls.py registers Dynamo's handling."""
 
 
 @functools.cache

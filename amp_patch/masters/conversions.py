@@ -44,9 +44,9 @@ def _refusing(own: Callable[..., Any], has_master: Callable[[Tensor], Any]) -> C
             if became is not dtype:
                 raise RuntimeError(
                     f"{type(self).__name__}: a conversion to {became} would undo half of initialize(), which made FP32 "
-                    f"masters for its parameters in {dtype}: what these have beyond {dtype} would be lost. Call "
-                    "amp.restore() for the FP32 model, amp.fp32_copy(model) for an FP32 copy; what is to stay FP32 is "
-                    "named in initialize(..., keep_fp32=...)"
+                    f"masters for its parameters in {dtype}: their precision beyond {dtype} would be lost. Call "
+                    "amp.restore() for the FP32 model, amp.fp32_copy(model) for an FP32 copy; name modules that must "
+                    "stay FP32 in initialize(..., keep_fp32=...)"
                 )
         return own(self, fn, *args, **kwargs)
 

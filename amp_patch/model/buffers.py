@@ -167,8 +167,8 @@ class WrittenBuffers:
         _, module, name = self.owned[0]
         dtype = getattr(getattr(module(), name, None), "dtype", "low precision")
         warnings.warn(
-            f"initialize: each forward writes the buffers {names}, which are {dtype}: there a running average with a "
-            f"decay near 1 stops changing, as a counter does after a few hundred steps. {kept} separate module "
+            f"initialize: each forward writes the buffers {names}, which are {dtype}: in this type a running average "
+            f"with a decay near 1 stops changing, as a counter does after a few hundred steps. {kept} separate module "
             "with buffers and no parameters stays FP32 without an option",
             stacklevel=6,
         )

@@ -126,7 +126,7 @@ def on_casts(method: Callable[..., Any], types: Mapping[str, torch.dtype], calls
                 return method(self, *args, **kwargs)
             finally:
                 _put_back(replaced)
-        if getattr(self, "_is_replica", False):  # DataParallel's replica lives for this call alone
+        if getattr(self, "_is_replica", False):  # DataParallel's replica exists only during this call
             _replace(self, types, [])
             return method(self, *args, **kwargs)
         with _cast(self, types, calls):

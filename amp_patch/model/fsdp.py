@@ -103,8 +103,8 @@ def _check_shard(name: str, param: Any, policy: Policy, stays: bool, fsdp: Any, 
     low, level = policy.cast_model_type, policy.opt_level
     if policy.master_weights == SPLIT:
         raise ValueError(
-            f"initialize: parameter {name!r} is sharded, and master_weights='split' is not for shards: these are FP32, "
-            "the masters themselves; leave master_weights at None"
+            f"initialize: parameter {name!r} is sharded, and master_weights='split' is not for shards, which are FP32 "
+            "and are the masters; leave master_weights at None"
         )
     if policy.master_weights == STOCHASTIC and param.requires_grad and not stays:
         _check_rounded(f"initialize: parameter {name!r}", param)
@@ -204,7 +204,7 @@ def _param_groups(module: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
-    group = getattr(state, "_fsdp_param_group", None)  # torch 2.6 to 2.10: one group a module
+    group = getattr(state, "_fsdp_param_group", None)  # torch 2.6 to 2.10: one group per module
     return [] if group is None else [group]
 
 
@@ -220,7 +220,7 @@ def refuse_sharded_since(model: nn.Module | None, caller: str) -> None:
     state = vars(model).get("_amp")
     if state is not None and is_fsdp(model) and not state.sharded:
         raise RuntimeError(
-            f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and put other "
-            "parameters in place of those that the optimizer and its masters hold; call fully_shard first, with "
+            f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and "
+            "replaced the parameters that the optimizer and its masters hold; call fully_shard first, with "
             "mp_policy=amp.fsdp_policy(opt_level), then make the optimizer, then call initialize()"
         )

@@ -129,8 +129,8 @@ def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
         if is_quantized(param):
             if param.requires_grad:
                 raise ValueError(
-                    f"{named} is quantized ({type(param).__name__}, {param.dtype}) and trained, which no opt level can "
-                    "do; freeze it with requires_grad_(False) and train adapters (LoRA), or give the model unquantized"
+                    f"{named} is quantized ({type(param).__name__}, {param.dtype}) and trained, which no opt level "
+                    "supports; freeze it with requires_grad_(False) and train adapters (LoRA), or pass it unquantized"
                 )
             continue
         if type_of(param) is None:

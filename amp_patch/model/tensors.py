@@ -46,13 +46,13 @@ def check_model(model: Any, methods: Collection[str] = ()) -> None:
         )
     if "forward" in vars(model):
         raise ValueError(
-            f"initialize: this {name} has a `forward` of its own in its __dict__, which hides the one of its class; "
+            f"initialize: this {name} has a `forward` in its __dict__, which hides the one of its class; "
             "define forward on the class, or call initialize() before something replaces it"
         )
     cls: Any = base_class(model)
     if cls.forward is nn.Module.forward and cls.__call__ is not nn.Module.__call__ and "__call__" not in methods:
         raise ValueError(
-            f"initialize: {name} defines __call__ and no forward, which is where casts and hooks act; rename it "
+            f"initialize: {name} defines __call__ and no forward, around which casts and hooks act; rename it "
             "forward, or name it: initialize(..., methods=('__call__',))"
         )
 
@@ -109,8 +109,8 @@ def check_steps(model: nn.Module, policy: Policy) -> None:
         if getattr(param, "_in_backward_optimizers", None):
             raise ValueError(
                 f"initialize: an optimizer steps parameter {name!r} of {type(model).__name__} during backward "
-                f"(_apply_optimizer_in_backward), with gradients that opt_level {policy.opt_level!r} could neither "
-                "unscale, check nor bring to masters; make an ordinary optimizer and step after `scale_loss`, or use "
+                f"(_apply_optimizer_in_backward), with gradients that opt_level {policy.opt_level!r} could not "
+                "unscale, check or move to masters; make an ordinary optimizer and step after `scale_loss`, or use "
                 "O0 or O4 (without skip_nonfinite)"
             )
 
@@ -227,8 +227,8 @@ def refuse_changed(model: nn.Module) -> None:
             raise RuntimeError(
                 f"restore: parameter {name!r} of this {type(model).__name__} became {param.dtype} of shape "
                 f"{list(param.shape)} on {param.device} after initialize(), and its master is {list(master.shape)} on "
-                f"{master.device}; it has the master's value again, and what was written into it meanwhile is lost: "
-                "call restore() first, then model.double() and the like"
+                f"{master.device}; it has the master's value again, and later writes into it are lost: call restore() "
+                "first, then model.double() and similar conversions"
             )
 
 

@@ -59,9 +59,9 @@ def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Poli
         if became is not dtype and became in (torch.float32, *LOW_PRECISION):
             raise RuntimeError(
                 f"{type(model).__name__} went through initialize(opt_level={policy.opt_level!r}), which cast it to "
-                f"{low} and made FP32 masters where it has any: a conversion to {became} would undo half of that. Call "
-                "amp.restore() for the FP32 model, amp.fp32_copy(model) for an FP32 copy, initialize() again for "
-                "another level or type; what is to stay FP32 is named in initialize(..., keep_fp32=...)"
+                f"{low}, with FP32 masters if the level has any: a conversion to {became} would undo half of that. "
+                "Call amp.restore() for the FP32 model, amp.fp32_copy(model) for an FP32 copy, initialize() again for "
+                "another level or type; name modules that must stay FP32 in initialize(..., keep_fp32=...)"
             )
 
 
@@ -139,9 +139,9 @@ def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError,
     raise RuntimeError(
         f"{error}\n{type(model).__name__} was cast to {policy.cast_model_type} by initialize(), and {shown} "
         "got another type since: by .float(), .half() or .to(dtype) of a part, by torch.func.functional_call "
-        "with values of another type, or as a new tensor. Name what is to stay FP32 in initialize(..., "
-        "keep_fp32=...), give functional_call values of the types that model.named_parameters() has, or run "
-        "amp.fp32_copy(model)"
+        "with values of another type, or as a new tensor. Name modules that must stay FP32 in "
+        "initialize(..., keep_fp32=...), give functional_call values of the types that model.named_parameters() has, "
+        "or run amp.fp32_copy(model)"
     ) from error
 
 
@@ -164,9 +164,9 @@ def _refuse_integers(model: nn.Module, error: RuntimeError) -> None:
     """Raise `error` with the way out, if an integer tensor met a floating one; this fails without amp_patch too."""
     if _names_integers(error) and error.__cause__ is None:  # else an inner model has explained it
         raise RuntimeError(
-            f"{error}\nIn {_place(model, error)} integers meet floats, which fails in FP32 too: the input is meant, "
-            "not the opt level (initialize() casts floating tensors alone). Give x.float() where floats belong, and "
-            "int64 where indices do"
+            f"{error}\nIn {_place(model, error)} integers meet floats, which fails in FP32 too: the cause is the "
+            "input, not the opt level (initialize() casts only floating tensors). Pass x.float() for numbers, and "
+            "int64 for indices"
         ) from error
 
 

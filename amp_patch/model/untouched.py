@@ -23,7 +23,7 @@ def enter_training(models: list[nn.Module], policy: Policy, methods: tuple[str, 
         low = low_buffers_of(model)
         for module in model.modules():
             if isinstance(module, KeptModule) or (module is model and isinstance(module, AmpModel)):
-                take(module)  # the class that an earlier training gave
+                take(module)  # its class is from an earlier training
         untouched[model] = ModelState(policy, low), tuple(name for name in methods if hasattr(model, name))
     if casts_state.default() is not None:
         shield()

@@ -28,9 +28,9 @@ struct StepJob {
   std::vector<Number> kept;        // owns the tensors that `unscale` points into
 };
 
-// Numbers of random bits, for parameters without masters. Either a draw per parameter, different for each step of a
-// tensor; empty if all parameters have masters. Or, for a shard, the index of its first element in the whole tensor;
-// empty if all tensors are whole.
+// Integers of stochastic rounding, for parameters without masters. As draws: one per parameter, different for each step
+// of a tensor; empty if all parameters have masters. As starts: the index of a shard's first element in the whole
+// tensor; empty if all tensors are whole.
 using IntList = std::vector<int64_t>;
 
 template <class Loop>

@@ -107,7 +107,7 @@ BAD_MODELS = {
     "double": (lambda: nn.Linear(2, 2).double(), ValueError, "is torch.float64"),
     "DataParallel": (lambda: nn.DataParallel(nn.Linear(2, 2)), ValueError, "wrapped in DataParallel"),
     "script": (lambda: torch.jit.script(nn.Linear(2, 2)), TypeError, "ScriptModule"),
-    "own forward": (OwnForward, ValueError, "`forward` of its own"),
+    "own forward": (OwnForward, ValueError, "`forward` in its __dict__"),
     "lazy": (lambda: nn.LazyLinear(2), ValueError, "is lazy"),
 }
 
