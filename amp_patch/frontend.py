@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
+from amp_patch import guests
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import renamed, resolve_cpu_half
 from amp_patch.environment import overridden, with_asked_methods, with_asked_modules, without_rungs
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger("amp_patch")
+guests.enter()
 
 # Called with each model of an `initialize` whose verbosity is 2 or more.
 verbose_subscribers: list[Callable[[nn.Module], None]] = []

@@ -56,7 +56,7 @@ _USED = tuple(
 )
 
 # Packages that Dynamo skips. Their bookkeeping of optimizers and gradients has no tensor operations to compile.
-NEVER_TRACED = ["frontend", "masters", "multi_tensor", "training"]  # and those given to `never_trace`
+NEVER_TRACED = ["frontend", "masters", "multi_tensor", "storage", "training"]  # and those given to `never_trace`
 
 # Modules that Dynamo inlines into a caller's frame, and never compiles as frames of their own. After a graph break in a
 # region the rest of the forward runs as plain Python, and wrappers must too: one code object serves all wrapped

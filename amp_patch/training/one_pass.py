@@ -22,11 +22,11 @@ from amp_patch.masters.masters import (
     LinkList,
     add_gradients,
     materialize,
+    note_stepped,
     publish_written,
     settle,
     without_materialized,
 )
-from amp_patch.masters.stochastic_master import note_stepped
 from amp_patch.multi_tensor import backends
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.optimizers.sgd import FusedSGD

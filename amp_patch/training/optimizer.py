@@ -21,25 +21,11 @@ from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
-from amp_patch.training import (
-    coded_steps,
-    ddp,
-    one_pass,
-    portions,
-    rounded_shards,
-    slips,
-    thawed,
-    trial,
-    untouched,
-    zero_redundancy,
-)
+from amp_patch.training import ddp, joints, one_pass, portions, slips, thawed, trial, untouched, zero_redundancy
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import WHOLE, Strategy, lead_to_step, step_of
 from amp_patch.training.unscale import unscale_pending
-
-# What keeps an optimizer's state otherwise than torch: each has KEY, `check`, `is_for`, `enter` and `overrides`.
-_KEEPERS = (coded_steps, rounded_shards)
 
 _copies = Installation()
 _KNOWN_ZERO_GRADS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)  # as they are before anybody patches
@@ -54,8 +40,8 @@ class AmpOptimizer(Generated):
     @classmethod
     def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
         overrides = {"step": step_of(base), "strategy": _strategy_of(base)}
-        for way in _KEEPERS:
-            overrides |= way.overrides(base) if set(way.KEY) <= set(key) else {}
+        for keeper in joints.keepers:
+            overrides |= keeper.overrides(base) if set(keeper.KEY) <= set(key) else {}
         return overrides
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +85,8 @@ class AmpOptimizer(Generated):
             _refuse_known(self, stash, added)
             if stash.policy.master_weights:
                 zero_redundancy.check_new_group(self)
-                rounded_shards.check_new_group(self, stash.policy, added)
+                for check in joints.check_group:
+                    check(self, stash, added)
         super().add_param_group(param_group)  # type: ignore[misc]
         if stash is None or not stash.enabled:
             return
@@ -166,8 +153,8 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
     zero_redundancy.check_zero(optimizer, policy)
     if policy.master_weights or policy.optimizer_state is not None:
         trial.check(zero_redundancy.stateful(optimizer), policy.optimizer_state is not None)
-    for way in _KEEPERS:
-        way.check(optimizer, policy)
+    for check in joints.check_optimizer:
+        check(optimizer, policy)
 
 
 def enter_training(
@@ -183,8 +170,8 @@ def enter_training(
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
         _copies.install(_carry_stash)  # the optimizer keeps its class, so that its copies need the stash from here
     else:
-        ways = (way for way in _KEEPERS if way.is_for(stash))
-        generated_class.give(optimizer, mixin, tuple(name for way in ways for name in way.KEY))
+        keepers = (keeper for keeper in joints.keepers if keeper.is_for(stash))
+        generated_class.give(optimizer, mixin, tuple(name for keeper in keepers for name in keeper.KEY))
         _lead_scheduler(optimizer)
     enter_step(optimizer, stash)
 
@@ -223,8 +210,8 @@ def _lead_scheduler(optimizer: Any) -> None:
 def enter_step(optimizer: Any, stash: Stash) -> None:
     """Let `stash` know whose it is, and have gradients wait where the optimizer's strategy takes them so."""
     stash.neighbours.owner = weakref.ref(optimizer)
-    for way in _KEEPERS:
-        way.enter(optimizer, stash)
+    for enter in joints.enter_optimizer:
+        enter(optimizer, stash)
     if stash.policy.master_weights and (one_pass.knows(optimizer) or portions.knows(optimizer, stash)):
         stash.masters.let_gradients_wait()
     thawed.watch(optimizer, stash)
@@ -242,7 +229,8 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     attempt = Attempts()
     attempt(unscale_pending, optimizer)
     attempt(drop_overflowed, optimizer, stash)
-    attempt(coded_steps.make_whole, optimizer, stash)
+    for leave in joints.leave_optimizer:
+        attempt(leave, optimizer, stash)
     for handle in stash.neighbours.handles:
         attempt(handle.remove)
     wrappers = [wrapper for ref in stash.neighbours.wrappers if isinstance(wrapper := ref(), Generated)]

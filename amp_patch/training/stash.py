@@ -15,15 +15,14 @@ from amp_patch.masters.closed_master import Form
 from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.masters.gradients import Aside
 from amp_patch.masters.of_optimizer import Masters
-from amp_patch.masters.split_master import HALVES
 from amp_patch.model import copies
 from amp_patch.multi_tensor import inverse_of
 from amp_patch.multi_tensor.checks import Number
-from amp_patch.policy import LOW_PRECISION, SPLIT, STOCHASTIC, Policy
+from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import device_sync
 from amp_patch.support.device_sync import DeviceNumbers
-from amp_patch.training import ddp
-from amp_patch.training.loss_scaler import ROUNDING, LossScaler
+from amp_patch.training import ddp, joints
+from amp_patch.training.loss_scaler import LossScaler
 
 _ATTRIBUTE = "_amp_stash"  # an attribute of optimizers; scripts read it by Apex's name
 
@@ -269,9 +268,8 @@ class Stash:
     @property
     def master_form(self) -> Form | None:
         """How the masters of bfloat16 weights are kept; None: whole."""
-        if self.policy.master_weights == SPLIT:
-            return HALVES
-        return self.scalers[0].beside.get(ROUNDING) if self.policy.master_weights == STOCHASTIC else None
+        form_of = joints.forms.get(self.policy.master_weights)
+        return None if form_of is None else form_of(self.scalers[0].beside)
 
     @property
     def unobserved(self) -> bool:

@@ -28,7 +28,7 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Attempts
 from amp_patch.training import ddp, left_out, observers, slips
 from amp_patch.training import optimizer as optimizer_side
-from amp_patch.training.loss_scaler import ROUNDING, LossScaler
+from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
 from amp_patch.training.scale_loss import targets_of
 from amp_patch.training.stash import (
@@ -211,8 +211,8 @@ def enter(
     about_to_be_cast = {id(p) for p in params}
     owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
     everything = {id(p): p for model in models for p in model.parameters()}
-    if (rounding := training.scalers[0].beside.get(ROUNDING)) is not None:
-        rounding.number(everything.values())
+    for form in training.scalers[0].beside.values():
+        form.number(everything.values())
     unowned: list[Tensor] = [p for key, p in everything.items() if key not in owned and p.requires_grad]
     sharded = [(module, {id(p) for p in module.parameters()}) for module in fsdp.fsdp_modules(models)]
     for target in targets:

@@ -15,9 +15,9 @@ from training import masters_of, same
 
 from amp_patch import amp, multi_tensor
 from amp_patch.lab.commands.run_summary import RunSummary
+from amp_patch.storage.coded_state import CodedState, Coder
 from amp_patch.support.generated_class import Generated
 from amp_patch.training import observers
-from amp_patch.training.coded_state import CodedState, Coder
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Training

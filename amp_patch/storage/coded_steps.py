@@ -20,14 +20,15 @@ from amp_patch.masters.masters import has_gradient, publish_written, without_mat
 from amp_patch.multi_tensor import backends
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.policy import OPT_LEVELS, Policy
+from amp_patch.storage import coded_shards
+from amp_patch.storage.coded_state import Coded, CodedState, Coder
+from amp_patch.storage.stand_ins import give_back_attributes, with_stand_ins
 from amp_patch.support import device_sync, generated_class
 from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import Generated, base_class
-from amp_patch.training import coded_shards, one_pass, per_parameter, portions
+from amp_patch.training import one_pass, per_parameter, portions
 from amp_patch.training.batch import Batch
-from amp_patch.training.coded_state import Coded, CodedState, Coder
-from amp_patch.training.stand_ins import give_back_attributes, with_stand_ins
 from amp_patch.training.stash import Stash, give_stash, stash_of, take_stash
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy, lead_to_step
 from amp_patch.training.zero_redundancy import is_zero, is_zero_class, stateful

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from amp_patch.storage.coded_state import CodedState, Coder
 from amp_patch.support.generated_class import base_class
-from amp_patch.training.coded_state import CodedState, Coder
 
 
 class _Group(dict[str, Any]):

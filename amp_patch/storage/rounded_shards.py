@@ -17,12 +17,12 @@ from amp_patch.masters.grad_field import set_own_grad
 from amp_patch.masters.masters import has_gradient
 from amp_patch.model import fsdp
 from amp_patch.policy import STOCHASTIC, Policy
+from amp_patch.storage import coded_shards, coded_steps
+from amp_patch.storage.coded_state import Coder
+from amp_patch.storage.stand_ins import with_stand_ins
 from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor, local
 from amp_patch.support.generated_class import base_class
-from amp_patch.training import coded_shards, coded_steps
-from amp_patch.training.coded_state import Coder
-from amp_patch.training.stand_ins import with_stand_ins
 from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import Plain, Step
 
@@ -40,8 +40,9 @@ def check(optimizer: Any, policy: Policy) -> None:
         _check("initialize", optimizer, policy, params)
 
 
-def check_new_group(optimizer: Any, policy: Policy, params: list[Tensor]) -> None:
+def check_group(optimizer: Any, stash: Stash, params: list[Tensor]) -> None:
     """Raise as `check`, of the parameters of a group that comes later; and where these are not sharded by rows."""
+    policy = stash.policy
     _check("add_param_group", optimizer, policy, params)
     for index, param in enumerate(params):
         if policy.master_weights == STOCHASTIC and _is_low_shard(param):

@@ -1,0 +1,20 @@
+"""The guests of the road: which feature acts at which of its joints (training/joints.py), in which order."""
+
+from __future__ import annotations
+
+from amp_patch.policy import SPLIT, STOCHASTIC
+from amp_patch.storage import coded_steps, rounded_shards
+from amp_patch.storage.split_master import HALVES
+from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
+from amp_patch.training import joints
+
+
+def enter() -> None:
+    """Register all of them: once, when amp_patch is imported."""
+    joints.forms |= {SPLIT: lambda beside: HALVES, STOCHASTIC: lambda beside: beside.get(ROUNDING)}
+    joints.beside_scale += [beside_scale]
+    joints.keepers += [coded_steps, rounded_shards]
+    joints.check_optimizer += [coded_steps.check, rounded_shards.check]
+    joints.check_group += [rounded_shards.check_group]
+    joints.enter_optimizer += [coded_steps.enter, rounded_shards.enter]
+    joints.leave_optimizer += [coded_steps.make_whole]

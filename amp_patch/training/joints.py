@@ -1,0 +1,30 @@
+"""Where features meet the road of every training: lists of functions that `amp_patch/guests.py` fills.
+
+The road calls what is registered, in order, and names no guest. None of these lists is looked at in a plain step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from amp_patch.masters.closed_master import Form
+from amp_patch.policy import Policy
+
+# Forms of storage -----------------------------------------------------------------------------------------------------
+
+# Policy.master_weights -> of what is saved beside a training's loss scales, the form in which its masters are kept.
+forms: dict[Any, Callable[[dict[str, Any]], Form | None]] = {}
+# Give what a policy saves beside its first loss scale, by its name in the state dict.
+beside_scale: list[Callable[[Policy], dict[str, Any]]] = []
+# What keeps the state of an optimizer: has KEY (of the generated class), `is_for(stash)` and `overrides(base)`.
+keepers: list[Any] = []
+
+# Moments of an optimizer ----------------------------------------------------------------------------------------------
+
+check_optimizer: list[Callable[[Any, Policy], None]] = []  # raise before `initialize` changes anything
+check_group: list[Callable[[Any, Any, list[Tensor]], None]] = []  # (optimizer, stash, params) of `add_param_group`
+enter_optimizer: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), of a training, a copy or a pickle
+leave_optimizer: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), before its masters are detached
