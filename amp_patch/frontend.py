@@ -35,7 +35,6 @@ from amp_patch.policy import (
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
-from amp_patch.training import gradient_release as release
 from amp_patch.training.arguments import Keywords, Level, M, Optimizers, S, Steps
 from amp_patch.training.scale_loss import groups_of
 from amp_patch.training.training import (
@@ -51,6 +50,7 @@ from amp_patch.training.training import (
     trainings,
 )
 from amp_patch.training.wrappers import as_list, enter_wrappers, innermost
+from amp_patch.ways import gradient_release as release
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

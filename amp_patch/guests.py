@@ -7,6 +7,9 @@ from amp_patch.storage import coded_steps, rounded_shards
 from amp_patch.storage.split_master import HALVES
 from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
 from amp_patch.training import joints
+from amp_patch.ways import trial
+from amp_patch.ways.one_pass import IN_ONE_PASS
+from amp_patch.ways.portions import IN_PORTIONS
 
 
 def enter() -> None:
@@ -14,7 +17,8 @@ def enter() -> None:
     joints.forms |= {SPLIT: lambda beside: HALVES, STOCHASTIC: lambda beside: beside.get(ROUNDING)}
     joints.beside_scale += [beside_scale]
     joints.keepers += [coded_steps, rounded_shards]
-    joints.check_optimizer += [coded_steps.check, rounded_shards.check]
+    joints.ways += [IN_ONE_PASS, IN_PORTIONS]
+    joints.check_optimizer += [trial.check_optimizer, coded_steps.check, rounded_shards.check]
     joints.check_group += [rounded_shards.check_group]
     joints.enter_optimizer += [coded_steps.enter, rounded_shards.enter]
     joints.leave_optimizer += [coded_steps.make_whole]

@@ -16,8 +16,8 @@ from amp_patch.storage.coded_state import Coded, CodedState, Coder
 from amp_patch.storage.stand_ins import with_stand_ins
 from amp_patch.support.distributed import is_dtensor, local
 from amp_patch.support.generated_class import base_class
-from amp_patch.training import trial_of_parts
-from amp_patch.training.per_parameter import is_registered
+from amp_patch.ways import trial_of_parts
+from amp_patch.ways.per_parameter import is_registered
 
 # Of torch.optim, those whose step of a part of a parameter is not the part of its step, with the reason.
 OVER_WHOLE_TENSORS = {

@@ -25,13 +25,12 @@ from amp_patch.storage.coded_state import Coded, CodedState, Coder
 from amp_patch.storage.stand_ins import give_back_attributes, with_stand_ins
 from amp_patch.support import device_sync, generated_class
 from amp_patch.support.compiled import wraps
-from amp_patch.support.distributed import is_dtensor
+from amp_patch.support.distributed import is_dtensor, is_zero, is_zero_class, stateful
 from amp_patch.support.generated_class import Generated, base_class
-from amp_patch.training import one_pass, per_parameter, portions
-from amp_patch.training.batch import Batch
 from amp_patch.training.stash import Stash, give_stash, stash_of, take_stash
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy, lead_to_step
-from amp_patch.training.zero_redundancy import is_zero, is_zero_class, stateful
+from amp_patch.ways import one_pass, per_parameter, portions
+from amp_patch.ways.batch import Batch
 
 KEY = ("optimizer_state",)  # of the generated classes
 

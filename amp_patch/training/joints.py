@@ -22,6 +22,10 @@ beside_scale: list[Callable[[Policy], dict[str, Any]]] = []
 # What keeps the state of an optimizer: has KEY (of the generated class), `is_for(stash)` and `overrides(base)`.
 keepers: list[Any] = []
 
+# Ways to step ---------------------------------------------------------------------------------------------------------
+
+ways: list[Any] = []  # strategies (step.py): an optimizer has the first one that suits its class
+
 # Moments of an optimizer ----------------------------------------------------------------------------------------------
 
 check_optimizer: list[Callable[[Any, Policy], None]] = []  # raise before `initialize` changes anything

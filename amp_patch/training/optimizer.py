@@ -17,11 +17,11 @@ from amp_patch.optimizers.common import FusedOptimizer
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
 from amp_patch.support.compiled import wraps
-from amp_patch.support.distributed import is_dtensor
+from amp_patch.support.distributed import is_dtensor, stateful
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
-from amp_patch.training import ddp, joints, one_pass, portions, slips, thawed, trial, untouched, zero_redundancy
+from amp_patch.training import ddp, joints, slips, thawed, untouched, zero_redundancy
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import WHOLE, Strategy, lead_to_step, step_of
@@ -128,7 +128,7 @@ class AmpOptimizer(Generated):
 
 def _strategy_of(base: Any) -> Strategy:
     """How steps of optimizers of the class `base` are made, where that suits."""
-    return one_pass.IN_ONE_PASS if one_pass.suits_class(base) else portions.IN_PORTIONS
+    return next((way for way in joints.ways if way.suits_class(base)), WHOLE)
 
 
 def check_optimizer(optimizer: Any, policy: Policy) -> None:
@@ -151,8 +151,6 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
             "check or gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling), without skip_nonfinite"
         )
     zero_redundancy.check_zero(optimizer, policy)
-    if policy.master_weights or policy.optimizer_state is not None:
-        trial.check(zero_redundancy.stateful(optimizer), policy.optimizer_state is not None)
     for check in joints.check_optimizer:
         check(optimizer, policy)
 
@@ -212,7 +210,7 @@ def enter_step(optimizer: Any, stash: Stash) -> None:
     stash.neighbours.owner = weakref.ref(optimizer)
     for enter in joints.enter_optimizer:
         enter(optimizer, stash)
-    if stash.policy.master_weights and (one_pass.knows(optimizer) or portions.knows(optimizer, stash)):
+    if stash.policy.master_weights and any(way.knows(optimizer, stash) for way in joints.ways):
         stash.masters.let_gradients_wait()
     thawed.watch(optimizer, stash)
     if isinstance(optimizer, Generated):
@@ -253,7 +251,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
 
 def state_follows_params(optimizer: Any) -> None:
     """Cast the optimizer's state to the dtypes of what it steps, by torch's own rules for loading a state."""
-    optimizer = zero_redundancy.stateful(optimizer)
+    optimizer = stateful(optimizer)
     stash = stash_of(optimizer)
     parts = {} if stash is None else stash.masters.parts  # which have FP32 masters, that no group holds
 

@@ -49,6 +49,14 @@ class Strategy:
 
     waits = True
 
+    def suits_class(self, base: Any) -> bool:
+        """Whether this is how optimizers of the class `base` are stepped, where nothing else is chosen for one."""
+        return False
+
+    def knows(self, optimizer: Any, stash: Stash) -> bool:
+        """Whether it takes gradients that wait, with the settings of now; logs why not."""
+        return False
+
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         """Whether the coming step can be made so; `given`: it has a closure, or what Apex's once took. Logs why not."""
         raise NotImplementedError

@@ -8,21 +8,10 @@ each process then keeps of all of them what the weights take (and rounds by the 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from amp_patch.policy import Policy
-
-
-def is_zero(optimizer: Any) -> bool:
-    """Whether this is a ZeroRedundancyOptimizer."""
-    return is_zero_class(type(optimizer))
-
-
-def is_zero_class(kind: type) -> bool:
-    """Whether these are ZeroRedundancyOptimizers. Its module is not imported: whoever has made one has done that."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return module is not None and issubclass(kind, module.ZeroRedundancyOptimizer)
+from amp_patch.support.distributed import is_zero
 
 
 def check_zero(optimizer: Any, policy: Policy) -> None:
@@ -57,11 +46,6 @@ def check_new_group(optimizer: Any) -> None:
             "cannot take low-precision parameters; make it with parameters_as_bucket_view=False, or give all groups "
             "at its construction"
         )
-
-
-def stateful(optimizer: Any) -> Any:
-    """The optimizer that keeps the state of `optimizer`'s parameters: itself, or the one inside."""
-    return optimizer.optim if is_zero(optimizer) and hasattr(optimizer, "optim") else optimizer
 
 
 def repartition(optimizer: Any) -> None:

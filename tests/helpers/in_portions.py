@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.training import per_parameter
-from amp_patch.training.per_parameter import same
-from amp_patch.training.trial import _give_gradients, wave
+from amp_patch.ways import per_parameter
+from amp_patch.ways.per_parameter import same
+from amp_patch.ways.trial import _give_gradients, wave
 
 Group = dict[str, Any]
 

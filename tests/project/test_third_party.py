@@ -35,8 +35,8 @@ ema_pytorch = pytest.importorskip("ema_pytorch", reason=EXTRAS)
 transformers_optimizers = pytest.importorskip("transformers.optimization", reason=EXTRAS)
 
 from amp_patch import amp  # noqa: E402
-from amp_patch.training import gradient_release, per_parameter, portions  # noqa: E402
-from amp_patch.training.trial_of_parts import reason_against_parts  # noqa: E402
+from amp_patch.ways import gradient_release, per_parameter, portions  # noqa: E402
+from amp_patch.ways.trial_of_parts import reason_against_parts  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import masters_of, same
 
 from amp_patch import amp, multi_tensor
-from amp_patch.training import gradient_release, per_parameter, portions
+from amp_patch.ways import gradient_release, per_parameter, portions
 
 pytestmark = pytest.mark.usefixtures("registrations")
 

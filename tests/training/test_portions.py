@@ -19,7 +19,7 @@ from training import backward
 from amp_patch import amp
 from amp_patch.masters.masters import has_gradient
 from amp_patch.support import generated_class
-from amp_patch.training import per_parameter, portions
+from amp_patch.ways import per_parameter, portions
 
 pytestmark = pytest.mark.skipif(not portions.can_wait(), reason="gradients wait where the extension is built")
 
@@ -52,7 +52,7 @@ def how_many(monkeypatch) -> list[int]:
 
 def all_at_once(monkeypatch: Any) -> None:
     """The ordinary way for all that comes."""
-    monkeypatch.setattr(portions, "knows", lambda optimizer, stash: False)
+    monkeypatch.setattr(portions.InPortions, "knows", lambda self, optimizer, stash: False)
 
 
 class PortionsNet(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from training import same
 
 from amp_patch import amp
-from amp_patch.training import per_parameter, portions
+from amp_patch.ways import per_parameter, portions
 
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event"

@@ -33,9 +33,9 @@ from amp_patch.optimizers.sgd import FusedSGD
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import is_untouched
-from amp_patch.training.batch import Batch, BatchState, Group, NotKnown
 from amp_patch.training.stash import Stash
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy
+from amp_patch.ways.batch import Batch, BatchState, Group, NotKnown
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The optimizers that the kernels know
@@ -205,11 +205,6 @@ KERNELS: dict[type, Kernel] = {
 _NUMBERS = ("weight_decay", "momentum", "dampening", "eps")  # settings that the kernels do not read from the device
 
 
-def knows(optimizer: Any) -> bool:
-    """Whether steps of `optimizer` can be made here: exactly a class of the table, and the extension is there."""
-    return kernel_of(optimizer) is not None and can_wait()
-
-
 def suits_class(base: Any) -> bool:
     """Whether `base` is exactly a class of the table, whose `step` nobody has replaced."""
     return base in KERNELS and is_untouched(base.step)
@@ -219,6 +214,12 @@ class InOnePass(Strategy):
     """Unscale, clip, moments, master, the model's weight: in one pass over the memory."""
 
     batch = Batch
+
+    def suits_class(self, base: Any) -> bool:
+        return suits_class(base)
+
+    def knows(self, optimizer: Any, stash: Stash) -> bool:
+        return kernel_of(optimizer) is not None and can_wait()
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         # With the backend "torch" torch's own kernels are nearer to torch's numbers.

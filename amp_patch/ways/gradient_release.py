@@ -35,10 +35,10 @@ from amp_patch.support.blocks import without_grad
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import is_untouched
-from amp_patch.training import per_parameter, portions, trial
-from amp_patch.training.per_parameter import Group, Written
 from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import Plain, Step, Strategy, plain_step, suiting, trusted_steps
+from amp_patch.ways import per_parameter, portions, trial
+from amp_patch.ways.per_parameter import Group, Written
 
 _WHOLE_WITH = ("capturable", "differentiable")
 _BACKWARD_OF_FUNCTION = BackwardCFunction.apply.__code__

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import environment
+from amp_patch.policy import Policy
+from amp_patch.support.distributed import stateful
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.random_states import random_states, restored_random_states
-from amp_patch.training.per_parameter import (
+from amp_patch.training.step import Plain
+from amp_patch.ways.per_parameter import (
     NOT_SETTINGS,
     PortionsDisagreeError,
     Registration,
@@ -28,13 +31,18 @@ from amp_patch.training.per_parameter import (
     same,
     stepping,
 )
-from amp_patch.training.step import Plain
 
 Shape = tuple[int, ...]
 
 STEPS = 12  # some do more at each fifth or tenth, Lookahead's merge say
 _DIFFERENT = "it steps a parameter by itself differently from the same among others; leave the registration out"
 SHIFT = 64.0  # of the weights, by which a state that holds weights is shifted too
+
+
+def check_optimizer(optimizer: Any, policy: Policy) -> None:
+    """`check`, of an optimizer that `initialize` may step in portions, or whose state it keeps in eight bits."""
+    if policy.master_weights or policy.optimizer_state is not None:
+        check(stateful(optimizer), policy.optimizer_state is not None)
 
 
 def check(optimizer: Any, keeps_codes: bool) -> None:
