@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import guests
+from amp_patch.around.wrappers import enter_wrappers
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import renamed, resolve_cpu_half
 from amp_patch.environment import overridden, with_asked_methods, with_asked_modules, without_rungs
@@ -36,6 +37,7 @@ from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
 from amp_patch.training.arguments import Keywords, Level, M, Optimizers, S, Steps
+from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.scale_loss import groups_of
 from amp_patch.training.training import (
     Dialect,
@@ -49,7 +51,6 @@ from amp_patch.training.training import (
     scalers_of,
     trainings,
 )
-from amp_patch.training.wrappers import as_list, enter_wrappers, innermost
 from amp_patch.ways import gradient_release as release
 
 if TYPE_CHECKING:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from amp_patch.around import captured, ddp, wrappers, zero_redundancy
+from amp_patch.around.shared_backward import SharedBackward
 from amp_patch.policy import SPLIT, STOCHASTIC
 from amp_patch.storage import coded_steps, rounded_shards
 from amp_patch.storage.split_master import HALVES
@@ -18,7 +20,20 @@ def enter() -> None:
     joints.beside_scale += [beside_scale]
     joints.keepers += [coded_steps, rounded_shards]
     joints.ways += [IN_ONE_PASS, IN_PORTIONS]
-    joints.check_optimizer += [trial.check_optimizer, coded_steps.check, rounded_shards.check]
-    joints.check_group += [rounded_shards.check_group]
+    joints.check_models += [ddp.check_ddp]
+    joints.enter_models += [ddp.enter_models]
+    joints.retyped += [ddp.reduce_anew]
+    joints.unpickled += [ddp.install]
+    joints.regrouped += [zero_redundancy.repartition]
+    joints.wrapped += [wrappers.enter_wrappers]
+    joints.shared_backward += [SharedBackward]
+    joints.captured += [captured.check]
+    joints.check_optimizer += [
+        zero_redundancy.check_zero,
+        trial.check_optimizer,
+        coded_steps.check,
+        rounded_shards.check,
+    ]
+    joints.check_group += [zero_redundancy.check_group, rounded_shards.check_group]
     joints.enter_optimizer += [coded_steps.enter, rounded_shards.enter]
-    joints.leave_optimizer += [coded_steps.make_whole]
+    joints.leave_optimizer += [coded_steps.make_whole, wrappers.leave]

@@ -40,7 +40,7 @@ class ModelState:
         fast_path_off: whether torch's fused encoder layers would meet modules that were kept.
         sharded: whether the model went through `fully_shard` before.
         handles: of hooks on FSDP modules inside the model.
-        no_sync: whether DDP's `no_sync()` is entered; training/ddp.py sets it.
+        no_sync: whether DDP's `no_sync()` is entered; around/ddp.py sets it.
         local: whether the gradients of the last forward stay on this process: it ran under `no_sync()`.
         written_buffers: looks for cast buffers that training writes; None after two forwards.
         cleared: how often `zero_grad` was called.

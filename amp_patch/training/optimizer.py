@@ -21,7 +21,7 @@ from amp_patch.support.distributed import is_dtensor, stateful
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
-from amp_patch.training import ddp, joints, slips, thawed, untouched, zero_redundancy
+from amp_patch.training import joints, slips, thawed, untouched
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import WHOLE, Strategy, lead_to_step, step_of
@@ -84,9 +84,7 @@ class AmpOptimizer(Generated):
             added = _new_params(param_group)
             _refuse_known(self, stash, added)
             if stash.policy.master_weights:
-                zero_redundancy.check_new_group(self)
-                for check in joints.check_group:
-                    check(self, stash, added)
+                joints.tell(joints.check_group, self, stash, added)
         super().add_param_group(param_group)  # type: ignore[misc]
         if stash is None or not stash.enabled:
             return
@@ -99,7 +97,7 @@ class AmpOptimizer(Generated):
             stash.masters.attach(self, group, form=stash.master_form)
             stash.note_gathered()
             stash.masters.keep(stash.master_form)
-            zero_redundancy.repartition(self)
+            joints.tell(joints.regrouped, self)
         thawed.watch(self, stash)
         note_sharing([other for other, _ in siblings(stash)])
 
@@ -150,9 +148,7 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
             f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale, "
             "check or gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling), without skip_nonfinite"
         )
-    zero_redundancy.check_zero(optimizer, policy)
-    for check in joints.check_optimizer:
-        check(optimizer, policy)
+    joints.tell(joints.check_optimizer, optimizer, policy)
 
 
 def enter_training(
@@ -163,7 +159,7 @@ def enter_training(
         for group in optimizer.param_groups:
             stash.masters.attach(optimizer, group, about_to_be_cast, form=stash.master_form)
         stash.note_gathered()
-        zero_redundancy.repartition(optimizer)
+        joints.tell(joints.regrouped, optimizer)
     give_stash(optimizer, stash)
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
         _copies.install(_carry_stash)  # the optimizer keeps its class, so that its copies need the stash from here
@@ -208,8 +204,7 @@ def _lead_scheduler(optimizer: Any) -> None:
 def enter_step(optimizer: Any, stash: Stash) -> None:
     """Let `stash` know whose it is, and have gradients wait where the optimizer's strategy takes them so."""
     stash.neighbours.owner = weakref.ref(optimizer)
-    for enter in joints.enter_optimizer:
-        enter(optimizer, stash)
+    joints.tell(joints.enter_optimizer, optimizer, stash)
     if stash.policy.master_weights and any(way.knows(optimizer, stash) for way in joints.ways):
         stash.masters.let_gradients_wait()
     thawed.watch(optimizer, stash)
@@ -231,13 +226,9 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
         attempt(leave, optimizer, stash)
     for handle in stash.neighbours.handles:
         attempt(handle.remove)
-    wrappers = [wrapper for ref in stash.neighbours.wrappers if isinstance(wrapper := ref(), Generated)]
-    for wrapper in wrappers:
-        attempt(generated_class.take, wrapper)
-        attempt(stash.masters.unfollow, wrapper)
     params = stash.masters.links.params
     attempt(stash.masters.detach, optimizer)
-    attempt(zero_redundancy.repartition, optimizer)
+    attempt(joints.tell, joints.regrouped, optimizer)
     if isinstance(optimizer, Generated):
         attempt(generated_class.take, optimizer)
         attempt(_lead_scheduler, optimizer)
@@ -302,7 +293,7 @@ def _widen(stash: Stash, group: dict[str, Any]) -> None:
         if id(p) in inside and p.requires_grad and p.dtype in LOW_PRECISION and not (is_quantized(p) or is_dtensor(p))
     ]
     cast(low, torch.float32)
-    ddp.reduce_anew({id(p) for p in low})
+    joints.tell(joints.retyped, {id(p) for p in low})
 
 
 def _new_params(param_group: Any) -> list[Tensor]:

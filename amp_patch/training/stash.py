@@ -21,7 +21,7 @@ from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import device_sync
 from amp_patch.support.device_sync import DeviceNumbers
-from amp_patch.training import ddp, joints
+from amp_patch.training import joints
 from amp_patch.training.loss_scaler import LossScaler
 
 _ATTRIBUTE = "_amp_stash"  # an attribute of optimizers; scripts read it by Apex's name
@@ -292,7 +292,7 @@ class Stash:
         state = dict(state)
         siblings, unowned = state.pop("copied_with", (Siblings(), []))
         if narrowed := copies.narrow(state.pop("narrow", ())):
-            ddp.reduce_anew(set(map(id, narrowed)))
+            joints.tell(joints.retyped, set(map(id, narrowed)))
         vars(self).update(state)
         for part in fields(self):
             if isinstance(part.default_factory, type) and issubclass(part.default_factory, OfThisProcess):
@@ -302,7 +302,7 @@ class Stash:
             self.masters.keep(form)
         if self.policy.master_weights:
             clipping.install()  # this may be another process
-            ddp.install()
+            joints.tell(joints.unpickled)
 
     def note_gathered(self) -> None:
         """Let `grad` of the parameters be their masters' where these have gradients by now."""

@@ -23,7 +23,7 @@ from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Installation, cell_of, is_untouched
 from amp_patch.support.scripts_line import stacklevel
-from amp_patch.training import captured, observers, overflow
+from amp_patch.training import joints, observers, overflow
 from amp_patch.training.stash import Stash, body_events, sharing, stash_of
 from amp_patch.training.unscale import unscale_pending
 
@@ -139,7 +139,7 @@ class Step(Block):
             self._check_closure()
         is_capturing = device_sync.is_capturing()
         if is_capturing:
-            captured.check(optimizer, stash)
+            joints.tell(joints.captured, optimizer, stash)
         if stash.pending is not None or stash.neighbours.sharing:
             unscale_pending(optimizer)  # `prepare` has not: a method was captured, or a pre-hook has run a backward
         if self.links.params:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from amp_patch.model import incoming
 from amp_patch.support.generated_class import base_class
-from amp_patch.training import zero_redundancy
+from amp_patch.training import joints
 from amp_patch.training.stash import Neighbours, Stash, known_stash, note_sharing, siblings
 
 
@@ -77,7 +77,7 @@ def take(optimizer: Any, stash: Stash) -> None:
         stash.masters.attach(optimizer, group, form=stash.master_form)
     stash.note_gathered()
     stash.masters.keep(stash.master_form)
-    zero_redundancy.repartition(optimizer)
+    joints.tell(joints.regrouped, optimizer)
     note_sharing([other for other, _ in siblings(stash)])
 
 

@@ -26,7 +26,7 @@ from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Attempts
-from amp_patch.training import ddp, left_out, observers, slips
+from amp_patch.training import joints, left_out, observers, slips
 from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
@@ -169,7 +169,7 @@ def check_arguments(
         model_tensors.check_steps(model, policy)
     fsdp.check_shards(models, policy, kept)
     retyped = {id(p) for model in models for p in model_tensors.not_cast_to(model, kept, policy)}
-    ddp.check_ddp(models, retyped, policy, process_group)
+    joints.tell(joints.check_models, models, retyped, policy, process_group)
     return kept
 
 
@@ -242,7 +242,7 @@ def enter(
         for target in targets:
             known_stash(target).masters.keep(known_stash(target).master_form)
         model_forward.cast_buffers(models, buffers, policy.cast_model_type)
-    ddp.reduce_anew(about_to_be_cast | retyped)
+    joints.tell(joints.retyped, about_to_be_cast | retyped)
     for model in models:
         model_tensors.reflatten(model)
     for target in targets:
@@ -250,8 +250,7 @@ def enter(
         optimizer_side.warn_of_small_eps(target)
     if targets and (policy.master_weights or any(scaler.scales for scaler in training.scalers)):
         clipping.install()
-    if targets and (policy.master_weights or policy.checks_gradients):
-        ddp.follow(models, training.scalers)
+    joints.tell(joints.enter_models, training, models, targets)
     if policy.cast_model_type is not None:
         averages.install()
         left_out.watch(models, targets, policy, owned)
@@ -316,7 +315,7 @@ def leave(models: list[nn.Module], targets: list[Any], *, give_back: bool = True
     for undo, subjects in steps:
         for subject in subjects:
             attempt(_by_name, undo, subject)
-    attempt(ddp.reduce_anew, {key for key, p in params.items() if p.dtype is not types[key]})
+    attempt(joints.tell, joints.retyped, {key for key, p in params.items() if p.dtype is not types[key]})
     attempt.finish()
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from amp_patch.around import ddp
 from amp_patch.casts import install
 from amp_patch.environment import overridden
 from amp_patch.frontend import initialize, load_state_dict, state_dict
@@ -52,12 +53,12 @@ from amp_patch.policy import Options, resolve
 from amp_patch.support.compiled import not_traced, uncompiled
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Patches
-from amp_patch.training import ddp, observers
+from amp_patch.training import observers
+from amp_patch.training.innermost import innermost
 from amp_patch.training.observers import Observer
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
 from amp_patch.training.step import ClosureAlreadyRun
-from amp_patch.training.wrappers import innermost
 
 
 class _Initialized(NamedTuple):

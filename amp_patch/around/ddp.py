@@ -28,6 +28,7 @@ from amp_patch.policy import Policy
 from amp_patch.support import distributed
 from amp_patch.support.patches import Installation, Patches
 from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.training import Training
 
 _DDP = torch_ddp.DistributedDataParallel
 _FUNCTION = "_sync_module_states"  # torch's DDP broadcasts the weights by this function
@@ -107,6 +108,12 @@ def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
     for ddp in _unsynced:
         for state in _states(ddp):
             state.no_sync = True
+
+
+def enter_models(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
+    """`follow`, where the training has masters or checks gradients."""
+    if targets and (training.policy.master_weights or training.policy.checks_gradients):
+        follow(models, training.scalers)
 
 
 def install() -> None:

@@ -38,7 +38,7 @@ def check_zero(optimizer: Any, policy: Policy) -> None:
         )
 
 
-def check_new_group(optimizer: Any) -> None:
+def check_group(optimizer: Any, *_: Any) -> None:
     """Raise if `optimizer`, which has masters, cannot take another group."""
     if is_zero(optimizer) and optimizer.parameters_as_bucket_view:
         raise ValueError(
