@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import guests
+from amp_patch.around.fsdp import no_masters, stay_fp32
 from amp_patch.around.wrappers import enter_wrappers
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import renamed, resolve_cpu_half
 from amp_patch.environment import overridden, with_asked_methods, with_asked_modules, without_rungs
-from amp_patch.model import fsdp, incoming
+from amp_patch.model import incoming
 from amp_patch.model import tensors as model_tensors
-from amp_patch.model.fsdp import no_masters
 from amp_patch.model.keep_fp32 import KeepFP32, kept_modules
 from amp_patch.model.keep_high import enter_high, kept_high
 from amp_patch.policy import (
@@ -33,7 +33,7 @@ from amp_patch.policy import (
     resolve,
     scale_number,
 )
-from amp_patch.support import compiled
+from amp_patch.support import compiled, fsdp
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
 from amp_patch.training.arguments import Keywords, Level, M, Optimizers, S, Steps
@@ -426,7 +426,7 @@ def fsdp_policy(
     kept = kept_modules(model_list, policy, keep_fp32, "fsdp_policy")
     overrides: dict[str, Any] = {}
     if kept and low is not None and "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}:
-        overrides["param_dtype_override_fn"] = fsdp.stay_fp32(kept)
+        overrides["param_dtype_override_fn"] = stay_fp32(kept)
     if low is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
     return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype, **overrides)

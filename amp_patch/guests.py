@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from amp_patch.around import captured, ddp, wrappers, zero_redundancy
+from amp_patch.around import captured, ddp, fsdp, wrappers, zero_redundancy
 from amp_patch.around.shared_backward import SharedBackward
 from amp_patch.policy import SPLIT, STOCHASTIC
 from amp_patch.storage import coded_steps, rounded_shards
@@ -20,7 +20,8 @@ def enter() -> None:
     joints.beside_scale += [beside_scale]
     joints.keepers += [coded_steps, rounded_shards]
     joints.ways += [IN_ONE_PASS, IN_PORTIONS]
-    joints.check_models += [ddp.check_ddp]
+    joints.check_models += [fsdp.check_shards, ddp.check_ddp]
+    joints.before_loss += [fsdp.refuse_sharded_since]
     joints.enter_models += [ddp.enter_models]
     joints.retyped += [ddp.reduce_anew]
     joints.unpickled += [ddp.install]

@@ -37,7 +37,9 @@ _unsynced: list[Any] = []  # the DDPs whose `no_sync()` is entered
 _scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
 
 
-def check_ddp(models: Iterable[nn.Module], retyped: Collection[int], policy: Policy, process_group: Any) -> None:
+def check_ddp(
+    models: Iterable[nn.Module], policy: Policy, kept: list[nn.Module], retyped: Collection[int], process_group: Any
+) -> None:
     """Raise if a DistributedDataParallel that is inside of a model, or around it, could not go on reducing gradients.
 
     `retyped`: ids of the parameters whose type `initialize` would change.

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.model import fsdp
 from amp_patch.model.keep_fp32 import is_batch_norm
 from amp_patch.model.state import followed_policy, running
 from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.support import fsdp
 from amp_patch.support.compiled import wraps
 from amp_patch.support.scripts_line import frames_of, raised_at
 

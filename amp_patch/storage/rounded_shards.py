@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.around import fsdp
 from amp_patch.masters.grad_field import set_own_grad
 from amp_patch.masters.masters import has_gradient
-from amp_patch.model import fsdp
 from amp_patch.policy import STOCHASTIC, Policy
 from amp_patch.storage import coded_shards, coded_steps
 from amp_patch.storage.coded_state import Coder

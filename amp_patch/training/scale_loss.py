@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.model.fsdp import refuse_sharded_since
 from amp_patch.support import compiled
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import joints, slips
@@ -100,7 +99,8 @@ def _checked_scaler(loss: Any, stashes: list[Stash], loss_id: int) -> LossScaler
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
     for stash in stashes:
         for ref in stash.neighbours.models:
-            refuse_sharded_since(ref(), "scale_loss")
+            for check in joints.before_loss:
+                check(ref(), "scale_loss")
     return scaler_of(stashes[0], loss_id).to(loss.device)
 
 

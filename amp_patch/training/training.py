@@ -17,12 +17,13 @@ from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import emulate
 from amp_patch.masters import clipping
 from amp_patch.masters.masters import disconnect, links_of, settle
-from amp_patch.model import averages, fp32_copies, fsdp, incoming, untouched
+from amp_patch.model import averages, fp32_copies, incoming, untouched
 from amp_patch.model import forward as model_forward
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.keep_fp32 import kept_modules
 from amp_patch.model.state import followed_policy
 from amp_patch.policy import OPT_LEVELS, Policy
+from amp_patch.support import fsdp
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Attempts
@@ -167,9 +168,8 @@ def check_arguments(
         if dialect.takes_any_type:
             incoming.check(model, policy, stays)
         model_tensors.check_steps(model, policy)
-    fsdp.check_shards(models, policy, kept)
     retyped = {id(p) for model in models for p in model_tensors.not_cast_to(model, kept, policy)}
-    joints.tell(joints.check_models, models, retyped, policy, process_group)
+    joints.tell(joints.check_models, models, policy, kept, retyped, process_group)
     return kept
 
 

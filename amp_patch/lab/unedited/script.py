@@ -48,8 +48,8 @@ from amp_patch.lab.unedited.processes import Processes, refuse_copies_of_shared,
 from amp_patch.lab.unedited.reach import Reach, merged, reach_of
 from amp_patch.lab.unedited.refusal import ScriptRefused, where
 from amp_patch.lab.unedited.source import imports_us
-from amp_patch.model import fsdp
 from amp_patch.policy import Options, resolve
+from amp_patch.support import fsdp
 from amp_patch.support.compiled import not_traced, uncompiled
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Patches
