@@ -9,6 +9,7 @@ from amp_patch.storage import coded_steps, rounded_shards
 from amp_patch.storage.split_master import HALVES
 from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
 from amp_patch.training import joints
+from amp_patch.watch import left_out, thawed
 from amp_patch.ways import trial
 from amp_patch.ways.one_pass import IN_ONE_PASS
 from amp_patch.ways.portions import IN_PORTIONS
@@ -22,7 +23,7 @@ def enter() -> None:
     joints.ways += [IN_ONE_PASS, IN_PORTIONS]
     joints.check_models += [fsdp.check_shards, ddp.check_ddp]
     joints.before_loss += [fsdp.refuse_sharded_since]
-    joints.enter_models += [ddp.enter_models]
+    joints.enter_models += [ddp.enter_models, left_out.watch]
     joints.retyped += [ddp.reduce_anew]
     joints.unpickled += [ddp.install]
     joints.regrouped += [zero_redundancy.repartition]
@@ -36,5 +37,6 @@ def enter() -> None:
         rounded_shards.check,
     ]
     joints.check_group += [zero_redundancy.check_group, rounded_shards.check_group]
-    joints.enter_optimizer += [coded_steps.enter, rounded_shards.enter]
+    joints.enter_optimizer += [coded_steps.enter, rounded_shards.enter, thawed.watch]
+    joints.group_added += [thawed.watch]
     joints.leave_optimizer += [coded_steps.make_whole, wrappers.leave]

@@ -57,7 +57,7 @@ _USED = tuple(
 
 # Packages that Dynamo skips: their bookkeeping of optimizers and gradients has no tensor operations to compile.
 # `never_trace` adds others.
-NEVER_TRACED = ["around", "frontend", "masters", "multi_tensor", "storage", "training", "ways"]
+NEVER_TRACED = ["around", "frontend", "masters", "multi_tensor", "storage", "training", "watch", "ways"]
 
 # Modules that Dynamo inlines into a caller's frame, and never compiles as frames of their own. After a graph break in a
 # region the rest of the forward runs as plain Python, and wrappers must too: one code object serves all wrapped

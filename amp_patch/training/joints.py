@@ -43,6 +43,7 @@ captured: list[Callable[[Any, Any], None]] = []  # (optimizer, stash): a CUDA gr
 
 check_optimizer: list[Callable[[Any, Policy], None]] = []  # raise before `initialize` changes anything
 check_group: list[Callable[[Any, Any, list[Tensor]], None]] = []  # (optimizer, stash, params) of `add_param_group`
+group_added: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), at the end of `add_param_group`
 enter_optimizer: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), of a training, a copy or a pickle
 leave_optimizer: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), before its masters are detached
 

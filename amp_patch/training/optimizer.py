@@ -21,7 +21,7 @@ from amp_patch.support.distributed import is_dtensor, stateful
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
-from amp_patch.training import joints, slips, thawed, untouched
+from amp_patch.training import joints, slips, untouched
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import WHOLE, Strategy, lead_to_step, step_of
@@ -98,7 +98,7 @@ class AmpOptimizer(Generated):
             stash.note_gathered()
             stash.masters.keep(stash.master_form)
             joints.tell(joints.regrouped, self)
-        thawed.watch(self, stash)
+        joints.tell(joints.group_added, self, stash)
         note_sharing([other for other, _ in siblings(stash)])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -207,7 +207,6 @@ def enter_step(optimizer: Any, stash: Stash) -> None:
     joints.tell(joints.enter_optimizer, optimizer, stash)
     if stash.policy.master_weights and any(way.knows(optimizer, stash) for way in joints.ways):
         stash.masters.let_gradients_wait()
-    thawed.watch(optimizer, stash)
     if isinstance(optimizer, Generated):
         lead_to_step(optimizer)
     else:

@@ -27,7 +27,7 @@ from amp_patch.support import fsdp
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Attempts
-from amp_patch.training import joints, left_out, observers, slips
+from amp_patch.training import joints, observers, slips
 from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
@@ -250,10 +250,9 @@ def enter(
         optimizer_side.warn_of_small_eps(target)
     if targets and (policy.master_weights or any(scaler.scales for scaler in training.scalers)):
         clipping.install()
-    joints.tell(joints.enter_models, training, models, targets)
     if policy.cast_model_type is not None:
         averages.install()
-        left_out.watch(models, targets, policy, owned)
+    joints.tell(joints.enter_models, training, models, targets)
     dynamo.hook()
     emulate(policy)
     if policy.makes_low_tensors:
