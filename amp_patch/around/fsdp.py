@@ -13,6 +13,7 @@ from amp_patch.policy import LOW_PRECISION, SPLIT, STOCHASTIC, Policy
 from amp_patch.support import distributed
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.fsdp import fsdp_modules, fsdp_state, is_fsdp, is_used, param_groups
+from amp_patch.supported import reason
 
 
 def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module], *_: Any) -> None:
@@ -34,8 +35,8 @@ def _check_shard(name: str, param: Any, policy: Policy, stays: bool, fsdp: Any, 
     low, level = policy.cast_model_type, policy.opt_level
     if policy.master_weights == SPLIT:
         raise ValueError(
-            f"initialize: parameter {name!r} is sharded, and master_weights='split' is not for shards: these are FP32, "
-            "the masters themselves; leave master_weights at None"
+            f"initialize: parameter {name!r} is sharded, and master_weights='split' is not for shards: "
+            + reason(SPLIT, "FSDP2")
         )
     if policy.master_weights == STOCHASTIC and param.requires_grad and not stays:
         _check_rounded(f"initialize: parameter {name!r}", param)

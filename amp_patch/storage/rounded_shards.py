@@ -82,7 +82,7 @@ class OnMasters(coded_steps.InCodes):
         stash = step.stash
         if (form := stash.master_form) is not None:
             form.check_step()
-        result = step.run_closure()
+        result = step.take_closure()
         try:
             super().run(step, plain)
         finally:

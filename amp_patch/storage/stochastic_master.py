@@ -18,6 +18,7 @@ from amp_patch.masters.closed_master import ClosedMaster, Form
 from amp_patch.masters.masters import note_stepped
 from amp_patch.policy import STOCHASTIC, Policy
 from amp_patch.support import device_sync
+from amp_patch.supported import reason
 
 # A draw, from the low bits: the steps of this master; what was written into it since the last step, for which kernels
 # that make the step need no draw; its number in the training.
@@ -76,8 +77,8 @@ class Rounding(Form):
         """Raise in the capture of a CUDA graph: each replay would round by the draws of now, and lose the same part."""
         if device_sync.is_capturing():
             raise RuntimeError(
-                "a step with master_weights='stochastic' cannot be captured in a CUDA graph: each replay would round "
-                "with the random bits of the capture; leave the step out of the graph, or use master_weights='split'"
+                "a step with master_weights='stochastic' cannot be captured in a CUDA graph: "
+                + reason(STOCHASTIC, "CUDA graphs")
             )
 
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:

@@ -104,13 +104,8 @@ def is_first_rank() -> bool:
 
 def is_zero(optimizer: Any) -> bool:
     """Tell whether `optimizer` is a ZeroRedundancyOptimizer."""
-    return is_zero_class(type(optimizer))
-
-
-def is_zero_class(kind: type) -> bool:
-    """Tell whether the objects of class `kind` are ZeroRedundancyOptimizers."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return module is not None and issubclass(kind, module.ZeroRedundancyOptimizer)
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def stateful(optimizer: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from amp_patch import supported
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.grad_field import own_grad, with_gradient
@@ -211,32 +212,15 @@ class Step(Block):
         if self._made and not stash.neighbours.has_stepped and not device_sync.is_capturing():
             stash.neighbours.has_stepped = True
 
-    def run_closure(self) -> Any:
-        """Run the closure, if there is one, and let the step go on as one that was given none; returns its result."""
+    def take_closure(self) -> Any:
+        """Let the step go on as one that was given no closure; returns what one that was run before has returned."""
         closure = self._closure()
         self.args, self.kwargs, self.given = (), {}, False
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
+        return closure.result if isinstance(closure, ClosureAlreadyRun) else None
 
     def materialize(self) -> None:
-        """Have the masters that have a gradient in their memory, now and after each call of the closure; no sync."""
-        masters = self.links.masters
-        materialize(filter(has_gradient, masters))
-        if (closure := self._closure()) is None:
-            return
-        stepped: list[torch.Tensor] = []
-
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            for master in stepped:  # of a step that calls the closure again: the forward publishes what was written
-                torch.autograd.graph.increment_version(master)
-            result = closure(*args, **kwargs)
-            stepped[:] = filter(has_gradient, masters)
-            materialize(stepped)  # without this, what fused kernels write now is lost: it bumps no version
-            return result
-
-        self._replace_closure(followed)
+        """Have the masters that have a gradient in their memory; no sync."""
+        materialize(filter(has_gradient, self.links.masters))
 
     def _closure(self) -> Any:
         return self.args[0] if self.args else self.kwargs.get("closure")
@@ -257,6 +241,11 @@ class Step(Block):
                 f"{base_class(self.optimizer).__name__}.step: a closure computes new gradients inside step(), after "
                 "the check for overflow; under loss scaling, and with skip_nonfinite=True, call the closure's body "
                 "first, then step() without it"
+            )
+        if (policy := self.stash.policy).closes_masters:
+            raise RuntimeError(
+                f"{base_class(self.optimizer).__name__}.step: a closure is not for master_weights="
+                f"{policy.master_weights!r}: {supported.reason(str(policy.master_weights), 'a closure')}"
             )
         self._replace_closure(regions.as_now(closure))
 

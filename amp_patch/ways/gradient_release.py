@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
+from amp_patch import supported
 from amp_patch.casts import regions
 from amp_patch.masters import clipping
 from amp_patch.masters.grad_field import drop_gradients, own_grad
@@ -74,8 +75,8 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
         name = type(target).__name__
         if optimizer is not target:
             raise ValueError(
-                f"initialize: gradient_release=True is not for a {type(optimizer).__name__} around another optimizer, "
-                "which moves the weights between backward and step; give the optimizer inside, or leave it out"
+                f"initialize: gradient_release=True is not for a {type(optimizer).__name__} around another optimizer: "
+                + supported.reason("gradient_release", "wrappers")
             )
         trial.check(target, policy.optimizer_state is not None)  # no other asks at O4
         if (reason := portions.reason_against(target, _WHOLE_WITH)) is not None:
@@ -91,10 +92,8 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
             )
         held.update(map(id, params))
         if any(map(is_dtensor, params)) or _has_other_processes():
-            raise ValueError(
-                "initialize: gradient_release=True is not for several processes, which add up their gradients before a "
-                "step; leave it out under DistributedDataParallel and fully_shard"
-            )
+            why = supported.reason("gradient_release", "DDP")
+            raise ValueError(f"initialize: gradient_release=True is not for DDP, ZeRO and FSDP2: {why}")
     return True
 
 
@@ -248,7 +247,7 @@ class _Release(Strategy):
         elif id(param) in self._reached:
             why = "has had a gradient in this backward before, which is stepped already (two passes of one graph)"
         elif stash.step is not None:
-            why = "gets a gradient in a closure of step()"
+            why = f"gets a gradient in a closure of step(): {supported.reason('gradient_release', 'a closure')}"
         elif body is not None and body.delay_unscale:
             why = "gets a gradient that delay_unscale=True leaves for the next micro-batch to add to"
         elif grad.requires_grad:
@@ -256,7 +255,8 @@ class _Release(Strategy):
         elif grad.layout is not torch.strided:
             why = "gets a sparse gradient"
         elif device_sync.is_capturing():
-            why = "gets a gradient in the capture of a CUDA graph"
+            cause = supported.reason("gradient_release", "CUDA graphs")
+            why = f"gets a gradient in the capture of a CUDA graph: {cause}"
         elif _has_other_processes():
             why = "gets a gradient that other processes add theirs to"
         else:

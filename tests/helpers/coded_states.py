@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -135,3 +136,10 @@ def interrupt(place: int, call: Callable[[], Any]) -> int:
     finally:
         sys.settrace(None)
     return count
+
+
+def through_file(states: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    return torch.load(file)  # weights alone: there is no class of ours in it

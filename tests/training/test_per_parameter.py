@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from coded_shares import through_file
-from coded_states import coded, go_on, in_eight_bits, loss_of, net, opened, start, state_of
+from coded_states import coded, go_on, in_eight_bits, loss_of, net, opened, start, state_of, through_file
 from in_portions import Each
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -414,10 +413,9 @@ def trained_in_shares(sharded: bool) -> list[Tensor]:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         make = partial(ZeroRedundancyOptimizer, optimizer_class=Counting, lr=0.1)
-    model, optimizer = start(make, master_weights="split")
+    model, optimizer = start(make, optimizer_state=None, master_weights="split")
     wrapped = DistributedDataParallel(model) if sharded else model
     go_on(wrapped, optimizer, range(3))
-    assert coded(optimizer.optim if sharded else optimizer) == {"exp_avg": 1 if sharded else 2}
     return masters_of(optimizer)
 
 
