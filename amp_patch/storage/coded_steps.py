@@ -21,7 +21,6 @@ from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.policy import Policy
 from amp_patch.storage import coded_shards
 from amp_patch.storage.coded_state import Coded, CodedState, Coder
-from amp_patch.storage.stand_ins import give_back_attributes
 from amp_patch.support import device_sync
 from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor, is_zero
@@ -31,6 +30,7 @@ from amp_patch.training.stash import Stash, stash_of
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy
 from amp_patch.ways import one_pass, per_parameter, portions
 from amp_patch.ways.batch import Batch
+from amp_patch.ways.partial_step import PartialStep
 
 KEY = ("optimizer_state",)  # of the generated classes
 
@@ -185,18 +185,18 @@ class InCodes(Strategy):
         stands_in = None if step.given else self.steppable(optimizer, coder)
         try:
             if stands_in is not None:
-                step.optimizer, coder.stepper = stands_in, (get_ident(), step)
+                step.optimizer, coder.stepper = stands_in.shell, (get_ident(), step)
             result = _strategy(step).run(step, in_fp32)
         finally:
             step.optimizer, coder.stepper = optimizer, None
             if stands_in is not None:
-                give_back_attributes(optimizer, stands_in)
+                stands_in.give_back_attributes()
             coder.follow()
         if step.is_running:  # else a step of some parameters
             coder.report(optimizer)
         return result
 
-    def steppable(self, optimizer: Any, coder: Coder) -> Any:
+    def steppable(self, optimizer: Any, coder: Coder) -> PartialStep | None:
         """What is stepped in the place of `optimizer`, whose parameters the strategies do not take; None: it is."""
         return coded_shards.of_parts(optimizer, coder)
 

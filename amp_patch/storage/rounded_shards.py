@@ -25,6 +25,7 @@ from amp_patch.support.distributed import is_dtensor, local
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import Plain, Step
+from amp_patch.ways.partial_step import PartialStep
 
 KEY = ("rounded_shards",)  # of the generated classes
 
@@ -89,7 +90,7 @@ class OnMasters(coded_steps.InCodes):
             _take_gradients(stash)
         return result
 
-    def steppable(self, optimizer: Any, coder: Coder) -> Any:
+    def steppable(self, optimizer: Any, coder: Coder) -> PartialStep:
         stash = known_stash(optimizer)
         masters = stash.masters
         grads: dict[int, Tensor] = {}
@@ -101,9 +102,9 @@ class OnMasters(coded_steps.InCodes):
                 grads[id(master)] = _gradient(optimizer, stash, param)
             return master
 
-        shell = with_stand_ins(optimizer, coder, stand_in)
+        partial = with_stand_ins(optimizer, coder, stand_in)
         _give_gradients(stash, grads)
-        return shell
+        return partial
 
 
 ON_MASTERS = OnMasters()

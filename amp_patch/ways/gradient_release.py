@@ -39,7 +39,7 @@ from amp_patch.support.patches import is_untouched
 from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import Plain, Step, Strategy, plain_step, suiting, trusted_steps
 from amp_patch.ways import per_parameter, portions, trial
-from amp_patch.ways.per_parameter import Group, Written
+from amp_patch.ways.partial_step import PartialStep, Written
 
 _WHOLE_WITH = ("capturable", "differentiable")
 _BACKWARD_OF_FUNCTION = BackwardCFunction.apply.__code__
@@ -191,11 +191,12 @@ class _Release(Strategy):
             for group in optimizer.param_groups
             if step.given or not written.has(group) or any(map(has_gradient, group["params"]))
         ]
-        step.optimizer = _shell(optimizer, [{**group} for group in rest])
+        partial = PartialStep(optimizer, [(group, group["params"]) for group in rest])
+        step.optimizer = partial.shell
         try:
             if rest:
                 result = strategy.run(step, plain)
-                written.note(optimizer, rest, step.optimizer)
+                written.note(partial)
             else:
                 settle(step.links)
         finally:
@@ -294,12 +295,10 @@ def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], wri
         master = param if link is None else link.master
         pairs.append((param, master))
         by_group.setdefault(index, []).append(master)
-    groups = [optimizer.param_groups[index] for index in by_group]
-    of_masters = zip(groups, by_group.values(), strict=True)
-    shell = _shell(optimizer, [{**group, "params": masters} for group, masters in of_masters])
+    partial = PartialStep(optimizer, [(optimizer.param_groups[index], masters) for index, masters in by_group.items()])
     plain = plain_step(base_class(optimizer))
     assert plain is not None
-    step = Step(shell, stash)
+    step = Step(partial.shell, stash)
     step.links = LinkList(linked)
     try:
         if others := _let_wait(linked, waiting):
@@ -309,17 +308,11 @@ def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], wri
         if step.unpublished is not None:
             publish(step.unpublished)
         if per_parameter.is_registered(base_class(optimizer)):
-            written.note(optimizer, groups, shell)
+            written.note(partial)
     finally:
         if waiting is not None:
             waiting.clear([link.master for _, link in linked])
         drop_gradients([tensor for pair in pairs for tensor in pair])
-
-
-def _shell(optimizer: Any, groups: list[Group]) -> Any:
-    shell = per_parameter.shell_of(optimizer, {}, [])
-    shell.param_groups = groups
-    return shell
 
 
 def _suiting(step: Step, plain: Plain, kind: Any) -> Strategy:

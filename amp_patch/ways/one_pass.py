@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from amp_patch.support.patches import is_untouched
 from amp_patch.training.stash import Stash
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy
 from amp_patch.ways.batch import Batch, BatchState, Group, NotKnown
+from amp_patch.ways.partial_step import PartialStep
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The optimizers that the kernels know
@@ -365,17 +366,15 @@ def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
 
 def _step_with_torch(optimizer: Any, batches: list[Batch], plain: Plain) -> None:
     """Step the parameters of `batches` as the optimizer does it by itself."""
-    before = [group["params"] for group in optimizer.param_groups]
+    chunks = ((group, [b.masters for b in batches if b.group is group]) for group in optimizer.param_groups)
+    partial = PartialStep(optimizer, [(group, list(chain(*masters))) for group, masters in chunks], at_once=True)
+    for batch in batches:
+        batch.state = BatchState.LEFT
+        materialize(batch.masters)
     try:
-        for group in optimizer.param_groups:
-            group["params"] = [m for batch in batches if batch.group is group for m in batch.masters]
-        for batch in batches:
-            batch.state = BatchState.LEFT
-            materialize(batch.masters)
-        plain(optimizer)
-        for batch in batches:
-            for master in batch.masters:  # torch's fused kernels leave versions as they are
-                torch.autograd.graph.increment_version(master)
+        plain(partial.shell)
     finally:
-        for group, params in zip(optimizer.param_groups, before, strict=True):
-            group["params"] = params
+        partial.give_back_attributes()
+    for batch in batches:
+        for master in batch.masters:  # torch's fused kernels leave versions as they are
+            torch.autograd.graph.increment_version(master)

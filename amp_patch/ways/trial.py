@@ -20,15 +20,12 @@ from amp_patch.support.distributed import stateful
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.random_states import random_states, restored_random_states
 from amp_patch.training.step import Plain
+from amp_patch.ways.partial_step import NOT_SETTINGS, PortionsDisagreeError, changed, new_of_class, same
 from amp_patch.ways.per_parameter import (
-    NOT_SETTINGS,
-    PortionsDisagreeError,
     Registration,
-    changed,
     is_registered,
     register_per_parameter_optimizer,
     registration_of,
-    same,
     stepping,
 )
 
@@ -121,7 +118,7 @@ def toy_of(
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     memo = {id(param): param for param in params}  # deepcopy shares parameters: else each toy copies the model
-    toy: Any = object.__new__(base_class(optimizer))
+    toy: Any = new_of_class(optimizer)
     of_torch = vars(torch.optim.SGD([nn.Parameter(wave((1,), 1.0, 0.0))]))  # empty dicts of hooks, among others
     own = {name: value for name, value in vars(optimizer).items() if name not in of_torch or name == "defaults"}
     own = {name: value for name, value in own.items() if name != "step" and not name.startswith("_amp_")}

@@ -137,8 +137,9 @@ def test_it_steps_in_portions_to_the_bits_of_a_step_at_once(level, monkeypatch):
     wanted = train()
     assert amp.register_per_parameter_optimizer(Counting) is Counting
     steps: list[int] = []
-    own = per_parameter.shell_of
-    monkeypatch.setattr(per_parameter, "shell_of", lambda *args: steps.append(len(args[2])) or own(*args))
+    own = per_parameter.PartialStep
+    counted = lambda optimizer, chunks: steps.append(len(chunks[0][1])) or own(optimizer, chunks)  # noqa: E731
+    monkeypatch.setattr(per_parameter, "PartialStep", counted)
     found = train()
     assert same(found[0], wanted[0]) and found[1] == wanted[1]
     assert waits == [False, multi_tensor.backend() == "cpp"]
