@@ -58,8 +58,8 @@ from amp_patch.frontend import (
 )
 from amp_patch.grad_scaler import GradScaler
 from amp_patch.model.fp32_copies import fp32_copy
-from amp_patch.training.per_parameter import register_per_parameter_optimizer
 from amp_patch.training.scale_loss import loss_scale, scale_loss
+from amp_patch.ways.per_parameter import register_per_parameter_optimizer
 
 if TYPE_CHECKING:
     from amp_patch import graph

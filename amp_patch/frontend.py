@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
+from amp_patch import guests
+from amp_patch.around.fsdp import no_masters, stay_fp32
+from amp_patch.around.wrappers import enter_wrappers
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import renamed, resolve_cpu_half
 from amp_patch.environment import overridden, with_asked_methods, with_asked_modules, without_rungs
-from amp_patch.model import fsdp, incoming
+from amp_patch.model import incoming
 from amp_patch.model import tensors as model_tensors
-from amp_patch.model.fsdp import no_masters
 from amp_patch.model.keep_fp32 import KeepFP32, kept_modules
 from amp_patch.model.keep_high import enter_high, kept_high
 from amp_patch.policy import (
@@ -31,11 +33,11 @@ from amp_patch.policy import (
     resolve,
     scale_number,
 )
-from amp_patch.support import compiled
+from amp_patch.support import compiled, fsdp
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
-from amp_patch.training import gradient_release as release
 from amp_patch.training.arguments import Else, Keywords, Level, M, Optimizers, S, Steps
+from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.scale_loss import groups_of
 from amp_patch.training.training import (
     Dialect,
@@ -49,13 +51,14 @@ from amp_patch.training.training import (
     scalers_of,
     trainings,
 )
-from amp_patch.training.wrappers import as_list, enter_wrappers, innermost
+from amp_patch.ways import gradient_release as release
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from typing_extensions import Unpack
 
 logger = logging.getLogger("amp_patch")
+guests.enter()
 
 # Called with each model of an `initialize` with a verbosity of 2 or more.
 verbose_subscribers: list[Callable[[nn.Module], None]] = []
@@ -78,7 +81,7 @@ def initialize(
     opt_level: Level | Else = "O1",
     **options: Unpack[Keywords],
 ) -> tuple[M, S]: ...
-def initialize(
+def initialize(  # type: ignore[misc] # it does not accept Else, which no value has
     models: Any,
     optimizers: Any = None,
     enabled: bool = True,
@@ -126,12 +129,10 @@ def initialize(
     optimizer, then call this. At O2 the FP32 shards are the masters; O3 is refused.
 
     Environment variables override arguments, so that a script runs at another level without an edit:
-    ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O7", "O5+split") overrides `opt_level`, ``AMP_PATCH_DTYPE`` ("float16",
-    "bfloat16") overrides `dtype` at O1, O2 and O3, ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") overrides
-    `master_weights` if the weights are bfloat16, and ``AMP_PATCH_OPTIMIZER_STATE`` ("8bit") overrides
-    `optimizer_state`. If the environment sets O0, the script trains in plain FP32 and all other arguments here are
-    ignored. If it sets another level, options that contradict the level are dropped and logged. The variables are read
-    at each call, and do not override `enabled=False`.
+    ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O7", "O5+split"), ``AMP_PATCH_DTYPE`` (at O1, O2, O3),
+    ``AMP_PATCH_MASTER_WEIGHTS`` (if weights are bfloat16) and ``AMP_PATCH_OPTIMIZER_STATE``. They are read at each
+    call, and do not override `enabled=False`. If they set O0, all other arguments here are ignored; if another level,
+    options that contradict it are dropped and logged.
 
     Args:
         models: a module, or a list or tuple of them (a module and its child may both be in it). Parameters may be FP32,
@@ -143,11 +144,9 @@ def initialize(
             Parameters of none of the models are not changed, and get masters at O2 if they are float16 or bfloat16.
         enabled: False makes this call and every `scale_loss` of these optimizers a no-op.
         opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" low-precision model, FP32 masters; "O3"
-            low-precision model without masters; "O4", "O5": O1, O2 in bfloat16; "O6", "O7": O4, O5 with products in FP8
-            or FP4, emulated: this shows the numerical result of such a training, not its speed. `linear`, `matmul`,
-            `bmm` and similar products are in FP8 or FP4, in forward and backward; convolutions, `einsum` and fused
-            attention stay bfloat16. Values of options may follow a level: "O5+split+8bit" is O5 with
-            master_weights="split" and optimizer_state="8bit", "O6+mxfp8" is O6 with dtype="mxfp8".
+            low-precision model without masters; "O4", "O5": O1, O2 in bfloat16; "O6", "O7": O4, O5 with products
+            (`linear`, `matmul`, `bmm`; not convolutions or fused attention) in FP8 or FP4, emulated: this shows the
+            numerical result, not the speed. Values of options may follow: "O5+split+8bit", "O6+mxfp8".
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override the level's
             values; None keeps them. Strings ("True", "dynamic", "128.0") are accepted. master_weights="split" stores
             only the 16 bits of each FP32 master that its bfloat16 weight does not hold: 2 bytes per parameter instead
@@ -168,9 +167,8 @@ def initialize(
             over (name, module); one or several. Inputs of such a module are cast to FP32; in a cast model (O2, O3) its
             outputs are cast back to the inputs' dtype. In a cast model, modules with FP32 buffers and no parameters are
             treated the same way.
-        keep_high: modules whose products stay bfloat16 at O6 and O7, named as in `keep_fp32`. None: the modules that
-            each model defines first and last (the first layer and the head). If the first is an embedding or a
-            convolution, only the head, also if the head is a product with an embedding's weight. (): none.
+        keep_high: modules whose products stay bfloat16 at O6 and O7, named as in `keep_fp32`. None: the first layer
+            and the head of each model; only the head, if the first is an embedding or a convolution. (): none.
         allow_banned: run functions without a safe low-precision form (binary_cross_entropy) in FP32 under O1's casts
             instead of refusing them.
         cpu_half: how FP16 and BF16 tensors on a CPU are multiplied. "emulate": GEMMs, convolutions and attention
@@ -184,14 +182,12 @@ def initialize(
         methods: names of methods other than `forward` that users call on the models directly ("encode", "generate").
         skip_nonfinite: True checks gradients if the loss is not scaled (O0, O3, O4, O5): `scale_loss` checks them
             without a sync, and the optimizer skips its step, with a message, if one is NaN or infinite. The step
-            syncs once, as under loss scaling; gradients are not multiplied. Closures and steps inside the body of
-            `scale_loss` are refused, as under loss scaling. False: non-finite gradients reach the weights, as without
-            amp_patch. If the loss is scaled, gradients are always checked.
+            syncs once. Closures and steps inside the body of `scale_loss` are refused, as under loss scaling. False:
+            non-finite gradients reach the weights, unless the loss is scaled.
         low_precision_norms: True makes `layer_norm`, `rms_norm` and `group_norm` return the type of an FP16 or BF16
-            input at O1 and O4, as batch norms do, and save this input for backward instead of an FP32 copy. Refused at
-            other levels. An FP32 input gives FP32. On a CPU the norms compute in FP32, forward and backward, and round
-            their results once; on other devices torch's kernels of the type run, with weights cast to it. False: the
-            norms return FP32, as under torch.autocast.
+            input at O1 and O4 (refused elsewhere), and save this input for backward instead of an FP32 copy. On a CPU
+            they compute in FP32 and round once; on other devices torch's kernels of the type run. False: they return
+            FP32, as under torch.autocast.
         optimizer_state: "8bit" quantizes the optimizers' large FP32 state to 8 bits; reads of the state return FP32.
             Refused by name at O3, and for optimizers other than torch.optim's, FusedAdam and FusedSGD.
         gradient_release: step each parameter during backward, with the same bits as a step afterwards, and free its
@@ -449,7 +445,7 @@ def fsdp_policy(
     kept = kept_modules(model_list, policy, keep_fp32, "fsdp_policy")
     overrides: dict[str, Any] = {}
     if kept and low is not None and "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}:
-        overrides["param_dtype_override_fn"] = fsdp.stay_fp32(kept)
+        overrides["param_dtype_override_fn"] = stay_fp32(kept)
     if low is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
     return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype, **overrides)

@@ -19,7 +19,7 @@ from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts import wrappers as cast_wrappers
 from amp_patch.support import held_names
-from amp_patch.training import per_parameter
+from amp_patch.ways import per_parameter
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -55,8 +55,9 @@ _USED = tuple(
     )
 )
 
-# Packages that Dynamo skips. Their bookkeeping of optimizers and gradients has no tensor operations to compile.
-NEVER_TRACED = ["frontend", "masters", "multi_tensor", "training"]  # and the packages given to `never_trace`
+# Packages that Dynamo skips: their bookkeeping of optimizers and gradients has no tensor operations to compile.
+# `never_trace` adds others.
+NEVER_TRACED = ["around", "frontend", "masters", "multi_tensor", "storage", "training", "watch", "ways"]
 
 # Modules that Dynamo inlines into a caller's frame, and never compiles as separate frames. After a graph break in a
 # region the rest of the forward runs as plain Python, and wrappers must too: all wrapped functions share one code

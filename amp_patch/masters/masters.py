@@ -305,6 +305,12 @@ def kernel_tensors(masters: list[Any]) -> KernelTensors:
     return KernelTensors(tensors, seed, draws, starts) if len(draws) == len(masters) else KernelTensors(tensors)
 
 
+def note_stepped(masters: list[Any]) -> None:
+    """Let the next steps of `masters`, which a kernel has stepped, have other draws."""
+    for master in masters:
+        master.draw, master.edits = master.draw + 1, 0
+
+
 def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) -> Result:
     """Call `call()`, which updates the `kernel_tensors` of `masters`; free their FP32 memory before.
 

@@ -14,13 +14,13 @@ from torch.compiler import is_dynamo_compiling
 from amp_patch.casts import install, low_bit, regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, links_of, master_of, settle
-from amp_patch.model import buffers, copies, fsdp, incoming, rounded_saves
+from amp_patch.model import buffers, copies, incoming, rounded_saves
 from amp_patch.model.keep_fp32 import forbid_fast_path
 from amp_patch.model.state import ModelState, followed_policy, running, untouched
 from amp_patch.model.tensors import cast, load_masters, reflatten, refuse_changed, uncast, was_changed
 from amp_patch.model.type_errors import advising, explain_types, refuse_another_type
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
-from amp_patch.support import generated_class, tree
+from amp_patch.support import fsdp, generated_class, tree
 from amp_patch.support.compiled import wraps
 from amp_patch.support.forward_hook import NoHook
 from amp_patch.support.generated_class import Generated

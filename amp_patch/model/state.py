@@ -40,7 +40,7 @@ class ModelState:
         fast_path_off: torch's fused encoder layers are disabled, because they would meet modules that stay FP32.
         sharded: the model went through `fully_shard` before `initialize`.
         handles: handles of hooks on FSDP modules inside the model.
-        no_sync: DDP's `no_sync()` is entered; training/ddp.py sets this.
+        no_sync: DDP's `no_sync()` is entered; around/ddp.py sets this.
         local: the gradients of the last forward stay on this process, because it ran under `no_sync()`.
         written_buffers: finds cast buffers that training writes; None after two forwards.
         cleared: the number of calls of `zero_grad`.

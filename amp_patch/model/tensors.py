@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from amp_patch.masters.grad_field import own_grad, set_own_grad
 from amp_patch.masters.masters import disconnect, link_of, load, master_of
-from amp_patch.model import buffers, fsdp, incoming
+from amp_patch.model import buffers, incoming
 from amp_patch.policy import LOW_PRECISION, Policy
-from amp_patch.support import distributed
+from amp_patch.support import distributed, fsdp
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.quantized import is_quantized
 from amp_patch.support.tensor_content import set_data

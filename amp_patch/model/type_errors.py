@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.model import fsdp
 from amp_patch.model.keep_fp32 import is_batch_norm
 from amp_patch.model.state import followed_policy, running
 from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.support import fsdp
 from amp_patch.support.compiled import wraps
 from amp_patch.support.scripts_line import frames_of, raised_at
 
@@ -81,8 +81,8 @@ def explain_types_in_body(policy: Policy, error: RuntimeError) -> None:
     part = ""
     if policy.cast_model_type is not None and is_about_types(error):
         part = (
-            ". The inputs of a part of the model that is called outside of forward, model.body(x), are not cast: call the "
-            "model, or move the call into a method and name it: initialize(..., methods=('encode',))"
+            ". The inputs of a part of the model that is called outside of forward, model.body(x), are not cast: call "
+            "the model, or move the call into a method and name it: initialize(..., methods=('encode',))"
         )
     _raise_with_advice(f"The body of scale_loss{raised_at(error)}", policy, error, part)
 

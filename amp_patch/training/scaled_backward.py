@@ -18,9 +18,9 @@ from amp_patch.masters import gradients
 from amp_patch.masters.grad_field import drop_gradients, with_gradient
 from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.model import forward as model_forward
-from amp_patch.model import fsdp
 from amp_patch.model.type_errors import explain_types_in_body
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support import fsdp
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.training import observers, slips
 from amp_patch.training.loss_scaler import LossScaler

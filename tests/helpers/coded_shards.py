@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training import backward, iterate
 
 from amp_patch import amp, multi_tensor
-from amp_patch.training.coded_state import codes_of
+from amp_patch.storage.coded_state import codes_of
 
 MAKERS = {**CODED_MAKERS, "SGD, not fused": lambda params: OPTIM.SGD(params, lr=0.05, momentum=0.9)}
 SHARDED = {name: LEVELS[name] for name in ("O0", "O1", "O2", "O4", "O5", "stochastic")}  # split masters are refused

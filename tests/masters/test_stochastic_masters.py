@@ -15,7 +15,7 @@ from training import ADAMW, SGD, backward, masters_of, same, through_pickle
 
 from amp_patch import amp, multi_tensor
 from amp_patch.masters.closed_master import form_of
-from amp_patch.masters.stochastic_master import Rounding
+from amp_patch.storage.stochastic_master import Rounding
 from amp_patch.support import device_sync, tree
 
 every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

@@ -12,8 +12,8 @@ from paths import ROOT
 from torch import nn
 
 from amp_patch import __version__, amp, apex
-from amp_patch.training.one_pass import KERNELS
-from amp_patch.training.portions import BY_CLASS
+from amp_patch.ways.one_pass import KERNELS
+from amp_patch.ways.portions import BY_CLASS
 
 TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")]
 PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]

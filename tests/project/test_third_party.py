@@ -35,8 +35,8 @@ ema_pytorch = pytest.importorskip("ema_pytorch", reason=EXTRAS)
 transformers_optimizers = pytest.importorskip("transformers.optimization", reason=EXTRAS)
 
 from amp_patch import amp  # noqa: E402
-from amp_patch.training import gradient_release, per_parameter, portions  # noqa: E402
-from amp_patch.training.trial_of_parts import reason_against_parts  # noqa: E402
+from amp_patch.ways import gradient_release, partial_step, portions  # noqa: E402
+from amp_patch.ways.trial_of_parts import reason_against_parts  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -305,7 +305,7 @@ def test_a_registered_one_steps_in_portions_and_in_backward_to_the_bit(name, rel
         step(plain, plain_optimizer, number, plain=True)
         check("O5", model, optimizer, plain, plain_optimizer)
     settings = [[{**group, "params": ()} for group in one.param_groups] for one in (optimizer, plain_optimizer)]
-    assert per_parameter.same(*settings)
+    assert partial_step.same(*settings)
 
 
 @pytest.mark.parametrize("name", BY_THEMSELVES)
@@ -340,8 +340,8 @@ def test_it_trains_in_eight_bits_on_shards_to_the_bits_of_whole_parameters(ranks
     for rank, wanted in zip(ours, ranks(coded_shards.on_one_process, make, "O2", kept), strict=True):
         assert rank["losses"] == wanted["losses"] and rank["coded"].keys() == kept.keys()
         assert not rank["plain"]
-        assert per_parameter.same(rank["weights"], wanted["weights"])
-        assert per_parameter.same(rank["state"], wanted["state"])
+        assert partial_step.same(rank["weights"], wanted["weights"])
+        assert partial_step.same(rank["state"], wanted["state"])
 
 
 @pytest.mark.parametrize("name", [name for name in BY_THEMSELVES if SHORT[name] not in UNSTABLE])

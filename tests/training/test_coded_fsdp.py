@@ -32,9 +32,9 @@ from torch_optimizers import OPTIMIZERS
 from training import same
 
 from amp_patch import amp, multi_tensor
+from amp_patch.storage.coded_shards import ShardState
+from amp_patch.storage.coded_state import Coder, stored
 from amp_patch.support.generated_class import Generated
-from amp_patch.training.coded_shards import ShardState
-from amp_patch.training.coded_state import Coder, stored
 
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event"

@@ -16,7 +16,8 @@ from torch_optimizers import OPTIMIZERS
 from training import backward, masters_of, same
 
 from amp_patch import amp, multi_tensor
-from amp_patch.training import coded_state, gradient_release
+from amp_patch.storage import coded_state
+from amp_patch.ways import gradient_release
 
 every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "SGD", "NAdam")])

@@ -246,7 +246,7 @@ def fsdp1_inside() -> str:
 def test_fsdp1_inside_of_the_model_is_refused_with_the_way_out(ranks):
     for told in ranks(fsdp1_inside):
         assert told == (
-            "initialize: '0' of the model is wrapped in FullyShardedDataParallel, whose flattened shards no overflow "
-            "check of ours agrees on; shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead, then call "
+            "initialize: '0' of the model is wrapped in FullyShardedDataParallel, whose flattened shards have no "
+            "common overflow check here; shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead, then call "
             "initialize()"
         )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from training import backward, same, through_pickle
 
 from amp_patch import amp, multi_tensor
-from amp_patch.training import gradient_release
+from amp_patch.ways import gradient_release
 
 most_bytes = benchmark_scripts.load("timing").most_bytes
 

@@ -167,7 +167,7 @@ def test_a_wrapper_is_refused():
 
 def on_ranks() -> None:
     model = net()
-    with pytest.raises(ValueError, match=r"gradient_release=True is not for several processes"):
+    with pytest.raises(ValueError, match=r"gradient_release=True is not for DDP, ZeRO and FSDP2: several processes"):
         start(MAKERS["AdamW"], "O5", model)
 
 

@@ -41,7 +41,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from amp_patch import amp, multi_tensor
 from amp_patch.multi_tensor import backend
 from amp_patch.optimizers import FusedAdam, FusedSGD
-from amp_patch.training import one_pass
+from amp_patch.ways import one_pass
 
 pytestmark = pytest.mark.skipif(backend() != "cpp", reason="in plain torch optimizers step by themselves")
 

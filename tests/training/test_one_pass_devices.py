@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from amp_patch import amp, multi_tensor
 from amp_patch.support import device_sync, distributed
-from amp_patch.training import one_pass
+from amp_patch.ways import one_pass
 
 pytestmark = pytest.mark.skipif(multi_tensor.backend() != "cpp", reason="in plain torch optimizers step by themselves")
 

@@ -13,7 +13,7 @@ from training import linear
 
 from amp_patch import amp
 from amp_patch.multi_tensor import backend
-from amp_patch.training import one_pass
+from amp_patch.ways import one_pass
 
 pytestmark = pytest.mark.skipif(backend() != "cpp", reason="in plain torch optimizers step by themselves")
 MAKES = pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad], ids=["one pass", "portions"])

@@ -19,7 +19,7 @@ from training import backward
 from amp_patch import amp
 from amp_patch.masters.masters import has_gradient
 from amp_patch.support import generated_class
-from amp_patch.training import per_parameter, portions
+from amp_patch.ways import partial_step, portions
 
 pytestmark = pytest.mark.skipif(not portions.can_wait(), reason="gradients wait where the extension is built")
 
@@ -52,7 +52,7 @@ def how_many(monkeypatch) -> list[int]:
 
 def all_at_once(monkeypatch: Any) -> None:
     """The ordinary way for all that comes."""
-    monkeypatch.setattr(portions, "knows", lambda optimizer, stash: False)
+    monkeypatch.setattr(portions.InPortions, "knows", lambda self, optimizer, stash: False)
 
 
 class PortionsNet(nn.Module):
@@ -152,7 +152,7 @@ def test_portions_give_the_numbers_of_the_whole(name, level, foreach, how_many, 
     whole = fifty_steps(MAKERS[name] if name == "Muon" else make, level)
     assert how_many == []
     for step, (one, other) in enumerate(zip(portioned, whole, strict=True)):
-        assert per_parameter.same(one, other), step
+        assert partial_step.same(one, other), step
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_hooks_run_once_a_step_and_see_the_gradients(monkeypatch):
         optimizer.step()
         assert len(calls) == 2
         seen.append(calls)
-    assert per_parameter.same(seen[0], seen[1])
+    assert partial_step.same(seen[0], seen[1])
 
 
 def test_what_a_hook_writes_into_masters_reaches_the_weights():

@@ -13,7 +13,7 @@ import versions
 from in_portions import Each, why_not_in_portions
 from torch import Tensor, nn
 
-from amp_patch.training import portions
+from amp_patch.ways import portions
 
 FOREACH = {"foreach": (None, True, False), "maximize": (False, True)}
 DECAY = {"lr": (0.01, 1.0), "weight_decay": (0, 0.1), **FOREACH}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from training import same
 
 from amp_patch import amp
-from amp_patch.training import per_parameter, portions
+from amp_patch.ways import per_parameter, portions
 
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event"
@@ -100,19 +100,20 @@ def trained_by(kind: Any, level: str, way: str) -> dict[str, Any]:
     register()
     made: list[Any] = []
     sizes: list[int] = []
-    own, portion = per_parameter.shell_of, portions.PORTION
+    own, portion = per_parameter.PartialStep, portions.PORTION
 
-    def noted(optimizer: Any, group: Any, masters: list[Tensor]) -> Any:
+    def noted(optimizer: Any, chunks: Any) -> Any:
+        ((_, masters),) = chunks
         if masters and masters[0].dtype is torch.float32:  # those of the trial are FP64
             sizes.append(len(masters))
-        return own(optimizer, group, masters)
+        return own(optimizer, chunks)
 
-    per_parameter.shell_of = noted
+    per_parameter.PartialStep = noted
     portions.PORTION = -1 if way == "one by one" else portion
     try:
         found = trained(make, SHARDED[level], fused=way == "as a whole")  # which no portion is for
     finally:
-        per_parameter.shell_of, portions.PORTION = own, portion
+        per_parameter.PartialStep, portions.PORTION = own, portion
     return found | {"numbers": numbers_of(made[0]), "most": max(sizes, default=0)}
 
 

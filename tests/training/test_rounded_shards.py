@@ -38,6 +38,7 @@ from training import backward, same
 from amp_patch import amp
 from amp_patch.support import device_sync
 from amp_patch.support.distributed import place_in_whole
+from amp_patch.training.step import ClosureAlreadyRun
 
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event"
@@ -233,23 +234,22 @@ def test_gradients_add_up_and_are_clipped_on_the_shards(ranks, make):
 
 
 def with_closure(made: bool) -> dict[str, Any]:
+    """A closure that has run before the step is that of an unedited script."""
     model, optimizer = start("SGD", **ROUNDED)
     for step in range(3):
-
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, step)
-            backward(loss, optimizer)
-            return loss
-
-        loss = optimizer.step(closure) if made else closure()
-        assert loss.requires_grad
-        if not made:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        backward(loss, optimizer)
+        if made:
+            with pytest.raises(RuntimeError, match="a closure is not for master_weights='stochastic'"):
+                optimizer.step(lambda: None)
+            assert optimizer.step(ClosureAlreadyRun(loss)) is loss
+        else:
             optimizer.step()
     return {"weights": here(model.parameters()), "state": state_of(optimizer)}
 
 
-def test_a_closure_is_run_before_the_step(ranks):
+def test_a_closure_is_refused_and_one_that_has_run_is_not(ranks):
     for ours, wanted in zip(ranks(with_closure, True), ranks(with_closure, False), strict=True):
         assert same(ours["weights"], wanted["weights"]) and same(ours["state"], wanted["state"])
 

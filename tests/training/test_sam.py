@@ -17,7 +17,7 @@ from torch import nn
 from training import LEVELS, backward, convnet, images, linear
 
 from amp_patch import amp
-from amp_patch.training.wrappers import innermost
+from amp_patch.training.innermost import innermost
 
 CAST = ("O2", "O5")
 SCALED = ("O1", "O2")

@@ -12,7 +12,7 @@ from in_portions import Each
 from torch import Tensor, nn
 
 from amp_patch import amp
-from amp_patch.training.trial_of_parts import reason_against_parts
+from amp_patch.ways.trial_of_parts import reason_against_parts
 
 pytestmark = pytest.mark.usefixtures("registrations")
 

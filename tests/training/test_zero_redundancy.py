@@ -21,7 +21,7 @@ SETTINGS = {  # fused, as torch.optim's own classes step at O2
 }
 
 
-CLOSED = ["O5+split", "O5+stochastic"]
+CLOSED = ["O5+split"]
 
 
 def start(model: Any, optimizer: Any, level: str, **options: Any) -> tuple[Any, Any]:
@@ -175,6 +175,10 @@ def zero_refused() -> None:
         with pytest.raises(ValueError, match=r"parameters_as_bucket_view=True: its FP32 buffers.*_bucket_view=False"):
             model = mlp()
             start(model, zero_of(model.parameters(), parameters_as_bucket_view=True), level)
+    for level, option in (("O5+stochastic", "master_weights='stochastic'"), ("O4+8bit", "optimizer_state='8bit'")):
+        model = mlp()
+        with pytest.raises(ValueError, match=rf"{option} is not for a ZeroRedundancyOptimizer: .*fully_shard"):
+            start(model, zero_of(model.parameters()), level)
     model = mlp()
     optimizer = zero_of(model[1].parameters(), parameters_as_bucket_view=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2")

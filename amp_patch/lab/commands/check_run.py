@@ -16,8 +16,8 @@ from amp_patch.lab.commands import run
 from amp_patch.lab.survey.survey import Surveyor
 from amp_patch.lab.unedited.script import UneditedScript
 from amp_patch.training import observers
+from amp_patch.training.innermost import innermost
 from amp_patch.training.observers import Observer
-from amp_patch.training.wrappers import innermost
 
 
 class _Ended(SystemExit):

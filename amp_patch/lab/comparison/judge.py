@@ -106,8 +106,8 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
 def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:
     """Decide by the gap if its interval decides, else by the range of the baseline's seeds.
 
-    If the runs have decorrelated or the gap is slight (`by_range`), more seeds would not make the gap decide, so the range
-    decides finally. Otherwise it decides for now.
+    If the runs have decorrelated or the gap is slight (`by_range`), more seeds would not make the gap decide, so the
+    range decides finally. Otherwise it decides for now.
     """
     if apart.told is not None:
         return replace(found, kind="within" if apart.told == "as good" else "differs", better=apart.told == "better")

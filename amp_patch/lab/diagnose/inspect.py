@@ -24,8 +24,8 @@ from amp_patch.model.keep_high import HighModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.training import observers
+from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.stash import stash_of
-from amp_patch.training.wrappers import as_list, innermost
 
 _TENSOR: Any = Tensor
 _GRAD = _TENSOR.grad.__get__

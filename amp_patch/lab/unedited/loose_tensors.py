@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp_patch.lab.unedited.reach import Reach
+from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import loss_scale
 from amp_patch.training.stash import stash_of
-from amp_patch.training.wrappers import innermost
 
 
 class LooseTensors(nn.Module):

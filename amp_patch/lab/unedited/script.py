@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from amp_patch.around import ddp
 from amp_patch.casts import install
 from amp_patch.environment import overridden
 from amp_patch.frontend import initialize, load_state_dict, state_dict
@@ -51,17 +52,17 @@ from amp_patch.lab.unedited.processes import Processes, refuse_copies_of_shared,
 from amp_patch.lab.unedited.reach import Reach, merged, reach_of
 from amp_patch.lab.unedited.refusal import ScriptRefused, where
 from amp_patch.lab.unedited.source import imports_us
-from amp_patch.model import fsdp
 from amp_patch.policy import Options, resolve
+from amp_patch.support import fsdp
 from amp_patch.support.compiled import not_traced, uncompiled
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Patches
-from amp_patch.training import ddp, observers
+from amp_patch.training import observers
+from amp_patch.training.innermost import innermost
 from amp_patch.training.observers import Observer
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
 from amp_patch.training.step import ClosureAlreadyRun
-from amp_patch.training.wrappers import innermost
 
 
 class _Initialized(NamedTuple):

@@ -13,24 +13,24 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from amp_patch.masters.closed_master import is_closed
 from amp_patch.masters.masters import has_gradient, publish_written, without_materialized
 from amp_patch.multi_tensor import backends
 from amp_patch.optimizers.adam import FusedAdam
-from amp_patch.policy import OPT_LEVELS, Policy
-from amp_patch.support import device_sync, generated_class
+from amp_patch.policy import Policy
+from amp_patch.storage import coded_shards
+from amp_patch.storage.coded_state import Coded, CodedState, Coder
+from amp_patch.support import device_sync
 from amp_patch.support.compiled import wraps
-from amp_patch.support.distributed import is_dtensor
-from amp_patch.support.generated_class import Generated, base_class
-from amp_patch.training import coded_shards, one_pass, per_parameter, portions
-from amp_patch.training.batch import Batch
-from amp_patch.training.coded_state import Coded, CodedState, Coder
-from amp_patch.training.stand_ins import give_back_attributes, with_stand_ins
-from amp_patch.training.stash import Stash, give_stash, stash_of, take_stash
-from amp_patch.training.step import WHOLE, Plain, Step, Strategy, lead_to_step
-from amp_patch.training.zero_redundancy import is_zero, is_zero_class, stateful
+from amp_patch.support.distributed import is_dtensor, is_zero
+from amp_patch.support.generated_class import base_class
+from amp_patch.supported import reason
+from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training.step import WHOLE, Plain, Step, Strategy
+from amp_patch.ways import one_pass, per_parameter, portions
+from amp_patch.ways.batch import Batch
+from amp_patch.ways.partial_step import PartialStep
 
 KEY = ("optimizer_state",)  # of the generated classes
 
@@ -44,24 +44,20 @@ def check(optimizer: Any, policy: Policy) -> None:
     if policy.optimizer_state is None:
         return
     wanted = f"initialize: optimizer_state={policy.optimizer_state!r}"
-    holder = stateful(optimizer)
-    name = base_class(holder).__name__
-    if is_zero(holder):
-        raise ValueError(
-            f"{wanted} is not for a ZeroRedundancyOptimizer with overlap_with_ddp=True, which makes the optimizer that "
-            "keeps the state in a later backward; make it with overlap_with_ddp=False, or leave optimizer_state at None"
-        )
+    name = base_class(optimizer).__name__
+    if is_zero(optimizer):
+        raise ValueError(f"{wanted} is not for a ZeroRedundancyOptimizer: {reason('8bit', 'ZeRO')}")
     sharded = any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
-    if sharded and (reason := coded_shards.reason_against(holder)) is not None:
+    if sharded and (against := coded_shards.reason_against(optimizer)) is not None:
         raise ValueError(
             f"{wanted} is not for this {name}, whose parameters fully_shard has sharded, so that each process steps a "
-            f"part of each: {reason}; leave optimizer_state at None, or use an optimizer that steps each element by "
+            f"part of each: {against}; leave optimizer_state at None, or use an optimizer that steps each element by "
             "itself"
         )
-    if (reason := reason_against(holder)) is not None:
+    if (against := reason_against(optimizer)) is not None:
         raise ValueError(
-            f"{wanted} is not for this {name}, whose step takes the state of all parameters in FP32 at once: {reason}; "
-            "leave optimizer_state at None, or use an optimizer of torch.optim without that"
+            f"{wanted} is not for this {name}, whose step takes the state of all parameters in FP32 at once: "
+            f"{against}; leave optimizer_state at None, or use an optimizer of torch.optim without that"
         )
 
 
@@ -172,10 +168,8 @@ class InCodes(Strategy):
         optimizer = step.optimizer
         coder = coder_of(optimizer)
         if device_sync.is_capturing():
-            raise RuntimeError(
-                "a step with optimizer_state='8bit' cannot be captured in a CUDA graph: no replay would encode what "
-                "was written into the state; leave the step out of the graph, or optimizer_state at None"
-            )
+            why = reason("8bit", "CUDA graphs")
+            raise RuntimeError(f"a step with optimizer_state='8bit' cannot be captured in a CUDA graph: {why}")
 
         def in_fp32(target: Any, *args: Any, **kwargs: Any) -> Any:
             params = [p for group in target.param_groups for p in group["params"] if args or kwargs or has_gradient(p)]
@@ -191,18 +185,18 @@ class InCodes(Strategy):
         stands_in = None if step.given else self.steppable(optimizer, coder)
         try:
             if stands_in is not None:
-                step.optimizer, coder.stepper = stands_in, (get_ident(), step)
+                step.optimizer, coder.stepper = stands_in.shell, (get_ident(), step)
             result = _strategy(step).run(step, in_fp32)
         finally:
             step.optimizer, coder.stepper = optimizer, None
             if stands_in is not None:
-                give_back_attributes(optimizer, stands_in)
+                stands_in.give_back_attributes()
             coder.follow()
         if step.is_running:  # else a step of some parameters
             coder.report(optimizer)
         return result
 
-    def steppable(self, optimizer: Any, coder: Coder) -> Any:
+    def steppable(self, optimizer: Any, coder: Coder) -> PartialStep | None:
         """What is stepped in the place of `optimizer`, whose parameters the strategies do not take; None: it is."""
         return coded_shards.of_parts(optimizer, coder)
 
@@ -248,24 +242,21 @@ def enter(optimizer: Any, stash: Stash) -> None:
 
 def keep_state(optimizer: Any, stash: Stash, kind_of_coder: type[Coder]) -> None:
     """Have the state of `optimizer` kept by a coder of this class."""
-    holder = stateful(optimizer)
-    kind = base_class(holder)
+    kind = base_class(optimizer)
     coder = kind_of_coder(kind.__name__, coded_shards.state_of, per_parameter.fp32_state_of(kind))
     stash.neighbours.coder = coder
-    if holder is not optimizer:
-        stash.neighbours.handles.append(_EnteredShare(holder, coder))
     stash.neighbours.before_backward.append(_close)
     stash.neighbours.before_step.append(_close)
 
 
 def _close(optimizer: Any, stash: Stash) -> None:
-    stash.neighbours.coder.close(stateful(optimizer))
+    stash.neighbours.coder.close(optimizer)
 
 
 def overrides(base: Any) -> dict[str, Any]:
     """The methods of optimizers of the class `base` whose state is kept in codes."""
-    loading = {"load_state_dict": _loading(base)}
-    return loading if is_zero_class(base) else {"state_dict": _state_dict_in_fp32(base), "strategy": IN_CODES} | loading
+    loading, saving = _loading(base), _state_dict_in_fp32(base)
+    return {"state_dict": saving, "load_state_dict": loading, "strategy": IN_CODES}
 
 
 def _state_dict_in_fp32(base: Any) -> Any:
@@ -283,10 +274,8 @@ def _loading(base: Any) -> Any:
     @wraps(base.load_state_dict)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         base.load_state_dict(self, state_dict)
-        if (holder := stateful(self)) is not self:
-            self.state.clear()  # torch keeps the FP32 tensors of this process's share there a second time
         if (stash := stash_of(self)) is not None:  # lent, or steps would write into the tensors of the checkpoint
-            stash.neighbours.coder.adopt(holder, list(holder.state), is_lent=True)
+            stash.neighbours.coder.adopt(self, list(self.state), is_lent=True)
 
     return load_state_dict
 
@@ -294,54 +283,4 @@ def _loading(base: Any) -> Any:
 def make_whole(optimizer: Any, stash: Stash) -> None:
     """Make the state of `optimizer` FP32 again."""
     if stash.neighbours.coder is not None:
-        stash.neighbours.coder.make_whole(stateful(optimizer))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# torch's ZeroRedundancyOptimizer: the optimizer inside keeps the state, and steps the share of this process
-
-
-class InCodesOfShare(InCodes):
-    """As `InCodes`, inside of the step of a ZeroRedundancyOptimizer, which has settled and opened the masters."""
-
-    def steppable(self, optimizer: Any, coder: Coder) -> Any:
-        """One of ordinary parameters of the same memory, where there are closed masters; these are open now.
-
-        Kernels would step what is kept of them, which is not sent to the others.
-        """
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        return with_stand_ins(optimizer, coder, _opened) if any(map(is_closed, params)) else None
-
-
-def _opened(master: Tensor) -> Tensor:
-    if not is_closed(master) or not has_gradient(master):
-        return master
-    stand_in: Tensor = nn.Parameter(master.detach(), requires_grad=False)
-    stand_in.grad = master.grad
-    return stand_in
-
-
-class _Share(Generated):
-    """Overrides of the optimizer inside."""
-
-    strategy = InCodesOfShare()
-
-    @classmethod
-    def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
-        return {"state_dict": _state_dict_in_fp32(base)}
-
-
-class _EnteredShare:
-    """The optimizer inside, as one of O0 whose state `coder` keeps; a handle by which it is what it was before."""
-
-    def __init__(self, optimizer: Any, coder: Coder) -> None:
-        self._optimizer = optimizer
-        stash = Stash(OPT_LEVELS["O0"], [])  # without an owner: observers are told of the optimizer outside
-        stash.neighbours.coder = coder
-        give_stash(optimizer, stash)
-        generated_class.give(optimizer, _Share)
-        lead_to_step(optimizer)
-
-    def remove(self) -> None:
-        generated_class.take(self._optimizer)
-        take_stash(self._optimizer)
+        stash.neighbours.coder.make_whole(optimizer)

@@ -1,9 +1,9 @@
-"""Wrappers around an optimizer, as LARC and SAM are: which optimizer steps inside; two passes before one step."""
+"""Wrappers around an optimizer that make two passes before one step, as SAM does."""
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,59 +11,10 @@ import torch
 from amp_patch.masters.masters import publish_written
 from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated, base_class
-from amp_patch.training.stash import known_stash, stash_of
+from amp_patch.support.patches import Attempts
+from amp_patch.training.innermost import innermost, layers, makes_two_passes
+from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.unscale import unscale_pending
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Which optimizer steps
-
-
-def innermost(optimizer: Any) -> Any:
-    """The optimizer inside of wrappers that keep it as `.optim` or `.optimizer` (LARC), or `.base_optimizer` (SAM)."""
-    if "_amp_stash" in getattr(optimizer, "__dict__", ()):  # `initialize` has found this one to be the innermost
-        return optimizer
-    *_, last = layers(optimizer)
-    return last
-
-
-def layers(optimizer: Any) -> Iterator[Any]:
-    """`optimizer`, what it wraps, what that wraps, down to the optimizer that steps."""
-    seen: set[int] = set()
-    while id(optimizer) not in seen:
-        seen.add(id(optimizer))
-        yield optimizer
-        inner = next(
-            (i for name in ("optim", "optimizer", "base_optimizer") if (i := getattr(optimizer, name, None))), None
-        )
-        if inner is None or isinstance(inner, type) or not callable(getattr(inner, "step", None)):
-            break
-        # Some wrappers are Optimizers too, for the sake of schedulers. These are told from an optimizer that steps by
-        # any of four signs: their class says so (LARC); they were put around an optimizer of ours after `initialize`
-        # (Accelerate); they make two passes (SAM); they have no hooks, as they never called Optimizer's __init__
-        # (Lookahead).
-        wraps = getattr(type(optimizer), "wraps_an_optimizer", False) or makes_two_passes(optimizer)
-        later = hasattr(inner, "_amp_stash") and not hasattr(optimizer, "_amp_stash")
-        hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
-        if isinstance(optimizer, torch.optim.Optimizer) and hooked and not (wraps or later):
-            break
-        optimizer = inner
-
-
-def makes_two_passes(wrapper: Any) -> bool:
-    """Whether `wrapper` moves the weights after one backward pass, for the gradients of another, as SAM does."""
-    base = getattr(wrapper, "base_optimizer", None)
-    return callable(getattr(base, "step", None)) and not isinstance(base, type)
-
-
-def as_list(one_or_many: Any) -> list[Any]:
-    """A list of what may be one object, a list or tuple of them, or None."""
-    if one_or_many is None:
-        return []
-    return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Two passes
 
 
 class AmpWrapper(Generated):
@@ -119,6 +70,15 @@ def enter_wrappers(optimizer: Any) -> None:
             stash.neighbours.handles.append(wrapper.register_step_pre_hook(refuse_closure))
 
 
+def leave(optimizer: Any, stash: Stash) -> None:
+    """Undo `enter_wrappers`: give the wrappers around `optimizer` their own classes, and keys of parameters."""
+    attempt = Attempts()
+    for wrapper in [wrapper for ref in stash.neighbours.wrappers if isinstance(wrapper := ref(), Generated)]:
+        attempt(generated_class.take, wrapper)
+        attempt(stash.masters.unfollow, wrapper)
+    attempt.finish()
+
+
 def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:
     """Pre-hook of a wrapper's `step`: its closure would run backward without the scale, and unchecked."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -131,3 +91,6 @@ def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:
             f"{name}.first_step(zero_grad=True), backward again, {name}.second_step(zero_grad=True) "
             "(examples/recipes/sam.py)"
         )
+
+
+sys.modules["amp_patch.training.wrappers"] = sys.modules[__name__]  # as pickles of 0.4 name it

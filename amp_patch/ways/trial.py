@@ -15,26 +15,31 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import environment
+from amp_patch.policy import Policy
+from amp_patch.support.distributed import stateful
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.random_states import random_states, restored_random_states
-from amp_patch.training.per_parameter import (
-    NOT_SETTINGS,
-    PortionsDisagreeError,
+from amp_patch.training.step import Plain
+from amp_patch.ways.partial_step import NOT_SETTINGS, PortionsDisagreeError, changed, new_of_class, same
+from amp_patch.ways.per_parameter import (
     Registration,
-    changed,
     is_registered,
     register_per_parameter_optimizer,
     registration_of,
-    same,
     stepping,
 )
-from amp_patch.training.step import Plain
 
 Shape = tuple[int, ...]
 
 STEPS = 12  # some do more at each fifth or tenth, Lookahead's merge say
 _DIFFERENT = "it steps a parameter by itself differently from the same among others; leave the registration out"
 SHIFT = 64.0  # of the weights, by which a state that holds weights is shifted too
+
+
+def check_optimizer(optimizer: Any, policy: Policy) -> None:
+    """`check`, of an optimizer that `initialize` may step in portions, or whose state it keeps in eight bits."""
+    if policy.master_weights or policy.optimizer_state is not None:
+        check(stateful(optimizer), policy.optimizer_state is not None)
 
 
 def check(optimizer: Any, keeps_codes: bool) -> None:
@@ -113,7 +118,7 @@ def toy_of(
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     memo = {id(param): param for param in params}  # deepcopy shares parameters: else each toy copies the model
-    toy: Any = object.__new__(base_class(optimizer))
+    toy: Any = new_of_class(optimizer)
     of_torch = vars(torch.optim.SGD([nn.Parameter(wave((1,), 1.0, 0.0))]))  # empty dicts of hooks, among others
     own = {name: value for name, value in vars(optimizer).items() if name not in of_torch or name == "defaults"}
     own = {name: value for name, value in own.items() if name != "step" and not name.startswith("_amp_")}

@@ -1,11 +1,7 @@
-"""Support for modules that torch's `fully_shard` (FSDP2) has sharded: the dtype they gather in, unreduced gradients.
-
-This file does not import torch.distributed, so that a process that shards nothing does not pay for the import.
-"""
+"""Refusals of modules that torch's `fully_shard` (FSDP2) has sharded, and their gather dtype."""
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,74 +12,11 @@ from torch import nn
 from amp_patch.policy import LOW_PRECISION, SPLIT, STOCHASTIC, Policy
 from amp_patch.support import distributed
 from amp_patch.support.distributed import is_dtensor
-
-# FSDP's state of a module is private to torch: `_state` and `_param_groups` read it. If a torch lacks these attributes,
-# `check_shards` does not see the gather dtype and accepts the model, and `hold_gradients_back` returns False.
-
-
-def is_fsdp(module: Any) -> bool:
-    """Tell whether torch's `fully_shard` has sharded `module`."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and isinstance(module, kind)
+from amp_patch.support.fsdp import fsdp_modules, fsdp_state, is_fsdp, is_used, param_groups
+from amp_patch.supported import reason
 
 
-def without_fsdp(base: type) -> dict[str, Any]:
-    """Return a `__new__` for the class generated from `base`; an empty dict if `base` is not a class of fully_shard.
-
-    `model[2:]` calls `type(model)(...)`, and FSDP's `__new__` then makes an instance of the user's class. It takes that
-    class from a fixed index of the method resolution order, where a generated class has another one. So the `__new__`
-    returned here calls FSDP's with `base`.
-    """
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if kind is None or not issubclass(base, kind):
-        return {}
-    return {"__new__": lambda cls, *args, **kwargs: base.__new__(base, *args, **kwargs)}
-
-
-def is_used() -> bool:
-    """Tell whether this process may have sharded a module: `fully_shard` makes a subclass of FSDPModule per class."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and bool(kind.__subclasses__())
-
-
-def is_fsdp1(module: Any) -> bool:
-    """Tell whether `module` is a FullyShardedDataParallel (FSDP1)."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    return kind is not None and isinstance(module, kind)
-
-
-def fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:
-    """Return the modules in `models` that `fully_shard` has sharded, each once."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return []
-    return list({id(m): m for model in models for m in model.modules() if is_fsdp(m)}.values())
-
-
-def hold_gradients_back(modules: Iterable[Any]) -> bool:
-    """Tell whether the next backward pass leaves unreduced gradients inside FSDP, where `.grad` does not show them.
-
-    User code asks for this by `set_requires_gradient_sync(False)`, for every micro-batch but the last.
-    """
-    return any(
-        not (getattr(group, "reduce_grads", True) and getattr(group, "all_reduce_grads", True))
-        for module in modules
-        for group in _param_groups(module)
-    )
-
-
-def gathered(modules: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (gathered parameter, sharded parameter) for each parameter that these FSDP modules have gathered before.
-
-    The gathered parameter is the leaf of autograd's graph. FSDP reduces its gradient into `.grad` of the sharded one.
-    """
-    for module in modules:
-        for group in _param_groups(module):
-            for param in getattr(group, "fsdp_params", ()):
-                if (whole := getattr(param, "_unsharded_param", None)) is not None:
-                    yield whole, param.sharded_param
-
-
-def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module]) -> None:
+def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module], *_: Any) -> None:
     """Raise ValueError if FSDP gathers a parameter of `models` in another dtype than `policy` wants for it.
 
     Args:
@@ -95,7 +28,7 @@ def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module])
         for name, module, fsdp in _governed(model, "", None):
             for key, param in module._parameters.items():
                 if param is not None and is_dtensor(param):
-                    gathers = own.get(id(param)) or getattr(_state(fsdp), "_mp_policy", None)
+                    gathers = own.get(id(param)) or getattr(fsdp_state(fsdp), "_mp_policy", None)
                     _check_shard(f"{name}.{key}".lstrip("."), param, policy, id(module) in stays, fsdp, gathers)
 
 
@@ -103,8 +36,8 @@ def _check_shard(name: str, param: Any, policy: Policy, stays: bool, fsdp: Any, 
     low, level = policy.cast_model_type, policy.opt_level
     if policy.master_weights == SPLIT:
         raise ValueError(
-            f"initialize: parameter {name!r} is sharded, and master_weights='split' is not for shards, which are FP32 "
-            "and are the masters; leave master_weights at None"
+            f"initialize: parameter {name!r} is sharded, and master_weights='split' is not for shards: "
+            + reason(SPLIT, "FSDP2")
         )
     if policy.master_weights == STOCHASTIC and param.requires_grad and not stays:
         _check_rounded(f"initialize: parameter {name!r}", param)
@@ -193,24 +126,10 @@ def stay_fp32(kept: Iterable[nn.Module]) -> Callable[[nn.Parameter], torch.dtype
 
 def _own_policies(module: Any) -> Iterator[tuple[int, Any]]:
     """Yield (id of a shard, its mixed-precision policy); from torch 2.15 on it may differ from that of `module`."""
-    for group in _param_groups(module):
+    for group in param_groups(module):
         for param in getattr(group, "fsdp_params", ()):
             if (policy := getattr(param, "mp_policy", None)) is not None:
                 yield id(getattr(param, "sharded_param", None)), policy
-
-
-def _param_groups(module: Any) -> list[Any]:
-    state = _state(module)
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is not None:
-        return list(groups)
-    group = getattr(state, "_fsdp_param_group", None)  # torch 2.6 to 2.10: one group per module
-    return [] if group is None else [group]
-
-
-def _state(module: Any) -> Any:
-    state = getattr(module, "_get_fsdp_state", None)
-    return None if state is None else state()
 
 
 def refuse_sharded_since(model: nn.Module | None, caller: str) -> None:

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.step import Plain, plain_step, trusted_steps
+from amp_patch.ways.partial_step import PartialStep, Written
 
 Group = dict[str, Any]
 OptimizerClass = TypeVar("OptimizerClass", bound=type[torch.optim.Optimizer])
 
-NOT_SETTINGS = ("params",)
-NOT_ATTRIBUTES = ("param_groups", "state")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which classes
@@ -109,18 +108,6 @@ def fp32_state_of(base: Any) -> frozenset[str]:
 # A step
 
 
-def shell_of(optimizer: Any, group: Group, masters: list[Tensor]) -> Any:
-    """An optimizer with the attributes and the state of `optimizer`, and of its groups `group` with these masters."""
-    shell: Any = object.__new__(base_class(optimizer))
-    vars(shell).update(vars(optimizer))
-    shell.param_groups = [{**group, "params": masters}]
-    return shell
-
-
-class PortionsDisagreeError(RuntimeError):
-    """Two portions of a step have written different numbers into the group or the optimizer."""
-
-
 @contextmanager
 def stepping(optimizer: Any, plain: Plain) -> Iterator[Callable[[Group, list[Tensor]], None]]:
     """One step in portions: gives what runs `plain` on some masters of a group.
@@ -130,14 +117,14 @@ def stepping(optimizer: Any, plain: Plain) -> Iterator[Callable[[Group, list[Ten
             optimizer.
     """
     if not is_registered(base_class(optimizer)):
-        yield lambda group, masters: plain(shell_of(optimizer, group, masters))
+        yield lambda group, masters: plain(PartialStep(optimizer, [(group, masters)]).shell)
         return
     written = Written()
 
     def step_some(group: Group, masters: list[Tensor]) -> None:
-        shell = shell_of(optimizer, group, masters)
-        plain(shell)
-        written.note(optimizer, [group], shell)
+        partial = PartialStep(optimizer, [(group, masters)])
+        plain(partial.shell)
+        written.note(partial)
 
     try:
         yield step_some
@@ -146,75 +133,3 @@ def stepping(optimizer: Any, plain: Plain) -> Iterator[Callable[[Group, list[Ten
                 step_some(group, group["params"])  # without gradients
     finally:
         written.write_back(optimizer)
-
-
-class Written:
-    """What shells have written into groups and attributes in one step: kept apart until all have begun with the same.
-
-    False until a shell has stepped.
-    """
-
-    def __init__(self) -> None:
-        self._attributes: dict[str, Any] | None = None
-        self._settings: dict[int, Group] = {}  # by id(group)
-
-    def __bool__(self) -> bool:
-        return self._attributes is not None
-
-    def has(self, group: Group) -> bool:
-        """Whether a shell has stepped some of this group of the optimizer."""
-        return id(group) in self._settings
-
-    def note(self, optimizer: Any, groups: Sequence[Group], shell: Any) -> None:
-        """Take note of what `shell` has written, whose groups are made of these of the optimizer.
-
-        Raises:
-            PortionsDisagreeError: another has written something else.
-        """
-        attributes = changed(vars(optimizer), vars(shell), NOT_ATTRIBUTES)
-        self._refuse_if_different(optimizer, self._attributes, attributes, "optimizer")
-        for group, after in zip(groups, shell.param_groups, strict=True):
-            settings = changed(group, after, NOT_SETTINGS)
-            self._refuse_if_different(optimizer, self._settings.get(id(group)), settings, "group")
-            self._settings[id(group)] = settings
-        self._attributes = attributes
-
-    @staticmethod
-    def _refuse_if_different(optimizer: Any, before: dict[str, Any] | None, now: dict[str, Any], where: str) -> None:
-        if before is None or same(before, now):
-            return
-        name = next(name for name in [*before, *now] if not same(before.get(name), now.get(name)))
-        kind = base_class(optimizer).__name__
-        raise PortionsDisagreeError(
-            f"{kind}.step: {kind} was registered by register_per_parameter_optimizer, but its step has left {name!r} "
-            f"of the {where} at {before.get(name)} with some parameters and at {now.get(name)} with others: it does "
-            "not step each parameter by itself. Some parameters are stepped: go back to a checkpoint, and leave the "
-            "registration out"
-        )
-
-    def write_back(self, optimizer: Any) -> None:
-        """Have the optimizer and its groups have what the shells have written."""
-        for group in optimizer.param_groups:
-            group.update(self._settings.get(id(group), {}))
-        vars(optimizer).update(self._attributes or {})
-
-
-def changed(before: dict[str, Any], after: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in after.items()
-        if name not in without and not (name in before and before[name] is value)
-    }
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two nested containers of tensors and numbers are equal, to the bit."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.dtype is other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)

@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.around import fsdp
 from amp_patch.masters.grad_field import set_own_grad
 from amp_patch.masters.masters import has_gradient
-from amp_patch.model import fsdp
 from amp_patch.policy import STOCHASTIC, Policy
+from amp_patch.storage import coded_shards, coded_steps
+from amp_patch.storage.coded_state import Coder
+from amp_patch.storage.stand_ins import with_stand_ins
 from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor, local
 from amp_patch.support.generated_class import base_class
-from amp_patch.training import coded_shards, coded_steps
-from amp_patch.training.coded_state import Coder
-from amp_patch.training.stand_ins import with_stand_ins
 from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import Plain, Step
+from amp_patch.ways.partial_step import PartialStep
 
 KEY = ("rounded_shards",)  # of the generated classes
 
@@ -40,8 +41,9 @@ def check(optimizer: Any, policy: Policy) -> None:
         _check("initialize", optimizer, policy, params)
 
 
-def check_new_group(optimizer: Any, policy: Policy, params: list[Tensor]) -> None:
+def check_group(optimizer: Any, stash: Stash, params: list[Tensor]) -> None:
     """Raise as `check`, of the parameters of a group that comes later; and where these are not sharded by rows."""
+    policy = stash.policy
     _check("add_param_group", optimizer, policy, params)
     for index, param in enumerate(params):
         if policy.master_weights == STOCHASTIC and _is_low_shard(param):
@@ -81,14 +83,14 @@ class OnMasters(coded_steps.InCodes):
         stash = step.stash
         if (form := stash.master_form) is not None:
             form.check_step()
-        result = step.run_closure()
+        result = step.take_closure()
         try:
             super().run(step, plain)
         finally:
             _take_gradients(stash)
         return result
 
-    def steppable(self, optimizer: Any, coder: Coder) -> Any:
+    def steppable(self, optimizer: Any, coder: Coder) -> PartialStep:
         stash = known_stash(optimizer)
         masters = stash.masters
         grads: dict[int, Tensor] = {}
@@ -100,9 +102,9 @@ class OnMasters(coded_steps.InCodes):
                 grads[id(master)] = _gradient(optimizer, stash, param)
             return master
 
-        shell = with_stand_ins(optimizer, coder, stand_in)
+        partial = with_stand_ins(optimizer, coder, stand_in)
         _give_gradients(stash, grads)
-        return shell
+        return partial
 
 
 ON_MASTERS = OnMasters()

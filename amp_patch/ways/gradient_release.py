@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
+from amp_patch import supported
 from amp_patch.casts import regions
 from amp_patch.masters import clipping
 from amp_patch.masters.grad_field import drop_gradients, own_grad
@@ -35,10 +36,10 @@ from amp_patch.support.blocks import without_grad
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import is_untouched
-from amp_patch.training import per_parameter, portions, trial
-from amp_patch.training.per_parameter import Group, Written
 from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import Plain, Step, Strategy, plain_step, suiting, trusted_steps
+from amp_patch.ways import per_parameter, portions, trial
+from amp_patch.ways.partial_step import PartialStep, Written
 
 _WHOLE_WITH = ("capturable", "differentiable")
 _BACKWARD_OF_FUNCTION = BackwardCFunction.apply.__code__
@@ -74,8 +75,8 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
         name = type(target).__name__
         if optimizer is not target:
             raise ValueError(
-                f"initialize: gradient_release=True is not for a {type(optimizer).__name__} around another optimizer, "
-                "which moves the weights between backward and step; give the optimizer inside, or leave it out"
+                f"initialize: gradient_release=True is not for a {type(optimizer).__name__} around another optimizer: "
+                + supported.reason("gradient_release", "wrappers")
             )
         trial.check(target, policy.optimizer_state is not None)  # no other asks at O4
         if (reason := portions.reason_against(target, _WHOLE_WITH)) is not None:
@@ -91,10 +92,8 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
             )
         held.update(map(id, params))
         if any(map(is_dtensor, params)) or _has_other_processes():
-            raise ValueError(
-                "initialize: gradient_release=True is not for several processes, which add up their gradients before a "
-                "step; leave it out under DistributedDataParallel and fully_shard"
-            )
+            why = supported.reason("gradient_release", "DDP")
+            raise ValueError(f"initialize: gradient_release=True is not for DDP, ZeRO and FSDP2: {why}")
     return True
 
 
@@ -192,11 +191,12 @@ class _Release(Strategy):
             for group in optimizer.param_groups
             if step.given or not written.has(group) or any(map(has_gradient, group["params"]))
         ]
-        step.optimizer = _shell(optimizer, [{**group} for group in rest])
+        partial = PartialStep(optimizer, [(group, group["params"]) for group in rest])
+        step.optimizer = partial.shell
         try:
             if rest:
                 result = strategy.run(step, plain)
-                written.note(optimizer, rest, step.optimizer)
+                written.note(partial)
             else:
                 settle(step.links)
         finally:
@@ -248,7 +248,7 @@ class _Release(Strategy):
         elif id(param) in self._reached:
             why = "has had a gradient in this backward before, which is stepped already (two passes of one graph)"
         elif stash.step is not None:
-            why = "gets a gradient in a closure of step()"
+            why = f"gets a gradient in a closure of step(): {supported.reason('gradient_release', 'a closure')}"
         elif body is not None and body.delay_unscale:
             why = "gets a gradient that delay_unscale=True leaves for the next micro-batch to add to"
         elif grad.requires_grad:
@@ -256,7 +256,8 @@ class _Release(Strategy):
         elif grad.layout is not torch.strided:
             why = "gets a sparse gradient"
         elif device_sync.is_capturing():
-            why = "gets a gradient in the capture of a CUDA graph"
+            cause = supported.reason("gradient_release", "CUDA graphs")
+            why = f"gets a gradient in the capture of a CUDA graph: {cause}"
         elif _has_other_processes():
             why = "gets a gradient that other processes add theirs to"
         else:
@@ -294,12 +295,10 @@ def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], wri
         master = param if link is None else link.master
         pairs.append((param, master))
         by_group.setdefault(index, []).append(master)
-    groups = [optimizer.param_groups[index] for index in by_group]
-    of_masters = zip(groups, by_group.values(), strict=True)
-    shell = _shell(optimizer, [{**group, "params": masters} for group, masters in of_masters])
+    partial = PartialStep(optimizer, [(optimizer.param_groups[index], masters) for index, masters in by_group.items()])
     plain = plain_step(base_class(optimizer))
     assert plain is not None
-    step = Step(shell, stash)
+    step = Step(partial.shell, stash)
     step.links = LinkList(linked)
     try:
         if others := _let_wait(linked, waiting):
@@ -309,17 +308,11 @@ def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], wri
         if step.unpublished is not None:
             publish(step.unpublished)
         if per_parameter.is_registered(base_class(optimizer)):
-            written.note(optimizer, groups, shell)
+            written.note(partial)
     finally:
         if waiting is not None:
             waiting.clear([link.master for _, link in linked])
         drop_gradients([tensor for pair in pairs for tensor in pair])
-
-
-def _shell(optimizer: Any, groups: list[Group]) -> Any:
-    shell = per_parameter.shell_of(optimizer, {}, [])
-    shell.param_groups = groups
-    return shell
 
 
 def _suiting(step: Step, plain: Plain, kind: Any) -> Strategy:

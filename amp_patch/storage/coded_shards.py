@@ -12,12 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp_patch.masters.masters import has_gradient
+from amp_patch.storage.coded_state import Coded, CodedState, Coder
+from amp_patch.storage.stand_ins import with_stand_ins
 from amp_patch.support.distributed import is_dtensor, local
 from amp_patch.support.generated_class import base_class
-from amp_patch.training import trial_of_parts
-from amp_patch.training.coded_state import Coded, CodedState, Coder
-from amp_patch.training.per_parameter import is_registered
-from amp_patch.training.stand_ins import with_stand_ins
+from amp_patch.ways import trial_of_parts
+from amp_patch.ways.partial_step import PartialStep
+from amp_patch.ways.per_parameter import is_registered
 
 # Of torch.optim, those whose step of a part of a parameter is not the part of its step, with the reason.
 OVER_WHOLE_TENSORS = {
@@ -99,7 +100,7 @@ def are_alike(tensor: Any, param: Any) -> bool:
 # The step
 
 
-def of_parts(optimizer: Any, coder: Coder) -> Any:
+def of_parts(optimizer: Any, coder: Coder) -> PartialStep | None:
     """An optimizer of plain parameters in the memory of the shards here; settings and state are those of `optimizer`.
 
     None where nothing is sharded, and where a gradient is not laid out as its parameter, as those of tensor parallelism

@@ -18,14 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_patch.masters.masters import link_of
 from amp_patch.model.state import followed_policy
-from amp_patch.policy import Policy
 from amp_patch.support.compiled import not_traced
 from amp_patch.support.device_sync import is_capturing
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Installation, Patches
 from amp_patch.support.scripts_line import stacklevel
+from amp_patch.training.innermost import innermost
 from amp_patch.training.stash import stash_of
-from amp_patch.training.wrappers import innermost
+from amp_patch.training.training import Training
 
 _installation = Installation()
 _models = weakref.WeakSet[nn.Module]()  # those that were cast
@@ -33,12 +33,13 @@ _seen = weakref.WeakSet[Any]()  # optimizers without a stash that were looked at
 _watches = weakref.WeakKeyDictionary[Any, "_Watch"]()
 
 
-def watch(models: list[nn.Module], targets: list[Any], policy: Policy, owned: Container[int]) -> None:
-    """Look at each step for writes into cast weights of `models`, which have just entered a training of `targets`.
-
-    `owned`: the ids of the parameters that the targets hold.
-    """
+def watch(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
+    """Look at each step for writes into cast weights of `models`, which have just entered a training of `targets`."""
+    policy = training.policy
     low, found = policy.cast_model_type, []
+    if low is None:
+        return
+    owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
     for model in models:
         weights = [p for p in model.parameters() if p.dtype is low and id(p) not in owned and link_of(p) is None]
         found += weights

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -22,20 +22,21 @@ from amp_patch.masters.masters import (
     LinkList,
     add_gradients,
     materialize,
+    note_stepped,
     publish_written,
     settle,
     without_materialized,
 )
-from amp_patch.masters.stochastic_master import note_stepped
 from amp_patch.multi_tensor import backends
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.optimizers.sgd import FusedSGD
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import is_untouched
-from amp_patch.training.batch import Batch, BatchState, Group, NotKnown
 from amp_patch.training.stash import Stash
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy
+from amp_patch.ways.batch import Batch, BatchState, Group, NotKnown
+from amp_patch.ways.partial_step import PartialStep
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The optimizers that the kernels know
@@ -205,11 +206,6 @@ KERNELS: dict[type, Kernel] = {
 _NUMBERS = ("weight_decay", "momentum", "dampening", "eps")  # settings that the kernels do not read from the device
 
 
-def knows(optimizer: Any) -> bool:
-    """Whether steps of `optimizer` can be made here: exactly a class of the table, and the extension is there."""
-    return kernel_of(optimizer) is not None and can_wait()
-
-
 def suits_class(base: Any) -> bool:
     """Whether `base` is exactly a class of the table, whose `step` nobody has replaced."""
     return base in KERNELS and is_untouched(base.step)
@@ -219,6 +215,12 @@ class InOnePass(Strategy):
     """Unscale, clip, moments, master, the model's weight: in one pass over the memory."""
 
     batch = Batch
+
+    def suits_class(self, base: Any) -> bool:
+        return suits_class(base)
+
+    def knows(self, optimizer: Any, stash: Stash) -> bool:
+        return kernel_of(optimizer) is not None and can_wait()
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         # With the backend "torch" torch's own kernels are nearer to torch's numbers.
@@ -364,17 +366,15 @@ def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
 
 def _step_with_torch(optimizer: Any, batches: list[Batch], plain: Plain) -> None:
     """Step the parameters of `batches` as the optimizer does it by itself."""
-    before = [group["params"] for group in optimizer.param_groups]
+    chunks = ((group, [b.masters for b in batches if b.group is group]) for group in optimizer.param_groups)
+    partial = PartialStep(optimizer, [(group, list(chain(*masters))) for group, masters in chunks], at_once=True)
+    for batch in batches:
+        batch.state = BatchState.LEFT
+        materialize(batch.masters)
     try:
-        for group in optimizer.param_groups:
-            group["params"] = [m for batch in batches if batch.group is group for m in batch.masters]
-        for batch in batches:
-            batch.state = BatchState.LEFT
-            materialize(batch.masters)
-        plain(optimizer)
-        for batch in batches:
-            for master in batch.masters:  # torch's fused kernels leave versions as they are
-                torch.autograd.graph.increment_version(master)
+        plain(partial.shell)
     finally:
-        for group, params in zip(optimizer.param_groups, before, strict=True):
-            group["params"] = params
+        partial.give_back_attributes()
+    for batch in batches:
+        for master in batch.masters:  # torch's fused kernels leave versions as they are
+            torch.autograd.graph.increment_version(master)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_patch.masters.grad_field import own_grad
 from amp_patch.model import incoming
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.scripts_line import stacklevel
-from amp_patch.training import zero_redundancy
+from amp_patch.training import joints
 from amp_patch.training.stash import Neighbours, Stash, known_stash, note_sharing, siblings
+from amp_patch.training.training import Training, all_optimizers
 
 
 def watch(optimizer: Any, stash: Stash) -> None:
@@ -83,7 +83,7 @@ def take(optimizer: Any, stash: Stash) -> None:
         stash.masters.attach(optimizer, group, form=stash.master_form)
     stash.note_gathered()
     stash.masters.keep(stash.master_form)
-    zero_redundancy.repartition(optimizer)
+    joints.tell(joints.regrouped, optimizer)
     note_sharing([other for other, _ in siblings(stash)])
 
 
@@ -107,18 +107,17 @@ def refuse(optimizer: Any, stash: Stash) -> None:
 # In no optimizer
 
 
-def watch_unowned(stashes: list[Stash], params: list[Tensor], optimizers: Callable[[], list[Any]]) -> None:
-    """Count `params`, which are frozen and in no optimizer of `stashes`, as unowned once they require a gradient.
+def watch_unowned(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
+    """Count frozen parameters of `models` that are in no optimizer as unowned once they require a gradient.
 
     The exit of `scale_loss` then unscales their gradients. A step that finds some warns once: it trains none of them.
 
     Args:
-        optimizers: gives the optimizers of all trainings.
+        targets: the optimizers of `training`, which has just been entered.
     """
-    frozen, thawed = [weakref.ref(param) for param in params], list[Tensor]()
 
     def in_none(params: list[Tensor]) -> list[Tensor]:
-        pairs = [pair for each in optimizers() for pair in known_stash(each).masters.pairs(each.param_groups)]
+        pairs = [pair for each in all_optimizers() for pair in known_stash(each).masters.pairs(each.param_groups)]
         held = {id(param) for param, _ in pairs}
         return [param for param in params if id(param) not in held]
 
@@ -133,7 +132,10 @@ def watch_unowned(stashes: list[Stash], params: list[Tensor], optimizers: Callab
             thawed.clear()
             _warn_of_thawed(optimizer, [stash.neighbours.names.get(id(param), "?") for param in found])
 
-    for stash in stashes if frozen else ():
+    own = {id(p) for each in targets for p, _ in known_stash(each).masters.pairs(each.param_groups)}
+    every: dict[int, Tensor] = {id(p): p for model in models for p in model.parameters() if not p.requires_grad}
+    frozen, thawed = [weakref.ref(param) for key, param in every.items() if key not in own], list[Tensor]()
+    for stash in map(known_stash, targets) if frozen else ():
         stash.neighbours.before_backward.append(find)
         stash.neighbours.before_step.append(warn)
 

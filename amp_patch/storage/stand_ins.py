@@ -12,25 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_patch.support.generated_class import base_class
-from amp_patch.training.coded_state import CodedState, Coder
-
-
-class _Group(dict[str, Any]):
-    """A group with other parameters: a setting that is written here is written into the group."""
-
-    def __init__(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        super().__init__({**group, "params": params})
-        self._group = group
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        if name != "params":
-            self._group[name] = value
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
+from amp_patch.storage.coded_state import CodedState, Coder
+from amp_patch.ways.partial_step import PartialStep
 
 
 class _States(defaultdict[Tensor, Any]):
@@ -54,27 +37,15 @@ class _States(defaultdict[Tensor, Any]):
         super().__setitem__(stand_in, state)
 
 
-def with_stand_ins(optimizer: Any, coder: Coder, stand_in: Callable[[Tensor], Tensor]) -> Any:
-    """An optimizer of the class, with the settings and the state of `optimizer`, whose state `coder` keeps.
-
-    Args:
-        stand_in: gives what is stepped in the place of a parameter: itself, or another in its memory.
-    """
+def with_stand_ins(optimizer: Any, coder: Coder, stand_in: Callable[[Tensor], Tensor]) -> PartialStep:
+    """A step of `optimizer`, whose state `coder` keeps, on what `stand_in` gives in the place of each parameter."""
     params: dict[Tensor, Tensor] = {}
 
     def noted(param: Tensor) -> Tensor:
         params[found := stand_in(param)] = param
         return found
 
-    shell: Any = object.__new__(base_class(optimizer))
-    vars(shell).update(vars(optimizer))
-    shell.param_groups = [_Group(group, list(map(noted, group["params"]))) for group in optimizer.param_groups]
-    shell.state = _States(optimizer, coder, params)
-    return shell
-
-
-def give_back_attributes(optimizer: Any, shell: Any) -> None:
-    """Give `optimizer` the attributes that a step has set on what `with_stand_ins` made of it."""
-    vars(optimizer).update(
-        {name: value for name, value in vars(shell).items() if name not in ("param_groups", "state")}
-    )
+    chunks = [(group, group["params"]) for group in optimizer.param_groups]
+    partial = PartialStep(optimizer, chunks, noted, at_once=True)
+    partial.shell.state = _States(optimizer, coder, params)
+    return partial

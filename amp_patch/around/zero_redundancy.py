@@ -3,26 +3,16 @@
 At O2 every process keeps the masters of all parameters, so that gradients are clipped, and models saved, as with any
 optimizer; the state (momentum, Adam's moments) belongs to the masters of the process's share. After a step torch
 broadcasts each share: of masters, in FP32. Masters without memory of their own have theirs for the time of a step, and
-each process then keeps of all of them what the weights take (and rounds by the same chance).
+each process then keeps of all of them what the weights take.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from amp_patch.policy import Policy
-
-
-def is_zero(optimizer: Any) -> bool:
-    """Whether this is a ZeroRedundancyOptimizer."""
-    return is_zero_class(type(optimizer))
-
-
-def is_zero_class(kind: type) -> bool:
-    """Whether these are ZeroRedundancyOptimizers. Its module is not imported: whoever has made one has done that."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return module is not None and issubclass(kind, module.ZeroRedundancyOptimizer)
+from amp_patch.policy import STOCHASTIC, Policy
+from amp_patch.support.distributed import is_zero
+from amp_patch.supported import reason
 
 
 def check_zero(optimizer: Any, policy: Policy) -> None:
@@ -35,6 +25,9 @@ def check_zero(optimizer: Any, policy: Policy) -> None:
             f"gradients, and opt_level {policy.opt_level!r} could neither unscale them nor skip an overflow; make it "
             "with overlap_with_ddp=False, or use O0 or O4 (without skip_nonfinite)"
         )
+    if policy.master_weights == STOCHASTIC:
+        why = reason(STOCHASTIC, "ZeRO")
+        raise ValueError(f"initialize: master_weights='stochastic' is not for a ZeroRedundancyOptimizer: {why}")
     if optimizer.parameters_as_bucket_view and policy.closes_masters:
         raise ValueError(
             "initialize: this ZeroRedundancyOptimizer has parameters_as_bucket_view=True: its FP32 buffers would keep "
@@ -49,7 +42,7 @@ def check_zero(optimizer: Any, policy: Policy) -> None:
         )
 
 
-def check_new_group(optimizer: Any) -> None:
+def check_group(optimizer: Any, *_: Any) -> None:
     """Raise if `optimizer`, which has masters, cannot take another group."""
     if is_zero(optimizer) and optimizer.parameters_as_bucket_view:
         raise ValueError(
@@ -57,11 +50,6 @@ def check_new_group(optimizer: Any) -> None:
             "cannot take low-precision parameters; make it with parameters_as_bucket_view=False, or give all groups "
             "at its construction"
         )
-
-
-def stateful(optimizer: Any) -> Any:
-    """The optimizer that keeps the state of `optimizer`'s parameters: itself, or the one inside."""
-    return optimizer.optim if is_zero(optimizer) and hasattr(optimizer, "optim") else optimizer
 
 
 def repartition(optimizer: Any) -> None:

@@ -28,10 +28,10 @@ from amp_patch.masters.masters import PLAIN_TYPES, LinkList, has_gradient, mater
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import is_untouched
-from amp_patch.training import per_parameter
-from amp_patch.training.one_pass import done
 from amp_patch.training.stash import Stash
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy
+from amp_patch.ways import per_parameter
+from amp_patch.ways.one_pass import done
 
 logger = logging.getLogger("amp_patch")
 
@@ -141,6 +141,15 @@ class InPortions(Strategy):
 
     devices: tuple[str, ...] = ("cpu",)  # where that is worth while
 
+    def suits_class(self, base: Any) -> bool:
+        return True
+
+    def knows(self, optimizer: Any, stash: Stash) -> bool:
+        params = stash.masters.links.params
+        if not params or not can_wait() or any(param.device.type != "cpu" for param in params):
+            return False
+        return is_sound(optimizer)
+
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         if not stash.masters.links or not stash.unobserved:
             return False
@@ -157,14 +166,6 @@ class InPortions(Strategy):
         _step_each(step, portions, plain)
         done(step)
         return None
-
-
-def knows(optimizer: Any, stash: Stash) -> bool:
-    """Whether steps of `optimizer`, with its settings of now, can be made here; the log says why not."""
-    params = stash.masters.links.params
-    if not params or not can_wait() or any(param.device.type != "cpu" for param in params):
-        return False
-    return is_sound(optimizer)
 
 
 IN_PORTIONS = InPortions()

@@ -6,6 +6,7 @@ large, where rounding to nearest would lose it in all of them.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -14,13 +15,17 @@ from torch import Tensor
 
 from amp_patch import multi_tensor
 from amp_patch.masters.closed_master import ClosedMaster, Form
+from amp_patch.masters.masters import note_stepped
+from amp_patch.policy import STOCHASTIC, Policy
 from amp_patch.support import device_sync
+from amp_patch.supported import reason
 
 # A draw, from the low bits: the steps of this master; what was written into it since the last step, for which kernels
 # that make the step need no draw; its number in the training.
 _EDITS, _NUMBER = 32, 40
 _MOST_EDITS = (1 << _NUMBER - _EDITS) - 1
 _STEPS = (1 << _EDITS) - 1
+ROUNDING = "stochastic_rounding"  # the name in `state_dict` of what rounds the weights of a training
 ORDER = "model"  # of the steps in a state dict: by the parameters' positions in the training's models
 
 
@@ -72,8 +77,8 @@ class Rounding(Form):
         """Raise in the capture of a CUDA graph: each replay would round by the draws of now, and lose the same part."""
         if device_sync.is_capturing():
             raise RuntimeError(
-                "a step with master_weights='stochastic' cannot be captured in a CUDA graph: each replay would round "
-                "with the random bits of the capture; leave the step out of the graph, or use master_weights='split'"
+                "a step with master_weights='stochastic' cannot be captured in a CUDA graph: "
+                + reason(STOCHASTIC, "CUDA graphs")
             )
 
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
@@ -121,10 +126,9 @@ class Rounding(Form):
         _checked(state)
 
 
-def note_stepped(masters: list[Any]) -> None:
-    """Let the next steps of `masters`, which a kernel has stepped, have other draws."""
-    for master in masters:
-        master.draw, master.edits = master.draw + 1, 0
+def beside_scale(policy: Policy) -> dict[str, Rounding]:
+    """What a training of this policy saves beside its loss scale."""
+    return {ROUNDING: Rounding()} if policy.master_weights == STOCHASTIC else {}
 
 
 def _known(master: ClosedMaster) -> int:
@@ -149,3 +153,6 @@ def _checked(state: Any) -> tuple[int, list[int]]:
             "which numbered masters in another way, has written it; load it with 'steps': [], which counts from 0 again"
         )
     return seed, steps
+
+
+sys.modules["amp_patch.masters.stochastic_master"] = sys.modules[__name__]  # as pickles of 0.4 name it

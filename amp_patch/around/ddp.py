@@ -28,6 +28,7 @@ from amp_patch.policy import Policy
 from amp_patch.support import distributed
 from amp_patch.support.patches import Installation, Patches
 from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.training import Training
 
 _DDP = torch_ddp.DistributedDataParallel
 _FUNCTION = "_sync_module_states"  # torch's DDP broadcasts the weights by this function
@@ -36,7 +37,9 @@ _unsynced: list[Any] = []  # the DDPs whose `no_sync()` is entered
 _scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
 
 
-def check_ddp(models: Iterable[nn.Module], retyped: Collection[int], policy: Policy, process_group: Any) -> None:
+def check_ddp(
+    models: Iterable[nn.Module], policy: Policy, kept: list[nn.Module], retyped: Collection[int], process_group: Any
+) -> None:
     """Raise if a DistributedDataParallel that is inside of a model, or around it, could not go on reducing gradients.
 
     `retyped`: ids of the parameters whose type `initialize` would change.
@@ -107,6 +110,12 @@ def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
     for ddp in _unsynced:
         for state in _states(ddp):
             state.no_sync = True
+
+
+def enter_models(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
+    """`follow`, where the training has masters or checks gradients."""
+    if targets and (training.policy.master_weights or training.policy.checks_gradients):
+        follow(models, training.scalers)
 
 
 def install() -> None:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.random_states import restored_random_states
-from amp_patch.training.per_parameter import registration_of, same
 from amp_patch.training.step import Plain
-from amp_patch.training.trial import Shape, settings_of, toy_of, wave
+from amp_patch.ways.partial_step import same
+from amp_patch.ways.per_parameter import registration_of
+from amp_patch.ways.trial import Shape, settings_of, toy_of, wave
 
 # torch's vectorized loops take so many elements at once, at most. The rest goes another way, where `pow`, `sigmoid` or
 # `atan2` of the same number may have another last bit: to the bit are compared toys whose parts are all multiples.
