@@ -508,7 +508,11 @@ class Transformer(nn.Module):
 class Lstm(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tokens, self.lstm, self.head = nn.Embedding(64, 16), nn.LSTM(16, 32, 2, batch_first=True), nn.Linear(32, 64)
+        self.tokens, self.lstm, self.head = (
+            nn.Embedding(64, 16),
+            nn.LSTM(16, 32, 2, batch_first=True),
+            nn.Linear(32, 64),
+        )
 
     def forward(self, tokens):
         return self.head(self.lstm(self.tokens(tokens))[0])

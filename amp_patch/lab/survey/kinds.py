@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -97,6 +97,7 @@ class Facts:
         low: where it has the low-precision type.
         rounded: where its numbers were rounded on their way, also if its type is FP32 now.
         learned: whether it depends on a parameter: then its numbers at a level are not computed.
+        raised: whether user code has asked for FP32 on its way.
         values: of a tensor that is not learned: the tensor itself, where it would differ in type or numbers.
         masked: whether its largest negative numbers are those of a mask.
         infinite: where the numbers of a mask in it are infinite, and FP32's are not.
@@ -109,6 +110,7 @@ class Facts:
     low: Kinds = NONE
     rounded: Kinds = NONE
     learned: bool = False
+    raised: bool = False
     values: dict[Kind, Tensor] = field(default_factory=dict)
     masked: bool = False
     infinite: Kinds = NONE
@@ -119,3 +121,19 @@ class Facts:
 
 
 NOTHING = Facts()
+
+
+def cast(tensor: Tensor, facts: Facts, name: str) -> Facts:
+    """The facts of a tensor that goes into a cast model."""
+    if tensor.dtype is not torch.float32:
+        return facts
+    values = dict(facts.values)
+    if not facts.learned:
+        values |= {kind: values.get(kind, tensor.detach()).to(kind.dtype) for kind in CASTING}
+    return replace(facts, low=facts.low | CASTING, rounded=facts.rounded | CASTING, values=values, name=name)
+
+
+def uncast(facts: Facts) -> Facts:
+    """The facts of a tensor that leaves a cast model, or goes into a module that stays FP32."""
+    values = {kind: value.float() if kind.casts else value for kind, value in facts.values.items()}
+    return replace(facts, low=facts.low - CASTING, values=values)

@@ -54,9 +54,9 @@ class Report:
     lost: dict[str, float] = field(default_factory=dict)
 
     def add(self, place: Place, op: str, levels: Iterable[str], what: str, edit: str) -> None:
-        """Add a line; of one operation in one line that an edit mends, the first words stay, and the levels add up."""
-        alike = (each for each in self.lines if (each.file, each.line, each.edit) == (place.file, place.line, edit))
-        found = next(alike, None)
+        """Add a line; of one operation of a line that one edit mends, the first words stay, and the levels add up."""
+        key = (place.file, place.line, op, edit)
+        found = next((each for each in self.lines if (each.file, each.line, each.op, each.edit) == key), None)
         if found is None:
             found = Line(place.file, place.line, place.called, op, [], what, edit)
             self.lines.append(found)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import linecache
+import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from amp_patch.casts.install import resolve_address
 from amp_patch.casts.oplists import LATE, rules_by_name
 from amp_patch.casts.wrappers import wrapped_by
 from amp_patch.lab.survey.calls import LOWERING, Call, finite_range
-from amp_patch.lab.survey.kinds import CASTING, KINDS, NONE, NOTHING, Facts, Kind, Kinds, Place
+from amp_patch.lab.survey.kinds import CASTING, KINDS, NONE, NOTHING, Facts, Kind, Kinds, Place, cast, uncast
 from amp_patch.model.keep_fp32 import is_batch_norm, kept_modules
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.support.compiled import eagerly
@@ -34,6 +34,12 @@ _UNTRIED = ("numpy", "array", "item", "tolist", "get", "requires_grad", "retain_
 _ATTRIBUTES = ("data", "T", "mT", "H", "mH", "real")
 _LARGE = 2**14  # a negative number beyond is a mask's
 _FLOAT32 = torch.finfo(torch.float32)
+# How user code names FP32 itself, in place of the type of a tensor.
+_NAMES_FLOAT32 = {
+    "to": re.compile(r"\.to\([^()]*(float32|torch\.float\b)"),
+    "type": re.compile(r"\.type\([^()]*(float32|torch\.float\b)"),
+    "": re.compile(r"(dtype\s*=|finfo\()\s*(torch\.)?float(32)?\b"),
+}
 
 Look = Callable[[Call], None]
 
@@ -108,13 +114,13 @@ class Visitor(TorchFunctionMode):
             self._read = None
             self._before = [(tensor, self.of(tensor)) for tensor in _floats(given)]
             for number, (tensor, facts) in enumerate(self._before):
-                self.facts[tensor] = facts = _cast(tensor, facts, f"input {number + 1} of the model")
+                self.facts[tensor] = facts = cast(tensor, facts, f"input {number + 1} of the model")
                 self._show("input", tensor, facts)
             for module, name, path in self._buffers:
                 buffer = module._buffers.get(name)
                 if isinstance(buffer, Tensor) and buffer.dtype is torch.float32:
                     new = buffer not in self.facts
-                    self.facts[buffer] = facts = _cast(buffer, Facts(), f"buffer {path!r}")
+                    self.facts[buffer] = facts = cast(buffer, Facts(), f"buffer {path!r}")
                     self.untrained[buffer.untyped_storage().data_ptr()] = path
                     if new:
                         self._show("buffer", buffer, facts)
@@ -127,7 +133,7 @@ class Visitor(TorchFunctionMode):
             for tensor in _floats(output):
                 facts = self.of(tensor)
                 self._show("output", tensor, facts)
-                self.facts[tensor] = _uncast(facts)
+                self.facts[tensor] = uncast(facts)
             for tensor, facts in self._before:
                 self.facts[tensor] = facts
             self._before = []
@@ -135,12 +141,12 @@ class Visitor(TorchFunctionMode):
     def _kept_begins(self, given: Any) -> None:
         with torch._C.DisableTorchFunction():
             for tensor in _floats(given):
-                self.facts[tensor] = _uncast(self.of(tensor))
+                self.facts[tensor] = uncast(self.of(tensor))
 
     def _kept_ends(self, given: Any, output: Any) -> None:
         with torch._C.DisableTorchFunction():
             for tensor in _floats((given, output)):
-                self.facts[tensor] = _cast(tensor, self.of(tensor), "")
+                self.facts[tensor] = cast(tensor, self.of(tensor), "")
 
     def _show(self, op: str, tensor: Tensor, facts: Facts) -> None:
         inside = op != "output"
@@ -181,7 +187,10 @@ class Visitor(TorchFunctionMode):
         if call.in_place and args[0].is_floating_point():
             where = self.untrained.get(args[0].untyped_storage().data_ptr())
             call.written = None if where is None else (where, args[0].detach().clone())
-        call.result = result = func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if call.inside and call.op in _CONVERTS and result is args[0]:
+            result = result.view_as(result)  # at a level it is another tensor, of another type than the first
+        call.result = result
         made = [args[0]] if call.in_place else _floats(result)
         if not (call.inputs or made):
             return result
@@ -215,6 +224,7 @@ class Visitor(TorchFunctionMode):
             low = NONE
         if call.learned:
             one = Facts(low, low.union(*(facts.rounded for facts in given)), learned=True)
+            one.raised = any(facts.raised for facts in given) or (bool(call.low()) and self._raises(call))
             one.masked = any(facts.masked for facts in given) or self._masks(call)
             finite, infinite = self._mask_at(call, low)
             one.finite = finite.union(*(facts.finite for facts in given))
@@ -269,12 +279,16 @@ class Visitor(TorchFunctionMode):
             return self._read.low if follows and self._read is not None else NONE
         return NONE
 
+    def _raises(self, call: Call) -> bool:
+        """Whether user code asks for FP32 here."""
+        return (call.op in _CONVERTS or "dtype" in call.kwargs) and not self._converted(call)
+
     def _follows_a_tensor(self, call: Call) -> bool:
         """Whether the type that the call names is that of a tensor: in the FP32 step the two look alike."""
         if self._read is None:
             return False
-        text = linecache.getline(call.line.file, call.line.line)
-        return not any(word in text for word in ("float32", "torch.float)", "torch.float,"))
+        names = _NAMES_FLOAT32.get(call.op, _NAMES_FLOAT32[""])
+        return not names.search(linecache.getline(call.line.file, call.line.line))
 
     def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
         """The arguments of a call as they would be at a level, without gradients; and whether they differ."""
@@ -349,7 +363,9 @@ class Visitor(TorchFunctionMode):
                         call.func(*args, **kwargs)
                 except (RuntimeError, TypeError) as error:
                     self._tried[key] = error
-            if (known := self._tried[key]) is not None:
+            # Code that takes FP32 on purpose may ask for the type that comes in, and convert back in another branch.
+            on_purpose = any(facts.raised and kind not in facts.low for _, facts in call.inputs)
+            if (known := self._tried[key]) is not None and not on_purpose:
                 call.errors[kind] = known
 
     # Masks.
@@ -372,22 +388,6 @@ class Visitor(TorchFunctionMode):
                     lost = bool((value.isinf() & tensor.isfinite()).any())
                     (infinite if lost else finite).add(kind)
         return frozenset(finite), frozenset(infinite)
-
-
-def _cast(tensor: Tensor, facts: Facts, name: str) -> Facts:
-    """The facts of a tensor that goes into a cast model."""
-    if tensor.dtype is not torch.float32:
-        return facts
-    values = dict(facts.values)
-    if not facts.learned:
-        values |= {kind: values.get(kind, tensor.detach()).to(kind.dtype) for kind in CASTING}
-    return replace(facts, low=facts.low | CASTING, rounded=facts.rounded | CASTING, values=values, name=name)
-
-
-def _uncast(facts: Facts) -> Facts:
-    """The facts of a tensor that leaves a cast model, or goes into a module that stays FP32."""
-    values = {kind: value.float() if kind.casts else value for kind, value in facts.values.items()}
-    return replace(facts, low=facts.low - CASTING, values=values)
 
 
 def _of_kind(kind: Kind, value: Any) -> Any:
