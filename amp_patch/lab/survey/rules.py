@@ -83,11 +83,18 @@ def _comparisons_change(call: Call) -> Iterator[Finding]:
     if call.op not in _COMPARISONS or not isinstance(call.result, Tensor):
         return
     for tensor, facts in call.inputs:
-        kinds = frozenset() if facts.learned else _changed_whole_numbers(tensor, facts)
-        if kinds:
+        changed = frozenset() if facts.learned else _changed_whole_numbers(tensor, facts)
+        if kinds := frozenset(kind for kind in changed if _compares_otherwise(call, kind)):
             what = f"whole numbers up to {number(max(map(abs, call.range(tensor))))} are compared, and are others in "
             yield Finding(kinds, f"{what}{type_names(kinds)}", "pass them as int64, which no level casts")
             return
+
+
+def _compares_otherwise(call: Call, kind: Kind) -> bool:
+    """Whether a comparison has another result with the numbers of a level."""
+    known = {id(tensor): facts.values.get(kind, tensor) for tensor, facts in call.inputs}
+    args = [known.get(id(each), each) for each in call.args]
+    return not torch.equal(call.func(*args, **call.kwargs), call.result)
 
 
 def _targets_are_coarse(call: Call) -> Iterator[Finding]:

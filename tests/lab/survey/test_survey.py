@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 
 import pytest
 import survey_cases
+import survey_clean
+import survey_function_cases
 import torch
 from conftest import DEVICES
-from survey_cases import CASES, CLEAN, marked
+from survey_cases import marked
+from survey_clean import CLEAN
 from torch import nn
 from torch.nn import functional as F
 
 from amp_patch import amp
 
+CASES = (*survey_cases.CASES, *survey_function_cases.FUNCTION_CASES)
 LEVELS = ["O1", "O2", "O3", "O4", "O5", "O6", "O7"]
 
 
@@ -31,7 +36,7 @@ def test_a_line_is_named_at_the_levels_that_its_comment_has(case, device):
     report = amp.survey(*made(case, device))
     found: dict[int, set[str]] = {}
     for line in report.lines:
-        assert line.file == survey_cases.__file__
+        assert line.file == inspect.getsourcefile(case)
         found.setdefault(line.line, set()).update(line.levels)
     assert found == marked(case), str(report)
     assert report.clear == [level for level in LEVELS if all(level not in each for each in found.values())]
@@ -78,10 +83,10 @@ def test_a_level_that_is_clear_trains_as_fp32(case, caplog):
     (survey_cases.mask_of_the_smallest_number, "O5"),
     (survey_cases.mask_of_a_billion, "O2"),
     (survey_cases.epsilon_in_a_logarithm, "O1"),
-    (survey_cases.linear_algebra, "O5"),
-    (survey_cases.ctc, "O2"),
-    (survey_cases.numpy_of_outputs, "O4"),
-    (survey_cases.mixed_types, "O2"),
+    (survey_function_cases.linear_algebra, "O5"),
+    (survey_function_cases.ctc, "O2"),
+    (survey_function_cases.numpy_of_outputs, "O4"),
+    (survey_function_cases.mixed_types, "O2"),
     (survey_cases.years, "O5"),
     (survey_cases.float_indices, "O5"),
 ])  # fmt: skip
@@ -95,14 +100,14 @@ def test_a_level_that_is_named_does_not_train_as_fp32(case, level):
 
 
 def test_inputs_that_become_infinite_are_named_where_the_model_is_called():
-    report = amp.survey(*made(survey_cases.large_inputs))
+    report = amp.survey(*made(survey_function_cases.large_inputs))
     (line,) = report.lines
     assert (line.file, line.op, line.levels) == (__file__, "input", ["O2", "O3"])
     assert "input 1 of the model" in line.what and "infinite in FP16" in line.what
 
 
 def test_a_survey_leaves_everything_as_it_was():
-    model, loss_fn, inputs = made(survey_cases.cnn)
+    model, loss_fn, inputs = made(survey_clean.cnn)
     optimizer = torch.optim.Adam(model.parameters())
     loss_fn(model(inputs[0]), inputs[1]).backward()
     optimizer.step()
