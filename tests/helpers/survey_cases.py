@@ -240,7 +240,7 @@ def lengths():
             inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]  # breaks: O2 O3 O5 O7
             return self.layer(x) * inside[..., None] * short.logical_not()
 
-    return Net(), F.mse_loss, (torch.randn(2, 2999, 4), torch.tensor([2999.0, 301.0]), torch.randn(2, 2999, 4))
+    return Net(), F.mse_loss, (torch.randn(2, 2999, 4), torch.tensor([2997.0, 301.0]), torch.randn(2, 2999, 4))
 
 
 def saturated_bce():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from amp_patch.lab.diagnose.lost_updates import UpdateMeter
 from amp_patch.lab.diagnose.trial_forward import state_restored
-from amp_patch.lab.survey.calls import Call, user_line
+from amp_patch.lab.survey.calls import LOWERING, Call, user_line
 from amp_patch.lab.survey.kinds import CASTING, Place
 from amp_patch.lab.survey.report import Report
 from amp_patch.lab.survey.rules import RULES, Finding
@@ -67,10 +67,10 @@ class Surveyor:
         for rule in RULES:
             for finding in rule(call):
                 self._note(call, finding)
-        if call.inside and call.func is not None:
+        if call.inside and call.rule in LOWERING:
             for tensor, facts in call.outputs:
                 kinds = [k for k in facts.low if k.dtype is torch.float16 and k.casts]
-                if kinds and facts.learned and tensor.requires_grad and tensor.grad_fn is not None:
+                if kinds and facts.learned and tensor.requires_grad and tensor.dim() > 1:
                     self._watch(tensor, call)
 
     def _note(self, call: Call, finding: Finding) -> None:

@@ -29,7 +29,7 @@ _SERVED = ("direction", "inexact", "banned")  # computed in FP32 in cast models 
 _CONVERTS = ("float", "double", "half", "bfloat16", "to", "type", "type_as")
 _OF_FIRST = ("batch_norm", "instance_norm")  # mixed with FP32 weights these give the type of their input
 _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "gumbel", "exponential", "poisson")
-_PASSED = ("backward", "__set__", "__delete__", "requires_grad_", "register_hook")
+_PASSED = ("backward", "grad", "__set__", "__delete__", "requires_grad_", "register_hook")
 _UNTRIED = ("numpy", "array", "item", "tolist", "get", "requires_grad", "retain_grad")
 _ATTRIBUTES = ("data", "T", "mT", "H", "mH", "real")
 _LARGE = 2**14  # a negative number beyond is a mask's
@@ -80,14 +80,15 @@ class Visitor(TorchFunctionMode):
         stays = {id(inner) for module in kept for inner in module.modules()}
         held = {id(param) for param in trained}
         for path, module in model.named_modules():
-            for name, param in module._parameters.items():
-                if param is not None and param.is_floating_point():
+            for name, param in module.named_parameters(recurse=False):
+                if _floats(param):
                     low = NONE if id(module) in stays else CASTING
                     self.facts[param] = Facts(low, low, learned=True)
                     if low and id(param) not in held:
                         self.untrained[param.untyped_storage().data_ptr()] = f"{path}.{name}".strip(".")
             if id(module) not in stays:
-                self._buffers += [(module, name, f"{path}.{name}".strip(".")) for name in module._buffers]
+                names = (name for name, _ in module.named_buffers(recurse=False))
+                self._buffers += [(module, name, f"{path}.{name}".strip(".")) for name in names]
         for module in kept:
             if not is_batch_norm(module) and module is not model:
                 self._hook(module, self._kept_begins, self._kept_ends)
@@ -117,8 +118,8 @@ class Visitor(TorchFunctionMode):
                 self.facts[tensor] = facts = cast(tensor, facts, f"input {number + 1} of the model")
                 self._show("input", tensor, facts)
             for module, name, path in self._buffers:
-                buffer = module._buffers.get(name)
-                if isinstance(buffer, Tensor) and buffer.dtype is torch.float32:
+                buffer = getattr(module, name, None)
+                if isinstance(buffer, Tensor) and _floats(buffer) and buffer.dtype is torch.float32:
                     new = buffer not in self.facts
                     self.facts[buffer] = facts = cast(buffer, Facts(), f"buffer {path!r}")
                     self.untrained[buffer.untyped_storage().data_ptr()] = path
@@ -184,21 +185,20 @@ class Visitor(TorchFunctionMode):
         call.rule, call.plain = rule_of(func), self.plain > 0
         call.inputs = [(tensor, self.of(tensor)) for tensor in _floats((args, kwargs))]
         call.in_place = _in_place(name, args)
-        if call.in_place and args[0].is_floating_point():
+        if call.in_place and _floats(args[0]):
             where = self.untrained.get(args[0].untyped_storage().data_ptr())
             call.written = None if where is None else (where, args[0].detach().clone())
         result = func(*args, **kwargs)
         if call.inside and call.op in _CONVERTS and result is args[0]:
             result = result.view_as(result)  # at a level it is another tensor, of another type than the first
         call.result = result
-        made = [args[0]] if call.in_place else _floats(result)
+        made = _floats(args[0] if call.in_place else result)
         if not (call.inputs or made):
             return result
         with torch._C.DisableTorchFunction():
             for tensor, facts in zip(made, self._follow(call, made), strict=True):
-                if tensor.is_floating_point():
-                    self.facts[tensor] = facts
-                    call.outputs.append((tensor, facts))
+                self.facts[tensor] = facts
+                call.outputs.append((tensor, facts))
             if call.inside and call.learned:
                 self._try(call)
             self.look(call)
@@ -206,7 +206,7 @@ class Visitor(TorchFunctionMode):
 
     def _data_is_set(self, func: Any, tensor: Tensor, value: Tensor) -> None:
         """`tensor.data = value`, which may be a write into an average."""
-        path = self.untrained.get(tensor.untyped_storage().data_ptr()) if tensor.is_floating_point() else None
+        path = self.untrained.get(tensor.untyped_storage().data_ptr()) if _floats(tensor) else None
         call = Call(None, (tensor,), inputs=[(tensor, self.of(tensor))], name="data")
         call.written = None if path is None else (path, tensor.detach().clone())
         func(tensor, value)
@@ -220,7 +220,7 @@ class Visitor(TorchFunctionMode):
         """The facts of what a call has made."""
         given = [facts for _, facts in call.inputs]
         low = self._low(call)
-        if made and all(tensor.dtype is not torch.float32 for tensor in made if tensor.is_floating_point()):
+        if all(tensor.dtype is not torch.float32 for tensor in made):
             low = NONE
         if call.learned:
             one = Facts(low, low.union(*(facts.rounded for facts in given)), learned=True)
@@ -330,7 +330,7 @@ class Visitor(TorchFunctionMode):
             args, kwargs, changed = self._at(call, kind, low)
             if not changed:
                 continue
-            if call.in_place and args[0].data_ptr() == made[0].data_ptr():
+            if not made or (call.in_place and args[0].data_ptr() == made[0].data_ptr()):
                 continue  # it is FP32 at these levels: the write has been done
             if not _is_random(call.op):
                 try:
@@ -398,7 +398,15 @@ def _of_kind(kind: Kind, value: Any) -> Any:
 
 
 def _floats(value: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors(value) if tensor.is_floating_point()]
+    """The floating tensors in a value whose numbers can be read: not sparse ones, nor those inside of a `vmap`."""
+    return [
+        tensor
+        for tensor in tensors(value)
+        if tensor.is_floating_point()
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    ]
 
 
 def _in_backward() -> bool:
