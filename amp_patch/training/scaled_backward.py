@@ -161,6 +161,8 @@ class ScaledBackward(Block):
         accumulating = []
         for stash, held, new in parts:
             if stash.pending is None:
+                if stash.backward.ended == body_events.count - 1:  # no body has run that may have left gradients
+                    slips.warn_of_dropped(stash, new.low)
                 drop_gradients(new.low)
                 if not stash.masters.waiting and not with_gradient(held.masters):
                     stash.clear_found()

@@ -55,6 +55,19 @@ def warn_of_other_gradients(params: list[Tensor], before: Sequence[int]) -> None
         )
 
 
+def warn_of_dropped(stash: Stash, params: list[Tensor]) -> None:
+    """Warn of gradients of cast parameters that a backward pass outside of all bodies has left, and a body drops."""
+    if not (left := with_gradient(params)):
+        return
+    name = stash.neighbours.names.get(id(params[left[0]]), "a parameter of a later group")
+    warnings.warn(
+        f"scale_loss: {name} has a gradient of a backward pass outside of scale_loss"
+        f"{f', and so have {len(left) - 1} more' if len(left) > 1 else ''}, which is dropped; if it belongs to this "
+        f"step, {_WRITE} for each backward pass; if not, call optimizer.zero_grad() before",
+        stacklevel=stacklevel(),
+    )
+
+
 def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None:
     """Warn where gradients that are to be clipped are still scaled: in a body, or after a delayed exit."""
     for optimizer in optimizers:

@@ -107,7 +107,7 @@ class BackwardState(OfThisProcess):
         body: the `ScaledBackward` of this optimizer that is running, if one is.
         other_open_bodies: the running bodies of the training's other optimizers, by id: whether their exits check
             gradients.
-        ended: what `body_events.count` was when the last body of this optimizer had ended.
+        ended: what `body_events.count` was when the last body of this optimizer had ended, or there was none yet.
         cleared: how often the optimizer's `zero_grad` was called.
         aside: by the parameter's id the unscaled gradients of parameters that are their own master, taken away while
             a body runs; after a delayed exit what of them no scaled gradient can hold.
@@ -118,7 +118,7 @@ class BackwardState(OfThisProcess):
 
     body: Any = None
     other_open_bodies: dict[int, bool] = field(default_factory=dict)
-    ended: int = -1
+    ended: int = field(default_factory=lambda: body_events.count)
     cleared: int = 0
     aside: dict[int, Aside] = field(default_factory=dict)
     first_unscaled_grad: Callable[[], Tensor | None] | None = None

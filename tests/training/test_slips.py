@@ -159,6 +159,32 @@ def test_a_step_with_gradients_of_no_scale_loss_warns_once():
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_micro_batch_outside_of_scale_loss_is_warned_of_where_it_is_dropped(level, device, first):
+    model, optimizer = start(level, device)
+    if not first:
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_of(model).backward()
+    with pytest.warns(UserWarning, match=r"weight has a gradient of .* dropped; .*call optimizer\.zero_grad"):
+        backward(loss_of(model), optimizer)
+    optimizer.zero_grad()
+    backward(loss_of(model), optimizer)
+
+
+def test_what_another_models_loss_has_left_is_dropped_without_a_warning():
+    (model, optimizer), (other, its) = start("O2"), start("O2")
+    for _ in range(2):
+        backward(loss_of(other) + loss_of(model), its)
+        backward(loss_of(model), optimizer)
+        its.step()
+        optimizer.step()
+    assert weight(optimizer) == weight(its) == [[-2.0, 2.0]]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The wrong object
 
