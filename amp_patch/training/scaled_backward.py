@@ -73,6 +73,7 @@ class ScaledBackward(Block):
         self._of_loss: list[Tensor] = []
         self._of_scaled: list[Tensor] = []
         self._hooks: list[Any] = []
+        self._others: slips.OtherBackwards | None = None  # in the first body alone
         self._returned: weakref.ref[Tensor] | None = None  # what the body was given, whose graph is the user's to keep
 
     def __getattr__(self, name: str) -> Any:
@@ -97,6 +98,10 @@ class ScaledBackward(Block):
             if scaled.requires_grad:  # builtins as hooks: they take no Python call
                 self._hooks.append(loss.register_hook(self._of_loss.append))
                 self._hooks.append(scaled.register_hook(self._of_scaled.append))
+                if all(stash.bodies == 1 for stash in self.stashes):  # the first ones
+                    self._others = slips.OtherBackwards()
+                    self._hooks.append(self._others)  # before it has hooks: an interrupt leaves none
+                    self._others.watch(scaled, self.params())
         else:
             scaled = loss.float() if loss.dtype in LOW_PRECISION else loss
         self._returned = weakref.ref(scaled)
@@ -108,6 +113,8 @@ class ScaledBackward(Block):
             if raised is None:
                 if self._hooks and not self._of_scaled:
                     self._look_for_slips()
+                elif self._others is not None:
+                    self._others.warn()
                 self.delay_unscale = self.must_delay() or self.delay_unscale
                 if self.delay_unscale:
                     self.delay()

@@ -69,18 +69,23 @@ def warn_of_dropped(stash: Stash, params: list[Tensor]) -> None:
 
 
 def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None:
-    """Warn where gradients that are to be clipped are still scaled: in a body, or after a delayed exit."""
+    """Warn where gradients to be clipped are still scaled: in a body, after a delayed exit, or by a GradScaler."""
     for optimizer in optimizers:
-        stash = stash_of(optimizer)
-        body, pending = (None, None) if stash is None else (stash.backward.body, stash.pending)
-        if stash is None or not (body.now.scaling if body is not None else pending is not None and pending.scaling):
+        stash = known_stash(optimizer)
+        body, pending = stash.backward.body, stash.pending
+        way = "clip between the `with` block of the last micro-batch and `optimizer.step()`"
+        if body is not None and body.now.scaling:
+            where = "in the body of scale_loss"
+        elif body is None and pending is not None and pending.scaling:
+            where = "after scale_loss(..., delay_unscale=True)"
+        elif _is_scaled_by_scaler(optimizer, stash):
+            where, way = "before `scaler.unscale_(optimizer)`", "call that first"
+        else:
             continue
         known = stash.masters.of_groups(optimizer.param_groups)
         if not {*map(id, known.params), *map(id, known.masters)}.isdisjoint(map(id, clipped)):
-            where = "in the body of scale_loss" if body is not None else "after scale_loss(..., delay_unscale=True)"
             warnings.warn(
-                f"clipping: called {where}, where the gradients are multiplied by the loss scale; clip between the "
-                "`with` block of the last micro-batch and `optimizer.step()`",
+                f"clipping: called {where}, where the gradients are multiplied by the loss scale; {way}",
                 stacklevel=stacklevel(),
             )
             return
@@ -96,19 +101,23 @@ def warn_of_no_scaler_step(optimizer: Any, stash: Stash) -> bool:
     Returns:
         Whether it has warned.
     """
-    own, asked = stash.backward, stash.bodies or stash.gathered or stash.pending is not None
-    if asked or own.is_seen or stash.neighbours.has_stepped or _in_scaler() is not None:
+    if stash.backward.is_seen or not _is_scaled_by_scaler(optimizer, stash) or _in_scaler() is not None:
         return False
-    params = stash.masters.of_groups(optimizer.param_groups).distinct_params
-    if not with_gradient(params) or not any(asks(params) for asks in of_waiting_scaler):
-        return False
-    own.is_seen = True
+    stash.backward.is_seen = True
     warnings.warn(
         f"{base_class(optimizer).__name__}.step: a GradScaler has scaled its gradients, and has not unscaled them; "
         "write `scaler.step(optimizer)` and `scaler.update()` in place of `optimizer.step()`",
         stacklevel=stacklevel(),
     )
     return True
+
+
+def _is_scaled_by_scaler(optimizer: Any, stash: Stash) -> bool:
+    """Whether a GradScaler that has served no optimizer yet has scaled the gradients of the first step."""
+    if stash.bodies or stash.gathered or stash.neighbours.has_stepped:
+        return False
+    params = stash.masters.of_groups(optimizer.param_groups).distinct_params
+    return bool(with_gradient(params)) and any(asks(params) for asks in of_waiting_scaler)
 
 
 def _in_scaler() -> Any:
@@ -134,6 +143,45 @@ def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
             f"FP16 are lost and none was checked; {_WRITE}",
             stacklevel=stacklevel(),
         )
+
+
+class OtherBackwards:
+    """Finds backward passes that reach parameters of a body and do not go through its scaled loss."""
+
+    def __init__(self) -> None:
+        self._running, self._found = 0, False
+        self._handles: list[Any] = []
+
+    def watch(self, scaled: Tensor, params: list[Tensor]) -> None:
+        """Look for them until `remove`."""
+        self._handles.append(scaled.register_hook(self._begins))
+        for param in params:
+            if param.requires_grad:
+                self._handles.append(param.register_post_accumulate_grad_hook(self._reached))
+
+    def _begins(self, grad: Tensor) -> None:
+        self._running += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._ends)
+
+    def _ends(self) -> None:
+        self._running -= 1
+
+    def _reached(self, param: Tensor) -> None:
+        self._found = self._found or not self._running
+
+    def remove(self) -> None:
+        """End `watch`."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def warn(self) -> None:
+        """Warn if there was one."""
+        if self._found:
+            warnings.warn(
+                "scale_loss: a backward pass in the body went past the scaled loss, and the exit divides its gradients "
+                "by the loss scale too; add the losses, or give each a scale_loss of its own",
+                stacklevel=stacklevel(),
+            )
 
 
 class TooLate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -119,6 +120,44 @@ def test_backward_of_another_loss_in_the_body_warns(level):
         amp.scale_loss(loss_of(model), optimizer),
     ):
         loss_of(model).backward()
+
+
+@SCALED
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first", [True, False])
+def test_backward_of_another_loss_beside_the_scaled_one_warns_in_the_first_body(level, device, first):
+    model, optimizer = start(level, device)
+    with (
+        pytest.warns(UserWarning, match=r"went past the scaled loss.* give each a scale_loss of its own") as told,
+        amp.scale_loss(loss_of(model), optimizer) as scaled,
+    ):
+        for loss in (loss_of(model), scaled) if first else (scaled, loss_of(model)):
+            loss.backward()
+    assert told[0].filename == __file__
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+def checkpointed(model: nn.Module, scaled: Tensor) -> None:
+    scaled.backward()
+
+
+def several(model: nn.Module, scaled: Tensor) -> None:
+    (scaled / 2).backward(retain_graph=True)
+    torch.autograd.backward([scaled / 4, scaled / 4])
+
+
+@SCALED
+@pytest.mark.parametrize("body", [checkpointed, several])
+def test_backward_passes_of_the_scaled_loss_alone_are_not_warned_of(level, body):
+    """A reentrant checkpoint runs a backward pass of its own inside of that of the scaled loss."""
+    model, optimizer = start(level)
+    row = torch.tensor([[4.0, 1.0]], requires_grad=True)
+    reentrant = body is checkpointed
+    out = torch.utils.checkpoint.checkpoint(model, row, use_reentrant=True) if reentrant else model(row)
+    with amp.scale_loss(out.float().sum(), optimizer) as scaled:
+        body(model, scaled)
+    optimizer.step()
+    assert weight(optimizer) == [[0.0, 2.5]]
 
 
 @SCALED
@@ -313,6 +352,20 @@ def test_a_plain_step_after_a_grad_scalers_backward_says_to_step_by_the_scaler(l
     with pytest.warns(UserWarning, match=r"write `scaler\.step\(optimizer\)` and `scaler\.update\(\)`") as told:
         optimizer.step()
     assert len(told) == 1 and told[0].filename == __file__
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_clipping_of_what_a_grad_scaler_has_scaled_says_to_unscale_first(level, unscaled):
+    model, optimizer = start(level, loss_scale=None)
+    scaler = amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model)).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    with nullcontext() if unscaled else pytest.warns(UserWarning, match=r"scaler\.unscale_\(optimizer\)`.*that first"):
+        nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+    scaler.step(optimizer)
+    assert weight(optimizer) == [[0.0, 2.5]]
 
 
 @pytest.mark.parametrize("level", ["O3", "O4"])
