@@ -1,4 +1,4 @@
-"""One run of a comparison, in a process of its own: `python -m amp_patch run`, recorded."""
+"""The process of one run of a comparison: `python -m amp_patch run`, recorded."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def recorded(
     batch_dim: int = 0,
     modules: bool = False,
 ) -> Iterator[None]:
-    """Write the events of the training in the body to `path`, and last why it failed, if it did.
+    """Write the events of the training in the body to `path`, and then its failure, if any.
 
-    The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED. `turns`: number of the socket by
-    which the process takes turns with those of other levels.
+    The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED. `turns` is the number of the
+    socket for the turns of this process.
     """
     run, recorder, error = Run(os.environ[LEVEL], int(os.environ["AMP_PATCH_SEED"])), None, None
     script = UneditedScript(asked_level() or run.level, native=native)
@@ -79,7 +79,7 @@ def recorded(
 
 
 def main() -> None:
-    """Run a script, recorded, with the options that `compare` has put on the command line."""
+    """Run a script, recorded, with the options from the command line of `compare`."""
     parser = argparse.ArgumentParser(prog="python -m amp_patch.lab.commands.compare_worker", allow_abbrev=False)
     parser.add_argument("--record", required=True)
     parser.add_argument("--steps", type=int)

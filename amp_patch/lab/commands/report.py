@@ -1,4 +1,4 @@
-"""`python -m amp_patch report amp_compare`: the table and the page of what a comparison has recorded so far."""
+"""`python -m amp_patch report amp_compare`: the table and the page of the records of a comparison."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    """make the table and the page of a comparison again, of what its folder has: also of one that was cut, or runs"""
+    """make the table and the page of a comparison again from its folder, also while it runs, or after a cut"""
     print_any_letter()
     try:
         asked = compare_folder.asked_in(args.folder, defaults())
@@ -47,11 +47,11 @@ def report(args: argparse.Namespace) -> None:
 def comparison_of(
     args: argparse.Namespace, plan: Plan, runs: Sequence[Run], asked: int, told: dict[str, str]
 ) -> Comparison:
-    """What the runs of a plan say.
+    """Return the comparison of the runs of a plan.
 
     Args:
-        asked: how many runs there should be.
-        told: of the machine, as `machine()` tells it.
+        asked: the planned number of runs.
+        told: the description of the machine from `machine()`.
     """
     script = ["-m", args.script] if args.module else [args.script]
     title = shlex.join([*script[:-1], script[-1] if args.module else Path(args.script).name, *args.arguments])
@@ -73,7 +73,7 @@ def comparison_of(
 
 
 def show(comparison: Comparison, folder: Path) -> int:
-    """Write the report and print the table; 1 if that failed, or nothing can be compared."""
+    """Write the report and print the table; return 1 if that failed, or nothing can be compared."""
     failure, where = _write(comparison, folder)  # before the table: its reader may close the pipe
     lines = table.lines(comparison, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     lines += [f"To {purpose}: {command}" for purpose, command in what_next.commands(comparison)]
@@ -85,13 +85,13 @@ def show(comparison: Comparison, folder: Path) -> int:
 
 
 def print_any_letter() -> None:
-    """Have sys.stdout print a question mark for a letter that its encoding lacks, which else would raise."""
+    """Print a question mark for a character that the encoding of sys.stdout lacks; without this, print would raise."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def _write(comparison: Comparison, folder: Path) -> tuple[OSError | None, str]:
-    """Write the report: why that failed, and where it is or why it is not."""
+    """Write the report; return the error, if any, and its path or the error in words."""
     try:
         return None, str(page.write(comparison, folder))
     except OSError as error:

@@ -135,7 +135,7 @@ def test_resume_adds_seeds_to_a_comparison(begun, monkeypatch):
 
 def test_compare_prints_the_command_that_adds_enough_seeds(tmp_path, capsys):
     unsure = seeds("O5", 2.002, 2.0225, 1.9775, dtype="bfloat16", ms=5)
-    made = compare_runs(seeds("O0", 2.0, 2.02, 1.98), unsure)
+    made = compare_runs(seeds("O0", 2.0, 2.02, 1.98), unsure, folder=str(tmp_path))
     more = made.levels[1].finding.gap.more_seeds
     assert made.seeds_to_tell == 3 + more
     show(made, tmp_path)
