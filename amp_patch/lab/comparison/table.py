@@ -129,7 +129,7 @@ def _times(comparison: Comparison) -> list[str]:
 def _sizes(comparison: Comparison) -> list[str]:
     on_cuda = any(run.device == "cuda" for level in comparison.levels for run in level.runs)
     headings = ["level", "weights", "masters", "gradients", "optimizer\nstate", "activations"]
-    headings += ["peak"] if on_cuda else ["sum", "process,\npeak"]  # the growth of the process has more in it
+    headings += ["peak"] if on_cuda else ["sum", "process\npeak"]  # the growth of the process has more in it
     rows: list[Sequence[str]] = []
     for level in filter(_went_well, comparison.levels):
         sizes = (_mib(level.runs, size) for size in ("weights", "masters", "gradients", "state", "activations"))
