@@ -221,7 +221,7 @@ def test_compare_outputs_refuses_bad_arguments_by_name(change, error, message):
 
 
 def test_an_unknown_pair_raises_a_key_error_with_the_known_pairs():
-    with pytest.raises(KeyError, match=r"there are \('O0', 'O5'\)"):
+    with pytest.raises(KeyError, match=r"pairs are \('O0', 'O5'\)"):
         amp.compare_outputs(linear(ROWS), INPUTS, ["O5"])["O0", "O4"]
 
 
