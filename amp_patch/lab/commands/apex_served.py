@@ -93,9 +93,9 @@ def _declares(found: Any, name: str) -> bool:
 
 @cache
 def _differences() -> tuple[dict[str, str], dict[int, str]]:
-    """Return the differences of the rows, by name and by `id` of the function or class.
+    """Return the differences of all rows twice: name -> difference, and id of the function or class -> difference.
 
-    The ids find a function under an alias that has no row, for example an import in another module of Apex.
+    The ids find a function by an alias without a row, for example an import in another module of Apex.
     """
     by_name, by_id = {}, {}
     for row in apex_surface.ROWS:

@@ -341,7 +341,7 @@ class Imported(Natives):
 
 
 class InFull(Natives):
-    """The uses of `Natives` that are written out from `torch` on: editing an import would not change these."""
+    """The uses of `Natives` that are written out, as `torch.cuda.amp.autocast`: no edited import changes them."""
 
     def collect(self, tree: ast.AST) -> None:
         super().collect(tree)

@@ -18,11 +18,11 @@ _BUILD = "`pip install --no-build-isolation -e .`"
 
 
 class Installed(NamedTuple):
-    """One amp_patch that pip has installed. `editable`: `pip install -e` of a clone, whose folder `package` then is."""
+    """An amp_patch that pip has installed."""
 
     version: str
-    package: Path
-    editable: bool
+    package: Path  # the folder of the package, which is in a clone if `editable`
+    editable: bool  # installed by `pip install -e`
 
 
 def package_in_words(package: Path | None = None, installed: list[Installed] | None = None) -> str:

@@ -11,7 +11,10 @@ _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Ended(KeyboardInterrupt):
-    """A received signal of `_SIGNALS`. It is a KeyboardInterrupt: code that cleans up at Ctrl-C does so for each."""
+    """A received signal of `_SIGNALS`.
+
+    It is a KeyboardInterrupt, so that code which cleans up after Ctrl-C does the same after the other signals.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

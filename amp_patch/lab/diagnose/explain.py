@@ -77,7 +77,7 @@ def at_next_forward(model: nn.Module) -> None:
 # Logging a forward
 
 
-_one_at_a_time = threading.Lock()  # held while functions are replaced, for the whole process
+_one_at_a_time = threading.Lock()  # held while torch's functions are replaced, which affects the whole process
 
 
 class _OfThread(threading.local):

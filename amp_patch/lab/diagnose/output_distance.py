@@ -31,8 +31,8 @@ class OutputDistance:
 
     Attributes:
         first, second: the levels: "O0", "O5 BF16", "O5 BF16 compiled".
-        output: the 2-norm of the difference of the outputs, divided by the norm of `first`'s. NaN if an element of
-            either is not finite.
+        output: the 2-norm of the difference of the outputs, divided by the norm of `first`'s. Equal
+            infinities count as equal; other elements that are not finite make it infinite or NaN.
         modules: qualified name -> this distance for the outputs of the module, over all its calls. Its inputs differ
             already, so it is the accumulated distance, not an error of the module alone. Empty if a level is compiled.
         nats: the mean absolute difference of log-probabilities: of the targets, or without targets of all classes,

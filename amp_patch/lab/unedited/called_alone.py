@@ -111,7 +111,7 @@ class CalledAlone:
         return _NOTHING if policy is None or policy.cast_model_type is None else MixedOperands(policy)
 
     def _mixes(self, model: nn.Module, error: RuntimeError) -> bool:
-        """Return whether this is the first error about types of a cast model; mark the model as mixing types if so."""
+        """Record and report the first error about types in a cast model; return whether `error` is that."""
         policy = policy_of(model)
         if policy is None or policy.cast_model_type is None or model in self._mixing or not is_about_types(error):
             return False

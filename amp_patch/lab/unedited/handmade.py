@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from amp_patch.lab.unedited.reach import Reach
 from amp_patch.lab.unedited.refusal import ScriptRefused
 
-_LOOKED_AT = 4  # parameters; a single one may have a gradient of 0
+_LOOKED_AT = 4  # leaves that are compared; a single one might not change, if its gradient is 0
 
 _OPTIMIZER = """
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)  # before the loop

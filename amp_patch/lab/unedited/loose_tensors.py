@@ -20,10 +20,11 @@ class LooseTensors(nn.Module):
 
 
 def steps_loose_tensors(optimizer: Any) -> bool:
-    """Return whether no module with a forward owns a tensor of `optimizer`; the call of one would begin a level.
+    """Return whether no module with a forward owns a tensor of `optimizer`.
 
-    A module without a forward, such as an agent that holds its networks and such a tensor, does not count. The search
-    visits all objects of the process, so call it only at an optimizer's first backward.
+    If one does, its call begins the level. A module without a forward, for example an agent that holds its networks and
+    a temperature, is never called and does not count. The search visits all objects of the process, so call this only
+    at an optimizer's first backward.
     """
     own = {id(param) for group in innermost(optimizer).param_groups for param in group["params"]}
     for found in gc.get_objects():

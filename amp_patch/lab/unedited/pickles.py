@@ -37,7 +37,7 @@ from amp_patch.training.stash import Stash, stash_of
 
 _PICKLER: Any = pickle._Pickler
 _STORAGES = (torch.UntypedStorage, torch.storage.TypedStorage)
-_FRAMES = 4  # Python frames for one recursion of the pickler in C
+_FRAMES = 4  # frames of Python's pickler for one level of recursion of the pickler in C
 
 
 class Pickles:

@@ -168,7 +168,7 @@ def _block(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
-# Result -> the functions of torch.cuda, and of its modules, that return it. A callable replaces the function itself.
+# Result -> the functions of torch.cuda, and of its modules, that return it. A callable replaces the function.
 _ANSWERS: tuple[tuple[Any, str], ...] = (
     (True, "is_available is_initialized is_bf16_supported"),
     (False, "is_current_stream_capturing is_tf32_supported can_device_access_peer"),
