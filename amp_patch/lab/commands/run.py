@@ -81,7 +81,7 @@ def set_casts(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = None) -> None:
-    """run a script unedited: `import apex` imports amp_patch; --level trains a script with or without Apex at a level"""
+    """run a script unedited: `import apex` imports amp_patch; --level trains it at a level, with Apex or without"""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins  # the module, as in `python train.py`; exec would set its dict
     execute: Callable[[], Any]
