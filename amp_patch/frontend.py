@@ -156,8 +156,8 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
             must be bfloat16). `state_dict` contains the seed.
         cast_model_outputs: dtype of the models' floating outputs. None: FP32 for a cast model, else unchanged.
         num_losses: the number of losses with their own scale; `scale_loss(loss_id=...)` selects one.
-        verbosity: 0 silences the messages about overflow (logger "amp_patch"; only rank 0 logs). 2: the next forward of
-            each model prints to stdout which calls ran in which type, and why (`explain`).
+        verbosity: 0 silences messages about overflow (logger "amp_patch"; only rank 0 logs). 2: the next forward of
+            each model prints which calls ran in which type, and why (`explain`).
         min_loss_scale, max_loss_scale: range of a dynamic scale. Defaults 2**-24 and 2**24.
         dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 by default; also
             by name ("bfloat16"). At O6 and O7 the format of products: "fp8" (default; E4M3, a scale for each row),
@@ -195,8 +195,7 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
             gradients at once.
 
     Returns:
-        The same objects, in Apex's form: the model, or (model, optimizer) if optimizers were passed; lists for lists,
-        tuples for tuples.
+        The same objects, in Apex's form: the model, or (model, optimizer) if optimizers were passed; lists for lists.
 
     Raises:
         ValueError, TypeError: an argument that cannot be honored; nothing was changed then.
