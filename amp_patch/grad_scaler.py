@@ -12,12 +12,12 @@ from torch.amp.grad_scaler import OptState
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch import multi_tensor
-from amp_patch.around.fsdp import refuse_sharded_since
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.gradients import FoundInf, gather
 from amp_patch.policy import scale_number
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
+from amp_patch.support.fsdp import refuse_sharded_since
 from amp_patch.training import slips
 from amp_patch.training.innermost import innermost
 from amp_patch.training.stash import distinct_pairs, stash_of

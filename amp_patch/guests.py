@@ -22,7 +22,6 @@ def enter() -> None:
     joints.keepers += [coded_steps, rounded_shards]
     joints.ways += [IN_ONE_PASS, IN_PORTIONS]
     joints.check_models += [fsdp.check_shards, ddp.check_ddp]
-    joints.before_loss += [fsdp.refuse_sharded_since]
     joints.enter_models += [ddp.enter_models, left_out.watch, thawed.watch_unowned]
     joints.retyped += [ddp.reduce_anew]
     joints.unpickled += [ddp.install]

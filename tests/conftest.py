@@ -25,7 +25,7 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 # What only a GPU can show.
-collect_ignore = [] if torch.cuda.is_available() else ["multi_tensor/test_cuda.py", "training/test_cuda_graphs.py"]
+collect_ignore = [] if torch.cuda.is_available() else ["multi_tensor/test_cuda.py", "around/test_cuda_graphs.py"]
 
 # Where the extension is there, what speaks of the casts runs on the wrappers in C and on those in Python.
 WRAPPERS = ["python"] if cast_wrappers.backend() == "python" else ["cpp", "python"]

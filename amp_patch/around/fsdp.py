@@ -12,7 +12,7 @@ from torch import nn
 from amp_patch.policy import LOW_PRECISION, SPLIT, STOCHASTIC, Policy
 from amp_patch.support import distributed
 from amp_patch.support.distributed import is_dtensor
-from amp_patch.support.fsdp import fsdp_modules, fsdp_state, is_fsdp, is_used, param_groups
+from amp_patch.support.fsdp import fsdp_modules, fsdp_state, is_fsdp, param_groups
 from amp_patch.supported import reason
 
 
@@ -130,16 +130,3 @@ def _own_policies(module: Any) -> Iterator[tuple[int, Any]]:
         for param in getattr(group, "fsdp_params", ()):
             if (policy := getattr(param, "mp_policy", None)) is not None:
                 yield id(getattr(param, "sharded_param", None)), policy
-
-
-def refuse_sharded_since(model: nn.Module | None, caller: str) -> None:
-    """Raise RuntimeError if `fully_shard` was called on `model` after `initialize` received the model and optimizer."""
-    if model is None or not is_used():
-        return
-    state = vars(model).get("_amp")
-    if state is not None and is_fsdp(model) and not state.sharded:
-        raise RuntimeError(
-            f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and "
-            "replaced the parameters that the optimizer and its masters hold; call fully_shard first, with "
-            "mp_policy=amp.fsdp_policy(opt_level), then make the optimizer, then call initialize()"
-        )

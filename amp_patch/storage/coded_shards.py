@@ -16,7 +16,6 @@ from amp_patch.storage.coded_state import Coded, CodedState, Coder
 from amp_patch.storage.stand_ins import with_stand_ins
 from amp_patch.support.distributed import is_dtensor, local
 from amp_patch.support.generated_class import base_class
-from amp_patch.ways import trial_of_parts
 from amp_patch.ways.partial_step import PartialStep
 from amp_patch.ways.per_parameter import is_registered
 
@@ -31,8 +30,7 @@ def reason_against(optimizer: Any) -> str | None:
     """Why no part of a parameter can be stepped by itself by this (innermost) optimizer; None where it can."""
     base = base_class(optimizer)
     if is_registered(base):
-        reason = trial_of_parts.reason_against_parts(optimizer)
-        return None if reason is None else f"tried on small parameters {reason}"
+        return "it is a registered class, of which nothing tells what its step does to a part of a parameter"
     return OVER_WHOLE_TENSORS.get(base.__name__)
 
 

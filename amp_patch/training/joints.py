@@ -30,7 +30,6 @@ ways: list[Any] = []  # strategies (step.py): an optimizer has the first one tha
 
 # (models, policy, modules that stay FP32, ids of the parameters whose type would change, process_group)
 check_models: list[Callable[[list[nn.Module], Policy, list[nn.Module], set[int], Any], None]] = []
-before_loss: list[Callable[[nn.Module | None, str], None]] = []  # (model, caller) at each `scale_loss`
 enter_models: list[Callable[[Any, list[nn.Module], list[Any]], None]] = []  # (training, models, targets), at the end
 retyped: list[Callable[[Collection[int]], None]] = []  # the type of parameters of these ids has changed
 unpickled: list[Callable[[], None]] = []  # a pickle or a copy has brought masters, maybe into another process

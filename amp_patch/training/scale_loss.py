@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.support import compiled
+from amp_patch.support.fsdp import refuse_sharded_since
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import joints, slips
 from amp_patch.training.arguments import Optimizers
@@ -99,8 +100,7 @@ def _checked_scaler(loss: Any, stashes: list[Stash], loss_id: int) -> LossScaler
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
     for stash in stashes:
         for ref in stash.neighbours.models:
-            for check in joints.before_loss:
-                check(ref(), "scale_loss")
+            refuse_sharded_since(ref(), "scale_loss")
     return scaler_of(stashes[0], loss_id).to(loss.device)
 
 

@@ -221,7 +221,20 @@ class Step(Block):
 
     def materialize(self) -> None:
         """Have the masters that have a gradient in their memory; no sync."""
-        materialize(filter(has_gradient, self.links.masters))
+        masters = self.links.masters
+        materialize(filter(has_gradient, masters))
+        if (closure := self._closure()) is None:
+            return
+        stepped: list[torch.Tensor] = []
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            for master in stepped:  # without this, the forward of a second call misses what fused kernels wrote
+                torch.autograd.graph.increment_version(master)
+            result = closure(*args, **kwargs)
+            stepped[:] = filter(has_gradient, masters)
+            return result
+
+        self._replace_closure(followed)
 
     def _closure(self) -> Any:
         return self.args[0] if self.args else self.kwargs.get("closure")

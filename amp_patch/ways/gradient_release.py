@@ -33,7 +33,7 @@ from amp_patch.masters.masters import Link, LinkList, has_gradient, link_of, mas
 from amp_patch.policy import Policy, boolean
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
-from amp_patch.support.distributed import is_dtensor
+from amp_patch.support.distributed import is_dtensor, is_zero
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import is_untouched
 from amp_patch.training.stash import Stash, known_stash, stash_of
@@ -78,22 +78,22 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
                 f"initialize: gradient_release=True is not for a {type(optimizer).__name__} around another optimizer: "
                 + supported.reason("gradient_release", "wrappers")
             )
+        params = [param for group in target.param_groups for param in group["params"]]
+        if any(map(is_dtensor, params)) or is_zero(target) or _has_other_processes():
+            why = supported.reason("gradient_release", "DDP")
+            raise ValueError(f"initialize: gradient_release=True is not for DDP, ZeRO and FSDP2: {why}")
         trial.check(target, policy.optimizer_state is not None)  # no other asks at O4
         if (reason := portions.reason_against(target, _WHOLE_WITH)) is not None:
             raise ValueError(
                 f"initialize: gradient_release=True is not for this {name}, which cannot step one parameter without "
                 f"the others: {reason}; leave gradient_release out"
             )
-        params = [param for group in target.param_groups for param in group["params"]]
         if held & set(map(id, params)):
             raise ValueError(
                 "initialize: gradient_release=True is not for parameters of two optimizers, which both want the "
                 "gradient; leave it out"
             )
         held.update(map(id, params))
-        if any(map(is_dtensor, params)) or _has_other_processes():
-            why = supported.reason("gradient_release", "DDP")
-            raise ValueError(f"initialize: gradient_release=True is not for DDP, ZeRO and FSDP2: {why}")
     return True
 
 

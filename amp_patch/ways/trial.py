@@ -1,6 +1,6 @@
 """The trial of a registered class of optimizers (per_parameter.py) on small parameters, with the user's settings.
 
-Parameters all together are stepped against one by one. (trial_of_parts.py steps whole ones against their parts.)
+Parameters all together are stepped against one by one.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -105,12 +105,7 @@ def _small_shapes(params: Sequence[Tensor]) -> list[Shape]:
     return chosen * 2 if len(chosen) == 1 else chosen
 
 
-def toy_of(
-    optimizer: Any,
-    shift: float = 0.0,
-    shapes_of: Callable[[Sequence[Tensor]], list[Shape]] = _small_shapes,
-    **instead: Any,
-) -> Any:
+def toy_of(optimizer: Any, shift: float = 0.0, **instead: Any) -> Any:
     """An optimizer of the same class and settings, whose groups have a few small parameters of the same kinds.
 
     `instead` takes the place of settings that there are. They are FP64, whose last bits tell of a common number that
@@ -128,7 +123,7 @@ def toy_of(
     for index, group in enumerate(optimizer.param_groups):
         settings = {name: copy.deepcopy(value, memo) for name, value in group.items() if name not in NOT_SETTINGS}
         settings |= {name: value for name, value in instead.items() if name in settings}
-        shapes = shapes_of(group["params"])
+        shapes = _small_shapes(group["params"])
         small = [nn.Parameter(wave(shape, 0.37, place + 10.0 * index) + shift) for place, shape in enumerate(shapes)]
         toy.param_groups.append({**settings, "params": small})
     return toy
@@ -167,13 +162,9 @@ def _agree(one: Any, other: Any) -> bool:
 def _numbers_of(toy: Any) -> list[Any]:
     params = params_of(toy)
     beside = len(toy.state) - sum(param in toy.state for param in params)
-    return [params, [toy.state.get(param, {}) for param in params], beside, settings_of(toy)]
-
-
-def settings_of(toy: Any) -> list[Any]:
-    """The numbers of its groups, and its own."""
     simple = {name: value for name, value in vars(toy).items() if isinstance(value, Tensor | int | float | str)}
-    return [[changed({}, group, NOT_SETTINGS) for group in toy.param_groups], simple]
+    settings = [changed({}, group, NOT_SETTINGS) for group in toy.param_groups]
+    return [params, [toy.state.get(param, {}) for param in params], beside, settings, simple]
 
 
 def params_of(toy: Any) -> list[Tensor]:

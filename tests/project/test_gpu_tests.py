@@ -19,7 +19,7 @@ def gpu_tests(monkeypatch):
 
 def test_the_files_with_cuda_cases_are_found_by_their_fixtures(gpu_tests):
     files = {str(path.relative_to(TESTS)) for path in gpu_tests.with_cuda_cases(TESTS)}
-    assert files >= {"multi_tensor/test_cuda.py", "training/test_cuda_graphs.py", "training/test_syncs.py"}
+    assert files >= {"multi_tensor/test_cuda.py", "around/test_cuda_graphs.py", "training/test_syncs.py"}
     assert files.isdisjoint({"project/test_documents.py", "multi_tensor/test_plan.py"})
 
 

@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import coded_shards
 import coded_states
 import numpy
 import pytest
@@ -36,7 +35,6 @@ transformers_optimizers = pytest.importorskip("transformers.optimization", reaso
 
 from amp_patch import amp  # noqa: E402
 from amp_patch.ways import gradient_release, partial_step, portions  # noqa: E402
-from amp_patch.ways.trial_of_parts import reason_against_parts  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -234,28 +232,6 @@ NOT_BY_THEMSELVES = {
     *("prodigy", "ranger21", "scalableshampoo", "shampoo", "spam"),
     *("prodigyopt", "Lookahead", "TRAC", "OrthoGrad", "schedulefree wrapper"),
 }
-# Of the others, those that take more of a parameter than an element (norms, means, products, estimates of rows), or
-# keep state that is neither a number nor of the parameter's shape.
-NOT_EACH_ELEMENT = {
-    *("a2grad", "adafactor", "adago", "adalite", "adammini", "adamp", "adamuon", "adanorm", "adatam", "aggmo", "aida"),
-    *("alice", "amos", "apollodqn", "came", "emofact", "fromage", "lamb", "lars", "mars", "muon", "muonclip", "nero"),
-    *(
-        "normuon",
-        "novograd",
-        "qhadam",
-        "racs",
-        "ranger",
-        "rose",
-        "scion",
-        "scionlight",
-        "sgdp",
-        "sgdsai",
-        "sm3",
-        "soap",
-    ),
-    *("splus", "stableadamw", "stablespam", "swats", "tam"),
-    *("transformers Adafactor", "transformers Adafactor momentum"),
-}
 TORCHS_OWN = {"adam", "adamw", "nadam", "rmsprop", "sgd"}  # classes of torch.optim, which need no registration
 # With their default settings these do not train `coded_states.net` in FP32 either.
 UNSTABLE = {"adammini", "schedulefreesgd"}
@@ -306,42 +282,6 @@ def test_a_registered_one_steps_in_portions_and_in_backward_to_the_bit(name, rel
         check("O5", model, optimizer, plain, plain_optimizer)
     settings = [[{**group, "params": ()} for group in one.param_groups] for one in (optimizer, plain_optimizer)]
     assert partial_step.same(*settings)
-
-
-@pytest.mark.parametrize("name", BY_THEMSELVES)
-def test_a_registered_one_that_steps_each_element_separately_is_accepted_for_shards(name, registrations):
-    model = network()
-    optimizer = OPTIMIZERS[name](model)
-    mode(optimizer, "train")
-    amp.register_per_parameter_optimizer(type(optimizer))
-    assert (reason_against_parts(optimizer) is None) is (SHORT[name] not in NOT_EACH_ELEMENT)
-
-
-def lion(params: Any) -> Any:
-    optimizer = lion_pytorch.Lion(params, lr=1e-3, weight_decay=0.1)
-    amp.register_per_parameter_optimizer(lion_pytorch.Lion)
-    return optimizer
-
-
-def schedule_free(params: Any) -> Any:
-    optimizer = schedulefree.AdamWScheduleFree(params, lr=1e-2, warmup_steps=2)
-    optimizer.train()
-    amp.register_per_parameter_optimizer(schedulefree.AdamWScheduleFree, fp32_state=["z"])
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("make", "kept"),
-    [(lion, {"exp_avg": torch.int8}), (schedule_free, {"exp_avg_sq": torch.uint8})],
-    ids=["Lion", "schedule-free"],
-)
-def test_it_trains_in_eight_bits_on_shards_to_the_bits_of_whole_parameters(ranks, make, kept):
-    ours = ranks(coded_shards.trained, make, coded_shards.SHARDED["O2"])
-    for rank, wanted in zip(ours, ranks(coded_shards.on_one_process, make, "O2", kept), strict=True):
-        assert rank["losses"] == wanted["losses"] and rank["coded"].keys() == kept.keys()
-        assert not rank["plain"]
-        assert partial_step.same(rank["weights"], wanted["weights"])
-        assert partial_step.same(rank["state"], wanted["state"])
 
 
 @pytest.mark.parametrize("name", [name for name in BY_THEMSELVES if SHORT[name] not in UNSTABLE])

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import masters_of, same
 
 from amp_patch import amp, multi_tensor
-from amp_patch.ways import gradient_release, per_parameter, portions
+from amp_patch.ways import gradient_release, partial_step, per_parameter, portions
 
 pytestmark = pytest.mark.usefixtures("registrations")
 
@@ -346,7 +346,7 @@ def test_portions_of_a_backward_that_disagree_are_refused_there(monkeypatch):
     model, optimizer = start(Estimating, optimizer_state=None, gradient_release=True)
     go_on(model, optimizer, range(15))
     with (
-        pytest.raises(per_parameter.PortionsDisagreeError, match="has left 'lr' of the group at"),
+        pytest.raises(partial_step.PortionsDisagreeError, match="has left 'lr' of the group at"),
         amp.scale_loss(loss_of(model, 15), optimizer) as loss,
     ):
         loss.backward()

@@ -26,6 +26,7 @@ from fsdp_trainings import (
     one_fixture,  # noqa: F401  the fixture `one`
     restored_fixture,  # noqa: F401  the fixture `restored`
 )
+from in_portions import Each
 from three_ways import rounds_as_torch
 from torch import Tensor, nn
 from torch_optimizers import OPTIMIZERS
@@ -314,6 +315,10 @@ def test_a_runs_record_counts_the_codes_here(ranks):
 # Where it is refused
 
 
+class Lion(Each):
+    pass
+
+
 def refused() -> None:
     for name, match in (("Muon", "it multiplies the whole momentum by itself"), ("Adafactor", "a norm of the whole")):
         model = sharded("O5")
@@ -324,6 +329,9 @@ def refused() -> None:
                 amp.initialize(model, optimizer, opt_level="O5", optimizer_state="8bit", verbosity=0)
             assert type(optimizer) is getattr(OPTIM, name)
     model = sharded("O5")
+    amp.register_per_parameter_optimizer(Lion)
+    with pytest.raises(ValueError, match=r"this Lion, whose parameters fully_shard.*: it is a registered class"):
+        amp.initialize(model, Lion(model.parameters()), opt_level="O5", optimizer_state="8bit", verbosity=0)
     with pytest.raises(ValueError, match=r"this LBFGS.*one direction is made of all gradients"):
         amp.initialize(model, OPTIM.LBFGS(model.parameters()), opt_level="O4", optimizer_state="8bit", verbosity=0)
 
