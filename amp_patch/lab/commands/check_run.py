@@ -32,17 +32,17 @@ class _FirstStep(Observer):
         self.script = UneditedScript("O0")
         self._models: dict[int, nn.Module] = {}
         self._steps: dict[int, int] = {}
-        self._stack = ExitStack()
+        self._entered = ExitStack()
 
     def __enter__(self) -> _FirstStep:
-        self._stack.enter_context(self.script)
-        self._stack.enter_context(self.surveyor)
+        self._entered.enter_context(self.script)
+        self._entered.enter_context(self.surveyor)
         observers.add(self)
-        self._stack.callback(observers.remove, self)
+        self._entered.callback(observers.remove, self)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._stack.close()
+        self._entered.close()
 
     @property
     def stepped(self) -> bool:
@@ -60,7 +60,7 @@ class _FirstStep(Observer):
             if id(model) not in self._models:
                 self._models[id(model)] = model
                 self.surveyor.follow(model, held)
-                self._stack.callback(model.register_forward_pre_hook(self._forward_begins()).remove)
+                self._entered.callback(model.register_forward_pre_hook(self._forward_begins()).remove)
 
     def _forward_begins(self) -> Any:
         # A function, not a bound method: a deepcopy of the model would copy the survey along with that.
