@@ -31,7 +31,7 @@ def modules() -> dict[str, ModuleType]:
 
 @cache
 def _known() -> dict[str, Any]:
-    """Return an attribute of Apex's state or of the optimizer -> the object, or class, that amp_patch holds there.
+    """Return attribute of Apex's state or of the optimizer -> the object, or class, that amp_patch holds there.
 
     Without this, `resolve` could not look below such an attribute: before the first `initialize` it is empty or absent.
     """

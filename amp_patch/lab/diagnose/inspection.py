@@ -19,7 +19,7 @@ class NotFinite:
     """The call that made the first number that is not finite.
 
     Attributes:
-        module: qualified name of the module that made the call; "" is the model itself, None is outside of its forward.
+        module: qualified name of the module that made the call; "" is the model itself; None if outside of its forward.
         op: the function's name: "linear", "pow", or the name of a custom autograd function.
         direction: "forward", or "backward" if the op's backward made the number.
         step: the number of optimizer steps in the block before it.

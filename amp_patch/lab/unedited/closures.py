@@ -1,4 +1,4 @@
-"""Refusals of optimizers whose closure cannot be run before `step()`, where a level must run it."""
+"""Refusals of optimizers whose closure cannot be run before `step()`, as a level requires."""
 
 from __future__ import annotations
 

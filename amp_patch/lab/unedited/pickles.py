@@ -291,7 +291,7 @@ def _widened(param: Any, state: Any) -> Any:
 
 
 class _Found(Exception):
-    """Ends the search of `_holds_ours` at the first object that has another plain form."""
+    """Ends the search of `_holds_ours` at the first object that `initialize` has changed."""
 
 
 class _Looking(pickle.Pickler):
@@ -314,7 +314,7 @@ class _Nowhere:
 
 
 def _holds_ours(obj: Any, models: list[nn.Module]) -> bool:
-    """Return whether `obj` holds an object that has another plain form. The search uses the pickler in C, for speed."""
+    """Return whether `obj` holds an object that `initialize` has changed. The search uses the pickler in C, for speed."""
     try:
         _Looking(models).dump(obj)
     except _Found:
