@@ -314,7 +314,7 @@ class _Nowhere:
 
 
 def _holds_ours(obj: Any, models: list[nn.Module]) -> bool:
-    """Return whether `obj` holds an object that `initialize` has changed. The search uses the pickler in C, for speed."""
+    """Return whether `obj` holds an object that `initialize` has changed. For speed, the pickler in C searches."""
     try:
         _Looking(models).dump(obj)
     except _Found:
