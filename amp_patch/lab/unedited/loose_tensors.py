@@ -30,9 +30,11 @@ def steps_loose_tensors(optimizer: Any) -> bool:
     for found in gc.get_objects():
         if not issubclass(type(found), nn.Module):  # not isinstance: a proxy object would run its own code
             continue
-        if type(found).forward is nn.Module.forward and "forward" not in vars(found):
-            continue
-        with suppress(AttributeError):  # a module that another thread is constructing has no parameters yet
+        # A scripted class has no `forward`, and a module that another thread is constructing no parameters yet.
+        with suppress(AttributeError):
+            if type(found).forward is nn.Module.forward and "forward" not in vars(found):
+                continue
+        with suppress(AttributeError):
             if not own.isdisjoint(map(id, found.parameters())):
                 return False
     return True
