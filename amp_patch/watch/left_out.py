@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp_patch.masters.masters import link_of
 from amp_patch.model.state import followed_policy
@@ -29,6 +29,7 @@ from amp_patch.training.training import Training
 
 _installation = Installation()
 _models = weakref.WeakSet[nn.Module]()  # those that were cast
+_looking: list[Any] = []  # the handle of the hook before steps
 _seen = weakref.WeakSet[Any]()  # optimizers without a stash that were looked at
 _watches = weakref.WeakKeyDictionary[Any, "_Watch"]()
 
@@ -55,21 +56,35 @@ def watch(training: Training, models: list[nn.Module], targets: list[Any]) -> No
 
 
 def _hook(patches: Patches) -> None:
-    patches.on_remove(register_optimizer_step_pre_hook(_step_begins).remove)
+    patches.on_remove(register_optimizer_step_post_hook(_step_ends).remove)
+    patches.on_remove(_look_no_more)
     for table in (_models, _seen, _watches):
         patches.on_remove(table.clear)
+
+
+def _look_no_more() -> None:
+    while _looking:
+        _looking.pop().remove()
 
 
 @not_traced
 def _step_begins(optimizer: Any, *_: Any) -> None:
     known = _watches.get(optimizer)
-    if known is not None:
-        if modules := known.look():
-            _watches.clear()
-            _warn_of_averages(modules, known.dtype)
-        elif known.looks_left <= 0:
-            _watches.clear()
-    elif optimizer not in _seen:
+    if known is None:
+        return
+    if modules := known.look():
+        _watches.clear()
+        _warn_of_averages(modules, known.dtype)
+    elif known.looks_left <= 0:
+        _watches.clear()
+
+
+@not_traced
+def _step_ends(optimizer: Any, *_: Any) -> None:
+    if _watches and not _looking:
+        # Not in `watch`: torch may be iterating over these hooks, one of which has run an unedited script's closure.
+        _looking.append(register_optimizer_step_pre_hook(_step_begins))
+    if optimizer not in _seen and optimizer not in _watches:
         _seen.add(optimizer)
         if stash_of(innermost(optimizer)) is None:
             _warn_if_left_out(optimizer)
@@ -109,7 +124,7 @@ class _Watch:
         self.looks_left = 4  # at values, which waits for the device
 
     def look(self) -> list[str]:
-        """The names of the modules all of whose weights were written before this step and before the last one."""
+        """The names of the averages all of whose weights were written before this step and before the last one."""
         if is_capturing():
             return []
         weights = [weight for ref in self.weights if (weight := ref()) is not None]

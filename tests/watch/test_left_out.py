@@ -48,7 +48,7 @@ def plain_steps(model: nn.Module, optimizer: Any, count: int = 3) -> None:
 
 
 def hooks() -> int:
-    return len(torch_optimizer._global_optimizer_pre_hooks)
+    return len(torch_optimizer._global_optimizer_post_hooks)
 
 
 # --- an optimizer that was not given ----------------------------------------------------------------------------------
