@@ -118,10 +118,10 @@ class OptLevel:
 def _closure_first(optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Run Lightning's closure, whose backward makes the gradients, before the step: amp looks at them before it begins.
 
-    A hook of torch's optimizers; it changes nothing where gradients are not checked.
+    A hook of torch's optimizers; it changes nothing where gradients are not checked and masters have memory.
     """
     stash = stash_of(optimizer)
-    if stash is None or not stash.checks_gradients or kwargs.get("closure") is None:
+    if stash is None or not (stash.checks_gradients or stash.policy.closes_masters) or kwargs.get("closure") is None:
         return None
     kwargs["closure"]()
     return args, {**kwargs, "closure": None}

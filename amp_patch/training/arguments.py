@@ -66,3 +66,13 @@ class Keywords(TypedDict, total=False):
     low_precision_norms: Flag | Else
     optimizer_state: State | Else | None
     gradient_release: Flag | Else
+
+
+class ClosureAlreadyRun:
+    """A closure that ran before the step that receives it, and returns the result of that run."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def __call__(self) -> Any:
+        return self.result

@@ -1,6 +1,7 @@
 """Where features meet the road of every training: lists of functions that `amp_patch/guests.py` fills.
 
-The road calls what is registered, in order, and names no guest. None of these lists is looked at in a plain step.
+The road calls what is registered, in order, and names no guest. A steady step of one optimizer looks at none of these
+lists but `forms`.
 """
 
 from __future__ import annotations

@@ -25,21 +25,12 @@ from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Installation, cell_of, is_untouched
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import joints, observers, overflow
+from amp_patch.training.arguments import ClosureAlreadyRun
 from amp_patch.training.slips import warn_of_no_scaler_step
 from amp_patch.training.stash import Stash, body_events, sharing, stash_of
 from amp_patch.training.unscale import unscale_pending
 
 Plain = Callable[..., Any]  # the `step` of an optimizer's own class
-
-
-class ClosureAlreadyRun:
-    """A closure whose work was done before the step that it is given to: gives what that returned."""
-
-    def __init__(self, result: Any) -> None:
-        self.result = result
-
-    def __call__(self) -> Any:
-        return self.result
 
 
 class Strategy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -152,3 +153,11 @@ def test_a_script_trains_with_the_older_names_as_with_the_newer():
     expected = train(amp.autocast("cpu", HALF), amp.GradScaler("cpu", 2.0**10))
     assert same(train(older.autocast(True, HALF), older.GradScaler(2.0**10)), expected)
     assert casts_state.outside()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("masters.stochastic_master", "Rounding"), ("training.wrappers", "AmpWrapper")]
+)
+def test_what_pickles_of_0_4_name_is_found_where_it_is_now(module, name):
+    found = pickle.loads(f"camp_patch.{module}\n{name}\n.".encode())
+    assert found.__name__ == name and found.__module__ != f"amp_patch.{module}"

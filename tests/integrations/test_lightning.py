@@ -70,6 +70,23 @@ def test_lightning_does_what_the_loop_does(level, clip, every):
     assert same(weights(module.net), weights(expected))
 
 
+def test_lightning_steps_split_masters_though_it_gives_each_step_a_closure():
+    module = Classifier()
+    trainer(OptLevelPrecision("O5", master_weights="split")).fit(module, loader())
+    model = network()
+    model, optimizer = amp.initialize(model, adam(model), opt_level="O5", master_weights="split")
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    for _ in range(2):
+        for batch, classes in loader(INPUTS):
+            with amp.scale_loss(nn.functional.cross_entropy(model(batch), classes), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    amp.restore()
+    assert same(weights(module.net), weights(model))
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_lightning_gives_the_module_back(level):
     module = Classifier()

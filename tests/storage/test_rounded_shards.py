@@ -38,7 +38,7 @@ from training import backward, same
 from amp_patch import amp
 from amp_patch.support import device_sync
 from amp_patch.support.distributed import place_in_whole
-from amp_patch.training.step import ClosureAlreadyRun
+from amp_patch.training.arguments import ClosureAlreadyRun
 
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event"

@@ -58,11 +58,11 @@ from amp_patch.support.compiled import not_traced, uncompiled
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Patches
 from amp_patch.training import observers
+from amp_patch.training.arguments import ClosureAlreadyRun
 from amp_patch.training.innermost import innermost
 from amp_patch.training.observers import Observer
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
-from amp_patch.training.step import ClosureAlreadyRun
 
 
 class _Initialized(NamedTuple):
