@@ -1,4 +1,4 @@
-"""`scale_loss`: one scaled backward pass; and `loss_scale`, what it multiplies by."""
+"""`scale_loss`, the scaled backward pass of one loss, and `loss_scale`, the factor."""
 
 from __future__ import annotations
 
@@ -35,42 +35,43 @@ def scale_loss(
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    In the body the model's gradients are the raw scaled ones of this backward, and of delayed ones before it. The exit
-    unscales them into the masters' gradients (FP32; added to what earlier exits left, which was away meanwhile and is
-    not checked again), and records on the device what overflowed. From then on `param.grad` of a cast parameter is its
-    master's. Nothing here waits for the device. `optimizer.step()` then skips on overflow, which costs one sync; none
-    with an optimizer that skips on the device itself: torch's `fused=True`, FusedSGD, FusedAdam(capturable=True).
+    In the body, backward adds scaled gradients to the model's, which earlier delayed exits may have left. The exit
+    unscales the sum, adds it to the masters' FP32 gradients of earlier exits, and records overflow on the device. After
+    the exit, `param.grad` of a cast parameter returns the gradient of its master. Nothing here syncs.
+
+    On overflow, `optimizer.step()` skips the step. This costs one sync a step, unless the optimizer skips on the
+    device: torch's optimizers with `fused=True`, FusedSGD, FusedAdam(capturable=True).
 
     Args:
         loss: a floating tensor, any shape.
-        optimizers: the optimizer, or a list of those, whose gradients this backward makes.
-        loss_id: which scale, below `initialize(num_losses=...)`.
+        optimizers: the optimizer, or a list of the optimizers, whose gradients this backward makes.
+        loss_id: the index of the loss scale, below `initialize(num_losses=...)`.
         model: unused; Apex has it.
-        delay_unscale: leave the gradients scaled where they are, for the next micro-batch to add to. The last
-            micro-batch of an iteration has it False. (A step with gradients still scaled unscales them itself.)
-            Autograd adds them in the type of the weights: in BF16 (O5) the sum of 64 micro-batches was 0.8 % off, that
-            of 512 4 to 7 %; in FP16 0.1 and 0.3 %. Where it is False each exit adds in FP32 at O2 and O5.
-            Implied where DistributedDataParallel's `no_sync()` was around the forward of a model that is cast, or whose
-            loss is scaled: the sum stays on the model until DDP reduces it, and all processes see an overflow at once.
-            Implied where fully_shard holds gradients back (`set_requires_gradient_sync(False)`).
-        delay_overflow_check: unscale, but leave moving the scale to a later exit of this `loss_id`. The optimizer
-            skips all the same if it overflowed.
+        delay_unscale: leave the gradients scaled on the model, for the next micro-batch to add to. Pass False for the
+            last micro-batch of an iteration. (If that is forgotten, the step unscales them.) Autograd sums such
+            gradients in the type of the weights: in BF16 (O5) the sum of 64 micro-batches was 0.8 % off, the sum of 512
+            4 to 7 %; in FP16 0.1 and 0.3 %. With False, each exit sums in FP32 at O2 and O5.
+            Implied if DistributedDataParallel's `no_sync()` was around the forward, and the model is cast or the loss
+            scaled: the sum stays on the model until DDP reduces it, and all processes see an overflow at once.
+            Implied if fully_shard holds gradients back (`set_requires_gradient_sync(False)`).
+        delay_overflow_check: unscale, but do not update the scale before a later exit of this `loss_id`. If the
+            gradients overflowed, the optimizer still skips its step.
 
     Returns:
-        A context manager that gives the loss times the scale, FP32 (FP64 for an FP64 loss); `loss` itself where the
-        level does not scale.
+        A context manager whose `as` target is the loss times the scale, FP32 (FP64 for an FP64 loss). If the level does
+        not scale, it is the loss in FP32 or FP64.
 
     Raises:
-        RuntimeError: an optimizer that `initialize` never saw; or, from `optimizer.step()` in the body, that it belongs
-            after it. (At O0 and O4 without `skip_nonfinite` an optimizer may step there, in a hook of backward too.)
-            Where the loss is scaled: backward of the loss itself in the body, or of the scaled loss after it; a loss
-            that a GradScaler has scaled.
-        TypeError, ValueError: a loss, optimizer or loss_id that cannot be. Gradients are untouched then.
+        RuntimeError: an optimizer did not go through `initialize`. `optimizer.step()` in the body raises it too. (At O0
+            and O4 without `skip_nonfinite` an optimizer may step there, also in a hook of backward.)
+            If the loss is scaled: backward of the loss itself in the body, or of the scaled loss after the body; a
+            loss that a GradScaler has scaled.
+        TypeError, ValueError: a wrong loss, optimizer or loss_id. Gradients are not changed.
 
-    Warns, once, where the loss depends on no parameter of `optimizers`.
+    If the loss depends on no parameter of `optimizers`, this warns once.
 
-    An exception in the body leaves no scaled gradient, and scale and earlier gradients as they were. What may clear
-    gradients inside the body is `zero_grad()` of the optimizer or of the model given to `initialize`.
+    An exception in the body drops the scaled gradients; the scale and earlier gradients stay as they were. Inside the
+    body, clear gradients only with `zero_grad()` of the optimizer, or of the model given to `initialize`.
     """
     targets, stashes = [], []
     for target in targets_of(optimizers):
@@ -82,7 +83,7 @@ def scale_loss(
         return nullcontext(loss)
     scaler = _checked_scaler(loss, stashes, loss_id)
     for target, stash in zip(targets, stashes, strict=True):
-        stash.masters.of_groups(target.param_groups)  # which may come to subscribe, where the groups have changed
+        stash.masters.of_groups(target.param_groups)  # if the groups have changed, this adds to `before_backward`
         for prepare in stash.neighbours.before_backward:
             prepare(target, stash)
     if scaler.scales and not stashes[0].bodies:
@@ -94,7 +95,7 @@ def scale_loss(
 
 
 def _checked_scaler(loss: Any, stashes: list[Stash], loss_id: int) -> LossScaler:
-    """The scaler of `loss`, on its device; raises where `scale_loss` cannot go on with these arguments."""
+    """Return the scaler of `loss`, on its device; raise if `scale_loss` cannot take these arguments."""
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
@@ -105,29 +106,29 @@ def _checked_scaler(loss: Any, stashes: list[Stash], loss_id: int) -> LossScaler
 
 
 def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
-    """The innermost optimizers, each once."""
+    """Return the innermost optimizers, each once; raise if one did not go through `initialize`."""
     targets: dict[int, Any] = {}
     wrappers = []
     for optimizer in as_list(optimizers):
         target = innermost(optimizer)
         if stash_of(target) is None:
-            groups_of(target, caller)  # raises of what is no optimizer
+            groups_of(target, caller)  # raises TypeError if `optimizer` is no optimizer
             raise RuntimeError(
                 f"{caller}: this {type(target).__name__} never went through initialize(); call "
                 "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first"
             )
         targets[id(target)] = target
-        if optimizer is not target:  # `initialize` may have been given the one inside
+        if optimizer is not target:  # a wrapper that `initialize` may not have seen
             wrappers.append(optimizer)
     if not targets:
-        raise TypeError(f"{caller}: optimizers is empty; wanted the optimizer, or a list of those, of this loss")
+        raise TypeError(f"{caller}: optimizers is empty; wanted the optimizer of this loss, or a list of optimizers")
     for wrapper in wrappers:
         joints.tell(joints.wrapped, wrapper)
     return list(targets.values())
 
 
 def groups_of(optimizer: Any, caller: str) -> Any:
-    """The groups of the innermost optimizer; TypeError where there are none: a model was given, for one."""
+    """Return the groups of the innermost optimizer; raise TypeError if it has none, as a model has none."""
     groups = getattr(innermost(optimizer), "param_groups", None)
     if groups is None:
         raise TypeError(
@@ -147,25 +148,26 @@ def scaler_of(stash: Stash, loss_id: int, caller: str = "scale_loss") -> LossSca
 
 
 def loss_scale(optimizers: Optimizers, loss_id: int = 0) -> Tensor:
-    """What `scale_loss(loss, optimizers, loss_id)` multiplies by now, for gradients of `torch.autograd.grad`::
+    """Return the factor of `scale_loss(loss, optimizers, loss_id)`, for gradients of `torch.autograd.grad`::
 
         scale = amp.loss_scale(optimizer)
         scaled = torch.autograd.grad(loss * scale, inputs, create_graph=True)
         grads = [grad.float() / scale for grad in scaled]
 
-    `scale_loss` unscales `.grad` alone. Without the scale small FP16 gradients vanish on their way; gradients that
-    overflowed stay infinite, and a loss made of them skips its step as ever.
+    `scale_loss` unscales `.grad` alone. Without the scale, small FP16 gradients underflow to 0. Gradients that
+    overflowed stay infinite after the division, and a loss computed from them skips its step.
 
     Args:
-        optimizers: the optimizer, or a list of those, of the loss.
-        loss_id: which scale, below `initialize(num_losses=...)`.
+        optimizers: the optimizer of the loss, or a list of its optimizers.
+        loss_id: the index of the loss scale, below `initialize(num_losses=...)`.
 
     Returns:
-        FP32, shape [], on the device of the newest loss (the CPU before the first); a copy, which does not move with
-        the scale. 1 where the level does not scale. Does not sync.
+        A copy of the scale, FP32, shape [], on the device of the newest loss (the CPU before the first). It does not
+        change when the scale does. 1 if the level does not scale. Does not sync.
 
     Raises:
-        RuntimeError: an optimizer that `initialize` never saw. ValueError: a loss_id that cannot be.
+        RuntimeError: an optimizer did not go through `initialize`.
+        ValueError: there is no such loss_id.
     """
     stashes = [stash_of(target) for target in targets_of(optimizers, "loss_scale")]
     stash = next((stash for stash in stashes if stash is not None and stash.enabled), None)

@@ -1,7 +1,7 @@
-"""One `scale_loss`: what happens to the gradients of an optimizer before and after a backward pass.
+"""The context manager of `scale_loss`: it prepares gradients before a backward pass, and unscales them after it.
 
-This is the whole of it where a training has one optimizer with all of the model's parameters. `shared_backward.py` has
-what several optimizers, and parameters in none, need besides.
+`ScaledBackward` is enough for a training whose one optimizer holds all of the model's parameters. `shared_backward.py`
+has its subclass for trainings with several optimizers, or with parameters that no optimizer holds.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from amp_patch.training.unscale import unscale
 
 
 class ScaledBackward(Block):
-    """What `scale_loss` returns: a context manager whose body runs the backward pass.
+    """The context manager that `scale_loss` returns. User code runs the backward pass in its body.
 
-    Nothing here syncs with the device. An exception anywhere in the block, also at the entry of `__exit__`, abandons
-    what the body did.
+    Nothing here syncs with the device. After an exception anywhere in the block, also at the entry of `__exit__`, the
+    gradients of the body are dropped (`abandon`).
 
     Args:
-        loss: floating, any shape.
-        optimizers: those that take part, each once.
-        stashes: theirs.
-        scaler: of the loss, on its device.
+        loss: the loss, floating, any shape.
+        optimizers: the innermost optimizers of the loss, each once.
+        stashes: their stashes, in the same order.
+        scaler: the scaler of the loss, on the loss's device.
         delay_unscale, delay_overflow_check: as of `scale_loss`.
 
     Attributes:
-        now: how this body scales its gradients; an inner body may move the scaler before this one ends.
-        checking: False where the loss is not multiplied and gradients are not checked either.
-        models: the models whose `zero_grad()` must drop what `begin` took away; each with how often it was called.
-        begun: whether there is something to close.
-        done: whether `delay`, `finish` or `abandon` has dealt with the gradients of the body.
+        now: the scale of this body's gradients. An inner body may change the scaler's scale before this one ends.
+        checking: whether the exit checks gradients for overflow.
+        models: id(model) -> the model and the number of calls of its `zero_grad()` before the body. A call in the body
+            must drop the gradients that `begin` set aside.
+        begun: whether the body has begun and `close` has yet to end it.
+        done: whether `delay`, `finish` or `abandon` has handled the gradients of the body.
         failed: whether an exception has ended the body.
     """
 
@@ -65,16 +66,16 @@ class ScaledBackward(Block):
         self.delay_unscale, self.delay_overflow_check = delay_unscale, delay_overflow_check
         self.models: dict[int, tuple[nn.Module, int]] = {}
         self.begun = self.done = self.failed = False
-        self._had_grad: tuple[list[Tensor], Sequence[int]] | None = None  # parameters, and which had one at the start
-        self._announced = False  # whether observers wait for `body_ends`
+        self._had_grad: tuple[list[Tensor], Sequence[int]] | None = None  # parameters; indices of those with a gradient
+        self._announced = False  # whether observers were notified of `body_begins`, and not of `body_ends` yet
         self._casts: regions.region | None = None
         self._exit_watch: Any = None
-        # Where the loss is scaled: the gradients that backward passes of the body gave the loss, and the scaled one.
+        # If the loss is scaled: the gradients that backward passes of the body gave the loss, and the scaled loss.
         self._of_loss: list[Tensor] = []
         self._of_scaled: list[Tensor] = []
         self._hooks: list[Any] = []
-        self._others: slips.OtherBackwards | None = None  # in the first body alone
-        self._returned: weakref.ref[Tensor] | None = None  # what the body was given, whose graph is the user's to keep
+        self._others: slips.OtherBackwards | None = None  # only in the optimizers' first body
+        self._returned: weakref.ref[Tensor] | None = None  # the scaled loss; weak, so as not to keep its graph
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -91,16 +92,16 @@ class ScaledBackward(Block):
         self.begin()
         self._casts = regions.process_wide_region(self.stashes[0].policy)
         self._casts.__enter__()
-        loss, self.loss = self.loss, None  # whose graph is the user's to keep
+        loss, self.loss = self.loss, None  # user code alone keeps its graph
         observers.tell("loss_scaled", self, loss)
         if self.now.scaling:
             scaled = (loss if loss.dtype is torch.float64 else loss.float()) * self.scale
-            if scaled.requires_grad:  # builtins as hooks: they take no Python call
+            if scaled.requires_grad:  # hooks that are builtins cost no Python frame
                 self._hooks.append(loss.register_hook(self._of_loss.append))
                 self._hooks.append(scaled.register_hook(self._of_scaled.append))
                 if all(stash.bodies == 1 for stash in self.stashes):  # the first ones
                     self._others = slips.OtherBackwards()
-                    self._hooks.append(self._others)  # before it has hooks: an interrupt leaves none
+                    self._hooks.append(self._others)  # before `watch`, so that after an interrupt its hooks are removed
                     self._others.watch(scaled, self.params())
         else:
             scaled = loss.float() if loss.dtype in LOW_PRECISION else loss
@@ -130,7 +131,7 @@ class ScaledBackward(Block):
             self.scaler.update()
 
     def _look_for_slips(self) -> None:
-        """Raise, or warn, where backward has not gone through the scaled loss; let one raise that does so later."""
+        """Raise or warn if gradients came past the scaled loss; make a later backward of the scaled loss raise."""
         if self._of_loss:
             slips.refuse_unscaled(self._of_loss, self.scale, self.params())
             return
@@ -139,12 +140,12 @@ class ScaledBackward(Block):
         slips.warn_of_other_gradients(self.params(), () if self._had_grad is None else self._had_grad[1])
 
     def begin(self) -> None:
-        """Leave on the model only gradients that this backward may be added to.
+        """Begin the body: leave on the model only gradients that this backward may add to.
 
-        What a delayed exit left stays, rescaled if the scale has moved: a DDP must reduce the sum. Other gradients of
-        parameters with masters come from somewhere else (a GAN's generator loss fills the discriminator's) and are
-        dropped. Other gradients of parameters that are their own master were unscaled by an earlier exit. They are
-        taken away, so that what this backward makes is checked by itself; `finish` adds the two.
+        Gradients that a delayed exit left scaled stay, since DDP must reduce the sum. If the scale has changed since,
+        they are rescaled. Any other gradient of a parameter with a master is not this optimizer's (a GAN's generator
+        loss fills the discriminator's), and is dropped. Any other gradient of a parameter without a master was unscaled
+        by an earlier exit. It is set aside, so that the exit checks this backward's gradients alone; `finish` adds it.
         """
         self._announced = True
         observers.tell("body_begins", self)
@@ -168,7 +169,7 @@ class ScaledBackward(Block):
         accumulating = []
         for stash, held, new in parts:
             if stash.pending is None:
-                if stash.backward.ended == body_events.count - 1:  # no body has run that may have left gradients
+                if stash.backward.ended == body_events.count - 1:  # else another body may have left gradients rightly
                     slips.warn_of_dropped(stash, new.low)
                 drop_gradients(new.low)
                 if not stash.masters.waiting and not with_gradient(held.masters):
@@ -180,7 +181,7 @@ class ScaledBackward(Block):
             if not stash.pending.has_scale_of(self.scaler):
                 gradients.rescale(new.distinct, (self.scale.double() / stash.pending.scale.double()).float())
                 stash.pending = self.now
-        for stash, new in accumulating:  # after all stashes were asked above: they may share parameters
+        for stash, new in accumulating:  # after the loop above, since optimizers may share parameters
             for param, master in new.distinct:
                 if param is master and (aside := gradients.take(param)) is not None:
                     stash.backward.aside[id(param)] = aside
@@ -188,7 +189,7 @@ class ScaledBackward(Block):
                 self.note_models(stash)
 
     def prepare(self) -> None:
-        """Raise where gradients of two bodies, or of two scales, would be added up; nothing has changed yet."""
+        """Raise if gradients of two bodies, or of two scales, would be summed. This changes nothing."""
         for stash in self.stashes:
             if stash.backward.body is not None:
                 raise RuntimeError(
@@ -199,21 +200,21 @@ class ScaledBackward(Block):
             pending = stash.pending
             if pending is not None and pending.held_back and not pending.has_scale_of(self.scaler):
                 raise RuntimeError(
-                    "scale_loss: fully_shard holds gradients of an earlier micro-batch back that were scaled otherwise "
-                    "than this loss is; give all losses of such an iteration one loss_id, or call "
+                    "scale_loss: fully_shard holds back gradients of an earlier micro-batch, whose loss scale may "
+                    "differ from that of this loss; give all losses of such an iteration one loss_id, or call "
                     "model.set_requires_gradient_sync(True) before the last backward with another loss_id"
                 )
 
     def claim_other_gradients(self) -> None:
-        """Take gradients of parameters that are none of these optimizers' out of reach of the backward pass."""
+        """Set aside gradients of parameters that these optimizers do not hold: backward must not add to them."""
 
     def release_other_gradients(self) -> None:
-        """Undo `claim_other_gradients`, at the end of the body."""
+        """Undo `claim_other_gradients` at the end of the body."""
 
     def must_delay(self) -> bool:
-        """Whether only a later backward can bring all gradients: FSDP modules hold some back, or DDP reduces none yet.
+        """Tell whether this exit must be delayed, because a later backward completes the gradients.
 
-        DDP does not under its `no_sync()`.
+        Either FSDP modules hold some of them back, or DDP reduces none of them under `no_sync()`.
         """
         now = self.now
         for stash in self.stashes:
@@ -226,7 +227,7 @@ class ScaledBackward(Block):
         return now.local or now.held_back
 
     def delay(self) -> None:
-        """Leave the gradients scaled where they are and note how; add to them, scaled, what `begin` has taken."""
+        """Leave the gradients scaled, add the gradients that `begin` set aside, scaled too, and store the scale."""
         if self.models:
             self.forget_cleared()
         for stash, aside in self._taken():
@@ -236,17 +237,17 @@ class ScaledBackward(Block):
         self.done = True
 
     def finish(self) -> None:
-        """Unscale the gradients into the masters', add the earlier ones, and record overflow on the device."""
+        """Unscale the gradients into the masters', add those set aside, and record overflow on the device."""
         if self.models:
             self.forget_cleared()
         unscale(self.optimizers, self.scaler, self.now.inverse())
         self.done = True
 
     def abandon(self) -> None:
-        """After an exception in the body: leave no scaled gradient of it, and the scale and the overflows as before.
+        """Drop the scaled gradients of the body after an exception; scale and recorded overflows do not change.
 
-        Gradients that an earlier exit unscaled are again what they were, bit for bit. Those that wait, scaled, for the
-        rest of a delayed iteration stay, with whatever backward added before it failed. All others are dropped.
+        Gradients that an earlier exit unscaled are restored bit for bit. Gradients that an earlier exit left scaled
+        stay, including what this backward added to them before it failed. All others are dropped.
         """
         self.failed = True
         if self.models:
@@ -260,9 +261,9 @@ class ScaledBackward(Block):
             del stash.backward.aside[id(aside.param)]
 
     def close(self) -> None:
-        """End the body; one that was neither delayed nor finished is abandoned.
+        """End the body. If neither `delay` nor `finish` has handled its gradients, abandon it.
 
-        After an exception in here the next call does the rest.
+        If an exception interrupts this method, a second call does the rest.
         """
         try:
             self._close()
@@ -297,25 +298,25 @@ class ScaledBackward(Block):
         self.begun, self._exit_watch = False, None
 
     def note_models(self, stash: Stash) -> None:
-        """Note how often the models of this optimizer were cleared, for `forget_cleared`."""
+        """Store how often `zero_grad()` of this optimizer's models was called, for `forget_cleared`."""
         for ref in stash.neighbours.models:
             if (model := ref()) is not None:
                 self.models[id(model)] = model, model_forward.times_cleared(model)
 
     def forget_cleared(self) -> None:
-        """Drop what was taken off the parameters of models whose `zero_grad()` the body has called, as that would."""
+        """Drop set-aside gradients of models whose `zero_grad()` the body has called, as it would have cleared them."""
         cleared = (model for model, before in self.models.values() if model_forward.times_cleared(model) != before)
         if gone := {id(param) for model in cleared for param in model.parameters()}:
             self.forget_taken(gone)
 
     def forget_taken(self, params: set[int]) -> None:
-        """Drop what was taken off these parameters (ids)."""
+        """Drop the set-aside gradients of the parameters with these ids."""
         for stash in self.stashes:
             taken = stash.backward.aside
             stash.backward.aside = {key: aside for key, aside in taken.items() if key not in params}
 
     def _taken(self) -> list[tuple[Stash, gradients.Aside]]:
-        """What `begin` took away and nothing has brought back."""
+        """Return (stash, gradient) for the gradients that `begin` set aside and that were not restored."""
         if not any(stash.backward.aside for stash in self.stashes):
             return []
         return [
@@ -326,10 +327,10 @@ class ScaledBackward(Block):
         ]
 
     def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
-        """Per optimizer its stash, its parameters, and those of them that no optimizer before it holds."""
+        """Return the stash of each optimizer, its parameters, and the ones that no earlier optimizer holds."""
         known = self.stashes[0].masters.of_groups(self.optimizers[0].param_groups)
         return [(self.stashes[0], known, known)]
 
     def params(self) -> list[Tensor]:
-        """The parameters of these optimizers, each once."""
+        """Return the parameters of these optimizers, each once."""
         return self.stashes[0].masters.of_groups(self.optimizers[0].param_groups).distinct_params

@@ -1,4 +1,4 @@
-"""What amp_patch knows of one optimizer, and of the others of its training."""
+"""The state that amp_patch stores with each optimizer: its stash, and functions over the stashes of a training."""
 
 from __future__ import annotations
 
@@ -28,42 +28,47 @@ _ATTRIBUTE = "_amp_stash"  # an attribute of optimizers; scripts read it by Apex
 
 
 class Pending:
-    """How gradients are scaled that a delayed exit of `scale_loss` left on the model: by which scaler, and how much.
+    """The scale of gradients that a delayed exit of `scale_loss` left scaled on the model, and the scaler it is from.
 
     Attributes:
         scaling: whether the loss is multiplied.
-        checking: whether a step is skipped whose gradients are not finite.
-        held_back: whether FSDP modules keep some of the gradients unreduced, out of reach.
-        local: whether the gradients wait for a later backward, in which DDP reduces the sum.
+        checking: whether a gradient that is not finite skips the step.
+        updates, edits: the scaler's counts when the gradients were scaled.
+        scale: the scale then, FP32, shape [], on the device of the loss; 1 if the loss is not multiplied.
+        held_back: whether FSDP modules hold some of the gradients unreduced, where `unscale` cannot read them.
+        local: whether the gradients are local to this rank, because a later backward reduces the sum under DDP.
     """
 
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
         self.scaling, self.checking = scaler.scales, scaler.checks
         self.updates, self.edits = scaler.updates, scaler.edits
-        # A scaler that multiplies nothing may hold another scale than 1: from a checkpoint of a level that scales.
+        # If the level does not scale, the scaler's scale is still not 1 after loading a checkpoint of one that does.
         self.scale = scaler.scale_tensor.clone() if scaler.scales else torch.ones_like(scaler.scale_tensor)
         self.held_back = self.local = False
 
     def inverse(self) -> Number | None:
-        """What the gradients are multiplied by: FP32, shape []; 1.0 where they are only checked; None: neither."""
+        """Return the factor that unscales the gradients, FP32, shape [].
+
+        1.0 if they are not scaled, but checked for overflow. None if they are not checked either.
+        """
         if self.scaling:
             return inverse_of(self.scale)
         return 1.0 if self.checking else None
 
     def has_scale_of(self, scaler: LossScaler) -> bool:
-        """Whether `scaler` surely still has the scale of these gradients; the host knows, without a sync."""
+        """Tell whether `scaler` is certain to have these gradients' scale still, by its counts on the host; no sync."""
         moved = scaler.dynamic and self.updates != scaler.updates
         return self.scaler is scaler and not moved and self.edits == scaler.edits
 
 
 class DeviceSkip:
-    """Whether one step was skipped, which the device alone decided: on its way to the host, without a sync.
+    """The overflow flags of one step that the device alone skipped or took, in an asynchronous copy to the host.
 
     Args:
-        scalers: of the losses whose gradients the step was for.
-        flags: for each of them, on the device: not 0 if its loss overflowed; FP32.
-        overflow: the largest of these, shape [], on the device. The optimizer reads it there.
+        scalers: the scalers of the losses whose gradients the step was for.
+        flags: one flag for each scaler, FP32, on the device: not 0 if its loss overflowed.
+        overflow: the maximum of `flags`, shape [], on the device, where the optimizer reads it.
     """
 
     def __init__(self, scalers: list[LossScaler], flags: Tensor, overflow: Tensor) -> None:
@@ -72,22 +77,26 @@ class DeviceSkip:
         self._flags = DeviceNumbers(flags)
 
     def here(self) -> bool:
-        """Whether the flags have arrived, so that `read` need not wait."""
+        """Tell whether the flags have arrived, so that `read` returns at once."""
         return self._flags.here()
 
     def read(self) -> list[LossScaler]:
-        """The scalers whose losses overflowed; the others are told that they stepped. Waits for flags on their way."""
+        """Return the scalers whose losses overflowed, and notify the others of the step (`stepped`).
+
+        Syncs with the device if the flags have not arrived.
+        """
         return overflowed(self.scalers, self._flags.read())
 
 
 class OfThisProcess:
-    """A part of a `Stash` that means nothing elsewhere: a copy and a pickle of the stash begin with a fresh one."""
+    """A part of a `Stash` that is neither copied nor pickled: a copied or loaded stash has a new one."""
 
 
 class _BodyEvents:
-    """How often a body of any optimizer of the process has begun or ended.
+    """The number of times that a body of any optimizer in the process has begun or ended.
 
-    An instance: an assignment to an attribute of a class discards what the interpreter has cached of its attributes.
+    `count` is an attribute of an instance. An assignment to a class attribute would invalidate the interpreter's cache
+    of that class's attributes.
     """
 
     __slots__ = ("count",)
@@ -101,19 +110,21 @@ body_events = _BodyEvents()
 
 @dataclass
 class BackwardState(OfThisProcess):
-    """What the bodies of `scale_loss` need of one optimizer, from the first that begins to the step that follows.
+    """The state of one optimizer that bodies of `scale_loss` share, from the first body to the step after the last.
 
     Attributes:
-        body: the `ScaledBackward` of this optimizer that is running, if one is.
-        other_open_bodies: the running bodies of the training's other optimizers, by id: whether their exits check
+        body: the running `ScaledBackward` of this optimizer; None if there is none.
+        other_open_bodies: id of each running body of the training's other optimizers -> whether its exit checks
             gradients.
-        ended: what `body_events.count` was when the last body of this optimizer had ended, or there was none yet.
-        cleared: how often the optimizer's `zero_grad` was called.
-        aside: by the parameter's id the unscaled gradients of parameters that are their own master, taken away while
-            a body runs; after a delayed exit what of them no scaled gradient can hold.
-        first_unscaled_grad: gives the first gradient that an exit has left unscaled for the next step.
-        strays: ids of the parameters with masters on which another optimizer's backward has left gradients.
-        is_seen: whether it was looked whether any loss depends on the optimizer's parameters.
+        ended: `body_events.count` at the end of this optimizer's last body; before its first body, the count when this
+            object was made.
+        cleared: the number of calls of the optimizer's `zero_grad`.
+        aside: id(param) -> the unscaled gradient that `begin` took off a parameter without a master while a body runs.
+            After a delayed exit: its elements that are infinite or NaN when scaled, to be added after unscaling.
+        first_unscaled_grad: a function that returns the first gradient that an exit has unscaled for the next step, or
+            None if that gradient was freed; None if there was none.
+        strays: ids of the parameters with masters that have gradients of another optimizer's backward.
+        is_seen: whether a warning about this optimizer's first gradients was given, or ruled out (`slips.py`).
     """
 
     body: Any = None
@@ -127,42 +138,43 @@ class BackwardState(OfThisProcess):
 
 
 class Siblings(list[weakref.ref[Any]]):
-    """The optimizers of one training, held weakly; one list for all of them.
+    """Weak references to the optimizers of one training, in one list that all their stashes share.
 
-    What is copied or pickled is empty. Optimizers that are copied together share a list again, and enter it one by one.
+    A copy or a pickle of the list is empty. Optimizers that are copied together share the new list, and each copy adds
+    itself to it.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Siblings, ()
 
     def enter(self, optimizer: Any) -> None:
-        """Add `optimizer`, unless it is there."""
+        """Add `optimizer`, unless the list has it."""
         if all(known() is not optimizer for known in self):
             self.append(weakref.ref(optimizer))
 
 
 @dataclass
 class Neighbours(OfThisProcess):
-    """The objects around an optimizer, and what is known of its parameters by their id.
+    """The objects around an optimizer, and tables of its parameters by their id.
 
-    Optimizers, models, modules and wrappers are held weakly: a stash keeps none of them alive. A copy of the stash
-    begins with none of this but `siblings` and `unowned`, where those were copied with it.
+    References to optimizers, models, modules and wrappers are weak. A copy of the stash gets new neighbours. Only
+    `siblings` and `unowned` are copied with it.
 
     Attributes:
         owner: the optimizer itself.
-        siblings: all optimizers of its training, itself among them.
-        sharing: those of the others that hold parameters of this one.
-        models: those models of the training that have parameters of this optimizer.
+        siblings: all optimizers of its training, including itself.
+        sharing: the other optimizers of the training that hold parameters of this one.
+        models: the models of the training that have parameters of this optimizer.
         sharded: the FSDP modules of its parameters.
         unowned: the models' trainable parameters that no optimizer holds.
-        wrappers: the wrappers around it that were given a class (`AmpWrapper`).
-        handles: of the hooks that were registered with it and with its wrappers.
-        process_group: over which overflows are agreed on.
+        wrappers: the wrappers around the optimizer whose class was replaced (`AmpWrapper`).
+        handles: the handles of the hooks that are registered with the optimizer and its wrappers.
+        process_group: the group that reduces overflow flags; None: no explicit reduction.
         names: id(param) -> its qualified name, for messages.
-        stepped: id(master) -> how much state the optimizer had of it after a step that the host knows was taken.
-        has_stepped: whether a step was taken, outside of any capture.
-        coder: what keeps the optimizer's state in codes (coded_state.py); None: it is FP32.
-        strategy: how its steps are made; None: as its class has it.
+        stepped: id(master) -> the number of state entries after the last step that the host knows was taken.
+        has_stepped: whether the optimizer has taken a step outside of any capture.
+        coder: the object that stores the optimizer's state in eight bits (coded_state.py); None: it is FP32.
+        strategy: the strategy of this optimizer's steps; None: its class's strategy.
         before_backward, before_step: called with optimizer and stash before each `scale_loss` and each step.
     """
 
@@ -185,31 +197,33 @@ class Neighbours(OfThisProcess):
 
     @property
     def owns_all(self) -> bool:
-        """Whether the optimizer is the training's only one, and holds all of its trainable parameters."""
+        """Tell whether the optimizer is the training's only one, and holds all trainable parameters."""
         return len(self.siblings) == 1 and not self.unowned
 
 
 @dataclass
 class Stash:
-    """Everything amp_patch knows of one optimizer: `optimizer._amp_stash`.
+    """The state of one optimizer in amp_patch, stored as `optimizer._amp_stash`.
 
-    Its own fields but `step` outlive the process: they are pickled and copied with the optimizer. What one backward
-    pass needs and what is around the optimizer are parts of their own, which a pickle or a copy has fresh.
+    The fields are pickled and copied with the optimizer, except for three: a copy or a pickle gets a new `backward`
+    and new `neighbours`, and its `step` is None.
 
     Attributes:
-        policy: of the training that the optimizer belongs to.
+        policy: the policy of the optimizer's training.
         scalers: one `LossScaler` for each `loss_id` of that training, shared by its optimizers.
-        enabled: False after `initialize(enabled=False)`: every call passes through.
+        enabled: False after `initialize(enabled=False)`. If so, amp_patch changes no call.
         masters: the pairs of parameters and masters.
-        pending: set while the model's gradients are still scaled (`delay_unscale=True`).
-        found: per scaler what its backward passes found since the last step, on the device.
-        gathered: whether a backward has brought gradients since the last step.
-        bodies: how many bodies of `scale_loss` were begun.
-        last_skipped: whether the last step was skipped, of those that the host has heard of.
-        device_skips: the steps that skipped on the device, or did not, which it has not heard of yet; the newest last.
-        wrapped: whether something around the optimizer may look at gradients after its step.
-        two_passes: whether weights are moved between backward and step, by a wrapper such as SAM.
-        step: the `Step` that is running (at O0 what `untouched.py` has in its place); None in copies and pickles.
+        pending: the scale of the gradients on the model after a delayed exit (`delay_unscale=True`); None otherwise.
+        found: (scaler, overflow flag on the device) for each scaler that a backward since the last step has used.
+        gathered: whether a backward has made gradients for this optimizer since the last step.
+        bodies: the number of bodies of `scale_loss` that have begun.
+        last_skipped: whether the newest step with an outcome known to the host was skipped.
+        device_skips: the later steps, skipped or taken on the device, whose flags the host has not read; newest last.
+        wrapped: whether a wrapper around the optimizer may read gradients after its step.
+        two_passes: whether a wrapper such as SAM moves weights between backward and step.
+        backward: the state of the running iteration's backward passes.
+        step: the running `Step`, at O0 the `_HookedStep` of `untouched.py`; None between steps.
+        neighbours: the objects around the optimizer.
     """
 
     policy: Policy
@@ -230,9 +244,9 @@ class Stash:
 
     @property
     def step_skipped(self) -> bool:
-        """Whether the last `optimizer.step()` was skipped because of an overflow.
+        """Tell whether the last `optimizer.step()` was skipped because of an overflow.
 
-        Syncs with the device where the optimizer skips there (`skips_on_device`), else not.
+        Syncs with the device only if the optimizer skips there (`skips_on_device`).
         """
         self.collect_device_skips(wait=True)
         return self.last_skipped
@@ -243,9 +257,9 @@ class Stash:
         self.last_skipped = skipped
 
     def collect_device_skips(self, *, wait: bool = False) -> None:
-        """Take note of the device's skips that have arrived; of all of them if `wait`, which syncs.
+        """Read the flags of `device_skips` that have arrived; if `wait`, read all of them, which syncs.
 
-        Nothing can be asked for while a CUDA graph is captured: they wait for a later call.
+        While a CUDA graph is captured the host cannot read flags, so this does nothing.
         """
         if not self.device_skips or device_sync.is_capturing():
             return
@@ -257,23 +271,23 @@ class Stash:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether any loss of the training is multiplied."""
+        """Tell whether any loss of the training is multiplied."""
         return any(scaler.scales for scaler in self.scalers)
 
     @property
     def checks_gradients(self) -> bool:
-        """Whether the exit of any loss of the training checks gradients, for the step to be skipped."""
+        """Tell whether any loss of the training checks gradients, so that a step may be skipped."""
         return any(scaler.checks for scaler in self.scalers)
 
     @property
     def master_form(self) -> Form | None:
-        """How the masters of bfloat16 weights are kept; None: whole."""
+        """The compressed form of the masters of bfloat16 weights; None: plain FP32."""
         form_of = joints.forms.get(self.policy.master_weights)
         return None if form_of is None else form_of(self.scalers[0].beside)
 
     @property
     def unobserved(self) -> bool:
-        """Whether nobody but the optimizer needs the masters' gradients: no wrapper, scaler or other optimizer."""
+        """Tell whether only this optimizer reads its masters' gradients: no wrapper or other optimizer does."""
         return not (self.wrapped or self.two_passes or self.neighbours.sharing)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -283,7 +297,7 @@ class Stash:
         params = [] if owner is None else [param for param, _ in self.masters.pairs(owner.param_groups)]
         narrow = [param for param in params if param.dtype in LOW_PRECISION]
         for model in [model for ref in self.neighbours.models if (model := ref()) is not None]:
-            # The optimizer may hold no cast parameter. One of the model's is enough, and pickles no other.
+            # One cast parameter of each model is enough, and the optimizer may hold none of them.
             narrow += [param for param in model.parameters() if param.dtype in LOW_PRECISION][:1]
         copied_with = (self.neighbours.siblings, self.neighbours.unowned)
         return {**state, "step": None, "narrow": narrow, "copied_with": copied_with}
@@ -301,34 +315,37 @@ class Stash:
         if (form := self.master_form) is not None:
             self.masters.keep(form)
         if self.policy.master_weights:
-            clipping.install()  # this may be another process
+            clipping.install()  # in the process that loads a pickle, nothing has installed it yet
             joints.tell(joints.unpickled)
 
     def note_gathered(self) -> None:
-        """Let `grad` of the parameters be their masters' where these have gradients by now."""
+        """Set `gathered` if any master has a gradient, and route `param.grad` accordingly."""
         self.gathered = self.gathered or bool(with_gradient(self.masters.links.masters))
         self.route_grads()
 
     def route_grads(self) -> None:
-        """Let `grad` of the parameters be their masters' where those have been gathered, and none are scaled now."""
+        """Route reads of `param.grad` to the masters' gradients, if those are gathered and no gradient is scaled."""
         scaled = self.pending is not None or self.backward.body is not None
         for route in self.masters.routes:
             route.to_masters, route.scaled = self.gathered and not scaled, scaled
 
     def forget_cleared(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Forget what was taken off parameters whose scaled gradients somebody has cleared since the delayed exit."""
+        """Drop the set-aside gradients of parameters whose scaled gradients were cleared after the delayed exit."""
         taken = self.backward.aside
         if taken:
             there = {id(param) for param, _ in pairs if own_grad(param) is not None}
             self.backward.aside = {key: aside for key, aside in taken.items() if key in there}
 
     def clear_found(self) -> None:
-        """Forget the overflows of gradients that are gone; not with two passes: the first has moved weights by them."""
+        """Forget overflows of gradients that were cleared.
+
+        With `two_passes` overflows are not forgotten, because the first pass has moved the weights by these gradients.
+        """
         if not self.two_passes:
             self.found.clear()
 
     def note_found(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Remember, on the device, that gradients of `scaler`'s loss went into the next step."""
+        """Record the overflow flag of gradients of `scaler`'s loss, on the device, for the next step."""
         for index, (known, earlier) in enumerate(self.found):
             if known is scaler:
                 self.found[index] = (scaler, torch.maximum(earlier, found_inf.to(earlier.device)))
@@ -337,7 +354,7 @@ class Stash:
 
 
 def distinct_pairs(optimizers: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor]]:
-    """(param, master) of all the optimizers' parameters, one that several of them share once."""
+    """Return (param, master) for the parameters of all `optimizers`, each parameter once."""
     if len(optimizers) == 1:
         return known_stash(optimizers[0]).masters.of_groups(optimizers[0].param_groups).distinct
     return list(
@@ -350,7 +367,7 @@ def distinct_pairs(optimizers: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor]]
 
 
 def note_sharing(optimizers: Sequence[Any]) -> None:
-    """Tell each of a training's optimizers which of the others hold parameters of its own."""
+    """Store, for each of a training's optimizers, the others that hold parameters of it."""
     held = [
         (optimizer, stash, {id(param) for param, _ in stash.masters.pairs(optimizer.param_groups)})
         for optimizer in optimizers
@@ -362,12 +379,12 @@ def note_sharing(optimizers: Sequence[Any]) -> None:
 
 
 def siblings(stash: Stash) -> list[tuple[Any, Stash]]:
-    """The optimizers of the training, this one among them, which are still in it."""
+    """Return (optimizer, stash) for the optimizers that are still in the training, including this one."""
     return _still_in_training(stash.neighbours.siblings)
 
 
 def sharing(stash: Stash) -> list[tuple[Any, Stash]]:
-    """The other optimizers of the training that hold parameters of this one, which are still in it."""
+    """Return (optimizer, stash) for the other optimizers still in the training that hold parameters of this one."""
     return _still_in_training(stash.neighbours.sharing) if stash.neighbours.sharing else []
 
 
@@ -377,7 +394,7 @@ def _still_in_training(refs: list[weakref.ref[Any]]) -> list[tuple[Any, Stash]]:
 
 
 def overflowed(scalers: list[LossScaler], flags: list[float]) -> list[LossScaler]:
-    """Those of the scalers whose flag is up; the others are told that the step was taken."""
+    """Return the scalers whose flag is not 0, and notify the others that the step was taken."""
     for scaler, flag in zip(scalers, flags, strict=True):
         if not flag:
             scaler.stepped()
@@ -385,20 +402,20 @@ def overflowed(scalers: list[LossScaler], flags: list[float]) -> list[LossScaler
 
 
 def stash_of(optimizer: Any) -> Stash | None:
-    """What amp_patch knows of `optimizer`; None where that went through no `initialize`."""
+    """Return the stash of `optimizer`; None if it did not go through `initialize`."""
     return getattr(optimizer, _ATTRIBUTE, None)
 
 
 def known_stash(optimizer: Any) -> Stash:
-    """What amp_patch knows of `optimizer`, which went through `initialize`."""
+    """Return the stash of `optimizer`, which went through `initialize`; AttributeError otherwise."""
     stash: Stash = getattr(optimizer, _ATTRIBUTE)
     return stash
 
 
 def enabled_stash(optimizer: Any) -> Stash | None:
-    """The stash of an optimizer whose training is enabled.
+    """Return the stash of an optimizer whose training is enabled; None if it has no stash or another one's.
 
-    None for a copy of such an optimizer, and for one inside of a ZeroRedundancyOptimizer.
+    A shallow copy, and the inner optimizer of a ZeroRedundancyOptimizer, have the stash of another optimizer.
     """
     stash = stash_of(optimizer)
     if not isinstance(stash, Stash) or not stash.enabled:
@@ -408,17 +425,17 @@ def enabled_stash(optimizer: Any) -> Stash | None:
 
 
 def give_stash(optimizer: Any, stash: Stash) -> None:
-    """Let `optimizer` have `stash`, in place of another if there is one."""
+    """Store `stash` as the stash of `optimizer`, replacing any other."""
     setattr(optimizer, _ATTRIBUTE, stash)
 
 
 def take_stash(optimizer: Any) -> None:
-    """Undo `give_stash`."""
+    """Remove the stash of `optimizer`."""
     delattr(optimizer, _ATTRIBUTE)
 
 
 def name_parameters(stash: Stash, models: list[nn.Module]) -> None:
-    """Give the stash the qualified names of the models' parameters, for its messages."""
+    """Store the qualified names of the models' parameters in the stash, for messages."""
     for index, model in enumerate(models):
         prefix = f"models[{index}]." if len(models) > 1 else ""
         for name, param in model.named_parameters():

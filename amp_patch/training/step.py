@@ -1,7 +1,8 @@
-"""One `step` of an optimizer: settled before users' hooks, decided, made by a strategy and published inside of them.
+"""One `step` of an optimizer that went through `initialize`: skipped after an overflow, or made by a strategy.
 
-The order is a contract (tests/training/test_step_order.py). Users' pre-hooks find unscaled gradients, whenever they
-were registered, and what they write into masters is where the step begins. Users' post-hooks find published weights.
+The order is a contract (tests/training/test_step_order.py). Users' pre-hooks find unscaled gradients, whenever the
+hooks were registered, and the step starts from the values that they write into masters. Users' post-hooks find weights
+that the step has changed.
 """
 
 from __future__ import annotations
@@ -30,40 +31,42 @@ from amp_patch.training.slips import warn_of_no_scaler_step
 from amp_patch.training.stash import Stash, body_events, sharing, stash_of
 from amp_patch.training.unscale import unscale_pending
 
-Plain = Callable[..., Any]  # the `step` of an optimizer's own class
+Plain = Callable[..., Any]  # the type of the `step` that an optimizer's own class defines
 
 
 class Strategy:
-    """How the steps of a class of optimizers are made.
+    """A way to make the steps of a class of optimizers.
 
     Attributes:
-        waits: whether it is for gradients that wait in low precision, and `suits` is asked only where they may.
+        waits: whether the strategy is for deferred gradients (low-precision ones, not yet converted to FP32). If so,
+            `suits` is called only for optimizers whose gradients may be deferred.
     """
 
     waits = True
 
     def suits_class(self, base: Any) -> bool:
-        """Whether this is how optimizers of the class `base` are stepped, where nothing else is chosen for one."""
+        """Tell whether this is the strategy of optimizers of the class `base` that `initialize` chose no other for."""
         return False
 
     def knows(self, optimizer: Any, stash: Stash) -> bool:
-        """Whether it takes gradients that wait, with the settings of now; logs why not."""
+        """Tell whether the strategy takes deferred gradients with the optimizer's present settings; log why not."""
         return False
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
-        """Whether the coming step can be made so; `given`: it has a closure, or what Apex's once took. Logs why not."""
+        """Tell whether the strategy can make the coming step; log why not. `given`: as of `Step`."""
         raise NotImplementedError
 
     def run(self, step: Step, plain: Plain) -> Any:
-        """Make the step, on weights and masters that are brought in step before; no sync.
+        """Make the step and return its result; no sync with the device.
 
-        `step.unpublished` gets the masters that are still to be rounded into the weights.
+        The strategy first syncs weights and masters that user code has edited. If it leaves masters that are not
+        rounded into their weights, it stores them in `step.unpublished`.
         """
         raise NotImplementedError
 
 
 class Whole(Strategy):
-    """The strategy that suits every optimizer: its own step, on all parameters at once."""
+    """The strategy that suits every optimizer: one call of the optimizer's own `step`, on all parameters."""
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         return True
@@ -81,24 +84,27 @@ WHOLE = Whole()
 
 
 class Step(Block):
-    """What lies between users' pre-hooks and post-hooks, in the order of its methods: a `with` block around `run`.
+    """One step of one optimizer, between users' pre-hooks and post-hooks: a context manager around a call of `run`.
 
-    On leaving, the masters that the strategy has left are published and the gradients consumed. After an exception
-    those masters are that were written, and the gradients are consumed if any was; else both are as before.
+    The entry decides whether the step is skipped, and `run` makes it. The exit rounds the masters in `unpublished` into
+    their weights, and clears the gradients of the step.
+
+    If an exception ends the block, the exit rounds the masters that the step has written by then, and clears the
+    gradients if there are any such masters. Otherwise weights, masters and gradients stay as they were.
 
     Args:
-        optimizer: the innermost one.
-        stash: the optimizer's.
-        args, kwargs: what `step` was given.
+        optimizer: the innermost optimizer.
+        stash: the optimizer's stash.
+        args, kwargs: the arguments of the call of `step`.
 
     Attributes:
-        given: whether that is a closure, or what Apex's once took.
+        given: whether an argument of `step` is not None: a closure, or an argument of Apex's old `step`.
         links: the optimizer's parameters that have masters.
-        skipped: whether the host knows of an overflow, so that no strategy is asked.
-        overflow: FP32, shape []: the flag on the device by which the optimizer skips there; None: it does not.
-        writes: whether what is written into masters from now on is the step, and not an edit of the user's.
-        stepped: whether a strategy has made the whole step, and brought masters and weights in step by itself.
-        unpublished: the masters that a strategy has not rounded into the weights.
+        skipped: whether the host knows of an overflow. If so, no strategy runs.
+        overflow: the flag that the optimizer reads on the device to skip there, FP32, shape []; None if it cannot.
+        writes: whether writes to masters belong to the step. Until a strategy sets this, they are edits by user code.
+        stepped: whether a strategy has made the whole step, and has rounded the masters into their weights already.
+        unpublished: the masters that the strategy has not rounded into their weights; None if there are none.
     """
 
     def __init__(self, optimizer: Any, stash: Stash, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
@@ -119,7 +125,7 @@ class Step(Block):
 
     @property
     def is_running(self) -> bool:
-        """Whether the block was entered, and not left."""
+        """Whether the block was entered and has not ended."""
         return self.stash.step is self
 
     def __enter__(self) -> Step:
@@ -134,7 +140,7 @@ class Step(Block):
         if is_capturing:
             joints.tell(joints.captured, optimizer, stash)
         if stash.pending is not None or stash.neighbours.sharing:
-            unscale_pending(optimizer)  # `prepare` has not: a method was captured, or a pre-hook has run a backward
+            unscale_pending(optimizer)  # `prepare` did not run (a captured method), or a pre-hook ran a backward
         if not warn_of_no_scaler_step(optimizer, stash) and self.links.params:
             _warn_of_ungathered(optimizer, stash, self.links)
         if stash.device_skips:
@@ -143,14 +149,14 @@ class Step(Block):
         self.skipped, self.overflow = overflow.decide(optimizer, stash, is_capturing, self._may_skip)
         if self.overflow is not None:
             optimizer.grad_scale, optimizer.found_inf = None, self.overflow
-        casts_state.in_use.free_scratch()  # a backward outside of `scale_loss` has left it
-        if casts_state.current() is not None:  # the casts that act here are not for the optimizer's own arithmetic
+        casts_state.in_use.free_scratch()  # a backward outside of `scale_loss` does not free its scratch memory
+        if casts_state.current() is not None:  # casts must not change the optimizer's own arithmetic
             self._no_casts = regions.region(None)
             self._no_casts.__enter__()
         return self
 
     def run(self, strategy: Strategy, plain: Plain) -> Any:
-        """Have `strategy` make the step, if it is not skipped; returns what `step` returns."""
+        """Make the step with `strategy`, unless the step is skipped; return the result of `step`."""
         if self.skipped:
             settle(self.links)
             closure = self._closure()
@@ -163,7 +169,7 @@ class Step(Block):
         self.leave()
 
     def leave(self) -> None:
-        """End the step; called again after an exception in here, it does the rest."""
+        """End the step. If an exception interrupts this method, a second call does what the first has left."""
         stash, optimizer = self.stash, self.optimizer
         if stash.step is not self:
             return
@@ -184,7 +190,7 @@ class Step(Block):
         stash.step = self._exit_watch = self._claim = None
 
     def _leave_for_good(self) -> None:
-        """`leave`, after which the step is over whatever came of it: with `stash.step` set none would be checked."""
+        """Call `leave`, and clear `stash.step` even if that raises: while it is set, no later step is checked."""
         try:
             self.leave()
         finally:
@@ -195,23 +201,23 @@ class Step(Block):
         stash = self.stash
         if self._made and self._may_skip and self.overflow is None and not self._is_consumed:
             overflow.note_stepped(self.optimizer, stash)
-        casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
+        casts_state.drop_cache()  # the version does not tell: fully_shard gathers new values at the old version
         if not self._is_consumed:
             consume(stash)
             self._is_consumed = True
         if self._made and self.unpublished is not None:
-            publish(self.unpublished)  # after a skip on the device these are the values that are there already
+            publish(self.unpublished)  # if the device has skipped the step, this writes the same values again
         if self._made and not stash.neighbours.has_stepped and not device_sync.is_capturing():
             stash.neighbours.has_stepped = True
 
     def take_closure(self) -> Any:
-        """Let the step go on as one that was given no closure; returns what one that was run before has returned."""
+        """Remove the arguments of the step; return the result of a `ClosureAlreadyRun` among them, else None."""
         closure = self._closure()
         self.args, self.kwargs, self.given = (), {}, False
         return closure.result if isinstance(closure, ClosureAlreadyRun) else None
 
     def materialize(self) -> None:
-        """Have the masters that have a gradient in their memory; no sync."""
+        """Allocate the FP32 values of compressed masters that have a gradient; no sync."""
         masters = self.links.masters
         materialize(filter(has_gradient, masters))
         if (closure := self._closure()) is None:
@@ -237,7 +243,7 @@ class Step(Block):
             self.kwargs = {**self.kwargs, "closure": closure}
 
     def _check_closure(self) -> None:
-        """Refuse a closure that would make gradients nobody checks; have any other run with the casts of now."""
+        """Raise if the level takes no closure; else wrap the closure so that it runs with the casts that act now."""
         closure = self._closure()
         if closure is None or isinstance(closure, ClosureAlreadyRun):
             return
@@ -264,7 +270,7 @@ _HOOKS_AROUND = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).
 
 
 def step_of(base: Any) -> Callable[..., Any]:
-    """The `step` of optimizers of the class `base` in a training, around what torch calls the hooks around."""
+    """Return the `step` of the generated class over `base`: it runs around the `step` of `base` and torch's hooks."""
 
     @wraps(base.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -273,65 +279,62 @@ def step_of(base: Any) -> Callable[..., Any]:
             return base.step(self, *args, **kwargs)
         prepare(self, stash, args, kwargs)
         if "_optimizer_step_pre_hooks" in vars(self):
-            result = base.step(self, *args, **kwargs)  # which `lead_to_step` leads to `Step`, inside of the hooks
+            result = base.step(self, *args, **kwargs)  # calls `Step` inside the hooks (`lead_to_step`)
         else:
             result = _around(base.step, self, stash, args, kwargs)
         if (links := stash.masters.links).params:
-            publish_written(links)  # by users' post-hooks
+            publish_written(links)  # users' post-hooks may have written masters
         return result
 
-    step.hooked = True  # else torch would call the hooks around this method too
+    step.hooked = True  # without this, torch would call the hooks around this method too
     return eager_only(step)
 
 
 def lead_to_step(optimizer: Any) -> None:
-    """Have `step` of the optimizer's class come to `Step` for the optimizers of trainings, inside of its hooks.
+    """Replace the `step` inside torch's hooks, for all optimizers of the class, by one that runs `Step`.
 
-    torch's function that calls the hooks keeps the class's own step in a cell of its closure. That cell is filled anew,
-    until `amp.restore()`: so whoever has captured the method before `initialize` (a scheduler, a wrapper, a compiled
-    step) comes to `Step` too. Optimizers that are in no training, and classes without hooks, step as before.
+    torch's function that calls the hooks stores the class's own `step` in a cell of its closure. This replaces the
+    content of the cell until `amp.restore()`. Without this, code that captured the method before `initialize` (a
+    scheduler, a wrapper, a compiled step) would bypass `Step`. Optimizers that are in no training still run the class's
+    own `step`. Classes without hooks are not changed.
     """
     if "_optimizer_step_pre_hooks" not in vars(optimizer):
         return
     base: Any = base_class(optimizer)
-    if not getattr(base.step, "hooked", False):  # an unpickled optimizer is the first of `base`
+    if not getattr(base.step, "hooked", False):  # no constructor has run: the optimizer was unpickled
         base.step = torch.optim.Optimizer.profile_hook_step(base.step)
         vars(base.step)["hooked"] = True
     layer = _around_hooks(base.step)
-    if layer is not None and (cell := cell_of(layer)) is not None:  # else it is filled anew already
+    if layer is not None and (cell := cell_of(layer)) is not None:  # None if the content was replaced before
         within = _within_hooks(layer.__wrapped__)
         _installation.add(lambda patches: patches.set_cell(cell, within))
 
 
 def plain_step(base: Any) -> Plain | None:
-    """The class's own step, inside of torch's hooks; None of a class without them."""
+    """Return the class's own step, which torch's hooks are around; None if the class has no hooks."""
     layer = _around_hooks(base.step)
     return None if layer is None else layer.__wrapped__
 
 
 def _around_hooks(step: Any) -> Any:
-    """torch's function that calls the hooks around a step, of those that wrap it; None where there is none."""
+    """Return the wrapper of `step` that calls torch's hooks; None if no wrapper does."""
     layer = step
     while layer is not None and getattr(layer, "__code__", None) is not _HOOKS_AROUND:
         layer = getattr(layer, "__wrapped__", None)
     return layer
 
 
-trusted_steps: set[Plain] = set()  # the steps of other classes for which users answer
+trusted_steps: set[Plain] = set()  # filled by `register_per_parameter_optimizer`
 
 
 def suiting(strategy: Strategy, step: Step, *, trusted: bool) -> Strategy:
-    """`strategy`, or WHOLE where it does not suit.
-
-    Args:
-        trusted: whether the class's own step is as its author wrote it.
-    """
+    """Return WHOLE if `strategy` cannot make the step, or the class's own step is patched (not `trusted`)."""
     is_asked = trusted and (step.stash.masters.waiting is not None or not strategy.waits)
     return strategy if is_asked and strategy.suits(step.optimizer, step.stash, step.given) else WHOLE
 
 
 def _within_hooks(plain: Plain) -> Plain:
-    """What stands in the place of the class's own step, `plain`."""
+    """Return the function that replaces `plain`, the class's own step: it runs `Step` for optimizers of trainings."""
     is_untouched_step = is_untouched(plain)
 
     @eager_only
@@ -344,14 +347,14 @@ def _within_hooks(plain: Plain) -> Plain:
     def within(self: Any, *args: Any, **kwargs: Any) -> Any:
         stash = stash_of(self)
         if stash is None or not stash.enabled or stash.step is not None or not isinstance(self, Generated):
-            return plain(self, *args, **kwargs)  # which torch.compile compiles as ever
+            return plain(self, *args, **kwargs)  # torch.compile can trace it
         return stepped(self, stash, args, kwargs)
 
     return within
 
 
 def _around(whole: Plain, optimizer: Any, stash: Stash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A step of an optimizer that has no hooks, so that observers are told here."""
+    """Run `Step` for an optimizer without hooks, and notify observers, which otherwise torch's global hooks do."""
     observers.tell("step_begins", optimizer)
     with Step(optimizer, stash, args, kwargs) as step:
         result = step.run(WHOLE, whole)
@@ -360,9 +363,9 @@ def _around(whole: Plain, optimizer: Any, stash: Stash, args: tuple[Any, ...], k
 
 
 def prepare(optimizer: Any, stash: Stash, args: Any, kwargs: Any) -> None:
-    """Before users' pre-hooks: refuse a step that cannot be, and leave unscaled gradients on masters; no sync.
+    """Before users' pre-hooks: check that a step is possible, and unscale gradients of delayed exits; no sync.
 
-    Given a closure, which may be refused, this leaves gradients as they are: `Step` unscales them.
+    If `step` was called with a closure, which `Step` may refuse, gradients stay scaled until `Step` unscales them.
     """
     if stash.backward.body is not None or stash.backward.other_open_bodies:
         _refuse_in_body(optimizer, stash)
@@ -374,9 +377,9 @@ def prepare(optimizer: Any, stash: Stash, args: Any, kwargs: Any) -> None:
 
 
 def consume(stash: Stash) -> None:
-    """Forget the gradients that a step, taken or skipped, was for: those of its masters that nobody awaits.
+    """Clear the gradients that a step, taken or skipped, was for.
 
-    Another optimizer of the training awaits a gradient of a master that it holds too and has yet to step with.
+    If another optimizer of the training holds a master too, and has yet to step with its gradient, that gradient stays.
     """
     stash.gathered, stash.backward.first_unscaled_grad = False, None
     stash.backward.strays.clear()
@@ -389,7 +392,7 @@ def consume(stash: Stash) -> None:
 
 
 def _awaited_by_others(stash: Stash) -> set[int]:
-    """The masters (ids) that another optimizer of the training holds too and has yet to step with."""
+    """Return the ids of the masters that another optimizer of the training holds too and has yet to step with."""
     awaited: set[int] = set()
     for _, known in sharing(stash):
         if known.gathered:
@@ -398,7 +401,7 @@ def _awaited_by_others(stash: Stash) -> set[int]:
 
 
 def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
-    """Raise if a body of `scale_loss` is running that has yet to unscale, or to bring back, gradients of this step."""
+    """Raise if gradients of this step are scaled, unchecked or set aside until a running body of `scale_loss` ends."""
     body, others = stash.backward.body, stash.backward.other_open_bodies
     pairs = stash.masters.pairs(optimizer.param_groups)
     own = any(param is master for param, master in pairs)
@@ -418,17 +421,17 @@ def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
 
 
 def _warn_of_ungathered(optimizer: Any, stash: Stash, links: LinkList) -> None:
-    """Warn of gradients of cast parameters that no exit of `scale_loss` has brought to their masters (`links`).
+    """Warn of gradients on cast parameters that no exit of `scale_loss` has moved to their masters (`links`).
 
     The loss of another optimizer may rightly leave such gradients (a GAN's generator loss fills the discriminator's).
-    After the body of another optimizer the warning comes only if no master of this one has a gradient.
+    So if a body of another optimizer has run since this one's last, a gradient on any master suppresses the warning.
     """
     left, dropped = with_gradient(links.params), stash.backward.strays
     if not (left or dropped):
         return
     strays = {id(links.masters[index]): links.params[index] for index in left}
     strays |= {id(link.master): param for param, link in links if id(param) in dropped}
-    # Whether a body of another optimizer is running, or was since the last one of this optimizer.
+    # Whether a body of another optimizer is running, or has run since this optimizer's last body.
     others = bool(stash.backward.other_open_bodies) or stash.backward.ended != body_events.count
     if others and any(map(has_gradient, links.masters)):
         return

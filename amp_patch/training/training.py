@@ -1,4 +1,4 @@
-"""What one call of `initialize` makes of models and optimizers, and its undo."""
+"""Trainings: one call of `initialize` puts models and optimizers into a training, and `restore` takes them out."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ logger = logging.getLogger("amp_patch")
 
 @dataclass(frozen=True)
 class Dialect:
-    """Whose names the objects of a training answer to, beside ours; the drop-in for Apex has subclasses of its own.
+    """The classes of a training's objects. The drop-in for Apex replaces them by subclasses with Apex's names.
 
     Attributes:
-        scaler: made once per loss, by its `of`.
-        stash: `optimizer._amp_stash`.
-        optimizer: what `initialize` adds to an optimizer's class.
-        models_may_be_low_precision: take models whose parameters are float16 or bfloat16 already, as they are.
-        takes_any_type: take such models as if they were FP32 (`incoming.py`).
+        scaler: the class of the loss scalers. Its `of` makes one for each loss.
+        stash: the class of `optimizer._amp_stash`.
+        optimizer: the methods that `initialize` adds to an optimizer's class.
+        models_may_be_low_precision: whether models with float16 or bfloat16 parameters are accepted unchanged.
+        takes_any_type: whether such models are accepted and treated as FP32 models (`incoming.py`).
     """
 
     scaler: type[LossScaler] = LossScaler
@@ -68,7 +68,7 @@ class Dialect:
 
 @dataclass
 class Training:
-    """What one call of `initialize` made. Models and optimizers are held weakly: a training keeps nothing alive."""
+    """The result of one call of `initialize`. Its references to models and optimizers are weak."""
 
     policy: Policy
     scalers: list[LossScaler]
@@ -80,9 +80,9 @@ class Training:
         return any(ref() is not None for ref in (*self.models, *self.optimizers))
 
 
-# Oldest first. `restore` undoes all; `state_dict` without arguments speaks of the last.
+# Oldest first. `restore` undoes all; `state_dict` without arguments saves the last one's loss scales.
 trainings: list[Training] = []
-# Whether an `initialize` was disabled: without a training `load_state_dict` is a no-op then.
+# Whether `initialize(enabled=False)` was called. If so, `load_state_dict` without a training does nothing.
 _disabled = False
 
 
@@ -98,7 +98,7 @@ def begin_training(
     methods: tuple[str, ...] = (),
     process_group: Any = None,
 ) -> Training:
-    """Make a training of checked models and innermost optimizers, none of which is in another one."""
+    """Make a training of models and innermost optimizers that were checked and are in no other training."""
     scalers = [dialect.scaler.of(policy, loss_id=loss_id, verbosity=verbosity) for loss_id in range(num_losses)]
     trainings[:] = [training for training in trainings if training.alive()]
     optimizers = Siblings(map(weakref.ref, targets))
@@ -108,14 +108,14 @@ def begin_training(
         enter(training, models, targets, kept or [], methods, process_group)
         observers.tell("training_begun", training)
     except BaseException:
-        Attempts()(leave, models, targets)  # an error of `leave` would hide the first one
+        Attempts()(leave, models, targets)  # without `Attempts`, an error of `leave` would hide the first error
         trainings.remove(training)
         raise
     return training
 
 
 def all_optimizers() -> list[Any]:
-    """The optimizers of all trainings."""
+    """Return the optimizers of all trainings."""
     alive = [ref() for training in trainings for ref in training.optimizers]
     return [optimizer for optimizer in alive if stash_of(optimizer) is not None]
 
@@ -128,7 +128,7 @@ clipping.before_clipping.append(_before_clipping)
 
 
 def leave_all(trainings: list[Training]) -> None:
-    """`leave` what is alive of these, last first."""
+    """Call `leave` for the models and optimizers of these trainings that still exist, the last training first."""
     attempt = Attempts()
     for training in reversed(trainings):
         models = [model for ref in training.models if (model := ref()) is not None]
@@ -146,7 +146,7 @@ def check_arguments(
     dialect: Dialect,
     process_group: Any,
 ) -> list[nn.Module]:
-    """Validate everything that can be wrong with models and optimizers; returns the modules that stay FP32."""
+    """Raise if `initialize` cannot take these models and optimizers; return the modules that stay FP32."""
     if not models:
         raise ValueError(
             "initialize: models is empty (None, or a list without a model); wanted a torch.nn.Module or a list of "
@@ -161,8 +161,8 @@ def check_arguments(
     model_tensors.check_methods(models, methods)
     if dialect.takes_any_type:
         known = [known for training in trainings for ref in training.models if (known := ref()) is not None]
-        earlier = [model for model in known if model_forward.policy_of(model) is not None]  # and was not left since
-        # A copied model is in no training; its state knows which of its parameters came in low precision.
+        earlier = [model for model in known if model_forward.policy_of(model) is not None]  # others were restored
+        # A copied model is in no training, but its state tells which of its parameters came in low precision.
         earlier += [m for model in models for m in model.modules() if followed_policy(m) is not None]
         incoming.arrive(models, {id(p) for known in earlier for p in known.parameters()})
     kept = kept_modules(models, policy, keep_fp32, low_tables=any(map(incoming.came_low, models)))
@@ -179,7 +179,7 @@ def check_arguments(
 
 
 def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Module], policy: Policy) -> None:
-    """Undo what earlier calls of `initialize` did to these objects, as far as `policy` wants it otherwise."""
+    """Undo earlier calls of `initialize` for these objects, except casts of models that `policy` makes too."""
     again = [model for model in models if model_forward.policy_of(model) is not None]
     recast = [
         model for model in again if model_forward.is_copy(model) or model_tensors.not_cast_to(model, kept, policy)
@@ -193,7 +193,7 @@ def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Mod
     for target in targets:
         if stash_of(target) is not None:
             optimizer_side.restore(target, recast_state=False)
-    if not policy.master_weights:  # else weights that stay cast keep masters that no optimizer steps
+    if not policy.master_weights:  # without this, weights that stay cast keep masters that no optimizer steps
         left = links_of(dict.fromkeys(param for model in again for param in model.parameters()))
         settle(left)
         for param, _ in left:
@@ -208,7 +208,7 @@ def enter(
     methods: tuple[str, ...],
     process_group: Any,
 ) -> None:
-    """Give models and optimizers what `training` wants of them: classes, stashes, masters, casts; then patch torch."""
+    """Put models and optimizers into `training`: classes, stashes, masters and casts; then patch torch."""
     policy = training.policy
     retyped = _widen(models, kept, policy)
     low = policy.cast_model_type
@@ -228,7 +228,7 @@ def enter(
             neighbours=Neighbours(
                 siblings=training.optimizers,
                 models=[weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())],
-                # Modules whose parameters no optimizer holds yet count too: they may be added to this one.
+                # Modules whose parameters no optimizer holds yet count too: user code may add them to this one.
                 sharded=[weakref.ref(module) for module, inside in sharded if held & inside or not owned & inside],
                 unowned=unowned,
                 process_group=process_group,
@@ -270,14 +270,18 @@ def enter(
 
 
 def _widen(models: list[nn.Module], kept: list[nn.Module], policy: Policy) -> set[int]:
-    """Make FP32 what came in low precision and is FP32 under `policy`; returns the ids of the parameters."""
+    """Cast to FP32 the weights and buffers that came in low precision and that `policy` wants in FP32.
+
+    Returns:
+        The ids of the parameters that were cast.
+    """
     stays = {id(p) for module in kept for p in module.parameters()}
     widened = incoming.params_to_widen(models, stays, policy)
     model_tensors.cast(widened, torch.float32)
     incoming.widen_buffers(incoming.buffers_to_widen(models, kept, policy))
     for model in models if policy.changes_nothing else ():
         if not incoming.has_widened(model):
-            incoming.give_buffers_back(model)  # an earlier training has made them FP32
+            incoming.give_buffers_back(model)  # an earlier training has cast them to FP32
     if widened and policy.patch_torch_functions and is_first_rank():
         logger.info(
             "initialize: %d trained weights that came in low precision are FP32 at %s, which takes %d bytes more; O5 "
@@ -290,7 +294,7 @@ def _widen(models: list[nn.Module], kept: list[nn.Module], policy: Policy) -> se
 
 
 def mark_disabled(dialect: Dialect, targets: list[Any]) -> None:
-    """Give these optimizers a stash that is not enabled, by which `scale_loss` knows that it does nothing for them."""
+    """Give these optimizers a disabled stash, so that `scale_loss` accepts them and does nothing."""
     global _disabled
     _disabled = True
     for target in targets:
@@ -300,12 +304,16 @@ def mark_disabled(dialect: Dialect, targets: list[Any]) -> None:
 
 
 def leave(models: list[nn.Module], targets: list[Any], *, give_back: bool = True) -> None:
-    """Undo `initialize` for these models and innermost optimizers; what went through none is passed over.
+    """Undo `initialize` for these models and innermost optimizers. Objects that are in no training are left alone.
 
-    Without `give_back` weights with FP32 values stay FP32, whatever they came in: another training goes on with them.
+    Args:
+        models: models, each once.
+        targets: innermost optimizers.
+        give_back: cast weights back to the dtype that they came in. If False, weights with FP32 values stay FP32,
+            because another training continues with them.
 
     Raises:
-        RuntimeError: one that cannot be restored, by name, when all others are.
+        RuntimeError: an object cannot be restored. All others are restored before this error, which names it.
     """
     attempt = Attempts()
     params = {id(p): p for model in models for p in model.parameters()}
@@ -324,7 +332,7 @@ def leave(models: list[nn.Module], targets: list[Any], *, give_back: bool = True
 
 
 def _by_name(undo: Callable[[Any], None], subject: Any) -> None:
-    """`undo(subject)`, whose errors all say what could not be restored."""
+    """Call `undo(subject)`; if it raises, name the subject in the error."""
     name = base_class(subject).__name__
     try:
         undo(subject)
@@ -333,27 +341,28 @@ def _by_name(undo: Callable[[Any], None], subject: Any) -> None:
             raise
         raise RuntimeError(
             f"restore: this {name} could not be restored whole ({type(error).__name__}: {error}), everything else is; "
-            "it was changed after initialize() in a way from which none is known back: call restore() first"
+            "it was changed after initialize() in a way that restore() cannot undo: call restore() before that"
         ) from error
 
 
 def forget() -> None:
-    """Clear the list of trainings, and that one was disabled."""
+    """Clear the list of trainings, and forget that `initialize(enabled=False)` was called."""
     global _disabled
     trainings.clear()
     _disabled = False
 
 
 def newest_training() -> Training | None:
-    """What the latest `initialize` made."""
+    """Return the training of the latest `initialize`; None if there is none."""
     return trainings[-1] if trainings else None
 
 
 def scalers_of(optimizers: Any, caller: str) -> list[LossScaler]:
-    """The loss scalers of the optimizers' training; of the newest one without any.
+    """Return the loss scalers of the training of `optimizers`; if it is None, the newest training's.
 
     Raises:
-        RuntimeError: `load_state_dict` before the first `initialize`, which would lose the scale.
+        RuntimeError: `load_state_dict` before the first `initialize`, which would overwrite the loaded scale.
+        ValueError: the optimizers belong to several trainings.
     """
     if optimizers is None:
         training = newest_training()

@@ -64,9 +64,9 @@ BROKEN = {
     "initialize(), and its master is [1, 1] on cpu; it has the master's value again, and later writes into it "
     "are lost: call restore() first, then model.double() and similar conversions",
     broken_group: "restore: this SGD could not be restored whole (TypeError: 'int' object is not iterable), everything "
-    "else is; it was changed after initialize() in a way from which none is known back: call restore() first",
+    "else is; it was changed after initialize() in a way that restore() cannot undo: call restore() before that",
     broken_handle: "restore: this SGD could not be restored whole (ZeroDivisionError: no handle), everything else is; "
-    "it was changed after initialize() in a way from which none is known back: call restore() first",
+    "it was changed after initialize() in a way that restore() cannot undo: call restore() before that",
 }
 
 
