@@ -13,11 +13,10 @@ def script_fixture() -> Any:
     return benchmark_scripts.load("uneven_gradients")
 
 
-@pytest.mark.parametrize("level", ["O0", "O5+split"])
-@pytest.mark.parametrize("share", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize(("share", "level"), [(1e-2, "O0"), (1e-3, "O0"), (1e-4, "O0"), (1e-3, "O5+split")])
 def test_outputs_with_a_small_share_of_the_loss_are_learned_as_with_fp32_state(script, share, level):
-    ours, wanted = (script.held_out_loss(share, state, 800, level=level) for state in ("8bit", None))
-    assert ours < 1.05 * wanted < 1.3 * script.NOISE**2
+    ours, wanted = (script.held_out_loss(share, state, 600, level=level) for state in ("8bit", None))
+    assert ours < 1.05 * wanted < 1.4 * script.NOISE**2
 
 
 @pytest.mark.slow
@@ -52,4 +51,4 @@ def test_squares_beside_a_large_element_fall_as_with_fp32_state(script, beta2, s
 @pytest.mark.parametrize("steps", [300, pytest.param(3000, marks=pytest.mark.slow)])
 def test_the_running_maximum_of_amsgrad_is_near_that_with_fp32_state(script, steps):
     ratio = script.ratio("max_exp_avg_sq", script.one_large(steps), betas=(0.9, 0.99), amsgrad=True)
-    assert 0.9 < ratio.min() and ratio.mean() < 1.1 and ratio.max() < 2
+    assert ratio.min() > 0.7 and 0.95 < ratio.mean() < 1.05 and ratio.max() < 1.5
