@@ -1,4 +1,4 @@
-"""`optimizer_state="8bit"` where gradients in one block differ by orders of magnitude: benchmarks/uneven_gradients.py."""
+"""`optimizer_state="8bit"` where gradients in one block differ by orders of magnitude, by a benchmark's cases."""
 
 from __future__ import annotations
 
