@@ -1,7 +1,7 @@
 """amp_patch: the opt-level switch for mixed-precision training. See `initialize` and `scale_loss`.
 
-`from amp_patch import amp` and `import amp_patch as amp` give the same names. Importing patches nothing.
-What a training need not have (recording, comparison, diagnosis, the graph) is imported when a name of it is first used.
+`from amp_patch import amp` and `import amp_patch as amp` give the same names. Importing patches nothing. Parts that a
+training does not need (recording, comparison, diagnosis, the graph) are imported at the first use of their names.
 """
 
 from __future__ import annotations
@@ -9,6 +9,14 @@ from __future__ import annotations
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
+
+# For `python -m amp_patch compare`, Python imports this file first, and the import of torch takes seconds.
+if (
+    sys.argv[:1] == ["-m"]
+    and sys.orig_argv[-len(sys.argv) :][:2] in (["amp_patch", "compare"], ["amp_patch", "search"])
+    and not {"-h", "--help"} & {*sys.argv}
+):
+    print(f"{sys.argv[1]}: loading torch", flush=True)
 
 try:
     import torch as _  # noqa: F401
@@ -50,8 +58,8 @@ from amp_patch.frontend import (
 )
 from amp_patch.grad_scaler import GradScaler
 from amp_patch.model.fp32_copies import fp32_copy
-from amp_patch.training.per_parameter import register_per_parameter_optimizer
 from amp_patch.training.scale_loss import loss_scale, scale_loss
+from amp_patch.ways.per_parameter import register_per_parameter_optimizer
 
 if TYPE_CHECKING:
     from amp_patch import graph
@@ -61,6 +69,7 @@ if TYPE_CHECKING:
     from amp_patch.lab.diagnose.inspect import inspect
     from amp_patch.lab.diagnose.output_distance import compare_outputs
     from amp_patch.lab.recording.recorder import log, record
+    from amp_patch.lab.survey.survey import survey
 
 __version__ = "0.4.0"
 
@@ -99,9 +108,10 @@ __all__ = [
     "restore",
     "scale_loss",
     "state_dict",
+    "survey",
 ]
 
-# Name -> the module that defines it, which is imported at the name's first use. `graph` is such a module itself.
+# Name -> the module that defines it, which is imported at the first use of the name. `graph` is a module itself.
 _LAZY = {
     "compare": "amp_patch.lab.comparison.notebook",
     "compare_outputs": "amp_patch.lab.diagnose.output_distance",
@@ -111,13 +121,14 @@ _LAZY = {
     "inspect": "amp_patch.lab.diagnose.inspect",
     "log": "amp_patch.lab.recording.recorder",
     "record": "amp_patch.lab.recording.recorder",
+    "survey": "amp_patch.lab.survey.survey",
 }
 
 
-if not TYPE_CHECKING:  # a type checker has these names from the imports above, and is to refuse any other
+if not TYPE_CHECKING:  # a type checker knows these names from the imports above, and must refuse all others
 
     def __getattr__(name: str) -> Any:
-        """A name of `_LAZY`. It is put into this module, which Python does not ask for it again."""
+        """Import a name of `_LAZY`, and store it in this module, so that Python does not call this function again."""
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = importlib.import_module(_LAZY[name])
@@ -126,7 +137,7 @@ if not TYPE_CHECKING:  # a type checker has these names from the imports above, 
 
 
 def _explain_at_next_forward(model: Module) -> None:
-    """Load the lab's `explain`, which most trainings never ask for, and have it report the model's next forward."""
+    """Import the lab's `explain`, which most trainings do not need, and report the model's next forward."""
     importlib.import_module("amp_patch.lab.diagnose.explain").at_next_forward(model)
 
 
@@ -134,5 +145,5 @@ verbose_subscribers.append(_explain_at_next_forward)
 
 
 def __dir__() -> list[str]:
-    """The public names, and what every module has."""
+    """Return the public names and the dunder names of every module."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

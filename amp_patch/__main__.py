@@ -1,6 +1,8 @@
-"""`python -m amp_patch`: `info` says what is in use, `run` runs scripts written for Apex, `check` reads them,
-`compare` runs them at several opt levels, `search` finds what a level must keep in FP32, and `report` shows a
-comparison again."""
+"""The command line `python -m amp_patch`.
+
+`info` prints the installation, `run` runs scripts written for Apex, `check` reads them, `compare` runs them at several
+opt levels, `search` finds the modules that a level must keep in FP32, and `report` shows a comparison again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from amp_patch.lab.comparison.machine import low_precision
 
 
 def info(_: argparse.Namespace) -> None:
-    """versions, which amp_patch is in use, what runs kernels and casts and why, devices, what BF16 and FP16 are here"""
+    """print versions, the amp_patch in use, backends of kernels and casts and why, devices, BF16 and FP16 support"""
     devices = [f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"]
     devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
     rows = {
@@ -41,10 +43,10 @@ class Command(NamedTuple):
     """A subcommand.
 
     Attributes:
-        run: does it. The docstring is the command's help.
+        run: runs the command; its docstring is the command's help.
         add_arguments: declares its arguments.
-        split: divides what was given into the command's own arguments and those of the script that it runs, which
-            become `arguments`. None where there are no such, or argparse can tell them apart.
+        split: splits the command line into the command's arguments and the arguments of the script that it runs, which
+            become `arguments`. None if the command runs no script, or argparse can tell the two apart.
     """
 
     run: Callable[[argparse.Namespace], None]
@@ -52,7 +54,7 @@ class Command(NamedTuple):
     split: Callable[[list[str]], tuple[list[str], list[str]]] | None = None
 
 
-# A new subcommand is a file of lab/commands/ and a line here.
+# To add a subcommand, add a file to lab/commands/ and a line here.
 COMMANDS = {
     "info": Command(info),
     "run": Command(run.run, run.add_arguments),
@@ -64,7 +66,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    # No abbreviations: argparse would look for them among the arguments of the script that `run` is given, too.
+    # No abbreviations: argparse would also find them among the arguments of the script that `run` runs.
     parser = argparse.ArgumentParser(
         prog="python -m amp_patch", description="The opt-level switch for PyTorch.", allow_abbrev=False
     )

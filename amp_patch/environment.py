@@ -1,7 +1,7 @@
-"""An opt level from outside: its name with rungs ("O5+split"), and environment variables that override a script's.
+"""Opt levels from outside the code: names with rungs ("O5+split"), and environment variables that override a script.
 
-A rung is an option of `initialize` that keeps masters or the state in fewer bytes, or the format of products at O6 and
-O7 ("O6+mxfp8"); `RUNGS` has them.
+A rung is a word after the level's name. It sets an option of `initialize` that stores masters or the optimizer's state
+in fewer bytes, or the format of products at O6 and O7 ("O6+mxfp8"). `RUNGS` lists them.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ LEVEL, DTYPE, MASTERS = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MAS
 STATE, BANNED, METHODS = "AMP_PATCH_OPTIMIZER_STATE", "AMP_PATCH_ALLOW_BANNED", "AMP_PATCH_METHODS"
 KEEP_FP32, KEEP_HIGH = "AMP_PATCH_KEEP_FP32", "AMP_PATCH_KEEP_HIGH"
 PER_PARAMETER = "AMP_PATCH_PER_PARAMETER"
-NONE_KEPT = "()"  # of KEEP_HIGH: no module, where an empty variable leaves the first layer and the head
+NONE_KEPT = "()"  # value of KEEP_HIGH for no module; if it is empty, the first layer and the head are kept
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
 _OF_EITHER_DTYPE = ("O1", "O2", "O3")
 
-# What may stand behind a level's name and a "+" -> the option of `initialize` that it gives a value.
+# Rung, the word after a level's name and a "+" -> the option of `initialize` that it sets, and the value.
 RUNGS = {
     **{name: ("dtype", name) for name in PRODUCT_FORMATS},
     SPLIT: ("master_weights", SPLIT),
     STOCHASTIC: ("master_weights", STOCHASTIC),
     "8bit": ("optimizer_state", "8bit"),
 }
-# The environment variables of the same options.
+# The environment variables that set the same options.
 RUNG_VARIABLES = {MASTERS: "master_weights", STATE: "optimizer_state"}
 
 Choice = TypeVar("Choice")
 
 
 class NamedLevel(NamedTuple):
-    """A level by its name, with what its rungs give to `initialize`; `str` is the name, its rungs in the table's order.
+    """A level with the options that its rungs set. `str` gives its name, with the rungs in the order of `RUNGS`.
 
     Attributes:
-        level: of `OPT_LEVELS`.
+        level: a key of `OPT_LEVELS`.
         options: the name of an option -> its value.
     """
 
@@ -68,15 +68,15 @@ class NamedLevel(NamedTuple):
         return "+".join([self.level, *rungs])
 
     def arguments(self, dtype: str | None = None) -> str:
-        """Those of `initialize`, as they are written: 'opt_level="O5", master_weights="split"'.
+        """Return the arguments of `initialize` as source code: 'opt_level="O5", master_weights="split"'.
 
-        With the type "bfloat16" of a level that has another by itself: 'opt_level="O2", dtype=torch.bfloat16'.
+        With `dtype` "bfloat16", for a level whose default type is another: 'opt_level="O2", dtype=torch.bfloat16'.
         """
         told = [f'{name}="{value}"' for name, value in {"opt_level": self.level, **self.options}.items()]
         return ", ".join([*told, f"dtype=torch.{dtype}"] if dtype else told)
 
     def policy(self, dtype: torch.dtype | None = None) -> Policy:
-        """The level's policy, of this type at the levels that have either.
+        """Return the level's policy, in `dtype` if the level takes either type.
 
         Raises:
             ValueError: the level does not take the rung.
@@ -102,10 +102,10 @@ class NamedLevel(NamedTuple):
 
 
 def named_level(name: str) -> NamedLevel:
-    """The level that a name like "O5" or "O5+split" means.
+    """Return the level that a name such as "O5" or "O5+split" means.
 
     Raises:
-        ValueError: it names no level, no rung, or two that contradict each other.
+        ValueError: the name has an unknown level or rung, or two rungs that set one option.
     """
     named = _parsed(name)
     if (own := OPT_LEVELS[named.level].product_format) is not None:
@@ -114,7 +114,7 @@ def named_level(name: str) -> NamedLevel:
 
 
 def _parsed(name: Any) -> NamedLevel:
-    """The level of a name, with the options of its rungs alone."""
+    """Return the level of a name, with only the options of its rungs."""
     level, *rungs = name.split("+") if isinstance(name, str) else [name]
     if not isinstance(level, str) or level not in OPT_LEVELS:
         raise ValueError(f"level {no_level(level)}")
@@ -130,15 +130,15 @@ def _parsed(name: Any) -> NamedLevel:
 
 
 def without_rungs(opt_level: str, options: Options) -> tuple[str, Options]:
-    """The plain level that a caller of `initialize` names, and the options with those that its rungs stand for.
+    """Return the plain level of `opt_level`, and `options` with the options that its rungs set.
 
     Raises:
-        ValueError: it names no level, or a rung that the level does not take or that contradicts an option.
+        ValueError: an unknown level, a rung that the level does not take, or one that contradicts an option.
     """
     try:
         named = _parsed(opt_level)
         if named.options:
-            named.policy(torch.bfloat16)  # O2's type may be an option: `resolve` has it
+            named.policy(torch.bfloat16)  # O2's type may be an option, which `resolve` checks
     except ValueError as error:
         raise ValueError(f"initialize: opt_{error}") from error  # "level 'O1+split' cannot be: ..."
     for option, value in named.options.items():
@@ -150,8 +150,8 @@ def without_rungs(opt_level: str, options: Options) -> tuple[str, Options]:
 
 
 def name_of(policy: Policy) -> str:
-    """The name of a policy's level, with its rungs."""
-    # An FP32 model's weights have no masters, whatever was asked for.
+    """Return the name of a policy's level, with its rungs."""
+    # The weights of an FP32 model have no masters, even if the option was passed.
     masters = None if policy.cast_model_type is None else policy.master_weights
     state = policy.optimizer_state
     found = {"dtype": policy.product_format, "master_weights": masters, "optimizer_state": state}
@@ -159,10 +159,10 @@ def name_of(policy: Policy) -> str:
 
 
 def asked_level() -> str | None:
-    """The level that ``AMP_PATCH_OPT_LEVEL`` names, with its rungs; None where it is not set, or empty.
+    """Return the level that ``AMP_PATCH_OPT_LEVEL`` names, with its rungs; None if it is not set, or empty.
 
     Raises:
-        ValueError: it names no level.
+        ValueError: the variable names no level.
     """
     named = _asked_level()
     return None if named is None else str(named)
@@ -174,7 +174,7 @@ def _asked_level() -> NamedLevel | None:
         return None
     try:
         named = _parsed(name)
-        named.policy(torch.bfloat16)  # O2's type may be the script's: `overridden` has it
+        named.policy(torch.bfloat16)  # O2's type may be the script's, which `overridden` checks
     except ValueError as error:
         raise ValueError(f"initialize: the environment variable {LEVEL}: {error}") from error
     for variable, option in RUNG_VARIABLES.items():
@@ -188,7 +188,7 @@ def _asked_level() -> NamedLevel | None:
 
 
 def with_asked_methods(methods: Iterable[str], models: Iterable[Any]) -> tuple[str, ...]:
-    """A script's `methods`, and those that ``AMP_PATCH_METHODS`` names ("encode,decode") and one of `models` has."""
+    """Return `methods`, extended by the names in ``AMP_PATCH_METHODS`` ("encode,decode") that one of `models` has."""
     methods, models = tuple(methods), list(models)
     names = (each.strip() for each in os.environ.get(METHODS, "").split(","))
     asked = [name for name in names if name and name not in methods]
@@ -200,10 +200,11 @@ def with_asked_methods(methods: Iterable[str], models: Iterable[Any]) -> tuple[s
 
 
 def with_asked_modules(keep_fp32: Any, keep_high: Any, models: Iterable[Any]) -> tuple[Any, Any]:
-    """A script's `keep_fp32`, with the modules that ``AMP_PATCH_KEEP_FP32`` names ("encoder,head.norm") and one of
-    `models` has, and its `keep_high`, or in its place those that ``AMP_PATCH_KEEP_HIGH`` names ("()": none).
+    """Return `keep_fp32` and `keep_high` of a script with the modules that the environment names.
 
-    A name that none of `models` has is logged: a script may call `initialize` for several.
+    The modules of ``AMP_PATCH_KEEP_FP32`` ("encoder,head.norm") that one of `models` has are added. The modules of
+    ``AMP_PATCH_KEEP_HIGH`` replace `keep_high` ("()": none). A name that none of `models` has is logged and not an
+    error, because a script may call `initialize` for several models.
     """
     models = list(models)
     asked = _modules_in(KEEP_FP32, models)
@@ -225,30 +226,31 @@ def _modules_in(variable: str, models: list[Any]) -> list[str]:
 
 
 def per_parameter_optimizers() -> dict[str, list[str]]:
-    """The classes of optimizers that ``AMP_PATCH_PER_PARAMETER`` names, and for each the state that stays FP32.
+    """Return the optimizer classes in ``AMP_PATCH_PER_PARAMETER``, and for each the names of state that stays FP32.
 
-    "Lion,AdamWScheduleFree:z,ADOPT" names three; a second name of state stands behind another colon.
+    "Lion,AdamWScheduleFree:z,ADOPT" names three classes; each name of state follows a colon.
     """
     asked = (entry.strip() for entry in os.environ.get(PER_PARAMETER, "").split(","))
     return {name: state for name, *state in (entry.split(":") for entry in asked if entry)}
 
 
 def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
-    """The plain level and the options that the environment makes of a script's; without it those of the script.
+    """Return the plain level and the options of a script after the environment's overrides.
 
-    ``AMP_PATCH_OPT_LEVEL`` replaces the level, and with rungs behind it ("O5+split") the options that these stand for;
-    ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3, ("fp8", "mxfp8", ...) the format at O6, O7;
-    ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") says how masters of bfloat16 weights are kept, at O5 and O2.
-    ``AMP_PATCH_OPTIMIZER_STATE`` ("8bit") keeps the optimizers' state so, at every level that takes it, O0 too.
-    ``AMP_PATCH_ALLOW_BANNED`` ("1", "0") says whether banned functions run in FP32, or are refused.
-    All are read at each call, and an empty one is as none. At O0 by override nothing is left of the script's options.
-    At a level that the script did not ask for an option is dropped if `resolve` refuses it there, or if it would undo
-    the level (patch_torch_functions=False at O1, cast_model_type=torch.float32 at O2, torch.float16 at O5). What was
-    dropped is logged.
+    ``AMP_PATCH_OPT_LEVEL`` replaces the level, and its rungs ("O5+split") replace the options that they set.
+    ``AMP_PATCH_DTYPE`` replaces the dtype at O1, O2 and O3 ("float16", "bfloat16") and the format at O6 and O7 ("fp8",
+    "mxfp8", ...). ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") replaces `master_weights` at O5, and at O2 in
+    bfloat16. ``AMP_PATCH_OPTIMIZER_STATE`` ("8bit") replaces `optimizer_state` at every level that takes it, O0
+    included. ``AMP_PATCH_ALLOW_BANNED`` ("1", "0") replaces `allow_banned`.
+
+    The variables are read at each call; an empty one counts as not set. If the environment sets O0, all options of the
+    script are dropped. If it sets another level than the script's, an option of the script is dropped if `resolve`
+    refuses it at that level, or if it would undo the level's casts (patch_torch_functions=False at O1,
+    cast_model_type=torch.float32 at O2, torch.float16 at O5). Dropped options are logged.
 
     Raises:
-        ValueError, TypeError: a variable that names no level or dtype, or variables that contradict each other; what
-        `resolve` refuses at the script's own.
+        ValueError, TypeError: a variable has an unknown value, variables contradict each other, or `resolve` refuses
+            the script's options at the script's level.
     """
     asked, (opt_level, options) = opt_level, without_rungs(opt_level, options)
     named, dtype = _asked_level(), _read(DTYPE, _DTYPES | {name: name for name in PRODUCT_FORMATS})
@@ -311,7 +313,7 @@ def _has_formats(level: str) -> bool:
 
 
 def _accepts(level: str, options: dict[str, Any], undone: bool) -> bool:
-    """Whether the level takes the options. If they undo its own casts, only where `undone`."""
+    """Tell whether `resolve` accepts the options at the level. Options that undo its casts count only if `undone`."""
     try:
         policy = resolve(level, **options)
     except (TypeError, ValueError):
@@ -320,7 +322,7 @@ def _accepts(level: str, options: dict[str, Any], undone: bool) -> bool:
         return True
     if level not in _OF_EITHER_DTYPE and policy.dtype is not OPT_LEVELS[level].dtype:
         return False
-    own, unchanged = OPT_LEVELS[level], options.get("cast_model_type") is not False  # Apex's word for FP32 weights
+    own, unchanged = OPT_LEVELS[level], options.get("cast_model_type") is not False  # False: FP32 weights, as in Apex
     casts_model = policy.cast_model_type is not None
     return unchanged and (policy.patch_torch_functions, casts_model) == (
         own.patch_torch_functions,

@@ -1,4 +1,4 @@
-"""The public calls: initialize, master_params, state_dict, restore, fsdp_policy. The work is done below."""
+"""The public calls: initialize, master_params, state_dict, load_state_dict, restore, fsdp_policy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
+from amp_patch import guests
+from amp_patch.around.fsdp import no_masters, stay_fp32
+from amp_patch.around.wrappers import enter_wrappers
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import renamed, resolve_cpu_half
 from amp_patch.environment import overridden, with_asked_methods, with_asked_modules, without_rungs
-from amp_patch.model import fsdp, incoming
+from amp_patch.model import incoming
 from amp_patch.model import tensors as model_tensors
-from amp_patch.model.fsdp import no_masters
 from amp_patch.model.keep_fp32 import KeepFP32, kept_modules
 from amp_patch.model.keep_high import enter_high, kept_high
 from amp_patch.policy import (
@@ -31,11 +33,11 @@ from amp_patch.policy import (
     resolve,
     scale_number,
 )
-from amp_patch.support import compiled
+from amp_patch.support import compiled, fsdp
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
-from amp_patch.training import gradient_release as release
-from amp_patch.training.arguments import Keywords, Level, M, Optimizers, S, Steps
+from amp_patch.training.arguments import Else, Keywords, Level, M, Optimizers, S, Steps
+from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.scale_loss import groups_of
 from amp_patch.training.training import (
     Dialect,
@@ -49,28 +51,37 @@ from amp_patch.training.training import (
     scalers_of,
     trainings,
 )
-from amp_patch.training.wrappers import as_list, enter_wrappers, innermost
+from amp_patch.ways import gradient_release as release
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from typing_extensions import Unpack
 
 logger = logging.getLogger("amp_patch")
+guests.enter()
 
-# Called with each model of an `initialize` whose verbosity is 2 or more.
+# Called with each model of an `initialize` with a verbosity of 2 or more.
 verbose_subscribers: list[Callable[[nn.Module], None]] = []
 
 
-# Two overloads and no more: mypy prints all of each, a page of arguments, behind one wrong keyword.
+# Only two overloads: for one wrong keyword mypy prints all overloads, a page of arguments each.
 @overload
 def initialize(
-    models: M, optimizers: None = None, enabled: bool = True, opt_level: Level = "O1", **options: Unpack[Keywords]
+    models: M,
+    optimizers: None = None,
+    enabled: bool | Else = True,
+    opt_level: Level | Else = "O1",
+    **options: Unpack[Keywords],
 ) -> M: ...
 @overload
 def initialize(
-    models: M, optimizers: S, enabled: bool = True, opt_level: Level = "O1", **options: Unpack[Keywords]
+    models: M,
+    optimizers: S,
+    enabled: bool | Else = True,
+    opt_level: Level | Else = "O1",
+    **options: Unpack[Keywords],
 ) -> tuple[M, S]: ...
-def initialize(
+def initialize(  # type: ignore[misc] # it does not accept Else, which no value has
     models: Any,
     optimizers: Any = None,
     enabled: bool = True,
@@ -99,90 +110,95 @@ def initialize(
     optimizer_state: State | None = None,
     gradient_release: Flag = False,
 ) -> Any:
-    """Prepare models and optimizers for mixed-precision training at an opt level, in place.
+    """Prepare models and optimizers for mixed-precision training at an opt level, in place::
 
-    Call it after the model is on its device and before it is wrapped (DataParallel, DDP). It may be called any number
-    of times: each call makes a training with its own policy and loss scalers. A model given again keeps the values of
-    its masters; at another level it is cast anew, and its earlier optimizers must be given again too.
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        for inputs, targets in loader:
+            loss = criterion(model(inputs), targets)
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
 
-    A model for torch's `fully_shard` (FSDP2) is sharded first, with `mp_policy=amp.fsdp_policy(opt_level)`, then its
-    optimizer is made, then this is called. At O2 its FP32 shards are the masters; O3 is refused.
+    Call it after the model is on its device and before it is wrapped (DataParallel, DDP). Each call makes a training
+    with its own policy and loss scalers, and any number of calls is allowed. A model that is passed again keeps the
+    values of its masters. If it is passed at another level, it is cast again, and its earlier optimizers must be passed
+    again too.
 
-    The environment has the last word, so that a script can be tried at another level without an edit:
-    ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O7", "O5+split") takes the place of `opt_level`, ``AMP_PATCH_DTYPE`` ("float16",
-    "bfloat16") that of `dtype` at O1, O2 and O3, ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") that of
-    `master_weights` where the weights are bfloat16, ``AMP_PATCH_OPTIMIZER_STATE`` ("8bit") that of `optimizer_state`.
-    By the first O0 is the plain FP32 script, whatever else is passed here; at another level the options that contradict
-    it are dropped, and the log says which. All are read at each call; `enabled=False` stays off.
+    For torch's `fully_shard` (FSDP2), first shard the model with `mp_policy=amp.fsdp_policy(opt_level)`, then make the
+    optimizer, then call this. At O2 the FP32 shards are the masters; O3 is refused.
+
+    Environment variables override arguments, so that a script runs at another level without an edit:
+    ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O7", "O5+split"), ``AMP_PATCH_DTYPE`` (at O1, O2, O3),
+    ``AMP_PATCH_MASTER_WEIGHTS`` (if weights are bfloat16) and ``AMP_PATCH_OPTIMIZER_STATE``. They are read at each
+    call, and do not override `enabled=False`. If they set O0, all other arguments here are ignored; if another level,
+    options that contradict it are dropped and logged.
 
     Args:
-        models: a module, or a list or tuple of them (a module and its child may both be in it). FP32, FP16 or BF16, in
-            part too: a training begins with the values that came, exactly. At O0 such a model stays as it is. At O1
-            and O4 trained weights become FP32. At O2 and O5 frozen ones have no master. Quantized weights (FP8,
-            integers, torchao's, bitsandbytes') are left alone where they are frozen, and refused where they are not.
-        optimizers: an optimizer, a list or tuple, or None (inference: no masters). Objects with `param_groups` and
-            `step` are accepted, and wrappers with an `.optim`, `.optimizer` or `.base_optimizer` (SAM) inside.
-            Parameters that belong to none of the models are left as they are, and get masters at O2 if they are float16
-            or bfloat16.
+        models: a module, or a list or tuple of them (a module and its child may both be in it). Parameters may be FP32,
+            FP16 or BF16, also mixed: training begins with exactly these values. At O0 the types do not change. At O1
+            and O4 trained weights become FP32. At O2 and O5 frozen weights have no master. Frozen quantized weights
+            (FP8, integers, torchao's, bitsandbytes') are not changed; trained ones are refused.
+        optimizers: an optimizer, a list or tuple, or None (inference: no masters). An object with `param_groups` and
+            `step` is an optimizer; a wrapper may hold one as `.optim`, `.optimizer` or `.base_optimizer` (SAM).
+            Parameters of none of the models are not changed, and get masters at O2 if they are float16 or bfloat16.
         enabled: False makes this call and every `scale_loss` of these optimizers a no-op.
         opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" low-precision model, FP32 masters; "O3"
-            low-precision model alone; "O4", "O5": O1, O2 in bfloat16; "O6", "O7": O4, O5 with products in FP8 or FP4,
-            emulated: the numbers of such a training, not its speed. Those are `linear`, `matmul`, `bmm` and their like,
-            in forward and backward; convolutions, `einsum` and fused attention stay bfloat16. Values of options may
-            follow a level: "O5+split+8bit" is O5 with master_weights="split" and optimizer_state="8bit", "O6+mxfp8" is
-            O6 with dtype="mxfp8".
-        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override what the
-            level sets; None keeps it. Strings ("True", "dynamic", "128.0") are understood. master_weights="split" keeps
-            of each FP32 master the 16 bits that its bfloat16 weight is not: 2 bytes a parameter in place of 4 (O5, and
-            O2 in bfloat16; not for sharded parameters). Weights are then rounded to nearest with ties away from zero.
-            "stochastic" keeps nothing: each step reads the bfloat16 weight as FP32, and rounds what it becomes up or
-            down by chance, in proportion (the same levels; shards must be bfloat16). `state_dict` has the seed of it.
-        cast_model_outputs: dtype of the models' floating outputs. None: FP32 for a cast model, else untouched.
-        num_losses: how many losses have a scale of their own; `scale_loss(loss_id=...)` chooses.
-        verbosity: 0 silences the messages about overflow (logger "amp_patch"; only rank 0 speaks). 2: the next forward
-            of each model prints what ran in which type, and why, to stdout (`explain`).
+            low-precision model without masters; "O4", "O5": O1, O2 in bfloat16; "O6", "O7": O4, O5 with products
+            (`linear`, `matmul`, `bmm`; not convolutions or fused attention) in FP8 or FP4, emulated: this shows the
+            numerical result, not the speed. Values of options may follow: "O5+split+8bit", "O6+mxfp8".
+        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override the level's
+            values; None keeps them. Strings ("True", "dynamic", "128.0") are accepted. master_weights="split" stores
+            only the 16 bits of each FP32 master that its bfloat16 weight does not hold: 2 bytes per parameter instead
+            of 4 (at O5, and at O2 in bfloat16; not for sharded parameters). Weights are then rounded to nearest with
+            ties away from zero. "stochastic" stores no masters: each step reads the bfloat16 weight as FP32 and rounds
+            the result stochastically, up with a probability in proportion to the distance (at the same levels; shards
+            must be bfloat16). `state_dict` contains the seed.
+        cast_model_outputs: dtype of the models' floating outputs. None: FP32 for a cast model, else unchanged.
+        num_losses: the number of losses with their own scale; `scale_loss(loss_id=...)` selects one.
+        verbosity: 0 silences messages about overflow (logger "amp_patch"; only rank 0 logs). 2: the next forward of
+            each model prints which calls ran in which type, and why (`explain`).
         min_loss_scale, max_loss_scale: range of a dynamic scale. Defaults 2**-24 and 2**24.
-        dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 unless given.
-            Their names ("bfloat16") are understood. At O6 and O7 the format of products: "fp8" (default; E4M3, a scale
-            for each row), "fp8_tensorwise" (one scale; gradients E5M2), "mxfp8" (blocks of 32, scales rounded up),
-            "mxfp8_floor" (OCP's scales), "nvfp4" (blocks of 16; NVIDIA's recipe), "nvfp4_naive" (without its help).
+        dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 by default; also
+            by name ("bfloat16"). At O6 and O7 the format of products: "fp8" (default; E4M3, a scale for each row),
+            "fp8_tensorwise" (one scale; gradients E5M2), "mxfp8" (blocks of 32, scales rounded up), "mxfp8_floor"
+            (OCP's scales), "nvfp4" (blocks of 16; NVIDIA's recipe), "nvfp4_naive" (the format without the recipe).
         keep_fp32: modules that stay FP32 at any level, with their children: qualified names, classes, or a predicate
-            over (name, module); one or several. Such a module is given FP32; in a cast model (O2, O3) it returns the
-            dtype that came in. So does, by itself, each module in a cast model that has FP32 buffers and no parameters.
+            over (name, module); one or several. Inputs of such a module are cast to FP32; in a cast model (O2, O3) its
+            outputs are cast back to the inputs' dtype. In a cast model, modules with FP32 buffers and no parameters are
+            treated the same way.
         keep_high: modules whose products stay bfloat16 at O6 and O7, named as in `keep_fp32`. None: the first layer
-            and the head, those that each model defines first and last; where the first is an embedding or a convolution
-            the head alone, be it a product by an embedding's weight. (): none.
+            and the head of each model; only the head, if the first is an embedding or a convolution. (): none.
         allow_banned: run functions without a safe low-precision form (binary_cross_entropy) in FP32 under O1's casts
             instead of refusing them.
         cpu_half: how FP16 and BF16 tensors on a CPU are multiplied. "emulate": GEMMs, convolutions and attention
-            compute in FP32 and round their results once, in the models' forward and in backward passes: what a tensor
-            core does, at about FP32's speed. "native": torch's kernels, much slower where the CPU has no arithmetic for
-            the type. "auto": "emulate" there; else "native", with FP16's slow convolutions emulated (`python -m
-            amp_patch info` tells). Without effect on models with nothing on a CPU.
+            compute in FP32 and round their results once, as a tensor core does, in the models' forward and in backward
+            passes, at about FP32's speed. "native": torch's kernels, much slower if the CPU has no arithmetic for the
+            type. "auto": "emulate" if the CPU has none; otherwise "native" with FP16's slow convolutions emulated
+            (`python -m amp_patch info` prints the decision). Without effect if no model is on a CPU.
         cpu_fp16: the older name of `cpu_half`; warns.
-        process_group: reduce the overflow flag over this torch.distributed group, for gradients that DDP does not.
-        methods: names of methods, beside `forward`, that users call on the models directly ("encode", "generate").
-        skip_nonfinite: True has gradients checked where the loss is not scaled (O0, O3, O4, O5): `scale_loss` looks at
-            them, without a sync, and the optimizer skips its step if one is NaN or infinite, which a message says. It
-            asks the device once a step, as under loss scaling; nothing is multiplied. Then closures, and steps inside
-            of the body of `scale_loss`, are refused as under loss scaling. False: they reach the weights, as without
-            amp_patch. Where the loss is scaled they are checked in any case.
-        low_precision_norms: True has `layer_norm`, `rms_norm` and `group_norm` give the type of an FP16 or BF16 input
-            at O1 and O4, as batch norms do, and save that input for backward in place of an FP32 copy; refused at
-            other levels. An FP32 input gives FP32. On a CPU they compute in FP32, forward and backward, and round
-            their results once; elsewhere torch's kernels of that type run, on weights cast to it. False: they give
+        process_group: reduce the overflow flag over this torch.distributed group, for gradients that DDP does not
+            reduce.
+        methods: names of methods other than `forward` that users call on the models directly ("encode", "generate").
+        skip_nonfinite: True checks gradients if the loss is not scaled (O0, O3, O4, O5): `scale_loss` checks them
+            without a sync, and the optimizer skips its step, with a message, if one is NaN or infinite. The step
+            syncs once. Closures and steps inside the body of `scale_loss` are refused, as under loss scaling. False:
+            non-finite gradients reach the weights, unless the loss is scaled.
+        low_precision_norms: True makes `layer_norm`, `rms_norm` and `group_norm` return the type of an FP16 or BF16
+            input at O1 and O4 (refused elsewhere), and save this input for backward instead of an FP32 copy. On a CPU
+            they compute in FP32 and round once; on other devices torch's kernels of the type run. False: they return
             FP32, as under torch.autocast.
-        optimizer_state: "8bit" keeps the optimizers' large FP32 state as 8-bit codes; who reads it finds FP32. Refused
-            by name at O3, and for optimizers that are neither torch.optim's nor FusedAdam and FusedSGD.
-        gradient_release: step each parameter in backward, to the same bits, and free its gradient. At O4 and O5, for
-            torch's optimizers and registered classes; refused where gradients are needed together.
+        optimizer_state: "8bit" quantizes the optimizers' large FP32 state to 8 bits; reads of the state return FP32.
+            Refused by name at O3, and for optimizers other than torch.optim's, FusedAdam and FusedSGD.
+        gradient_release: step each parameter during backward, with the same bits as a step afterwards, and free its
+            gradient. At O4 and O5, for torch's optimizers and registered classes; refused if a step needs several
+            gradients at once.
 
     Returns:
-        The same objects, in Apex's form: the model, or (model, optimizer) if optimizers were given; lists for lists,
-        tuples for tuples.
+        The same objects, in Apex's form: the model, or (model, optimizer) if optimizers were passed; lists for lists.
 
     Raises:
-        ValueError, TypeError: an argument that cannot be honoured; nothing was changed then.
+        ValueError, TypeError: an argument that cannot be honored; nothing was changed then.
     """
     if not isinstance(enabled, bool | int):
         raise TypeError(
@@ -228,10 +244,10 @@ def initialize_as(
     keep_high: Any = None,
     gradient_release: Any = False,
 ) -> Any:
-    """`initialize` in a dialect, at a resolved policy; None is `enabled=False`."""
+    """Initialize in a dialect, with a resolved policy; None means `enabled=False`."""
     model_list, optimizer_list = [compiled.uncompiled(model) for model in as_list(models)], as_list(optimizers)
     for module in fsdp.fsdp_modules(m for m in model_list if isinstance(m, nn.Module)):
-        module.reshard()  # after a forward its parameters may be the gathered ones, which no optimizer holds
+        module.reshard()  # after a forward the module may hold gathered parameters, which are in no optimizer
     targets = [innermost(optimizer) for optimizer in optimizer_list]
     if policy is None:
         mark_disabled(dialect, targets)
@@ -269,24 +285,26 @@ def initialize_as(
 
 
 def master_params(optimizer: Steps) -> Iterator[Tensor]:
-    """The tensors that the optimizer updates: masters where it has them, else the model's own parameters."""
+    """Return the tensors that the optimizer updates: masters, and parameters without a master."""
     return (param for group in groups_of(optimizer, "master_params") for param in group["params"])
 
 
 def state_dict(
     optimizers: Optimizers | dict[str, Any] | None = None, *, destination: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The loss scales of the training that these optimizers belong to, in Apex's form. Syncs with the device.
+    """Return the loss scales of the training of these optimizers, in Apex's form. Syncs with the device.
 
-    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`; written into `destination` if given. With
-    `master_weights="stochastic"` the first has "stochastic_rounding" too: the seed and the steps that it rounds by.
+    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`; written into `destination` if it is passed. With
+    `master_weights="stochastic"` the first entry also has "stochastic_rounding": the seed and the step counts of
+    rounding.
 
     Args:
-        optimizers: the optimizer, or a list of those, of one `initialize` call. None: of the newest call, as in Apex.
-            A dict is Apex's `destination`.
+        optimizers: the optimizer, or a list of optimizers, of one `initialize` call. None: the newest call's, as in
+            Apex. A dict is Apex's `destination`.
 
     Raises:
-        RuntimeError: an optimizer that `initialize` never saw. ValueError: optimizers of several trainings.
+        RuntimeError: an optimizer that was not passed to `initialize`.
+        ValueError: optimizers of several trainings.
     """
     if isinstance(optimizers, dict):
         optimizers, destination = None, optimizers
@@ -297,16 +315,17 @@ def state_dict(
 
 
 def load_state_dict(state_dict: dict[str, Any], optimizers: Optimizers | None = None) -> None:
-    """Load what `state_dict` gave, into the loss scalers of the training that these optimizers belong to.
+    """Load a result of `state_dict` into the loss scalers of the training of these optimizers.
 
-    Another number of scalers is accepted, as in Apex: those that both have are loaded.
+    Another number of scalers is accepted, as in Apex: the scalers that both have are loaded.
 
     Args:
-        optimizers: as for `state_dict`. None: the newest `initialize`, as in Apex.
+        optimizers: as for `state_dict`. None: the newest `initialize` call's, as in Apex.
 
     Raises:
-        RuntimeError: a key that is no loss scaler's, an optimizer that `initialize` never saw, no `initialize` before;
-            ValueError: a scale that cannot be, optimizers of several trainings. Nothing is loaded then.
+        RuntimeError: a key of another form, an optimizer that was not passed to `initialize`, or no `initialize`
+            before. Nothing is loaded then.
+        ValueError: an invalid scale, or optimizers of several trainings. Nothing is loaded then.
     """
     unexpected = [key for key in state_dict if not (key.startswith("loss_scaler") and key[11:].isdigit())]
     if unexpected:
@@ -328,15 +347,17 @@ def load_state_dict(state_dict: dict[str, Any], optimizers: Optimizers | None = 
 
 
 def restore() -> None:
-    """Undo every `initialize`: torch's namespace, the models' and optimizers' classes, hooks and parameters.
+    """Undo every `initialize`: restore torch's namespace, and classes, hooks and parameters of models and optimizers.
 
-    Weights are FP32 again and equal the masters; those that came in FP16 or BF16 are that again, rounded. Optimizers
-    hold the models' parameters, with their state. Gradients that were still scaled (`delay_unscale`) are unscaled.
+    Weights become FP32 and equal the masters. Weights that were FP16 or BF16 before `initialize` are rounded to that
+    type. Optimizers hold the models' parameters again, with their state. Gradients that are still scaled
+    (`delay_unscale`) are unscaled.
+
+    A second call does nothing.
 
     Raises:
-        RuntimeError: a model or optimizer that was changed meanwhile so that it cannot be restored whole, by name; a
-            weight that came in FP16 and has grown beyond it, which stays FP32. All others are, torch is, and no
-            training is left: a second call does nothing.
+        RuntimeError: a model or optimizer was changed so that it cannot be restored completely (named in the message),
+            or a weight that was FP16 has grown beyond FP16's range and stays FP32. Everything else is restored.
     """
     attempt = Attempts()
     attempt(leave_all, trainings)
@@ -350,7 +371,7 @@ def restore() -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Undo every `initialize` of the body when that ends, and leave the trainings from before it as they are."""
+    """Undo every `initialize` of the body at its end, and keep the trainings from before it."""
     before, default = [training for training in trainings if training.alive()], casts_state.default()
     try:
         yield
@@ -358,7 +379,7 @@ def restored() -> Iterator[None]:
         attempt = Attempts()
         attempt(leave_all, [made for made in trainings if all(made is not known for known in before)])
         trainings[:] = before
-        if before:  # the trainings from before need the casts that are installed
+        if before:  # the trainings from before need the installed casts
             casts_state.set_default(default)
         else:
             attempt(restore)
@@ -366,7 +387,7 @@ def restored() -> Iterator[None]:
 
 
 def _apex_form(models: Any, optimizers: Any) -> Any:
-    """Give the result of `initialize`, in Apex's form: new lists for lists, the models alone without optimizers."""
+    """Return the result of `initialize` in Apex's form: new lists for lists, only the models without optimizers."""
     model, optimizer = (list(given) if isinstance(given, list) else given for given in (models, optimizers))
     return model if optimizers is None else (model, optimizer)
 
@@ -380,35 +401,35 @@ def fsdp_policy(
     keep_fp32: KeepFP32 | Iterable[KeepFP32] = (),
     keep_batchnorm_fp32: Flag | None = None,
 ) -> MixedPrecisionPolicy:
-    """torch's `MixedPrecisionPolicy` of an opt level, for `fully_shard(module, mp_policy=...)`::
+    """Return torch's `MixedPrecisionPolicy` for an opt level, for `fully_shard(module, mp_policy=...)`::
 
         fully_shard(model, mp_policy=amp.fsdp_policy(level))
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = amp.initialize(model, optimizer, opt_level=level)
 
-    At O2 and O5 the modules compute in the level's type while their shards stay FP32: these are the masters, and no
-    others are made. At O0, O1 and O4 it is FP32.
+    At O2 and O5 the modules compute in the level's type, and their shards stay FP32: the shards are the masters. At O0,
+    O1 and O4 the modules compute in FP32.
 
-    A module that stays FP32 inside a cast model (a batch norm, `keep_fp32`) is gathered in FP32. From torch 2.15
-    `amp.fsdp_policy(level, models=model, keep_fp32=...)` does that, whatever it is sharded with. In an older torch,
-    whose policies know no single parameters, it is sharded for itself, before the modules around it, with
-    `amp.fsdp_policy("O0")`.
+    A module that stays FP32 inside a cast model (a batch norm, `keep_fp32`) must be gathered in FP32. From torch 2.15
+    on, `amp.fsdp_policy(level, models=model, keep_fp32=...)` ensures this for any grouping of modules. In an older
+    torch a policy applies to all parameters of a `fully_shard` call. There, shard the module on its own, before the
+    modules around it, with `amp.fsdp_policy("O0")`.
 
     Args:
-        opt_level, dtype: as in `initialize`, from the environment too (save where O0 is asked for).
-        reduce_dtype: the type in which gradients are summed over the processes. None: FP32.
-        models: the module, or a list of those, that will be sharded with this policy, before it is: what stays FP32 in
-            them is noted. Without effect before torch 2.15.
-        keep_fp32, keep_batchnorm_fp32: as in `initialize`; of use with `models`.
+        opt_level, dtype: as in `initialize`, with the environment's overrides, except that "O0" is not overridden.
+        reduce_dtype: the type of the sum of gradients over the processes. None: FP32.
+        models: the module, or a list of modules, that will be sharded with this policy and is not yet: their
+            parameters that stay FP32 are recorded. Without effect before torch 2.15.
+        keep_fp32, keep_batchnorm_fp32: as in `initialize`; only with `models`.
 
     Raises:
-        ValueError: O3, which keeps no FP32 weights; a level or dtype that cannot be; `keep_fp32` without `models`.
+        ValueError: O3, which keeps no FP32 weights; an invalid level or dtype; `keep_fp32` without `models`.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     options = Options(dtype=dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
     opt_level, options = without_rungs(opt_level, options)
-    if opt_level != "O0":  # asked for here, O0 is for modules that stay FP32 at any level
+    if opt_level != "O0":  # an explicit O0 is for modules that stay FP32 at any level
         opt_level, options = overridden(opt_level, options)
     policy = resolve(opt_level, options)
     low = policy.cast_model_type
@@ -423,7 +444,7 @@ def fsdp_policy(
     kept = kept_modules(model_list, policy, keep_fp32, "fsdp_policy")
     overrides: dict[str, Any] = {}
     if kept and low is not None and "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}:
-        overrides["param_dtype_override_fn"] = fsdp.stay_fp32(kept)
+        overrides["param_dtype_override_fn"] = stay_fp32(kept)
     if low is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
     return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype, **overrides)

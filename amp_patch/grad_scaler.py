@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -14,20 +14,21 @@ from torch.utils.weak import TensorWeakRef
 from amp_patch import multi_tensor
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.gradients import FoundInf, gather
-from amp_patch.model.fsdp import refuse_sharded_since
 from amp_patch.policy import scale_number
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
+from amp_patch.support.fsdp import refuse_sharded_since
+from amp_patch.training import slips
+from amp_patch.training.innermost import innermost
 from amp_patch.training.stash import distinct_pairs, stash_of
 from amp_patch.training.step import consume
 from amp_patch.training.unscale import drop, first_of
-from amp_patch.training.wrappers import innermost
 
 Outputs = TypeVar("Outputs", Tensor, list[Tensor], tuple[Tensor, ...])
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Dynamic loss scaling in the words of `torch.amp.GradScaler`, whose every method it has::
+    """Dynamic loss scaling with every method of `torch.amp.GradScaler`::
 
         scaler = amp.GradScaler()
         with amp.autocast():
@@ -36,28 +37,30 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    Beyond torch's:
+    Differences from torch's:
 
-    - float16 and bfloat16 gradients are unscaled, in place and rounded once; with an optimizer of `initialize` at O2
-      they arrive in its FP32 masters.
+    - float16 and bfloat16 gradients are unscaled, in place and with one rounding. With an optimizer of `initialize` at
+      O2 the unscaled gradients are written to its FP32 masters.
     - All gradients of a device, of all dtypes, are unscaled and checked in one pass.
-    - An optimizer whose parameters have no gradients is no error.
-    - `step` reports whether it stepped, and a skipped first step brings no warning of the learning-rate scheduler.
-    - `min_scale` and `max_scale` bound the scale; with `hysteresis=n` it backs off at the n-th overflow in a row.
-    - Gradients that another scaler has unscaled, or must unscale, or that came through `amp.scale_loss`, are refused.
+    - An optimizer whose parameters have no gradients is accepted.
+    - `step` returns whether it stepped. If the first step is skipped, the learning-rate scheduler does not warn.
+    - `min_scale` and `max_scale` bound the scale. With `hysteresis=n` the scale backs off at the n-th overflow in a
+      row.
+    - Gradients that another scaler has unscaled, or must unscale, or that `amp.scale_loss` made, are refused.
 
     Args:
-        device: "cuda" or "cpu", where the scale is kept; None: CUDA if there is a device, else the CPU. As in torch a
+        device: "cuda" or "cpu", the device of the scale. None: CUDA if it is available, else the CPU. As in torch, a
             scaler for "cuda" without CUDA warns and is disabled.
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
-        min_scale, max_scale: range of the scale; positive numbers, or None: no bound.
-        hysteresis: overflows without a clean step between them that it takes to back off.
-        process_group: reduce what `step` finds over this torch.distributed group, so that its processes skip together,
-            for gradients that DDP does not reduce (each process has a part of the model). One reduction for each
-            optimizer that is unscaled; every process of the group must unscale or step with it.
+        min_scale, max_scale: range of the scale; positive numbers, or None for no bound.
+        hysteresis: the number of overflows, without a clean step between them, after which the scale backs off.
+        process_group: reduce the overflow flag of `step` over this torch.distributed group, so that its processes skip
+            together, for gradients that DDP does not reduce (each process has a part of the model). This makes one
+            reduction per unscaled optimizer; every process of the group must unscale or step with it.
 
     Raises:
-        ValueError: bounds or a hysteresis that cannot be. AssertionError: factors that cannot be, as in torch.
+        ValueError: invalid bounds or hysteresis.
+        AssertionError: invalid factors, as in torch.
 
     Source: torch.amp.GradScaler; hysteresis as in Megatron-LM.
     """
@@ -95,6 +98,8 @@ class GradScaler(torch.amp.GradScaler):
         self._init_hysteresis_tracker = hysteresis
         self._hysteresis_tracker: Tensor | None = None
         self._has_scaled = False  # whether a loss was scaled since the last update
+        self._has_served = False  # whether an optimizer was unscaled or stepped
+        self._loss: weakref.ref[Tensor] | None = None  # the last one that was scaled
         if self._enabled:
             _scalers.add(self)
             self._init_scale = min(max(self._init_scale, lowest or 0.0), highest or float("inf"))
@@ -104,10 +109,11 @@ class GradScaler(torch.amp.GradScaler):
     @overload
     def scale(self, outputs: Iterable[Any]) -> Iterable[Any]: ...
     def scale(self, outputs: Any) -> Any:
-        """`outputs` times the scale: a tensor, or an iterable of them, nested or not; lists and tuples keep their kind.
+        """Return `outputs` times the scale: a tensor, or an iterable, nested or not. Lists and tuples keep their type.
 
         Raises:
-            TypeError: a tensor of integers or booleans, which has no gradient. ValueError: no tensor, no iterable.
+            TypeError: a tensor of integers or booleans, which has no gradient.
+            ValueError: neither a tensor nor an iterable.
         """
         if not self._enabled:
             return outputs
@@ -118,6 +124,8 @@ class GradScaler(torch.amp.GradScaler):
                     "which have gradients"
                 )
             self._has_scaled = True
+            if not (self._has_served or torch.compiler.is_compiling()):
+                self._loss = weakref.ref(outputs)
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             assert self._scale is not None
@@ -134,34 +142,35 @@ class GradScaler(torch.amp.GradScaler):
 
     @eager_only
     def unscale_(self, optimizer: Any) -> None:
-        """Unscale the gradients of `optimizer` in place and check them; once between two `update`s. No sync.
+        """Unscale the gradients of `optimizer` in place and check them, once between two `update`s. No sync.
 
-        A low-precision gradient keeps its type; at O2 of `initialize` the result goes to the FP32 masters, and the
-        model's attributes `grad` lead to those.
+        A low-precision gradient keeps its type. With an optimizer of `initialize` at O2 the result is written to the
+        FP32 masters, and `.grad` of the model's parameters reads it there.
 
         Raises:
-            RuntimeError: called twice, or after `step`; or the gradients are not this scaler's. AssertionError: nothing
-                was scaled before.
+            RuntimeError: called twice, or after `step`; or the gradients belong to another scaler.
+            AssertionError: nothing was scaled before.
         """
         if not self._enabled:
             return
+        self._has_served = True
         self._refuse_mixtures(optimizer, "unscale_")
         super().unscale_(optimizer)
         self._note_gradients(optimizer)
 
     @eager_only
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step(*args, **kwargs)` unless a gradient is not finite; unscales first if that was not done.
+        """Call `optimizer.step(*args, **kwargs)` if all gradients are finite. Unscale them first if the caller has not.
 
-        Syncs with the device once; not with an optimizer that skips on the device (torch's fused ones).
+        Syncs with the device once; with an optimizer that skips on the device (torch's fused ones) not at all.
 
         Returns:
-            What `optimizer.step` returned, if anything. Else whether it stepped: a bool; of an optimizer that skips on
-            the device a bool tensor there, shape [], whose truth syncs.
+            The return value of `optimizer.step` if it is not None. Otherwise whether the optimizer stepped: a bool, or
+            for an optimizer that skips on the device a bool tensor of shape [] there, whose truth value syncs.
 
         Raises:
-            RuntimeError: called twice, or with a closure; or the gradients are not this scaler's. AssertionError:
-                nothing was scaled before.
+            RuntimeError: called twice, or with a closure; or the gradients belong to another scaler.
+            AssertionError: nothing was scaled before.
         """
         if not self._enabled:
             result = optimizer.step(*args, **kwargs)
@@ -172,6 +181,7 @@ class GradScaler(torch.amp.GradScaler):
                 "the closure's body first, then step() without it"
             )
         kwargs.pop("closure", None)
+        self._has_served = True
         self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -179,7 +189,7 @@ class GradScaler(torch.amp.GradScaler):
                 "GradScaler.step: this optimizer has stepped since the last update(); call update() first"
             )
         sharded = any(distributed.is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
-        # torch's fused optimizers want the flag of DTensors to be a DTensor, which ours is not.
+        # torch's fused optimizers require a DTensor as the flag for DTensors, and this flag is a plain tensor.
         on_device = getattr(optimizer, "_step_supports_amp_scaling", False) and not sharded
         if state["stage"] is OptState.READY and (_stash(optimizer) is not None or not on_device):
             self.unscale_(optimizer)
@@ -193,26 +203,26 @@ class GradScaler(torch.amp.GradScaler):
             return stepped if result is None else result
         stepped = not any(found.item() for found in _found(state))
         result = optimizer.step(*args, **kwargs) if stepped else None
-        # fully_shard gathers new values into the old tensor, at the old version: the cache would not see the change.
+        # fully_shard gathers new values into the old tensor without a new version: the cache would return the old cast.
         casts_state.drop_cache()
         if not stepped and isinstance(optimizer, torch.optim.Optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined] # else the scheduler warns that it came before the first step
         state["stage"] = OptState.STEPPED
         if not stepped and (stash := _stash(optimizer)) is not None:
             stash.step_skipped = True
-            # as after a step that it skips itself
+            # as after a step that `amp.scale_loss` has it skip
             consume(stash)
         return stepped if result is None else result
 
     @eager_only
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale by what the optimizers found since the last `update`, on the device; no sync.
+        """Change the scale by the overflow flags of the optimizers since the last `update`, on the device; no sync.
 
         Args:
-            new_scale: take this scale instead: a number, or a tensor of one element that does not require grad.
+            new_scale: set this scale instead: a number, or a tensor of one element that does not require grad.
 
         Raises:
-            AssertionError: nothing was scaled, or no optimizer was unscaled or stepped, before.
+            AssertionError: nothing was scaled before, or no optimizer was unscaled or stepped.
         """
         if not self._enabled:
             return
@@ -220,7 +230,7 @@ class GradScaler(torch.amp.GradScaler):
         self._has_scaled = False
         found = [f.to(scale.device) for s in self._per_optimizer_states.values() for f in _found(s)]
         if new_scale is not None or not (found or self._per_optimizer_states):
-            # torch takes an int, and a tensor of shape [1], for granted and then fails on them.
+            # torch accepts an int, and a tensor of shape [1], and then fails on them.
             if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
                 new_scale = new_scale.reshape(())
             super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
@@ -241,14 +251,14 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's; with a hysteresis of more than 1 also how many overflows in a row are left. Syncs."""
+        """Return torch's state; with a hysteresis above 1 also the number of overflows left. Syncs."""
         state = super().state_dict()
         if state and self._hysteresis > 1:
             state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state of torch's scaler too."""
+        """Load a state of this class or of torch's scaler."""
         super().load_state_dict(state_dict)
         if self._enabled:
             self._init_hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", self._hysteresis))
@@ -261,7 +271,8 @@ class GradScaler(torch.amp.GradScaler):
             **state,
             "_init_hysteresis_tracker": self._get_hysteresis_tracker(),
             "_hysteresis_tracker": None,
-            "_process_group": None,  # of this process
+            "_loss": None,
+            "_process_group": None,  # a group of this process
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -274,12 +285,12 @@ class GradScaler(torch.amp.GradScaler):
         return self._init_hysteresis_tracker if tracker is None else int(tracker.item())
 
     def _note_gradients(self, optimizer: Any) -> None:
-        """Remember which gradients were unscaled, by the first of them: `_refuse_mixtures` of other scalers asks."""
+        """Record the first gradient that was unscaled, for `_refuse_mixtures` of other scalers."""
         grad = _first_gradient(optimizer)
         self._per_optimizer_states[id(optimizer)]["grad"] = None if grad is None else TensorWeakRef(grad)
 
     def _refuse_mixtures(self, optimizer: Any, method: str) -> None:
-        """Raise where the optimizer's gradients are surely not what this scaler's scale alone was multiplied into."""
+        """Raise if the optimizer's gradients are certain to carry another scale than this scaler's alone."""
         grad = _first_gradient(optimizer)
         if grad is None or self._scale is None:
             return
@@ -289,8 +300,8 @@ class GradScaler(torch.amp.GradScaler):
         if stash is not None and (stash.pending is not None or (unscaled is not None and unscaled() is grad)):
             raise RuntimeError(
                 f"GradScaler.{method}: the gradients of this {type(optimizer).__name__} came through amp.scale_loss, "
-                "which scales and unscales by itself; call optimizer.step() for them, or scaler.scale(loss).backward() "
-                "in its place"
+                "which scales and unscales them; call optimizer.step() for them, or scaler.scale(loss).backward() "
+                "instead of it"
             )
         for other in list(_scalers):
             if other is self:
@@ -310,7 +321,7 @@ class GradScaler(torch.amp.GradScaler):
                     f"GradScaler has, which no optimizer has stepped with; {advice}"
                 )
 
-    # Methods of torch's scaler that its own methods call.
+    # Overrides of methods that torch's scaler calls.
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
@@ -330,7 +341,7 @@ class GradScaler(torch.amp.GradScaler):
         pairs = distinct_pairs([target])
         try:
             found = distributed.agree(gather(pairs, inv_scale), [param for param, _ in pairs])
-        except BaseException:  # some may be unscaled by now
+        except BaseException:  # some gradients may be unscaled already
             drop(pairs)
             raise
         stash.gathered = True
@@ -353,10 +364,10 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def _everywhere(self, found: FoundInf, device: torch.device) -> FoundInf:
-        """Let an overflow that one device found, or one process of the group, count on all: one flag, 0 or 1.
+        """Return one flag (0 or 1) for all devices, and for all processes of the group: the maximum of `found`.
 
-        torch adds the flags of several devices up, and its fused Adam skips only where the sum is exactly 1. Processes
-        without gradients take part in the reduction.
+        Without this, torch's fused Adam would step after overflows on two devices: torch adds up the flags, and Adam
+        skips only if the sum is exactly 1. Processes without gradients take part in the reduction too.
         """
         if self._process_group is None and len(found) < 2:
             return found
@@ -371,15 +382,29 @@ class GradScaler(torch.amp.GradScaler):
 _scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # every enabled scaler of the process
 
 
+def _has_scaled_loss_of(params: Sequence[Tensor]) -> bool:
+    """Whether a scaler that has served no optimizer has scaled a loss of these parameters.
+
+    If the loss is gone, it counts as theirs.
+    """
+    waiting = [vars(scaler) for scaler in list(_scalers)]
+    losses = [of["_loss"] for of in waiting if of["_has_scaled"] and not of["_has_served"] and of["_loss"] is not None]
+    own = set(map(id, params))
+    return any((loss := ref()) is None or not own.isdisjoint(map(id, slips.leaves_of(loss))) for ref in losses)
+
+
+slips.of_waiting_scaler.append(_has_scaled_loss_of)
+
+
 class OlderGradScaler(GradScaler):
-    """`GradScaler` without the argument `device`, in the order of arguments that torch.cuda.amp and OneFlow have.
+    """`GradScaler` without the argument `device`, with the argument order of torch.cuda.amp and OneFlow.
 
     Args:
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as of `GradScaler`.
-        options: its keyword-only arguments.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in `GradScaler`.
+        options: keyword-only arguments of `GradScaler`.
     """
 
-    device_type: str | None = None  # where the scale is kept, as `GradScaler` takes it
+    device_type: str | None = None  # the argument `device` of `GradScaler`
 
     def __init__(
         self,
@@ -395,23 +420,23 @@ class OlderGradScaler(GradScaler):
 
 
 def forget_gradients(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
-    """Let a scaler, torch's or ours, forget what it has unscaled and found of an optimizer since its last `update`."""
+    """Clear the state of a scaler, torch's or this class's, about `optimizer` since its last `update`."""
     scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
 def _stash(optimizer: Any) -> Any:
-    """What amp_patch knows of an optimizer, if it went through `initialize`."""
+    """Return the stash of an optimizer that went through `initialize`; None for other optimizers."""
     stash = stash_of(innermost(optimizer))
     return stash if stash is not None and stash.enabled else None
 
 
 def _found(state: dict[str, Any]) -> list[Tensor]:
-    """The overflow flag that the scaler keeps of one optimizer; none where that had no gradients."""
+    """Return the scaler's overflow flags for one optimizer; an empty list if it had no gradients."""
     return list(state["found_inf_per_device"].values())
 
 
 def _first_gradient(optimizer: Any) -> Tensor | None:
-    """The first gradient that the optimizer would step with, or the parameter's where a master has none yet."""
+    """Return the first gradient of the optimizer's next step; the parameter's if its master has none yet."""
     stash = stash_of(innermost(optimizer))
     groups = innermost(optimizer).param_groups
     if stash is None:

@@ -1,4 +1,4 @@
-"""What an opt level means: one frozen value per level, and the overrides that a caller may make."""
+"""Policies of opt levels: one frozen value per level, and the overrides that a caller may pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
-# What `initialize` takes by its name. Booleans come as words from command lines.
+# Arguments of `initialize` that are strings. Command lines pass booleans as words.
 OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5", "O6", "O7"]
 LowName = Literal["float16", "bfloat16"]
 ProductFormat = Literal["fp8", "fp8_tensorwise", "mxfp8", "mxfp8_floor", "nvfp4", "nvfp4_naive"]
@@ -19,47 +19,46 @@ Closed = Literal["split", "stochastic"]
 State = Literal["8bit"]
 Flag = bool | Literal["True", "False"]
 CPU_HALF = get_args(CpuHalf)
-PRODUCT_FORMATS: tuple[str, ...] = get_args(ProductFormat)  # `FORMATS` of casts/formats.py says what each is
-EMULATING = ("emulate", "convolutions")  # of a policy that emulates on a CPU
-SPLIT, STOCHASTIC = "split", "stochastic"  # of master_weights
+PRODUCT_FORMATS: tuple[str, ...] = get_args(ProductFormat)  # described in `FORMATS` of casts/formats.py
+EMULATING = ("emulate", "convolutions")  # values of `cpu_half` that emulate on a CPU
+SPLIT, STOCHASTIC = "split", "stochastic"  # values of master_weights
 OPTIMIZER_STATES = get_args(State)
-CLOSED = (SPLIT, STOCHASTIC)  # masters that have no memory of their own
+CLOSED = (SPLIT, STOCHASTIC)  # masters without FP32 memory
 
 # A scale and its FP32 inverse must both be normal numbers: gradients are multiplied by the inverse.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
-_DEFAULT_MIN_SCALE = 2.0**-24  # the mirror of initialize()'s default cap of 2**24
+_DEFAULT_MIN_SCALE = 2.0**-24  # the inverse of initialize()'s default cap, 2**24
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Everything that `initialize` decides for one training, as a value.
+    """All that `initialize` decides for one training, as a value.
 
     Attributes:
         opt_level: the name that the user chose, "O0" to "O7".
         dtype: the low-precision type, float16 or bfloat16. Unused at O0.
         cast_model_type: dtype of the model's weights and inputs; None leaves them FP32.
         patch_torch_functions: casts around torch's functions, by the op lists (O1, O4).
-        keep_batchnorm_fp32: whether batch norms stay FP32 in a cast model; None where the model is not cast.
-        master_weights: whether the optimizer updates FP32 copies of low-precision weights; "split" keeps of each copy
-            the half that the bfloat16 weight is not, "stochastic" nothing; None as above.
+        keep_batchnorm_fp32: batch norms stay FP32 in a cast model; None if the model is not cast.
+        master_weights: the optimizer updates FP32 copies of low-precision weights. "split" stores only the half of each
+            copy that the bfloat16 weight does not hold, "stochastic" stores no copy. None if the model is not cast.
         loss_scale: "dynamic", or a positive static scale.
-        cast_model_outputs: dtype for floating outputs of the model; None gives FP32 for a cast model and
-            leaves the outputs of any other alone.
-        min_loss_scale, max_loss_scale: the range in which a dynamic scale moves.
-        init_scale, growth_factor, backoff_factor, growth_interval: where a dynamic scale starts and how it moves; see
-            `LossScaler`. What Huawei's Apex lets a script choose.
-        allow_banned: run functions that have no safe low-precision form in FP32 instead of refusing them.
+        cast_model_outputs: dtype for floating outputs of the model. None: FP32 if the model is cast, else unchanged.
+        min_loss_scale, max_loss_scale: the range of a dynamic scale.
+        init_scale, growth_factor, backoff_factor, growth_interval: the start and the changes of a dynamic scale; see
+            `LossScaler`. Huawei's Apex lets a script choose these.
+        allow_banned: run functions without a safe low-precision form in FP32 instead of refusing them.
         cpu_half: how FP16 and BF16 tensors on a CPU are multiplied (casts/cpu_half.py): "native", "emulate", or
-            "convolutions", of which convolutions alone are emulated; "auto" until `resolve_cpu_half` has decided.
-        op_lists: whose rules the patched functions follow: "torch", or "apex" (oplists.py), for scripts that were
-            written for Apex; `casts.install("apex")` then installs the names that only Apex listed.
-        skip_nonfinite: whether a step is skipped whose gradients are not finite where no loss is scaled either; a
-            training that scales skips it anyway.
-        low_precision_norms: whether layer, RMS and group norms give an FP16 or BF16 input's type where functions are
-            patched, as batch norms do, in place of FP32.
-        product_format: of `PRODUCT_FORMATS`, to which the operands of products are rounded (casts/low_bit.py); None for
-            none.
-        optimizer_state: how the optimizer's FP32 state is kept: "8bit", or None as it is.
+            "convolutions", which emulates only convolutions; "auto" until `resolve_cpu_half` has decided.
+        op_lists: the lists whose rules the patched functions follow: "torch", or "apex" (oplists.py) for scripts
+            written for Apex. `casts.install("apex")` then installs the names that only Apex listed.
+        skip_nonfinite: skip a step with non-finite gradients even if no loss is scaled. With loss scaling such a step
+            is skipped anyway.
+        low_precision_norms: under patched functions, layer, RMS and group norms return the type of an FP16 or BF16
+            input, as batch norms do, instead of FP32.
+        product_format: the format that the operands of products are rounded to, from `PRODUCT_FORMATS`
+            (casts/low_bit.py); None for none.
+        optimizer_state: "8bit" quantizes the optimizer's FP32 state; None leaves it.
     """
 
     opt_level: str
@@ -94,43 +93,43 @@ class Policy:
 
     @property
     def makes_low_tensors(self) -> bool:
-        """Whether this training makes tensors of `dtype`."""
+        """True if this training makes tensors of `dtype`."""
         return self.cast_model_type is not None or self.patch_torch_functions
 
     @property
     def casts_calls(self) -> bool:
-        """Whether calls of torch's functions are cast: all of the op lists, or products alone."""
+        """True if calls of torch's functions are cast: all of the op lists, or only products."""
         return self.patch_torch_functions or self.product_format is not None
 
     @property
     def closes_masters(self) -> bool:
-        """Whether masters have no memory of their own."""
+        """True if masters have no FP32 memory (`CLOSED`)."""
         return self.master_weights in CLOSED
 
     @property
     def keeps_fp32_weights(self) -> bool:
-        """Whether there is an FP32 value of each weight: the weight itself, or a master."""
+        """True if memory holds an FP32 value of each weight: the weight itself, or a master."""
         return self.cast_model_type is None or (bool(self.master_weights) and self.master_weights != STOCHASTIC)
 
     @property
     def loses_updates(self) -> bool:
-        """Whether steps are rounded to nearest into low-precision weights: small ones change nothing, ever."""
+        """True if steps are rounded to nearest into low-precision weights, so that small updates change nothing."""
         return self.cast_model_type is not None and not self.master_weights
 
     @property
     def emulated(self) -> torch.dtype | None:
-        """The type of which sums of products on a CPU are computed in FP32 and rounded; None for none."""
+        """The type whose sums of products on a CPU are computed in FP32 and rounded; None for none."""
         return self.dtype if self.cpu_half in EMULATING else None
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether a training is the script without us: O0 without another option."""
+        """True if the training is the script without amp_patch: O0 without another option."""
         casts = self.patch_torch_functions or self.cast_model_type or self.cast_model_outputs
         return not (casts or self.checks_gradients or self.optimizer_state is not None)
 
     @property
     def checks_gradients(self) -> bool:
-        """Whether a step is skipped whose gradients are not finite: a static scale of 1 alone checks nothing."""
+        """True if steps with non-finite gradients are skipped. A static scale of 1 alone checks nothing."""
         return self.loss_scale != 1.0 or self.skip_nonfinite
 
 
@@ -144,13 +143,13 @@ OPT_LEVELS: dict[str, Policy] = {
     "O4": replace(_O1, opt_level="O4", dtype=torch.bfloat16, loss_scale=1.0),
     "O5": replace(_O2, opt_level="O5", dtype=torch.bfloat16, cast_model_type=torch.bfloat16, loss_scale=1.0),
 }
-# The levels of 16 bits that have products of fewer bits here.
+# The 16-bit levels with products of fewer bits.
 OPT_LEVELS |= {
     level: replace(OPT_LEVELS[base], opt_level=level, product_format=PRODUCT_FORMATS[0])
     for level, base in (("O6", "O4"), ("O7", "O5"))
 }
 
-# Words for a type -> the levels of it that keep FP32 weights, or of such products.
+# Words for a type -> the levels of that type that keep FP32 weights, or the levels with products in that format.
 _LEVELS_MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fp32", "float32"), ("O0",)),
     **dict.fromkeys(("fp16", "float16", "half", "16"), ("O1", "O2")),
@@ -158,19 +157,19 @@ _LEVELS_MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(PRODUCT_FORMATS, ("O6", "O7")),
 }
 
-_OF_ANY_LEVEL = ("min_loss_scale", "max_loss_scale", "allow_banned", "cpu_half")  # Options that contradict none
+_OF_ANY_LEVEL = ("min_loss_scale", "max_loss_scale", "allow_banned", "cpu_half")  # options that every level accepts
 
 
 @dataclass(frozen=True)
 class Options:
-    """A caller's overrides of a level, unchecked; `initialize` documents each. None: as the level has it.
+    """A caller's overrides of a level, unchecked; `initialize` documents each. None: the level's own value.
 
     Booleans may be the strings "True" and "False", and the loss scale a number in a string, because scripts pass
     argparse's strings through (Apex's examples do).
     """
 
-    dtype: torch.dtype | str | None = None  # the first field: environment.py checks the other options beside a dtype
-    cast_model_type: torch.dtype | str | bool | None = None  # False: Apex's word for none
+    dtype: torch.dtype | str | None = None  # the first field: environment.py checks the other options with it
+    cast_model_type: torch.dtype | str | bool | None = None  # False means None, as in Apex
     patch_torch_functions: bool | str | None = None
     keep_batchnorm_fp32: bool | str | None = None
     master_weights: bool | str | None = None
@@ -185,13 +184,13 @@ class Options:
     cpu_half: str = "auto"
 
     def given(self) -> dict[str, Any]:
-        """Those that ask for something and may contradict a level."""
+        """Return the options that differ from their defaults and may contradict a level."""
         names = [f.name for f in fields(self) if f.name not in _OF_ANY_LEVEL]
         return {name: value for name in names if (value := getattr(self, name)) is not getattr(Options, name)}
 
 
 def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: Any) -> Policy:
-    """The policy of a level with a caller's `options`, or with `overrides` as their fields.
+    """Return the policy of a level with a caller's `options`, or with `overrides` as their fields.
 
     Raises:
         ValueError: an unknown level or value, or overrides that contradict the level or each other.
@@ -245,14 +244,22 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
 
 
 def parse_loss_scale(loss_scale: Any) -> float | str:
-    """`"dynamic"`, or a positive number (also in a string) whose inverse FP32 can hold; ValueError otherwise."""
+    """Return `"dynamic"`, or a positive number whose inverse FP32 can hold; the number may be in a string.
+
+    Raises:
+        ValueError: another value.
+    """
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return loss_scale
     return scale_number("initialize: loss_scale", loss_scale, or_else='"dynamic" or ')
 
 
 def scale_number(name: str, value: Any, or_else: str = "") -> float:
-    """`value` as a positive number whose inverse FP32 can hold; else ValueError, which begins with `name`."""
+    """Return `value` as a positive number whose inverse FP32 can hold.
+
+    Raises:
+        ValueError: another value. The message begins with `name`.
+    """
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -272,7 +279,7 @@ def _level(opt_level: Any) -> Policy:
 
 
 def no_level(given: Any) -> str:
-    """Say that `given` is no level, and name the levels that its words mean elsewhere: "o2", "fp16", "bf16-mixed"."""
+    """Return an error text: `given` is no level. Other spellings ("o2", "fp16", "bf16-mixed") get a hint."""
     word = str(given).lower().removeprefix("torch.").removesuffix("-mixed")
     meant = (f"O{word[-1]}",) if re.fullmatch("[o0]?[0-7]", word) else _LEVELS_MEANT.get(word, ())
     hint = f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""
@@ -280,7 +287,7 @@ def no_level(given: Any) -> str:
 
 
 def _low_precision(name: str, value: Any) -> torch.dtype | None:
-    """`value` as a low-precision type, or by the type's name ("bfloat16", as the command line has it); else raise."""
+    """Return `value` as a low-precision type, also by its name ("bfloat16"), as on a command line; else raise."""
     if isinstance(value, str):
         value = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}.get(value, value)
     if value is not None and value not in LOW_PRECISION:
@@ -304,7 +311,7 @@ def _with_product_format(policy: Policy, wanted: Any) -> Policy:
 
 def _with_dtype(policy: Policy, dtype: torch.dtype) -> Policy:
     cast = dtype if policy.cast_model_type is not None else None
-    scale = 1.0 if dtype is torch.bfloat16 else policy.loss_scale  # BF16 has FP32's range: nothing to rescue
+    scale = 1.0 if dtype is torch.bfloat16 else policy.loss_scale  # BF16 has FP32's range: gradients do not underflow
     return replace(policy, dtype=dtype, cast_model_type=cast, loss_scale=scale)
 
 
@@ -370,7 +377,7 @@ def _with_optimizer_state(policy: Policy, opt_level: str, state: Any) -> Policy:
     if state is not None and policy.cast_model_type is not None and not policy.master_weights:
         raise ValueError(
             f"initialize: optimizer_state={state!r} contradicts opt_level {opt_level!r} without masters, whose "
-            f"state is {policy.cast_model_type} by itself, not FP32; use opt_level='O5' with "
+            f"state is {policy.cast_model_type}, not FP32; use opt_level='O5' with "
             "master_weights='stochastic', which has no masters in memory either"
         )
     return replace(policy, optimizer_state=state)
@@ -380,7 +387,7 @@ def _with_low_precision_norms(policy: Policy, opt_level: str) -> Policy:
     if policy.patch_torch_functions:
         return replace(policy, low_precision_norms=True)
     if policy.cast_model_type is not None:
-        why = f"whose model is cast, and its norms give {policy.cast_model_type} as it is"
+        why = f"whose model is cast, so that its norms return {policy.cast_model_type} without it"
     elif OPT_LEVELS[opt_level].patch_torch_functions:
         why = "with patch_torch_functions=False, under which the norms are as in FP32"
     else:
@@ -404,7 +411,7 @@ def _refuse_where_weights_stay_fp32(
     else:
         why = dict.fromkeys(("keep_batchnorm_fp32", "master_weights"), "the whole model is FP32 there")
     for name, value in (("keep_batchnorm_fp32", keep), ("master_weights", masters)):
-        # On an FP32 model Apex takes any value of these two but acts on none; only O1 makes them an error.
+        # On an FP32 model Apex accepts any value of these two and ignores it; only O1 makes them an error.
         if value is not None and policy.patch_torch_functions:
             raise ValueError(
                 f"initialize: {name}={value} contradicts opt_level {opt_level!r}: {why[name]}; leave {name} at None"
@@ -412,7 +419,11 @@ def _refuse_where_weights_stay_fp32(
 
 
 def boolean(name: str, value: Any, or_else: str = "") -> bool | None:
-    """True, False or None, also from the words; else TypeError, which names the argument of `initialize`."""
+    """Return True, False or None, also for these words as strings.
+
+    Raises:
+        TypeError: another value. The message names the argument of `initialize`.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str) and value in ("True", "False", "None"):

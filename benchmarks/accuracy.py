@@ -134,29 +134,30 @@ def page(comparisons: dict[str, Comparison]) -> str:
         "<!-- Written by `make accuracy` (benchmarks/accuracy.py): edit that. -->",
         answer(comparisons),
         "## How it was measured",
-        f"Each model was trained at each level from {seeds(first)} seeds, which move the weights and the batches; what "
-        f"is held out stays the same. {steps}: in the first tenth of them the learning rate rises, then it falls to 0, "
-        "so that what is compared has come to rest. The held-out loss is the mean cross entropy in nats.",
+        f"Each model was trained at each level from {seeds(first)} seeds, which change the weights and the batches but "
+        f"not the held-out data: {steps}. In the first tenth of the steps the learning rate rises, and then it falls "
+        "to 0, so that losses are compared at rest. The held-out loss is the mean cross entropy in nats.",
         first.test,
-        "In the tables the *gap* is that to O0 with the same seeds, in nats, and in per cent with its interval. "
-        "*Speed* is the ratio of step times to O0's, above 1 where the level is faster; *memory* is that of the "
-        "bytes of weights, masters, gradients and optimizer state. Speed is of the machine named below and of very "
-        "small models, in which the casts weigh more than in large ones. Where a processor has no FP16 arithmetic, "
-        "FP16 on it is emulated: it shows what FP16 does to accuracy, not to time.",
+        "In the tables, the *gap* is the gap to O0 with the same seeds, in nats, and in per cent with its interval. "
+        "*Speed* is O0's step time over the level's: above 1, the level is faster. *Memory* is the ratio of the bytes "
+        "of weights, masters, gradients and optimizer state. The speed is for the machine named below and for very "
+        "small models, where casts take a larger share of the time than in large ones. If a processor has no FP16 "
+        "arithmetic, FP16 is emulated: accuracy is the same, and time is not.",
     ]
     for family, comparison in comparisons.items():
         title, _, what = FAMILIES[family]
-        picture = f"![The held-out loss of each seed, by level; the range of O0's is shaded.](accuracy-{family}.svg)"
+        alt = "The gap in held-out loss to O0 with its interval, by level; the margin is shaded."
+        picture = f"![{alt}](accuracy-{family}.svg)"
         parts += [f"## {title}", what, table(comparison), picture]
     machine = ", ".join(f"{name} {value}" for name, value in first.machine.items())
     parts += [
         *state_in_eight_bits(),
         "## Again",
         "    make accuracy",
-        f"trains everything anew and rewrites this page; it fails if the held-out loss at {listed(CLAIMED)} does not "
-        "lie within the spread of O0's seeds in every family, or is worse with the same seeds by more than the margin. "
-        "A report for each family, with loss curves, loss scales and times, is then in `out/accuracy/`.",
-        f"These figures are of: {machine}.",
+        f"trains everything again and rewrites this page. It fails if the held-out loss at {listed(CLAIMED)} is not "
+        "within the spread of O0's seeds in every family, or is worse with the same seeds by more than the margin. "
+        "`out/accuracy/` then has a report for each family, with loss curves, loss scales and times.",
+        f"These figures are from: {machine}.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -174,8 +175,8 @@ def state_in_eight_bits(rows: Path = EIGHT_BITS) -> list[str]:
         "## The optimizer's state in eight bits",
         "Each optimizer of torch.optim with its state in FP32, and [in eight bits](ladder.md#state-in-eight-bits): "
         f"the digits and the GPT at O0, {found['steps']} steps, {seeds} seeds. {said} the range of the seeds in FP32, "
-        "or better; the state is in bytes a parameter. These models are small: of a large one hardly anything stays "
-        "FP32. Muon has AdamW beside it, for what is no matrix.",
+        "or better. The state is in bytes per parameter. These models are small: a large model keeps almost nothing in "
+        "FP32. Muon is combined with AdamW for parameters that are no matrix.",
         "\n".join(table),
         f"`python benchmarks/eight_bit_state.py` trains them; these figures are of: {found['machine']}.",
         *uneven_gradients(),

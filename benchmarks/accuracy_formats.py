@@ -137,12 +137,12 @@ def of_gradients(errors: dict[str, list[float]]) -> list[str]:
         rows.append([name, f"{100 * statistics.mean(each):.1f} %", f"{100 * min(each):.1f} to {100 * max(each):.1f} %"])
     return [
         "## What they do to a gradient",
-        "The order with less of chance in it: the GPT after "
-        f"{AFTER} steps in FP32, and how far the gradient of a step lies from FP32's at the same weights, "
-        "|g - g32| / |g32|, with nothing kept in BF16 (`keep_high=()`) unless it says so. The mean of 16 batches, "
+        "An order that depends less on chance: the GPT after "
+        f"{AFTER} steps in FP32, and the distance of a step's gradient from FP32's at the same weights, "
+        "|g - g32| / |g32|, with nothing kept in BF16 (`keep_high=()`) unless the row says so. The mean of 16 batches, "
         f"{len(next(iter(errors.values())))} seeds.",
         "\n".join(f"| {' | '.join(row)} |" for row in rows),
-        "Why losses are in another order: [what was found of them](low-bit.md#what-the-losses-do-not-show).",
+        "The losses are in another order, for [these reasons](low-bit.md#what-the-losses-do-not-show).",
     ]
 
 
@@ -152,15 +152,15 @@ def page(comparisons: dict[str, Comparison], errors: dict[str, list[float]]) -> 
     parts = [
         "# What would FP8 and FP4 do to a loss?",
         "<!-- Written by `make accuracy` (benchmarks/accuracy_formats.py): edit that. -->",
-        "Three very small models, trained at O6 in each format of its products ([what each is](low-bit.md)), and at O0 "
+        "Three very small models, trained at O6 in each [format of its products](low-bit.md), and at O0 "
         "and O4 from the same weights and on the same batches. **The claims are of the order of the formats, and of "
         "the gap at this size and after so few steps.** A large model has other outliers, and more steps in which "
-        "they add up. To know, compare on your own script: `python -m amp_patch compare --formats fp8,mxfp8,nvfp4 "
+        "they add up. For your own script: `python -m amp_patch compare --formats fp8,mxfp8,nvfp4 "
         "train.py`.",
-        f"{seeds(first)} seeds each; {steps}, in the first tenth of which the learning rate rises; then it falls to 0. "
-        "The loss is the mean cross entropy on held-out data, in nats; the *gap* is that to O0 with the same seeds, in "
-        f"nats, and in per cent with its interval. {first.test} Everything is emulated: there are no times. "
-        "Of twenty intervals one leaves out the true gap by chance.",
+        f"Each model was trained from {seeds(first)} seeds: {steps}. In the first tenth of the steps the learning rate "
+        "rises, and then it falls to 0. The loss is the mean cross entropy on held-out data, in nats. The *gap* is the "
+        f"gap to O0 with the same seeds, in nats, and in per cent with its interval. {first.test} Everything is "
+        "emulated: there are no times. On average, one of twenty intervals does not contain the true gap.",
     ]
     for family, comparison in comparisons.items():
         title, _, what = FAMILIES[family]

@@ -55,7 +55,10 @@ def with_pictures(text: str, docs: Path) -> str:
 
 def block(kind: str) -> str:
     """The line that shows the picture of a kind of machine, light or dark as the reader's system is."""
-    alt = "The demo's levels: a bar of speed, a bar of memory and a dot for each seed's loss."
+    alt = (
+        "The demo's levels: a bar of speed, a bar of memory by its kinds, and the gap in loss to FP32 on a band of the "
+        "margin."
+    )
     return (
         f'{KINDS[kind]}<br><picture><source media="(prefers-color-scheme: dark)" srcset="docs/demo-{kind}-dark.svg">'
         f'<img src="docs/demo-{kind}-light.svg" alt="{alt}"></picture>'

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from amp_patch import amp
+from amp_patch.storage.coded_state import stored
 from amp_patch.support import tree
-from amp_patch.training.coded_state import stored
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from tasks import Digits, TopicsGPT

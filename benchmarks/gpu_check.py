@@ -45,7 +45,7 @@ TAIL = 20  # lines of what a command that failed said last, kept with the figure
 # Of what is printed last, so that all of it is less than 10,000 characters.
 WIDTH, FAILURES, WARNINGS = 180, 20, 8
 
-GRAPHS = "tests/training/test_cuda_graphs.py"
+GRAPHS = "tests/around/test_cuda_graphs.py"
 HAS_CUDA = "import sys; from amp_patch import _C; sys.exit('cuda' not in _C.devices and 'built without CUDA')"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html import escape
 
-from amp_patch.lab.comparison import headline
+from amp_patch.lab.comparison import headline, measures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import COLOURS, rect, text
 from amp_patch.lab.comparison.rows import axis, rows
@@ -17,6 +17,7 @@ _COLUMNS = {"speed": (190.0, "Speed", "longer is faster"), "memory": (190.0, "Me
 _DOTS = 250.0
 _TITLE = 1350.0  # a title of so many characters would fit at a size of 1: bold letters are 0.61 wide on the mean
 _FOOT = 18.0
+_SWATCH, _LETTER = 26.0, 5.7  # of the legend: the place of a colour with its margins, and of a letter
 _GAP = 22.0
 
 
@@ -44,6 +45,16 @@ def dots(comparison: Comparison, *, dark: bool = False) -> str:
     return _file(comparison, [], 16.0, [], f"The gap in {comparison.metric_in_words}, by level", "", dark=dark)
 
 
+def _legend(right: float, y: float) -> str:
+    """Return the names of the parts of a memory bar with their colours, in a line that ends at `right`."""
+    widths = [_SWATCH + _LETTER * len(words) for words in measures.KINDS.values()]
+    x, made = right - sum(widths), ""
+    for (kind, words), width in zip(measures.KINDS.items(), widths, strict=True):
+        made += rect(x, y - 9, 10, 10, kind, ' rx="2"') + text(x + 14, y, words, "soft", size=11)
+        x += width
+    return made
+
+
 def _file(
     comparison: Comparison, columns: list[str], top: float, words: list[str], title: str, foot: str, *, dark: bool
 ) -> str:
@@ -53,7 +64,8 @@ def _file(
         width, head, hint = _COLUMNS[name]
         places.append((name, x, width, head, hint if name == "speed" else headline.what_memory(comparison)))
         x += width + _GAP
-    places.append(("gap", x, _DOTS, f"Gap in {comparison.metric_in_words}", headline.what_gap(comparison)))
+    better, *_, margin = headline.what_gap(comparison).split("; ")  # the whole is wider than the column
+    places.append(("gap", x, _DOTS, f"Gap in {comparison.metric_in_words}", f"{better}; {margin}"))
     wide, first = x + _DOTS + _LEFT, top + 44
     tall = first + _ROW * len(made) + 34 + (_FOOT if foot else 0.0)
     words = [*words, text(_LEFT, tall - 14, foot, "soft", size=12)]
@@ -76,6 +88,8 @@ def _file(
     parts.append(
         f'<svg x="{x}" y="{first + _ROW * len(made) + 4}" width="{_DOTS}" height="16" overflow="visible">{labels}</svg>'
     )
+    if "memory" in columns:
+        parts.append(_legend(x - _GAP, first + _ROW * len(made) + 16))
     alt = escape("; ".join([title, *(row.alt for row in made)]), quote=True)
     start = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:g} {tall:g}" width="{wide:g}" height="{tall:g}"'

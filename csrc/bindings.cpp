@@ -1,5 +1,5 @@
-// amp_patch._C: all names that Python sees, but those of its submodule `casts` (casts/wrapper.cpp). The kernels are
-// documented in Python, by the functions of the same names in amp_patch.multi_tensor.
+// amp_patch._C: all names that Python sees, except the submodule `casts` (casts/wrapper.cpp). The functions of the same
+// names in amp_patch.multi_tensor document the kernels.
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -10,7 +10,7 @@
 
 namespace pybind11::detail {
 
-// A list or tuple of tensors, as pointers into the Python objects. The objects are held meanwhile, since the call runs
+// A list or tuple of tensors, as pointers into the Python objects. It references the objects, because the call runs
 // without the GIL. pybind11's own conversion to std::vector<at::Tensor> would cost as much as a kernel over a thousand
 // small tensors.
 template <>
@@ -107,7 +107,7 @@ std::vector<std::pair<std::vector<int64_t>, std::vector<std::pair<int64_t, int64
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace amp_patch;
-  // Local: among two builds in a process, the last one's translator would raise its own class for both.
+  // Local, because with two builds in a process the translator registered last would raise its own class for both.
   py::register_local_exception<Refused>(m, "Refused", PyExc_ValueError);
   m.attr("devices") = py::make_tuple(DEVICES);
 

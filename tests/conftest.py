@@ -19,13 +19,13 @@ from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts import wrappers as cast_wrappers
 from amp_patch.support import held_names
-from amp_patch.training import per_parameter
+from amp_patch.ways import per_parameter
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 # What only a GPU can show.
-collect_ignore = [] if torch.cuda.is_available() else ["multi_tensor/test_cuda.py", "training/test_cuda_graphs.py"]
+collect_ignore = [] if torch.cuda.is_available() else ["multi_tensor/test_cuda.py", "around/test_cuda_graphs.py"]
 
 # Where the extension is there, what speaks of the casts runs on the wrappers in C and on those in Python.
 WRAPPERS = ["python"] if cast_wrappers.backend() == "python" else ["cpp", "python"]

@@ -147,12 +147,6 @@ MUTATIONS = (
         ("test_per_parameter.py",),
     ),
     Mutation(
-        "a registered optimizer on shards: what it does with one element of a row is not what it does with the row",
-        "for dim in range(param.dim())]\n            of_parts",
-        "for dim in range(1)]\n            of_parts",
-        ("test_trial_of_parts.py",),
-    ),
-    Mutation(
         "several optimizers: a GAN's other gradients are away during a backward",
         "_Bystander(param, gradients.take(param), stash, *before)",
         "_Bystander(param, None, stash, *before)",

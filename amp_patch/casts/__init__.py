@@ -1,3 +1,3 @@
-"""O1: the casts around torch's functions. Op lists, their rules, wrappers, and the regions in which they act."""
+"""O1: the casts around torch's functions, with their op lists, rules, wrappers and regions."""
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Apex's variant of the op lists, for scripts written for it (`Policy.op_lists`): only what differs from OPLISTS.
+"""Apex's variant of the op lists (`Policy.op_lists`), for scripts written for Apex: the differences from OPLISTS.
 
-A name here has this rule in the variant, all others have that of OPLISTS. The rules differ where a call that ran in
-Apex gave another type there: Apex left the function alone (torch.softmax, einsum), or listed what torch promotes by
-itself. What raised in Apex (mixed types, no half kernel) keeps today's rule, and so does what torch has got since
-Apex's lists were last edited, in 2020 (attention, linalg, rms_norm, huber_loss and others).
+A name listed here has this rule in the variant. All other names keep the rule of OPLISTS. The rules differ if a call
+that ran in Apex returned another type: Apex did not patch the function (torch.softmax, einsum), or it listed a function
+that torch now promotes without help. If the call raised in Apex (mixed types, no half kernel), today's rule holds.
+Today's rule also holds for functions that are younger than Apex's lists, which were last edited in 2020 (attention,
+linalg, rms_norm, huber_loss and others).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _APEX_IN_PLACE = (
     "tan_",
 )
 
-# Tensor methods and torch functions that Apex left alone: its lists named F.softmax, F.log_softmax and so on only.
+# Tensor methods and torch functions that Apex did not patch: its lists named only F.softmax, F.log_softmax and so on.
 _APEX_UNLISTED = ("log1p", "log_softmax", "logsumexp", "softmax")
 
 APEX: dict[str, dict[str, tuple[str, ...]]] = {
@@ -62,7 +63,7 @@ APEX: dict[str, dict[str, tuple[str, ...]]] = {
         "widest": ("pairwise_distance",),
     },
     "torch.Tensor": {
-        # `x **= 2` makes a new tensor of a low-precision x; so do `x += y` and the like, of mixed types.
+        # `x **= 2` makes a new tensor if x is low precision, as `x += y` and similar operators do with mixed types.
         "fp32": ("__ipow__", "cpu"),
         "widest": _APEX_UNLISTED,
         "mixed_fp32": (
@@ -87,7 +88,7 @@ APEX: dict[str, dict[str, tuple[str, ...]]] = {
             "__sub__",
             "__truediv__",
         ),
-        "match_self": ("addr_",),  # backward of addr_ fails on mixed types; other arithmetic in place is torch's
+        "match_self": ("addr_",),  # backward of addr_ fails on mixed types; other in-place arithmetic promotes
         "in_place_fp32": (*_APEX_IN_PLACE, "cumprod_", "cumsum_", "erfinv_", "pow_", "renorm_"),
     },
 }

@@ -1,4 +1,4 @@
-"""`amp.autocast` and `amp.disable_casts`: the casts of O1 as regions of the user's."""
+"""`amp.autocast` and `amp.disable_casts`: the casts of O1, on or off, in regions that user code enters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from amp_patch.support.compiled import constant_in_traces
 
 
 def disable_casts() -> region:
-    """A region of this thread without casts: a context manager, and a decorator. Source: Apex's `disable_casts`.
+    """Return a region of this thread without casts: a context manager and a decorator. Source: Apex's `disable_casts`.
 
-    torch.autocast is off there too. FP16 and BF16 on a CPU are multiplied natively.
+    Inside, torch.autocast is disabled too, and FP16 and BF16 products on a CPU are not emulated.
     """
     return region(None, disables_torch_autocast=True)
 
@@ -40,21 +40,20 @@ def _emulate_in_trace(cpu_half: str, dtype: torch.dtype) -> None:
 class autocast(region):
     """The casts of O1 as a region of this thread: a context manager, and a decorator of functions and methods.
 
-    The arguments are `torch.autocast`'s. `device_type` chooses no device: the casts act on tensors everywhere; it names
-    the device whose default `dtype` is taken where that is None (`torch.get_autocast_dtype`: FP16 for "cuda", BF16 for
-    "cpu"). None is "cuda" where there is one, else "cpu"; "cuda" by name where there is none warns and casts nothing,
-    as in torch. Products on a CPU are computed as `initialize(cpu_half="auto")` says, unless `device_type` is another
-    device. `enabled=False` is a region without casts; `cache_enabled=False` casts a weight at every use (None: as torch
-    does around it). The first entry installs the casts. Regions nest, and one object may be entered again, also by
-    other threads.
+    The arguments are `torch.autocast`'s. The casts act on tensors of every device. If `dtype` is None, `device_type`
+    chooses it (`torch.get_autocast_dtype`: FP16 for "cuda", BF16 for "cpu"). A `device_type` of None means "cuda" if
+    CUDA is available, else "cpu". An explicit "cuda" without CUDA warns and casts nothing, as in torch. Products on a
+    CPU are computed as `initialize(cpu_half="auto")` does, unless `device_type` is another device. `enabled=False`
+    makes a region without casts. `cache_enabled=False` casts a weight at every use; None takes torch's current setting.
+    The first entry installs the casts. Regions nest, and one object may be entered again, also by other threads.
 
-    Of this and `torch.autocast`, the inner one decides. Inside this region, enabled or not, torch's is off
-    (`torch.is_autocast_enabled()`, which speaks of torch's alone, is False), and back on afterwards; inside a
-    torch.autocast that is entered in here, enabled or not, these casts do not act.
+    If regions of this class and `torch.autocast` are nested, the innermost decides. Inside this region, enabled or not,
+    torch's is disabled (so `torch.is_autocast_enabled()` returns False), and enabled again on exit. Inside a
+    torch.autocast that is entered in this region, enabled or not, these casts do not act.
 
     Raises:
-        ValueError: a device type that torch does not know, or a dtype other than float16 and bfloat16.
-        TypeError: a device type that is not a string.
+        ValueError: `device_type` is unknown to torch, or `dtype` is neither float16 nor bfloat16.
+        TypeError: `device_type` is not a string.
     """
 
     def __init__(
@@ -80,7 +79,10 @@ class autocast(region):
 
 
 def autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | None:
-    """The policy of `autocast(device_type, dtype, enabled)`; None where nothing is cast. Raises as `autocast`."""
+    """Return the policy of `autocast(device_type, dtype, enabled)`, or None if it casts nothing.
+
+    Raises the errors of `autocast`.
+    """
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     default = _autocast_dtype(device_type)

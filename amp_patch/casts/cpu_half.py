@@ -1,15 +1,16 @@
 """FP16 and BF16 on a CPU without arithmetic for them: values in the low type, sums of products in FP32, as on a GPU.
 
-torch's own kernels for such a type are four to a hundred times slower there than FP32's. So the ops that are sums of
-products (GEMMs, convolutions, attention) get kernels of ours, which upcast their operands, call torch's FP32 kernel and
-round its result once; beyond FP16's range it is infinite. They are registered at the dispatch key `BackendSelect`. It
-is below autograd, which therefore saves the low operands and differentiates by torch's own formulas, whose products are
-such ops again; and below function transforms and torch.compile, whose graphs call them too.
+On such a CPU torch's kernels for the type are four to a hundred times slower than its FP32 kernels. So sums of products
+(GEMMs, convolutions, attention) get other kernels here. They upcast their operands, call torch's FP32 kernel and round
+its result once; a result beyond FP16's range becomes infinite. They are registered at the dispatch key `BackendSelect`.
+This key is below autograd, which therefore saves the low operands and differentiates with torch's own formulas, whose
+products dispatch to these kernels again. It is also below function transforms and torch.compile, whose graphs call the
+kernels too.
 
-A kernel emulates in regions of a policy that does (`region.emulated`): in models' forwards and the body of
-`scale_loss`, on autograd's own threads too. Outside of all regions it emulates backward passes, since nobody tells
-whose they are, as long as a training of the process emulates. Everywhere else it calls what it stands before.
-The extension has the kernels in C++ (csrc/casts/emulation.cpp); the ones here do the same.
+A kernel emulates inside the regions of a policy that emulates (`region.emulated`): in models' forwards and the body of
+`scale_loss`, also on autograd's own threads. Outside of all regions it emulates only in backward passes, because the
+training of a backward pass is unknown there, and only while a training of the process emulates. Otherwise it calls
+torch's kernel. The kernels exist in C++ (csrc/casts/emulation.cpp), and here for processes without the extension.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ from amp_patch.support.compiled import constant_in_traces
 from amp_patch.support.patches import Installation, Patches
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What this CPU computes in
+# Arithmetic of this CPU
 
-# Linux's names for arithmetic of a type, which conversions (f16c) are not.
+# Linux's names for CPU features with arithmetic of a type. A feature that only converts (f16c) does not count.
 _FLAGS = {
     torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
 }
-# The values of ONEDNN_MAX_CPU_ISA with which torch's products do not use that arithmetic though the CPU has it.
+# Values of ONEDNN_MAX_CPU_ISA that keep torch's products from using arithmetic that the CPU has.
 _WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 _CAPS = {torch.bfloat16: _WITHOUT_BF16, torch.float16: {*_WITHOUT_BF16, "AVX512_CORE_BF16"}}
 
 
 @functools.cache
 def has_arithmetic(dtype: torch.dtype) -> bool:
-    """Whether torch computes products of this type in that type's own instructions on this CPU.
+    """Tell whether torch computes products of this type with instructions for the type on this CPU.
 
-    For FP16 AVX512-FP16, AMX-FP16 or ARM's FP16 vectors; for BF16 AVX512-BF16, AMX-BF16 or ARM's BF16 extension. False
-    where the environment variable ONEDNN_MAX_CPU_ISA keeps torch from them. Decided by names alone, never by a clock:
-    the numbers of a training are the machine's, not the moment's.
+    For FP16 these are AVX512-FP16, AMX-FP16 or ARM's FP16 vectors; for BF16 AVX512-BF16, AMX-BF16 or ARM's BF16
+    extension. False if the environment variable ONEDNN_MAX_CPU_ISA keeps torch from using them. The answer depends on
+    names only, never on a timing: results of a training may depend on the machine, but not on its load.
     """
     named = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     if named.upper() in _CAPS[dtype]:
@@ -75,19 +76,19 @@ def _machine_has(dtype: torch.dtype) -> bool:
 
 
 def resolve_cpu_half(policy: Policy, on_cpu: bool) -> Policy:
-    """`policy` with its `cpu_half` decided for this machine.
+    """Return `policy` with its `cpu_half` decided for this machine.
 
-    It is "native", and nothing is emulated, where the policy makes no low-precision tensors or `on_cpu` is False.
+    The result is "native" (nothing is emulated) if the policy makes no low-precision tensors or `on_cpu` is False.
     """
     return replace(policy, cpu_half=decide_cpu_half(policy.cpu_half, policy.dtype, on_cpu and policy.makes_low_tensors))
 
 
 def decide_cpu_half(wanted: str, dtype: torch.dtype, makes_some: bool) -> str:
-    """What "auto" becomes on this machine for casts that make tensors of `dtype` on a CPU, or do not.
+    """Return `wanted`, with "auto" decided for this machine and type.
 
-    "emulate" or "native" stay; "auto" is "emulate" where the CPU has no arithmetic for the type, else "convolutions"
-    for FP16, and "native" for BF16. Apart from `resolve_cpu_half`, because torch 2.6 cannot compile a call of
-    `dataclasses.replace`.
+    "auto" becomes "emulate" if the CPU has no arithmetic for the type. Otherwise it becomes "convolutions" for FP16 and
+    "native" for BF16. If `makes_some` is False (the casts make no tensors of `dtype` on a CPU), the result is "native".
+    Separate from `resolve_cpu_half`, because torch 2.6 cannot compile a call of `dataclasses.replace`.
     """
     if not makes_some:
         return "native"
@@ -100,10 +101,10 @@ def decide_cpu_half(wanted: str, dtype: torch.dtype, makes_some: bool) -> str:
 
 
 def renamed(cpu_half: str, cpu_fp16: str | None) -> str:
-    """What a caller asks for with either name of the argument; the older one warns."""
+    """Return the argument `cpu_half`, or `cpu_fp16`, its older name, with a warning."""
     if cpu_fp16 is None:
         return cpu_half
-    warnings.warn("initialize: cpu_fp16 is called cpu_half now, and speaks of BF16 too", FutureWarning, stacklevel=3)
+    warnings.warn("initialize: cpu_fp16 is called cpu_half now, and applies to BF16 too", FutureWarning, stacklevel=3)
     return cpu_fp16
 
 
@@ -112,13 +113,13 @@ def renamed(cpu_half: str, cpu_fp16: str | None) -> str:
 
 
 class Product(NamedTuple):
-    """An op of aten's that is emulated.
+    """An op of aten that is emulated.
 
     Attributes:
-        name: the op's, with its overload.
+        name: the op's name, with its overload.
         fp32_results: the indices of results that are FP32 for low operands too.
-        mixes: FP32 arguments may stand beside the low ones (masks of attention, statistics of it and of norms).
-        writes_out: the op has an overload "out", which C++ takes to have the result in warm memory.
+        mixes: FP32 arguments may be mixed with the low ones (masks and statistics of attention, statistics of norms).
+        writes_out: the op has an overload "out"; C++ writes the FP32 result into its scratch memory with it.
     """
 
     name: str
@@ -140,7 +141,8 @@ _PRODUCTS = (
     Product(f"{_ATTENTION}_backward", mixes=True),
     *_CONVOLUTIONS,
 )
-# Not products: FP16's kernels take 3 to 25 times as long as FP32 and back, or are missing. Measured on torch 2.13.
+# These ops are not products: their FP16 kernels take 3 to 25 times as long as casts to FP32 and back, or are missing.
+# Measured on torch 2.13.
 _SLOW_IN_FP16 = (
     *(Product(name) for name in ("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "linalg_vector_norm")),
     *(Product(name) for name in ("norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "norm.Scalar")),
@@ -152,7 +154,7 @@ _SLOW_IN_FP16 = (
 
 
 def products(dtype: torch.dtype, cpu_half: str) -> tuple[Product, ...]:
-    """The ops that are emulated for a type, by a decided `cpu_half`."""
+    """Return the ops that are emulated for a type under a decided `cpu_half`."""
     if cpu_half == "convolutions":
         return _CONVOLUTIONS
     return (*_PRODUCTS, *_SLOW_IN_FP16) if dtype is torch.float16 else _PRODUCTS
@@ -162,9 +164,9 @@ def products(dtype: torch.dtype, cpu_half: str) -> tuple[Product, ...]:
 # Registration
 
 _installation = Installation()
-_served: set[tuple[bool, torch.dtype, str]] = set()  # (in C++, type, decided cpu_half): what kernels are registered for
-_types: dict[str, set[torch.dtype]] = {}  # op -> those that its kernel in Python emulates
-_library: torch.library.Library | None = None  # of the kernels in Python
+_served: set[tuple[bool, torch.dtype, str]] = set()  # (in C++, type, decided cpu_half) that have kernels
+_types: dict[str, set[torch.dtype]] = {}  # op -> types that its kernel in Python emulates
+_library: torch.library.Library | None = None  # registers the kernels in Python
 
 
 def emulate(policy: Policy) -> None:
@@ -197,7 +199,7 @@ def _register(patches: Patches, wanted: tuple[bool, torch.dtype, str]) -> None:
 
 
 def _stop() -> None:
-    """Take all kernels away."""
+    """Unregister all kernels."""
     global _library
     _served.clear()
     _types.clear()
@@ -218,7 +220,7 @@ _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect
 
 
 class _Kernel:
-    """A kernel in Python: what `Product` of csrc/casts/emulation.cpp is."""
+    """A kernel in Python: the counterpart of `Product` in csrc/casts/emulation.cpp."""
 
     def __init__(self, op: Any, product: Product, types: set[torch.dtype]) -> None:
         self.op, self.product, self.types = op, product, types
@@ -251,7 +253,7 @@ class _Kernel:
         )
 
     def _type_of(self, given: dict[str, Any]) -> torch.dtype | None:
-        """The type to emulate for these arguments: that of all floating ones, where it is emulated here and now."""
+        """Return the type to emulate: the one type of all floating arguments, if it is emulated here; else None."""
         low: torch.dtype | None = None
         for name, value in given.items():
             if name == "dtype" and value is not None:  # the user chose the type
@@ -263,7 +265,7 @@ class _Kernel:
                     return None
                 low = value.dtype
             elif not (self.product.mixes and low is not None and value.dtype is torch.float32):
-                return None  # torch refuses it by name, or has its own way
+                return None  # torch refuses mixed types, or has a kernel for them
         if low not in self.types:
             return None
         emulated = casts_state.in_use.emulated()

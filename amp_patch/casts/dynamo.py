@@ -1,12 +1,11 @@
-"""The casts inside torch.compile: what the patched functions do, done while Dynamo traces, as nodes of its graph.
+"""The casts inside torch.compile: while Dynamo traces, the casts of patched functions become nodes of its graph.
 
-Dynamo cannot look into functions in C, and does not look at what stands in torch.Tensor. So it is told here, the moment
-before it traces a frame, how to read them: a call of a function, a method or an operator on the op lists is traced as
-its rule (rules.py) for the policy that acts. Regions (regions.py) say which one that is; at the start of a frame it is
-the thread's, and a guard has the frame compiled again where another one acts.
+Dynamo cannot trace functions in C, and ignores replaced attributes of torch.Tensor. So this file tells Dynamo, just
+before it traces a frame, how to trace them: a call of a function, method or operator on the op lists is traced as its
+rule (rules.py) under the acting policy. At the start of a frame that is the thread's policy, later that of the
+innermost traced region (regions.py). A guard recompiles the frame for another policy.
 
-This file hooks into Dynamo and traced_calls.py speaks to it; no other file needs its inside. Nothing here imports it:
-`hook` waits until somebody else has.
+Only this file and traced_calls.py use Dynamo's private names. Neither imports Dynamo: `hook` waits for another import.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ logger = logging.getLogger("amp_patch")
 
 _DYNAMO = "torch._dynamo.symbolic_convert"
 
-# Private names of Dynamo that are used here, as of torch 2.13. A torch without one of them is not hooked at all.
+# Private names of Dynamo that this file and traced_calls.py use, as of torch 2.13. If a torch lacks one of them,
+# nothing is hooked.
 _USED = tuple(
     f"torch._dynamo.{name}"
     for name in (
@@ -55,32 +55,33 @@ _USED = tuple(
     )
 )
 
-# Packages that Dynamo skips. Their bookkeeping of optimizers and gradients has no tensor operations to compile.
-NEVER_TRACED = ["frontend", "masters", "multi_tensor", "training"]  # and those given to `never_trace`
+# Packages that Dynamo skips: their bookkeeping of optimizers and gradients has no tensor operations to compile.
+# `never_trace` adds others.
+NEVER_TRACED = ["around", "frontend", "masters", "multi_tensor", "storage", "training", "watch", "ways"]
 
-# Modules that Dynamo inlines into a caller's frame, and never compiles as frames of their own. After a graph break in a
-# region the rest of the forward runs as plain Python, and wrappers must too: one code object serves all wrapped
-# functions, so Dynamo would recompile it for each.
+# Modules that Dynamo inlines into a caller's frame, and never compiles as separate frames. After a graph break in a
+# region the rest of the forward runs as plain Python, and wrappers must too: all wrapped functions share one code
+# object, so Dynamo would recompile it for each.
 _NEVER_ALONE = (
     *("casts.cpu_half", "casts.in_fp32", "casts.low_bit", "casts.rules", "casts.saturated", "casts.state"),
     *("casts.thread_state", "casts.upcast", "casts.wrappers"),
     *("model.forward", "model.state", "support.blocks", "support.tree"),
 )
-# Functions that are nested in this module's wrap users' methods, and are compiled with them.
+# Functions nested in those of this module wrap users' methods, and are compiled with them.
 _DEFINES_FORWARDS = "model.forward"
 
 _hooks = Installation(of_process=True)  # `of_process`: `restore` leaves Dynamo hooked
-_hooked = False  # whether `_attach` was called, or waits for the import of Dynamo
+_hooked = False  # whether `_attach` was called, or is registered for the import of Dynamo
 _attached = False  # whether all of `_USED` was found
 _stale = False  # whether Dynamo may hold frames compiled before `hook`, which have no guard on the acting policy
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whose casts act. A frame is compiled for one policy; a guard calls `acting` before each use of the compiled code.
+# The acting policy. A frame is compiled for one policy; a guard calls `acting` before each use of the compiled code.
 
 
 def acting() -> Policy | None:
-    """What the compiled code depends on: one object for all policies whose casts are the same."""
+    """Return the policy that compiled code depends on: one object for all policies that cast alike."""
     policy = casts_state.current()
     return None if policy is None else _casts_of(policy)
 
@@ -95,26 +96,26 @@ def _casts_of(policy: Policy) -> Policy:
 
 
 def start_late() -> None:
-    """Begin anew in the middle of this thread's trace: the traced code has just installed the casts."""
+    """Restart this thread's trace in the middle: the traced code has just installed the casts."""
     if _attached:
         _start(sys.modules[_DYNAMO].InstructionTranslator.current_tx())
 
 
 def register_late_wrappers() -> None:
-    """Register the wrappers that an import in the middle of this thread's trace, if there is one, has installed."""
+    """Register wrappers that an import inside this thread's trace has installed, if a trace runs."""
     if _attached and is_compiling():
         traced_calls.register_wrappers()
 
 
 def hook() -> None:
-    """Be there when Dynamo traces: now if it is imported, else as soon as it is. Idempotent."""
+    """Attach to Dynamo: now if it is imported, else at its import. Idempotent."""
     global _hooked, _stale
     if not _hooked:
         _hooked = True
         was_there = _DYNAMO in sys.modules
         when_imported(_DYNAMO, _attach)
         _stale = was_there and _attached
-    # A reset in the middle of a trace would drop that trace's state too, so stale frames wait for the next `hook`.
+    # A reset inside a trace would drop that trace's state too, so stale frames wait for the next `hook`.
     if _stale and importlib.import_module("torch._guards").TracingContext.try_get() is None:
         _stale = False
         dynamo: Any = sys.modules["torch._dynamo"]
@@ -122,32 +123,32 @@ def hook() -> None:
 
 
 def _warn_of_another_dynamo(found: object) -> None:
-    """Warn that this torch's Dynamo is not the one that this file was written for. Called once."""
+    """Warn that this file does not know the Dynamo of this torch. Called once."""
     logger.warning(
         "the compiler of torch %s is not known here (%s): the casts of O1, O4 and amp.autocast act in compiled code "
-        "only where its graphs break; everything else, eager code above all, is as ever",
+        "only after graph breaks; eager code is not affected",
         torch.__version__,
         found,
     )
 
 
 def never_trace(package: str) -> None:
-    """Have Dynamo skip one more package of amp_patch, by its path in there: its `__init__` calls this."""
+    """Make Dynamo skip one more package of amp_patch; the package's `__init__` calls this with its path."""
     NEVER_TRACED.append(package)
     if _attached:
         importlib.import_module("torch._dynamo.trace_rules").add(f"amp_patch.{package}")
 
 
 def _attach(module: Any) -> None:
-    """Hook into Dynamo, whose `symbolic_convert` is `module`; a Dynamo without the names of `_USED` stays as it is."""
+    """Hook into Dynamo, whose `symbolic_convert` is `module`. If a name of `_USED` is missing, change nothing."""
     global _attached
     try:
         for name in _USED:
             pkgutil.resolve_name(name)
         for name in NEVER_TRACED:
             importlib.import_module("torch._dynamo.trace_rules").add(f"amp_patch.{name}")
-        # `PythonState`'s methods run as plain Python where a region begins or ends between two graphs. Traced regions
-        # do not call them (traced_regions.py).
+        # `PythonState`'s methods run as plain Python if a region begins or ends between two graphs. Traced regions do
+        # not call them (traced_regions.py).
         for name in _NEVER_ALONE:
             for code in _codes_of(importlib.import_module(f"amp_patch.{name}"), nested=name != _DEFINES_FORWARDS):
                 importlib.import_module("torch._dynamo.eval_frame").skip_code(code)
@@ -160,7 +161,7 @@ def _attach(module: Any) -> None:
 
 
 def _codes_of(module: types.ModuleType, nested: bool) -> Iterator[types.CodeType]:
-    """The code of the functions and methods that `module` defines, and of what they define in turn if `nested`."""
+    """Yield the code of the functions and methods of `module`; if `nested`, also of the functions inside them."""
     own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
     methods = [method for value in own if isinstance(value, type) for method in vars(value).values()]
     left = [function.__code__ for function in (*own, *methods) if type(function) is types.FunctionType]
@@ -171,7 +172,7 @@ def _codes_of(module: types.ModuleType, nested: bool) -> Iterator[types.CodeType
 
 
 def _follow_traces(patches: Patches, translator: Any) -> None:
-    """Patch the translator: `_start` runs when the trace of a frame begins, and the trace in a region without casts."""
+    """Patch the translator: call `_start` at the beginning of a frame's trace, and trace in a region without casts."""
     started, run = translator.__init__, translator.run
 
     @functools.wraps(started)
@@ -181,8 +182,8 @@ def _follow_traces(patches: Patches, translator: Any) -> None:
 
     @functools.wraps(run)
     def run_without_casts(self: Any) -> Any:
-        # Without this region Dynamo and the backend, which call torch's functions while they compile, would have their
-        # own tensors cast. Casts of the traced code become nodes of its graph instead.
+        # Without this region Dynamo and the backend, which call torch's functions while they compile, would cast their
+        # own tensors. The casts of the traced code become nodes of its graph instead.
         with regions.region(None):
             return run(self)
 
@@ -191,7 +192,7 @@ def _follow_traces(patches: Patches, translator: Any) -> None:
 
 
 def _follow_calls(patches: Patches) -> None:
-    """Have methods and operators of tensors traced by their rules; `register_wrappers` does that for functions."""
+    """Trace methods and operators of tensors by their rules; for functions `register_wrappers` does this."""
     tensor = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
     builtin = importlib.import_module("torch._dynamo.variables.builtin").BuiltinVariable
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
@@ -227,7 +228,7 @@ def _follow_calls(patches: Patches) -> None:
 
 
 def _start(tx: Any) -> None:
-    """Begin the trace of a frame. Errors in here are logged, not raised: the compilation goes on without casts."""
+    """Begin the trace of a frame. Errors are logged, not raised: the compilation then continues without casts."""
     global _attached
     traced_regions.begin_trace(None, None)
     traced_calls.begin()
@@ -246,7 +247,7 @@ def _start(tx: Any) -> None:
 
 
 def _guard(tx: Any) -> None:
-    """Guard the compiled frame: Dynamo uses it only where `acting` returns the policy of this trace."""
+    """Guard the compiled frame: Dynamo uses it only if `acting` returns the policy of this trace."""
     guards = importlib.import_module("torch._dynamo.guards")
     source = importlib.import_module("torch._dynamo.source")
     tracing = importlib.import_module("torch._guards").tracing
@@ -256,7 +257,7 @@ def _guard(tx: Any) -> None:
 
 
 def _without_autocast(tx: Any, kind: str) -> Callable[[], object]:
-    """Enter `torch.autocast(kind, enabled=False)` at this point of the trace; calling the result leaves it."""
+    """Enter `torch.autocast(kind, enabled=False)` at this point of the trace; return a function that leaves it."""
     variable = importlib.import_module("torch._dynamo.variables.ctx_manager").AutocastModeVariable
     region = variable.create(torch.amp.autocast, [kind], {"enabled": False})
     region.enter(tx)
@@ -264,9 +265,10 @@ def _without_autocast(tx: Any, kind: str) -> Callable[[], object]:
 
 
 def _backend_without_casts(backend: Any) -> Any:
-    """`backend`, whose compiled graphs run in a region without casts: casts are nodes of the graphs already.
+    """Return `backend` with its compiled graphs in a region without casts, because the casts are nodes of the graphs.
 
-    Products are not: a graph emulates what its traced regions or the caller of its frame emulate (cpu_half.py).
+    Emulated products are not nodes: a graph emulates the type that its traced regions or the caller of its frame
+    emulate (cpu_half.py).
     """
 
     @functools.wraps(backend)
@@ -285,10 +287,10 @@ def _backend_without_casts(backend: Any) -> Any:
 
 
 def _give_kernels_back() -> None:
-    """Give Inductor torch's own functions where its import has bound wrappers.
+    """Replace wrappers by torch's own functions in Inductor, whose import may have copied wrappers from torch.
 
     Inductor's code calls the functions that were attributes of torch at its import, and relies on the dtype and strides
-    of their results: a result that a wrapper has cast would be read wrongly, in forward and in backward.
+    of their results. Without this, it would misread a result that a wrapper has cast, in forward and in backward.
     """
     kernels = getattr(sys.modules.get("torch._inductor.select_algorithm"), "extern_kernels", None)
     for name, function in list(vars(kernels).items()) if kernels is not None else ():

@@ -1,7 +1,8 @@
-"""FP8 and FP4: the formats of numbers, the scales that recipes give them, and tensors rounded so, in FP32.
+"""FP8 and FP4: formats of numbers, the scales of recipes, and tensors rounded to them, held in FP32.
 
-A rounded tensor is `values` times the tensor's own scale, if it has one: each value is a number of the format times the
-scale of its tile, which FP32 holds exactly. The extension does the same on a CPU (csrc/casts/formats.cpp), to the bit.
+A rounded tensor is `values` times the tensor's scale, if it has one. Each value is a number of the format times the
+scale of its tile, a product that FP32 holds exactly. On a CPU the extension returns the same bits
+(csrc/casts/formats.cpp).
 
 Sources: the formats, "FP8 Formats for Deep Learning" (Micikevicius et al., arXiv 2209.05433) and the OCP Microscaling
 Formats specification v1.0; "fp8" and "fp8_tensorwise", torchao's float8 recipes of these names; "mxfp8", "Recipes for
@@ -22,16 +23,16 @@ from amp_patch import multi_tensor
 from amp_patch.multi_tensor.plain_random import random_bits
 
 Role = Literal["activation", "weight", "gradient"]
-ROWS, COLUMNS = -1, -2  # along which the sums of a product run
+ROWS, COLUMNS = -1, -2  # the dimension that a product sums over
 
 
 @dataclass(frozen=True)
 class Element:
-    """A format of numbers with few bits: sign, exponent, `mantissa` bits; no infinities, larger numbers saturate.
+    """A number format with few bits: sign, exponent and `mantissa` bits. No infinities: larger numbers saturate.
 
     Attributes:
-        mantissa: bits behind the leading one.
-        least_exponent: of normal numbers; below them the steps stay as they are there.
+        mantissa: the bits after the leading one.
+        least_exponent: the least exponent of normal numbers; subnormal numbers have the same step.
         largest: the largest number.
     """
 
@@ -44,13 +45,14 @@ E4M3 = Element(mantissa=3, least_exponent=-6, largest=448.0)
 E5M2 = Element(mantissa=2, least_exponent=-14, largest=57344.0)
 E2M1 = Element(mantissa=1, least_exponent=0, largest=6.0)
 
-# What is divided by before rounding, for a tile whose largest magnitude is m, in an element whose largest number is M.
-# A tile with an infinity or NaN has the scale NaN. Powers of two lie between 2**-126 and 2**127.
+# The scale of a tile, which divides the values before rounding, as a function of m and M: m is the largest magnitude in
+# the tile, M the largest number of the element. A tile with an infinity or NaN has the scale NaN. Powers of two are
+# clamped to 2**-126 and 2**127.
 Scale = Literal[
-    "exact",  # m / M, in FP32; 1 where that is 0
+    "exact",  # m / M, in FP32; 1 if that is 0
     "up",  # the smallest power of two that is not below m / M: nothing saturates
-    "floor",  # the power of two of m over that of M, as OCP has it: what lies above M times it saturates
-    "two_levels",  # m / M / g rounded to E4M3, times g: the tensor's largest magnitude / M / 448, in FP32
+    "floor",  # the power of two of m over that of M, as in OCP: magnitudes above M times it saturate
+    "two_levels",  # m / M / g rounded to E4M3, times g; g: the tensor's largest magnitude / M / 448, in FP32
 ]
 
 
@@ -61,12 +63,14 @@ class Recipe:
     Attributes:
         element: the format of activations and weights.
         gradient: the format of gradients.
-        scale: of a tile.
-        block: how many elements along a sum have a scale of their own. 0: all of one sum. None: the whole tensor.
-        square_weights: a weight's tiles are squares of `block`, so that forward and backward multiply by one value.
-        stochastic: gradients are rounded up or down by chance, in proportion.
-        hadamard: both operands of a weight's gradient are multiplied by a Hadamard matrix with random signs first,
-            which spreads outliers over 16 elements, and cancels in the product.
+        scale: the scale of a tile.
+        block: the number of elements along a sum that share a scale. 0: all elements of one sum. None: the whole
+            tensor.
+        square_weights: a weight's tiles are squares of `block`, so that forward and backward multiply by the same
+            values.
+        stochastic: gradients are rounded stochastically: up with a probability in proportion to the distance.
+        hadamard: both operands of a weight's gradient are first multiplied by a Hadamard matrix with random signs. It
+            spreads outliers over 16 elements, and cancels in the product.
     """
 
     element: Element = E4M3
@@ -88,30 +92,30 @@ FORMATS: dict[str, Recipe] = {  # PRODUCT_FORMATS of policy.py has the names
     "nvfp4_naive": _NVFP4,
 }
 
-_EXPONENT = 0x7F800000  # the bits of FP32's
-_HADAMARD = 16  # the matrix's order
-_SIGNS = 0b1011_0010_0110_1000  # of the rows that it is given: drawn once, as the paper has it
+_EXPONENT = 0x7F800000  # the exponent bits of FP32
+_HADAMARD = 16  # the order of the matrix
+_SIGNS = 0b1011_0010_0110_1000  # the signs of the rows that it multiplies: drawn once, as in the paper
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A tensor of one operand
+# One operand of a product
 
 
 def quantized(
     tensor: Tensor, along: int, role: Role, recipe: Recipe, hadamard: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """`tensor` rounded by a recipe.
+    """Return `tensor` rounded by a recipe. Does not sync.
 
     Args:
-        tensor: BF16, [..., rows, columns], of any strides.
-        along: the dimension that the product sums over, ROWS (each row is a sum's) or COLUMNS.
-        role: what it is in the training.
-        hadamard: multiply it by the Hadamard matrix along the sum first, which is made a multiple of 16 long by zeros.
+        tensor: BF16, [..., rows, columns], with any strides.
+        along: the dimension that the product sums over: ROWS (a sum over the elements of each row) or COLUMNS.
+        role: the kind of operand.
+        hadamard: first multiply by the Hadamard matrix along the sum, whose length zeros extend to a multiple of 16.
 
     Returns:
-        (values, scale): FP32, of the shape of `tensor` (longer by `hadamard`), and FP32 of shape [], or None for 1.
-        Bits of chance depend on the values of `tensor` alone, so that a step that is made again is the same. Does not
-        sync.
+        (values, scale): FP32 with the shape of `tensor` (extended if `hadamard`); FP32 of shape [], or None for a scale
+        of 1. The random bits of stochastic rounding depend only on the values of `tensor`, so that a repeated step has
+        the same result.
     """
     if not tensor.is_contiguous() and tensor.mT.is_contiguous():
         values, scale = quantized(tensor.mT, COLUMNS if along == ROWS else ROWS, role, recipe, hadamard)
@@ -123,7 +127,7 @@ def quantized(
     if recipe.stochastic and role == "gradient":
         draw = _sum_of_bits(tensor) if extension is None else extension.casts.sum_of_bits(tensor)
     if hadamard:
-        if along == ROWS:  # the matrix multiplies columns
+        if along == ROWS:  # the matrix multiplies along columns
             tensor = tensor.mT.contiguous()
         tensor = hadamard_plainly(tensor) if extension is None else extension.casts.hadamard(tensor, _SIGNS)
         if along == ROWS:
@@ -140,7 +144,7 @@ def quantized(
 
 
 def tile_of(tensor: Tensor, along: int, role: Role, recipe: Recipe) -> tuple[int, int]:
-    """How many rows and columns of `tensor` have one scale; (0, 0): all of them, in all matrices."""
+    """Return the rows and columns of `tensor` that share one scale; (0, 0): all of them, in all matrices."""
     if recipe.block is None:
         return 0, 0
     if recipe.square_weights and role == "weight":
@@ -150,7 +154,7 @@ def tile_of(tensor: Tensor, along: int, role: Role, recipe: Recipe) -> tuple[int
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The same in plain torch, in single steps: what csrc/casts/formats.cpp does
+# The same in plain torch, step by step: the reference for csrc/casts/formats.cpp
 
 
 def quantize_plainly(
@@ -162,11 +166,12 @@ def quantize_plainly(
     draw: int | Tensor | None = None,
     key: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """`tensor`, [..., R, C], in tiles of `rows` x `columns`; see `quantized`.
+    """Return `tensor`, [..., R, C], rounded in tiles of `rows` x `columns`; see `quantized`.
 
     Args:
-        draw: for rounding by chance, the number of the draw; a tensor of shape [] has it on the device.
-        key: another one gives other bits.
+        draw: the number of the draw for stochastic rounding, as an int or a tensor of shape [] on the device; None
+            rounds to nearest.
+        key: a second number that selects the random bits.
     """
     one_scale = rows == 0
     random = None if draw is None else random_bits(tensor, key, draw)
@@ -196,9 +201,9 @@ def quantize_plainly(
 
 
 def scales_of(largest: Tensor, element: Element, scale: Scale, whole: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What tiles with these largest magnitudes (FP32) are divided by, and then multiplied by; FP32, of their shape.
+    """Return the divisors before rounding and the factors after it, for tiles with these largest magnitudes.
 
-    The second is None for 1.
+    Both are FP32 with the shape of `largest`. The factors are None if they are 1.
     """
     finite = largest < math.inf
     if scale == "exact":
@@ -219,28 +224,29 @@ def scales_of(largest: Tensor, element: Element, scale: Scale, whole: Tensor | N
 
 
 def rounded(values: Tensor, element: Element, divide: Tensor | float = 1.0) -> Tensor:
-    """FP32 `values / divide` as numbers of the format, in FP32: to nearest, ties to even, and saturating."""
+    """Return FP32 `values / divide` as numbers of the format, in FP32: to nearest, ties to even, saturated."""
     return _round(values.abs().div_(divide), element, signs=values)
 
 
 def _round(value: Tensor, element: Element, random: Tensor | None = None, signs: Tensor | None = None) -> Tensor:
-    """`rounded` of magnitudes, in place, in few passes and with little new memory, which is what costs on a CPU.
+    """Round magnitudes in place, in few passes and with little new memory, because these dominate the time on a CPU.
 
-    torch's casts to its float8 types and back have the same bits, and take several times as long.
+    torch's casts to its float8 types and back give the same bits, and take several times as long.
 
     Args:
-        random: 16 random bits for each value (integers): it is rounded up or down by them, in proportion.
+        random: 16 random bits for each value (integers), which round it stochastically. None: round to nearest.
         signs: numbers whose signs the values get; None: they stay positive.
     """
-    value.clamp_(max=element.largest)  # which is rounded to itself
+    value.clamp_(max=element.largest)  # `largest` rounds to itself
     exponent = (value.view(torch.int32) & _EXPONENT).clamp_(min=127 + element.least_exponent << 23)
     scratch = exponent.view(torch.float32)
     if random is None:
-        # Added to a number, this one leaves no room for digits below the format's last; the addition rounds them.
+        # This power of two, added to a number, leaves no room for digits below the format's last one: the addition
+        # rounds.
         exponent.add_((23 - element.mantissa << 23) + 0x400000)
         value.add_(scratch).sub_(scratch)
     else:
-        exponent.sub_(element.mantissa << 23)  # the format's step there
+        exponent.sub_(element.mantissa << 23)  # the format's step at this exponent
         value.div_(scratch).add_(random * 2.0**-16).floor_().mul_(scratch)
     if signs is not None:  # copysign_ does one number at a time
         scratch.copy_(signs)
@@ -249,7 +255,7 @@ def _round(value: Tensor, element: Element, random: Tensor | None = None, signs:
 
 
 def _in_tiles(tensor: Tensor, rows: int, columns: int) -> Tensor:
-    """[..., R, C] as [..., down, `rows`, across, `columns`]; the last tiles are filled with zeros."""
+    """Return [..., R, C] as [..., down, `rows`, across, `columns`]; zeros fill the last tiles."""
     height, width = tensor.shape[-2:]
     if width % columns or height % rows:
         tensor = torch.nn.functional.pad(tensor, (0, -width % columns, 0, -height % rows))
@@ -261,9 +267,10 @@ def _out_of_tiles(tiles: Tensor, height: int, width: int) -> Tensor:
 
 
 def hadamard_plainly(tensor: Tensor) -> Tensor:
-    """[..., R, C] with each 16 rows multiplied by Hadamard's matrix over 4, after some rows' signs were changed; FP32.
+    """Change the signs of some rows of [..., R, C], and multiply each 16 rows by Hadamard's matrix / 4; return FP32.
 
-    R becomes a multiple of 16, by rows of zeros. The matrix is orthogonal: A.mT @ B is the same of two such tensors.
+    Rows of zeros extend R to a multiple of 16. The matrix is orthogonal, so A.mT @ B does not change if both are
+    transformed.
     """
     rows, columns = tensor.shape[-2:]
     bands = -(-rows // _HADAMARD)

@@ -1,4 +1,4 @@
-"""The user's own functions in the casts: decorators, names that are registered, autograd functions."""
+"""The user's own functions under the casts: decorators, registered names, autograd functions."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from amp_patch.support import tree
 from amp_patch.support.compiled import Function
 from amp_patch.support.patches import Patches
 
-Decorated = TypeVar("Decorated")  # a function; or a `staticmethod`, which is no Callable to every type checker
+Decorated = TypeVar("Decorated")  # a function; or a `staticmethod`, no Callable to some type checkers
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decorators.
 
 
 def half_function(function: Decorated) -> Decorated:
-    """A decorator: the function's floating arguments are cast to the low-precision type of the acting policy.
+    """Decorate a function: its floating arguments are cast to the low-precision type of the acting policy.
 
-    Takes what is called: plain functions, builtins and functions of compiled modules, bound methods, `staticmethod` and
-    `classmethod` objects, `torch.autograd.Function.apply`. Tensors are found in all containers of the call; float64 and
-    integer tensors are left alone, and so is a call with `out=`. While no casts act the function is called as it is.
-    Inside the function torch's own functions keep to the op lists. Gradients arrive in the types of the arguments.
+    `function` may be a plain function, a builtin, a function of a compiled module, a bound method, a `staticmethod` or
+    `classmethod` object, or `torch.autograd.Function.apply`. Tensors are found in all containers of the call. float64
+    and integer tensors keep their types. Nothing is cast in a call with `out=`, or while no casts act. Inside the
+    function torch's own functions follow the op lists. Gradients arrive in the types of the arguments.
 
     Source: Apex's `amp.half_function`.
 
     Raises:
-        TypeError: `function` cannot be called.
+        TypeError: `function` is not callable.
     """
     return _decorate(function, "user_lower", half_function)
 
 
 def float_function(function: Decorated) -> Decorated:
-    """As `half_function`, but FP16 and BF16 arguments are cast to FP32."""
+    """Decorate as `half_function` does, but cast FP16 and BF16 arguments to FP32."""
     return _decorate(function, "user_fp32", float_function)
 
 
 def bfloat16_function(function: Decorated) -> Decorated:
-    """As `half_function`, but arguments are cast to bfloat16, whatever the type of the policy. Source: ROCm's Apex."""
+    """Decorate as `half_function` does, but cast to bfloat16, whatever the policy's type. Source: ROCm's Apex."""
     return _decorate(function, "user_bfloat16", bfloat16_function)
 
 
 def promote_function(function: Decorated) -> Decorated:
-    """As `half_function`, but floating arguments are cast to the widest floating type among them."""
+    """Decorate as `half_function` does, but cast floating arguments to the widest floating type among them."""
     return _decorate(function, "user_widest", promote_function)
 
 
@@ -70,38 +70,38 @@ def _decorate(function: Any, rule: str, decorator: Callable[[Any], Any]) -> Any:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """From now on `module.name` casts its arguments as `half_function` does, wherever it is called through `module`.
+    """Replace `module.name` by a wrapper that casts its arguments as `half_function` does.
 
-    `module` is a module or a class. The rule takes the place of the op lists' rule for the same name, and of an earlier
-    registration. Callable before `initialize` (it acts from then on) and after; it outlives `uninstall`. A caller that
-    has imported the function itself (`from module import name`) does not see it.
+    `module` is a module or a class. The rule overrides the op lists' rule for this name, and an earlier registration.
+    May be called before `initialize`, which then installs the wrapper, or after it. The registration survives
+    `uninstall`. Code that has imported the function itself (`from module import name`) still calls the original.
 
     Source: Apex's `amp.register_half_function`.
 
     Raises:
         ValueError: `module` has no such name.
-        TypeError: what is there cannot be called.
+        TypeError: `module.name` is not callable.
     """
     register(module, name, "user_lower", "register_half_function")
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """As `register_half_function`, with the rule of `float_function`."""
+    """Register as `register_half_function` does, with the rule of `float_function`."""
     register(module, name, "user_fp32", "register_float_function")
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """As `register_half_function`, with the rule of `bfloat16_function`."""
+    """Register as `register_half_function` does, with the rule of `bfloat16_function`."""
     register(module, name, "user_bfloat16", "register_bfloat16_function")
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """As `register_half_function`, with the rule of `promote_function`."""
+    """Register as `register_half_function` does, with the rule of `promote_function`."""
     register(module, name, "user_widest", "register_promote_function")
 
 
 def register_without_rule(module: Any, name: str) -> None:
-    """As `register_half_function`, with no rule: calls of `module.name` are not cast, and nothing is refused."""
+    """Register `module.name` without a rule: its calls are not cast, and nothing is refused."""
     register(module, name, "none", "register_without_rule")
 
 
@@ -110,7 +110,7 @@ def register_without_rule(module: Any, name: str) -> None:
 
 
 class _Casts(NamedTuple):
-    """What acts on a thread: our policy, torch.autocast's dtype of each device type that is enabled, the emulation."""
+    """The casts of one thread: the acting policy, torch.autocast's dtype per enabled device type, the emulated type."""
 
     policy: Policy | None
     native: dict[str, torch.dtype | None]  # device type -> dtype; None or absent: autocast was off
@@ -121,9 +121,9 @@ _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _act(casts: _Casts) -> bool:
-    """Whether `casts` cast anything.
+    """Tell whether `casts` cast anything.
 
-    A function, not a property of `_Casts`: Dynamo up to torch 2.8 reads only fields of named tuples.
+    This is a function and not a property, because Dynamo up to torch 2.8 reads only the fields of named tuples.
     """
     return bool(casts.native) or casts.policy is not None
 
@@ -153,18 +153,18 @@ def custom_fwd(
             @amp.custom_bwd
             def backward(ctx, grad): ...
 
-    Works with the casts of a training of `initialize`, of `amp.autocast` and of `torch.autocast`. Where `forward` takes
-    no `ctx`, decorate `setup_context` too, with the same `cast_inputs`: only that is handed the `ctx`.
+    Works with the casts of `initialize`, `amp.autocast` and `torch.autocast`. If `forward` takes no `ctx`, decorate
+    `setup_context` too, with the same `cast_inputs`: only `setup_context` receives the `ctx`.
 
     Args:
         forward: the function. None: returns a decorator (`@amp.custom_fwd(cast_inputs=torch.float32)`).
-        device_type: the device whose torch.autocast counts; None: every device. Our own casts know no devices.
-        cast_inputs: while casts act, cast floating tensors among the arguments (in all containers; float64 is left
-            alone) to this dtype, and run forward and backward without casts. None: forward runs under the casts that
-            act, and so will backward.
+        device_type: the device whose torch.autocast counts; None: every device. Our own casts ignore devices.
+        cast_inputs: while casts act, floating arguments (in all containers; not float64) are cast to this dtype, and
+            forward and backward run without casts. None: forward runs under the casts that act, and backward under
+            the same.
 
     Raises:
-        TypeError: `cast_inputs` is no floating dtype, or `forward` cannot be called.
+        TypeError: `cast_inputs` is not a floating dtype, or `forward` is not callable.
 
     Source: torch.amp.custom_fwd, whose `device_type` is not optional.
     """
@@ -199,15 +199,15 @@ def custom_bwd(backward: None = None, *, device_type: str | None = None) -> Call
 def custom_bwd(backward: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Any:
     """Decorate the `backward` of a `torch.autograd.Function` whose forward has `custom_fwd`.
 
-    It runs with the casts, in the dtype, that acted on its forward (none, if `cast_inputs` was given), whatever acts
-    where backward is called, and on autograd's own threads.
+    Backward runs under the casts and dtype that acted on its forward, or without casts if `cast_inputs` was given. The
+    casts that act at the call of backward do not matter, nor does the thread.
 
     Args:
         backward: the function; None returns a decorator.
-        device_type: as in torch; the devices of the forward's casts were recorded there.
+        device_type: accepted as in torch and not used: the forward has recorded the devices of its casts.
 
     Raises:
-        RuntimeError: on the call, where the forward was not decorated.
+        RuntimeError: at the call, if the forward was not decorated.
 
     Source: torch.amp.custom_bwd.
     """
@@ -242,22 +242,23 @@ def _device_types() -> list[str]:
 
 
 def _call_under(casts: _Casts, outside: _Casts, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)` with these casts and no others, where `outside` act."""
-    # Nested `with` statements in place of contextlib.ExitStack, which Dynamo traces from torch 2.9 on alone.
+    """Call `function(*args, **kwargs)` under exactly these casts. `outside`: the casts that act at the call."""
+    # Nested `with` statements instead of contextlib.ExitStack, which Dynamo traces only from torch 2.9 on.
     for kind in {*casts.native, *outside.native}:
         dtype = casts.native.get(kind)
         if dtype is not outside.native.get(kind):
             changed = outside._replace(native={**outside.native, kind: dtype})
             with torch.autocast(kind, dtype, enabled=kind in casts.native):
                 return _call_under(casts, changed, function, *args, **kwargs)
-    # Inside of torch's regions: of two nested regions the inner one decides.
+    # This region is entered last, because the innermost of nested regions decides.
     with regions.region(casts.policy, emulated=casts.emulated):
         return function(*args, **kwargs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# torch's own custom_fwd asks torch.autocast alone whether casts act. While ours are installed, functions that it has
-# decorated with `cast_inputs` are decorated by `custom_fwd` above, and so is what it decorates from now on.
+# torch's own custom_fwd reads only torch.autocast's state. While our casts are installed, `_honor_cast_inputs` replaces
+# it by `custom_fwd` above: in functions that it has already decorated with `cast_inputs`, and in torch.amp for later
+# ones.
 
 
 def _honor_cast_inputs(patches: Patches) -> None:
@@ -270,7 +271,7 @@ def _honor_cast_inputs(patches: Patches) -> None:
             continue
         kind, cast_inputs = given["device_type"], given["cast_inputs"]
         patches.set(cls, "forward", staticmethod(custom_fwd(given["fwd"], device_type=kind, cast_inputs=cast_inputs)))
-        if getattr(backward, "__code__", None) in backwards:  # torch's reads what torch's custom_fwd notes
+        if getattr(backward, "__code__", None) in backwards:  # torch's custom_bwd needs torch's custom_fwd
             patches.set(cls, "backward", staticmethod(custom_bwd(backward.__wrapped__, device_type=kind)))
 
     def fwd_of_ours(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
@@ -285,7 +286,7 @@ def _honor_cast_inputs(patches: Patches) -> None:
 
 
 def _decorated_by(decorator: Any) -> set[CodeType]:
-    """The code of what torch's `decorator` returns."""
+    """Return the code objects of the functions that torch's `decorator` returns."""
     return {found for found in decorator.__code__.co_consts if isinstance(found, CodeType)}
 
 

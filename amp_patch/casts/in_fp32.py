@@ -1,4 +1,4 @@
-"""Functions whose low-precision forms are wrong at any level, run in FP32: where O1's casts act, and where none do."""
+"""Functions whose low-precision kernels are wrong at any level: they run in FP32, also while no casts act."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ Alone = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 def direction(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`normalize` or `cosine_similarity` of FP32 operands. FP16's rows of zeros get a gradient of zero.
+    """Call `normalize` or `cosine_similarity` on FP32 operands. Rows of zeros in FP16 get a gradient of zero.
 
-    The gradient of a row of zeros is 1/eps times the result's, 1e12 times or 1e8 times: infinite in FP16. In FP32 the
-    zeros behind it (a mask, padding, the inputs) multiply it by 0, and infinity times 0 is NaN, at any loss scale.
+    The gradient of a row of zeros is 1/eps (1e12 or 1e8) times the result's gradient, which is infinite in FP16. The
+    backward behind such a row (a mask, padding, the inputs) multiplies the gradient by 0. In FP32 the product is 0, in
+    FP16 it is NaN at any loss scale.
     """
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 1)
     dims = 0
@@ -35,7 +36,7 @@ def direction(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         if value.dtype is not torch.float16:
             return value.float()
         zero, own = value == 0, dim
-        if isinstance(dim, int) and dims > 0:  # of the broadcast operands
+        if isinstance(dim, int) and dims > 0:  # `dim` counts the dimensions after broadcasting
             own = dim % dims - dims + value.dim()
         if not isinstance(own, int) or own >= 0:
             zero = zero.all(own, keepdim=True)
@@ -45,14 +46,14 @@ def direction(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def direction_alone(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As `direction` where no casts act, of FP16: it rounds eps to 0. The result is FP16."""
+    """Call `direction` while no casts act if all operands are FP16, which rounds eps to 0. The result is FP16."""
     if _only_type((*args, *kwargs.values())) is not torch.float16:
         return function(*args, **kwargs)
     return rounded(direction(function, args, kwargs), torch.float16)
 
 
 def inexact_alone(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The function where no casts act: in FP32, with a result of the low-precision type that came in."""
+    """Call `function` while no casts act: compute in FP32, and round to the operands' low-precision type."""
     low = _only_type((*args, *kwargs.values()))
     if low not in LOW_PRECISION:
         return function(*args, **kwargs)
@@ -61,13 +62,16 @@ def inexact_alone(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def cross_entropy_alone(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`binary_cross_entropy` where no casts act; warns of probabilities that low precision has rounded to 0 or 1."""
+    """Call `binary_cross_entropy` while no casts act.
+
+    Warn if low precision has rounded probabilities to 0 or 1.
+    """
     if not is_dynamo_compiling():
         look(args[0] if args else kwargs.get("input"))
     return function(*args, **kwargs)
 
 
 def _only_type(values: tuple[Any, ...]) -> torch.dtype | None:
-    """The type that all floating tensors among `values` have; None for none or several."""
+    """Return the one type of all floating tensors in `values`; None if there are none or several types."""
     found = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
     return found.pop() if len(found) == 1 else None

@@ -1,4 +1,4 @@
-"""The casts of O1 installed: wrappers in the places of torch's functions, and out again."""
+"""Installation of O1's casts: it replaces torch's functions by wrappers, and restores them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from amp_patch.support.patches import Installation, Patches
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Take the wrappers ``"cpp"`` or ``"python"`` inside the block, in all threads. For tests and benchmarks.
+    """Use wrappers of the backend ``"cpp"`` or ``"python"`` inside the block, in all threads. For tests and benchmarks.
 
     Raises:
-        ValueError: a name that is none of these.
-        RuntimeError: there is no extension, or casts are installed (`uninstall` them first).
+        ValueError: another name.
+        RuntimeError: the extension is not built, or casts are installed (call `uninstall` first).
     """
     if name not in BACKENDS:
         raise ValueError(f"use_backend: {name!r} is none of {', '.join(BACKENDS)}")
@@ -61,29 +61,30 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Installation: one for the process, since torch's namespace is the process's.
+# Installation: one per process, since torch's namespace belongs to the process.
 
 _installation = Installation()
 _installed: set[str] = set()  # the op lists that are installed now, and ALONE
-_listed_names: set[tuple[str, str]] = set()  # the names of those (address of the owner, name)
-ALONE = "alone"  # what `install` takes in place of op lists
-# While installed: (id of the owner, name) -> the owner, and the attribute that a wrapper replaced
+_listed_names: set[tuple[str, str]] = set()  # their names: (address of the owner, name)
+ALONE = "alone"  # accepted by `install` instead of an op list
+# While installed: (id of the owner, name) -> the owner, and the attribute that a wrapper replaced.
 _originals: dict[tuple[int, str], tuple[Any, Any]] = {}
-at_install: list[Callable[[Patches], None]] = []  # called when torch's lists are installed first
-_wrappers: dict[tuple[int, str, str, str], tuple[Any, Any]] = {}  # (id of original, rules, backend) -> both
+at_install: list[Callable[[Patches], None]] = []  # called at the installation of torch's lists
+_wrappers: dict[tuple[int, str, str, str], tuple[Any, Any]] = {}  # (id(original), rules, backend) -> both
 _registered: dict[tuple[int, str], tuple[Any, str, str]] = {}  # by `register`: (owner, name, rule)
 
 
 def install(op_lists: str = "torch") -> None:
-    """Replace the functions on the op lists, and the user's registered ones, by their wrappers. Idempotent.
+    """Replace the functions on the op lists, and the user's registered ones, by wrappers. Idempotent.
 
-    ``"apex"`` also replaces those that only Apex's lists have (arithmetic, comparisons): a policy with that `op_lists`
-    needs them, and a process without one does not pay for them. Without a policy (`region`, `set_default`) the wrappers
-    call straight through. If anything fails, nothing is replaced. A name that this torch does not have is left out, and
-    one of a module that nobody has imported waits until somebody does. Modules that have imported a function by name
-    hold its wrapper too (`support/held_names.py`).
+    ``"apex"`` also replaces the functions that only Apex's lists have (arithmetic, comparisons). Policies with this
+    `op_lists` need them, and other processes do not pay for them. While no policy acts (see `region` and `set_default`)
+    the wrappers call the originals. If anything fails, nothing is replaced. Names that this torch lacks are skipped.
+    Names of a module that is not imported yet are replaced when user code imports it. In modules that have imported a
+    function by name the function is replaced too (`support/held_names.py`).
 
-    `ALONE` replaces the functions whose rule says what to do where no casts act: what levels that cast the model need.
+    `ALONE` replaces only the functions whose rule has an `alone`, which corrects calls while no casts act. Levels that
+    cast the model need these.
     """
     if op_lists in _installed:
         dynamo.hook()
@@ -94,7 +95,7 @@ def install(op_lists: str = "torch") -> None:
 
 
 def _replace_listed(patches: Patches, op_lists: str) -> None:
-    """Replace what `op_lists` names and has not been replaced yet."""
+    """Replace the functions that `op_lists` names, except those that an earlier call has replaced."""
     names = [key for key, rule in rules_by_name("torch").items() if RULES[rule].alone is not None]
     wanted = [key for key in (names if op_lists == ALONE else rules_by_name(op_lists)) if key not in _listed_names]
     if not _installed:
@@ -117,34 +118,35 @@ def _replace_listed(patches: Patches, op_lists: str) -> None:
 
 
 def _listed() -> held_names.Replaced:
-    """The functions of the op lists, and the wrappers that stand in their places now."""
+    """Return the functions of the op lists, and the wrappers that replace them now."""
     found = [place for place in places() if not place.registered]
     return {id(place.wrapped.original): (place.wrapped.original, place.wrapper) for place in found}
 
 
 def replace_in_attributes(modules: Iterable[torch.nn.Module]) -> Patches:
-    """Put wrappers in the place of listed functions in these modules' attributes (`self.act = F.softplus`).
+    """Replace listed functions by their wrappers in the attributes of these modules (`self.act = F.softplus`).
 
-    The caller removes the patches when the modules leave their training. Nothing is replaced without installed casts.
+    The caller removes the patches when the modules leave their training. If no casts are installed, nothing is
+    replaced.
     """
     return held_names.replace_in_attributes(modules, _listed())
 
 
 def _replace_names(patches: Patches, names: Iterable[tuple[str, str]]) -> None:
     torchs, apexs = rules_by_name("torch"), rules_by_name("apex")
-    owners: dict[str, Any] = {}  # a dozen owners have all the names
+    owners: dict[str, Any] = {}  # resolved once: a dozen owners have all the names
     for address, name in names:
         if address not in owners:
             owners[address] = resolve_address(address)
         owner = owners[address]
-        # A rule that the user registered for a name overrides the lists' rule.
+        # A rule that the user has registered for a name overrides the lists' rule.
         if hasattr(owner, name) and (id(owner), name) not in _registered:
             key = address, name
             _replace(patches, owner, name, torchs.get(key, "none"), apexs[key])
 
 
 def _replace_late(module: types.ModuleType) -> None:
-    """Replace the listed functions of owners that `module`'s import has completed, if casts are installed."""
+    """If casts are installed, replace the listed functions of owners that the import of `module` has completed."""
 
     def replace(patches: Patches) -> None:
         _replace_names(patches, [key for key in rules_by_name("torch") if LATE.get(key[0]) == module.__name__])
@@ -156,7 +158,7 @@ def _replace_late(module: types.ModuleType) -> None:
 
 
 def uninstall() -> None:
-    """Put back every attribute that `install` replaced: the very objects, inherited ones inherited again."""
+    """Restore every attribute that `install` replaced, to the same object; inherited attributes are inherited again."""
     _installation.uninstall()
 
 
@@ -169,17 +171,17 @@ def _forget_installation() -> None:
 
 
 def installed() -> bool:
-    """Whether the functions of torch's op lists are replaced by wrappers now, not those of `ALONE` only."""
+    """Tell whether the functions of torch's op lists are replaced now; False if only those of `ALONE` are."""
     return "torch" in _installed
 
 
 def _keep_regions_in_checkpoints(patches: Patches) -> None:
-    """Let activation checkpointing recompute under the casts of the first forward, as it does with torch.autocast.
+    """Make activation checkpointing recompute under the casts of the first forward, as it does with torch.autocast.
 
-    Checkpointed code is recomputed during backward, when the regions of its first forward have ended: those of
-    `disable_casts`, say, or of modules that are kept in FP32. Patched are the two functions that
-    `torch.utils.checkpoint.checkpoint` looks up at each call and hands the function to recompute: users may have
-    imported `checkpoint` itself by name.
+    Checkpointed code is recomputed during backward. The regions of its first forward have ended by then, for example a
+    region of `disable_casts` or of a module that stays FP32. The patched functions are the two that
+    `torch.utils.checkpoint.checkpoint` looks up at each call and passes the function to recompute. Patching
+    `checkpoint` itself would miss code that has imported it by name.
     """
 
     def wrap(original: Callable[..., Any], index: int) -> Callable[..., Any]:
@@ -190,7 +192,7 @@ def _keep_regions_in_checkpoints(patches: Patches) -> None:
         return call
 
     owner = torch.utils.checkpoint
-    # From torch 2.15 on the second function calls the first, so the first alone is wrapped.
+    # From torch 2.15 on the second function calls the first, so only the first is wrapped.
     for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator"):
         if (generator := getattr(owner, name, None)) is not None:
             patches.set(owner, name, wrap(generator, 0))
@@ -200,10 +202,11 @@ def _keep_regions_in_checkpoints(patches: Patches) -> None:
 
 
 def _keep_default_in_replicas(patches: Patches) -> None:
-    """Let the process default hold in DataParallel's threads.
+    """Make the process default act in DataParallel's threads.
 
-    Each such thread enters a torch.autocast first, enabled or not as on the caller's thread, and inside a
-    torch.autocast our casts do not act. A disabled one is not the user's: the thread then follows the default.
+    Each of these threads first enters a torch.autocast, enabled or not as on the caller's thread, and inside a
+    torch.autocast our casts do not act. If it is disabled, it is not the user's choice: the thread then follows the
+    default.
     """
     parallel_apply = torch.nn.DataParallel.parallel_apply
 
@@ -217,9 +220,9 @@ def _keep_default_in_replicas(patches: Patches) -> None:
 
 
 def in_force(function: Any) -> Any:
-    """The wrapper that stands at the name of `function` now, if it wraps `function`; else `function` itself.
+    """Return the wrapper that has replaced `function` under its name; `function` itself if none has.
 
-    For who has taken a function from torch's namespace before the casts were installed.
+    For code that took the function from torch's namespace before the casts were installed.
     """
     owner = sys.modules.get(getattr(function, "__module__", None) or "")
     found = getattr(owner, getattr(function, "__name__", ""), None)
@@ -228,7 +231,7 @@ def in_force(function: Any) -> Any:
 
 
 def resolve_address(address: str) -> Any:
-    """The module or class of a dotted name such as "torch.Tensor", as the op lists have it."""
+    """Return the module or class of a dotted name of the op lists, for example "torch.Tensor"."""
     if address in sys.modules:  # while a module is imported its parent has no such attribute yet
         return sys.modules[address]
     module, _, rest = address.partition(".")
@@ -239,17 +242,17 @@ def resolve_address(address: str) -> Any:
 
 
 def _at(owner: Any, name: str) -> Any:
-    """What stands at `owner.name`; of a class the very slot, a staticmethod for one."""
+    """Return the attribute `owner.name`; for a class the object in `__dict__`, for example a staticmethod."""
     if not isinstance(owner, type):
         return getattr(owner, name)
-    for cls in owner.__mro__:  # getattr_static looks here too, but takes ten times as long
+    for cls in owner.__mro__:  # getattr_static reads this too, but takes ten times as long
         if name in (slots := vars(cls)):
             return slots[name]
     return inspect.getattr_static(owner, name, None)
 
 
 class Place(NamedTuple):
-    """Where a wrapper stands: `owner.name`; by `register_half_function` and its siblings if `registered`."""
+    """The place of a wrapper, `owner.name`. `registered`: `register_half_function` or a sibling put it there."""
 
     owner: Any
     name: str
@@ -259,7 +262,7 @@ class Place(NamedTuple):
 
 
 def places() -> list[Place]:
-    """Where wrappers stand now."""
+    """Return the places of all wrappers now."""
     found = [(owner, name, _at(owner, name)) for (_, name), (owner, _) in list(_originals.items())]
     return [
         Place(owner, name, wrapper, wrapped, (id(owner), name) in _registered)
@@ -280,13 +283,14 @@ def _replace(patches: Patches, owner: Any, name: str, rule: str, apex_rule: str)
 
 
 def register(module: Any, name: str, rule: str, caller: str) -> None:
-    """Put `module.name` under a rule of its own: now if the casts are installed, and at each later `install`.
+    """Give `module.name` its own rule: now if the casts are installed, and at each later `install`.
 
     Args:
-        caller: the user's function that errors name.
+        caller: the function of `amp` that errors name.
 
     Raises:
-        ValueError: `module` has no such name. TypeError: what is there cannot be called.
+        ValueError: `module` has no such name.
+        TypeError: `module.name` is not callable.
     """
     where = getattr(module, "__name__", repr(module))
     if not hasattr(module, name):

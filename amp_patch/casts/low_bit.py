@@ -1,12 +1,13 @@
-"""Products in FP8 and FP4, emulated: both operands are rounded by a recipe (formats.py), the sums are FP32's.
+"""Products in FP8 and FP4, emulated: a recipe (formats.py) rounds both operands, and the sums are in FP32.
 
-A layer has three products, its own and those of its two gradients, and each rounds both operands along its own sum. All
-are one operator, `torch.ops.amp_patch.low_bit_product`, whose gradients are such products again, of any order: the
-rounding is passed over, as recipes do. As an operator it stands in the graphs of torch.compile, and saves its BF16
-operands for backward as torch's own products do, under activation checkpointing too.
+A layer has three products: its own, and one for each of its two gradients. Each rounds both operands along the
+dimension that it sums over. All are one operator, `torch.ops.amp_patch.low_bit_product`, whose gradients are such
+products again, to any order; the rounding itself has gradient 1, as in the recipes. Because it is an operator, it is a
+node in the graphs of torch.compile, and saves its BF16 operands for backward as torch's own products do, also under
+activation checkpointing.
 
-Elsewhere torch's products stay as they are: vectors, sparse tensors, `einsum`, attention's fused operator, convolutions
-and recurrent networks are BF16's.
+All other products remain torch's BF16 products: vectors, sparse tensors, `einsum`, attention's fused operator,
+convolutions and recurrent networks.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ _SCHEMA = "(Tensor a, Tensor b, Tensor? bias, str recipe, str a_role, str b_role
 def low_bit_product(
     a: Tensor, b: Tensor, bias: Tensor | None, recipe: str, a_role: Role, b_role: Role, hadamard: bool
 ) -> Tensor:
-    """`a @ b.mT + bias`, with both operands rounded along the sum, summed in FP32 and rounded to BF16 once.
+    """Return `a @ b.mT + bias`: operands rounded along the sum, accumulated in FP32, rounded to BF16 once.
 
     Args:
         a: BF16, [M, K] or [B, M, K].
         b: BF16, [N, K] or [B, N, K].
-        bias: BF16, what a result of [M, N] or [B, M, N] may be added to without growing.
+        bias: BF16, of a shape that broadcasts to the result, [M, N] or [B, M, N].
         recipe: a name of `formats.FORMATS`.
-        a_role, b_role: what they are: "activation", "weight", "gradient".
-        hadamard: the product is a weight's gradient, of a recipe that transforms its operands.
+        a_role, b_role: the kind of each operand: "activation", "weight", "gradient".
+        hadamard: apply the Hadamard transform to both operands; for a weight's gradient, under a recipe with
+            `hadamard`.
     """
     chosen = FORMATS[recipe]
     left, left_scale = quantized(a, ROWS, a_role, chosen, hadamard)
     right, right_scale = quantized(b, ROWS, b_role, chosen, hadamard)
-    aten = torch.ops.aten  # whose operators no wrapper stands before
+    aten = torch.ops.aten  # no wrapper replaces its operators
     result = (aten.mm if a.dim() == 2 else aten.bmm)(left, right.mT)
     if left_scale is not None and right_scale is not None:
         result.mul_(left_scale * right_scale)
@@ -86,7 +88,7 @@ low_bit_product.register_autograd(_backward, setup_context=_save)
 
 
 class _Operands(NamedTuple):
-    """Of one call: `a @ b`, or `a @ b.mT` where `transposed`, plus `bias`."""
+    """The operands of one call: `a @ b`, or `a @ b.mT` if `transposed`, plus `bias`."""
 
     a: Any
     b: Any
@@ -95,11 +97,11 @@ class _Operands(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """How a function of torch's takes its operands: its arguments by name, and which are `a`, `b` and `bias`.
+    """The signature of a torch function: its arguments by name, and which of them are `a`, `b` and `bias`.
 
     Attributes:
-        transposed: the second is given with a row for each column of the result.
-        dims: what each of the two must have; None: two or more.
+        transposed: `b` has one row for each column of the result.
+        dims: the number of dimensions that `a` and `b` must have; None: two or more.
     """
 
     arguments: tuple[str, ...]
@@ -111,8 +113,8 @@ class _Call(NamedTuple):
 
 
 _MATMUL = _Call(("input", "other"), "input", "other")
-# By the names of torch's functions and methods, which the rule "product" of the op lists has too. Calls with other
-# arguments (`beta`, `out_dtype`) stay BF16's.
+# The keys are names of torch's functions and methods, as under the rule "product" of the op lists. A call with other
+# arguments (`beta`, `out_dtype`) remains a BF16 product.
 _CALLS: dict[str, _Call] = {
     "linear": _Call(("input", "weight", "bias"), "input", "weight", "bias", transposed=True),
     "matmul": _MATMUL,
@@ -124,13 +126,13 @@ _CALLS: dict[str, _Call] = {
     "addmm": _Call(("input", "mat1", "mat2"), "mat1", "mat2", "input", dims=2),
     "baddbmm": _Call(("input", "batch1", "batch2"), "batch1", "batch2", "input", dims=3),
 }
-_KEPT = "_amp_keep_high"  # the attribute of a weight that stays out of low-bit products
+_KEPT = "_amp_keep_high"  # marks a weight whose products stay in 16 bits
 
 
 class _Running(threading.local):
-    """The weights that stay high in the forward that runs on this thread, by which Dynamo knows the base of a view."""
+    """The marked weights of the forward that runs on this thread; Dynamo compares the base of a view with them."""
 
-    def __init__(self) -> None:  # an attribute of the instance, for torch.compile's guards
+    def __init__(self) -> None:  # an instance attribute: torch.compile's guards need one
         self.kept: list[Tensor] = []
 
 
@@ -138,13 +140,13 @@ _running = _Running()
 
 
 def keep_high(weight: Tensor) -> None:
-    """Have the products of `weight`, and of views of it, stay in the policy's 16-bit type."""
+    """Keep the products of `weight`, and of its views, in the policy's 16-bit type."""
     if not hasattr(weight, _KEPT):
         setattr(weight, _KEPT, True)
 
 
 def keep_named(model: Any, names: Iterable[str]) -> list[Tensor]:
-    """`keep_high` of the tensors that `model` has under these qualified names now; returns them."""
+    """Call `keep_high` for the tensors that now have these qualified names in `model`; return them."""
     found = []
     for name in names:
         tensor = model
@@ -157,9 +159,10 @@ def keep_named(model: Any, names: Iterable[str]) -> list[Tensor]:
 
 
 def keeping_named(method: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
-    """`method`, a function of a model, run after `keep_named`.
+    """Return `method`, a function of a model, with a call of `keep_named` before it.
 
-    Copies, `load_state_dict(assign=True)`, `functional_call` and `fully_shard` put other tensors under the names.
+    Without this call the marks are lost when copies, `load_state_dict(assign=True)`, `functional_call` or `fully_shard`
+    put other tensors under the names.
     """
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +182,10 @@ def release(weight: Tensor) -> None:
 
 
 def operands_of(name: str, args: Any, kwargs: Any) -> _Operands | None:
-    """The operands of a call of torch's function `name` that is to be a low-bit product; None: it stays as it is."""
+    """Return the operands of a call of torch's function `name` that can be a low-bit product.
+
+    None: the call remains torch's.
+    """
     call = _CALLS.get(name)
     if call is None or len(args) > len(call.arguments) or not all(each in call.arguments for each in kwargs):
         return None
@@ -199,7 +205,7 @@ def operands_of(name: str, args: Any, kwargs: Any) -> _Operands | None:
 def _is_kept(operand: Tensor) -> bool:
     if hasattr(operand, _KEPT):
         return True
-    if is_dynamo_compiling():  # where a base has no attributes of ours
+    if is_dynamo_compiling():  # in a trace the base does not have our attribute
         return any(weight is operand._base for weight in _running.kept)
     base = operand._base
     return base is not None and hasattr(base, _KEPT)
@@ -211,13 +217,13 @@ def _is_differentiated_by_functorch() -> bool:
 
 
 def multiply(operands: _Operands, recipe: str) -> Tensor | None:
-    """The call on BF16 operands as a low-bit product; None where their types or shapes are none that it can have.
+    """Multiply BF16 operands in low bits; return None if their types or shapes do not allow it.
 
-    Operands of three dimensions and more are multiplied matrix by matrix; one of two dimensions on the right takes all
-    rows of the left one at once.
+    Operands with three or more dimensions are multiplied matrix by matrix. A right operand with two dimensions is
+    multiplied with all rows of the left one at once.
 
     Raises:
-        NotImplementedError: a transform of torch.func's that differentiates.
+        NotImplementedError: a transform of torch.func differentiates the call.
     """
     a, b, bias, transposed = operands
     if a.dtype is not torch.bfloat16 or b.dtype is not torch.bfloat16:

@@ -1,4 +1,4 @@
-"""Calls that mix FP32 and low precision inside of a cast model, cast as at O1."""
+"""Calls that mix FP32 and low precision inside a cast model: they are cast as at O1."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ _CASTING = (
 
 
 class MixedOperands(TorchFunctionMode):
-    """Inside it a function of the op lists that is given tensors of several floating types follows its rule.
+    """A mode that casts calls of functions on the op lists if their tensors have several floating types.
 
-    All other calls are made as they are; each call of a function of torch's takes a microsecond or two more.
+    Such a call follows the function's rule. All other calls are made unchanged. Each call of a torch function takes one
+    or two microseconds more.
 
     Args:
-        policy: whose low-precision type it is.
+        policy: the policy whose low-precision type the rules cast to.
     """
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
-        self._policy = replace(policy, patch_torch_functions=True)  # as at O1: the rule of products asks
+        self._policy = replace(policy, patch_torch_functions=True)  # as at O1; the rule of products reads it
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The call, by the function's rule where its tensors differ in type."""
+        """Call `function`, by its rule if its tensors differ in type."""
         kwargs = kwargs or {}
         rule = _rules().get(function)
         if rule is not None and kwargs.get("out") is None:
@@ -49,7 +50,7 @@ class MixedOperands(TorchFunctionMode):
 
 @functools.cache
 def _rules() -> dict[Any, Rule]:
-    """The functions of the op lists themselves, not their wrappers, and the rules of those that cast."""
+    """Return the casting rules by function: the functions of the op lists themselves, and their wrappers."""
     found: dict[Any, Rule] = {}
     for (address, name), rule in rules_by_name("torch").items():
         if address in LATE or rule not in _CASTING:
@@ -58,8 +59,8 @@ def _rules() -> dict[Any, Rule]:
         wrapped = wrapped_by(function)
         original = function if wrapped is None else wrapped.original
         if original is not None:
-            # A wrapper of a function that is written in Python stands in what the function hands to this mode.
+            # torch passes this mode the wrapper instead of the function if the function is written in Python.
             found[original] = found[function] = RULES[rule]
-    # Written in Python: the calls inside are out of sight, since a mode is off in its own calls.
+    # This function is written in Python, and the mode does not see the calls inside: a mode is off in its own calls.
     found[torch.nn.functional.multi_head_attention_forward] = RULES["lower"]
     return found

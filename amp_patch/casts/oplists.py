@@ -1,43 +1,44 @@
-"""The op lists: owner -> rule -> names. Data, and one way to read it.
+"""The op lists: owner -> rule -> names. Data, and a function that reads it.
 
-After today's torch: the CUDA lists of its autocast op reference, on every device. Apex's lists are the ancestor, and
-add what torch's reference leaves to other mechanisms; apex_oplists.py says where they gave another type. The rules:
+The lists are those of torch's autocast op reference for CUDA, on every device, and functions of Apex's lists that
+torch leaves to other mechanisms. apex_oplists.py has the functions that returned another type in Apex. The rules:
 
     lower       FP32 (and the other half type) tensors become `policy.dtype`: products, which are fast in it and are
                 summed in FP32.
-    product     as lower, of matrices; with `policy.product_format` they are multiplied in FP8 or FP4 (low_bit.py).
-    sparse      products with a sparse tensor: FP32, and a dense result becomes `policy.dtype`. So does what `lower`
-                lists where it is given one.
-    einsum      as lower, for two operands and more: of one nothing is multiplied.
-    fused       as lower, of attention's fused operators.
+    product     as lower, for matrices; with `policy.product_format` the product is in FP8 or FP4 (low_bit.py).
+    sparse      products with a sparse tensor: computed in FP32, and a dense result becomes `policy.dtype`. Functions
+                under `lower` follow this rule if an operand is sparse.
+    einsum      as lower, for two or more operands: with one operand nothing is multiplied.
+    fused       as lower, for attention's fused operators.
     rnn         as lower, for fused recurrent networks, whose weights form one buffer.
     fp32        FP16 and BF16 tensors become FP32: exponentials, logarithms and powers overflow soon (exp(12) in FP16),
                 sums over many elements (softmax, norms, losses) lose the small ones among large ones.
     norm        as fp32; with `policy.low_precision_norms` the result has the type of an FP16 or BF16 input.
     widest      all floating tensors become the widest floating type among them.
-    match_self  in place: the other floating tensors take the type of the first argument.
-    sigmoid     as fp32 where `policy.allow_banned` lets a binary cross entropy follow: low precision rounds
-                probabilities near 0 and 1 to 0 and 1, whose logarithms are infinite. Elsewhere as no rule.
-    direction   as fp32; FP16's rows of zeros get no gradient (see rules.py). Also where no casts act: computed in
-                FP32, since FP16 rounds eps to 0, and the result has the type that came in.
-    inexact     as fp32. Also where no casts act, as above: torch's kernels give wrong numbers in low precision.
+    match_self  in place: the other floating tensors become the type of the first argument.
+    sigmoid     if `policy.allow_banned` allows a binary cross entropy after it, as fp32: low precision rounds
+                probabilities near 0 and 1 to 0 and 1, whose logarithms are infinite. Otherwise not cast.
+    direction   as fp32; rows of zeros in FP16 get no gradient (see in_fp32.py). Also while no casts act: computed in
+                FP32, since FP16 rounds eps to 0, and rounded to the operands' type.
+    inexact     as fp32. Also while no casts act: computed in FP32, since torch's low-precision kernels return wrong
+                numbers, and rounded to the operands' type.
     banned      no safe low-precision form: low-precision tensors are refused (`policy.allow_banned`: run as fp32).
-    scripted    what torch.jit has compiled runs as under a torch.autocast to `policy.dtype`.
-    rnn_input   a check of the input's type against the weights', which the casts make moot.
-    fused_input the same of the types of attention's operands among each other.
+    scripted    code compiled by torch.jit runs as under a torch.autocast to `policy.dtype`.
+    rnn_input   a check that input and weights have one type, which the casts of the call behind it give them.
+    fused_input a check that the operands of attention have one type, which the casts give them.
     disabled    a switch that reads as False: the fused path behind it would bypass the lists.
 
-In Apex's variant alone:
+In Apex's variant only:
 
-    einsum_widest   as widest, for two operands and more.
-    mixed_fp32      as widest, but tensors without dimensions count, and FP64 beside low precision is refused.
+    einsum_widest   as widest, for two or more operands.
+    mixed_fp32      as widest, but tensors without dimensions count, and FP64 with low precision is refused.
     in_place_fp32   in place on FP32: a low-precision first argument is refused, the other tensors become FP32.
 
-What promotes by itself (arithmetic, comparisons, `cat`, `stack`, `where`, most two-tensor math) is not listed: what
-needs no cast costs nothing. Nor are batch and instance norms: their kernels take FP16 and BF16 beside FP32 weights and
-statistics, compute in FP32 and give the input's type. (Without weights and statistics a CPU rounds its means, too, to
-the input's type, as under torch.autocast.) `tests/casts/test_oplists.py` calls every name here,
-`tests/apex_surface/test_apex_lists.py` those of `APEX`.
+Functions in which torch promotes mixed types (arithmetic, comparisons, `cat`, `stack`, `where`, most two-tensor math)
+are not listed, so that they cost nothing. Batch and instance norms are not listed either: their kernels take FP16 and
+BF16 inputs with FP32 weights and statistics, compute in FP32 and return the input's type. (Without weights and
+statistics a CPU also rounds its means to the input's type, as under torch.autocast.) `tests/casts/test_oplists.py`
+calls every name here, `tests/apex_surface/test_apex_lists.py` every name of `APEX`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ _CONVOLUTIONS = (
     "conv_transpose3d",
 )
 
-# Functions and methods of the same name. Products of two matrices, or of batches of them; and the other products.
+# Functions and methods of the same name: products of two matrices, or of batches of them; then the other products.
 _PRODUCTS = ("addmm", "baddbmm", "bmm", "matmul", "mm")
 _GEMMS = ("addbmm", "addmv", "addr", "mv")
 
@@ -104,8 +105,8 @@ _EXP_LOG_POW = (
     "tan",
 )
 
-# `mean` is on no list, torch's and today's Apex's included: a mean lies in the range of its input. A variance may leave
-# that range, so `std` and `var` are listed, as in Apex. `nansum` goes with `sum`.
+# `mean` is not listed, nor do torch and today's Apex list it: a mean does not leave the range of its input. A variance
+# may leave that range, so `std` and `var` are listed, as in Apex. `nansum` has the rule of `sum`.
 _REDUCTIONS = ("cumprod", "cumsum", "dist", "nansum", "norm", "prod", "renorm", "std", "sum", "var")
 
 # Functions without half kernels, on some devices or all (quantile, linear algebra, FFT).
@@ -124,7 +125,8 @@ _NO_HALF_KERNEL = (
 
 _DOTS = ("dot", "inner", "vdot")
 
-# Functions that raise on mixed types: measured on torch 2.13, save addcdiv, addcmul and atan2, which torch lists.
+# Functions that raise on mixed types, as measured on torch 2.13. addcdiv, addcmul and atan2 do not raise, but torch
+# lists them.
 _WIDEST = (
     "addcdiv",
     "addcmul",
@@ -238,8 +240,8 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             *_LOSSES,
             "gumbel_softmax",
             "interpolate",
-            # linear_cross_entropy's product is in the low type: F.linear inside has a rule of its own. In chunks the
-            # product is FP32.
+            # The F.linear inside linear_cross_entropy has its rule, so the product is in the low type. In chunks it is
+            # in FP32.
             "linear_cross_entropy",
             "local_response_norm",
             "log_softmax",
@@ -360,17 +362,17 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-# Owner -> the module whose import completes the owner, and which `import torch` leaves out. amp_patch does not import
-# that module either, which would take seconds: the owner's functions are replaced after the user's import.
+# Owner -> the module whose import completes the owner. `import torch` does not import these modules, and amp_patch does
+# not either, since this takes seconds: the owner's functions are replaced after user code imports the module.
 LATE: dict[str, str] = {
     "torch.nn.attention.flex_attention": "torch.nn.attention.flex_attention",
     "torch.ops.torch_attn": "torch.nn.attention.varlen",
 }
 
-# Names of the lists ("owner.name") that not every torch since 2.6 has.
+# Names of the lists ("owner.name") that some torch since 2.6 lacks.
 OPTIONAL: frozenset[str] = frozenset(
     {
-        "torch.Tensor.__rdiv__",  # an operator of Python 2, absent where torch drops it
+        "torch.Tensor.__rdiv__",  # an operator of Python 2, absent in torches that have dropped it
         "torch._grouped_mm",
         "torch.linalg.matrix_sqrth",
         "torch.linalg.polar",
@@ -386,7 +388,7 @@ OPTIONAL: frozenset[str] = frozenset(
 
 
 def rules_by_name(op_lists: str) -> dict[tuple[str, str], str]:
-    """(owner, name) -> rule, of the variant ``"torch"`` (OPLISTS) or ``"apex"`` (OPLISTS with what APEX changes)."""
+    """Return (owner, name) -> rule in the variant ``"torch"`` (OPLISTS) or ``"apex"`` (OPLISTS, overridden by APEX)."""
     tables = {"torch": (OPLISTS,), "apex": (OPLISTS, APEX)}[op_lists]
     return {
         (owner, name): rule

@@ -1,4 +1,4 @@
-"""Regions of a thread in which a policy holds; the innermost one says whose casts act."""
+"""Regions of a thread, each under a policy. The innermost region decides whose casts act."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from amp_patch.support.compiled import Function, wraps
 
 
 class region(blocks.Block):
-    """A region of this thread in which `policy` holds; its casts act there if it patches torch's functions.
+    """A region of this thread under `policy`. Its casts act if the policy patches torch's functions.
 
-    A context manager and a decorator. Costs a few microseconds. One object may be entered again while it is entered,
-    and by several threads: what is restored on exit lives in the thread. Regions may end in any order, as where a
-    generator is suspended inside one: each takes only itself away, exceptions or not. When the thread leaves its
-    outermost region it forgets the weights it has cast.
+    A context manager and a decorator; entering costs a few microseconds. One object may be entered again while it is
+    entered, and by several threads, because the state to restore is the thread's. Regions may end in any order, for
+    example if a generator is suspended inside one: each exit removes only its own entry, also after an exception. On
+    exit from its outermost region the thread frees its cached casts of weights.
 
     Args:
-        policy: None for a region in which no casts of ours act.
-        disables_torch_autocast: torch.autocast is off inside, for all device types, and afterwards on again where it
-            was. None: if the policy patches torch's functions.
-        emulated: the type whose products on a CPU are emulated inside, where the policy does not say it (cpu_half.py).
+        policy: None for a region without casts.
+        disables_torch_autocast: disable torch.autocast inside for all device types, and on exit enable it again for the
+            types that had it. None: do so if the policy casts calls.
+        emulated: the type whose products on a CPU are emulated inside, if the policy does not emulate one
+            (cpu_half.py).
 
     Attributes:
         emulated: the type whose products on a CPU are emulated in the region; None for none.
-        call: the frame of the call for which one hook enters the region and another one leaves it; else None. If an
-            exception ends that call in between, the next region that this thread enters takes this one away.
+        call: the frame around the two hooks that enter and leave the region; None if no hooks do. If an exception ends
+            that frame before the second hook runs, the next region that this thread enters removes this one.
     """
 
-    # A subclass's own methods: `on_entry(entry)` runs before the region holds; `on_exit(entry)` undoes `on_entry`, of
-    # which all, a part (after an interrupt) or nothing may have been done. None: the subclass has nothing to do there.
+    # Methods of a subclass, or None. `on_entry(entry)` runs before the region holds. `on_exit(entry)` undoes
+    # `on_entry`, which an interrupt may have stopped at any line: all of it, a part or nothing may have been done.
     on_entry: Any = None
     on_exit: Any = None
 
@@ -54,7 +55,7 @@ class region(blocks.Block):
         self.policy = policy
         self.acting = None if policy is None else acting_part(policy)
         self.emulated = emulated
-        if policy is not None and policy.cpu_half in EMULATING:  # fields: Dynamo cannot read all properties of policies
+        if policy is not None and policy.cpu_half in EMULATING:  # Dynamo cannot read all properties
             self.emulated = policy.dtype
         casts = self.acting is not None
         self.disables_torch_autocast = casts if disables_torch_autocast is None else disables_torch_autocast
@@ -88,10 +89,10 @@ class region(blocks.Block):
         self.on_exit_elsewhere()
 
     def on_exit_elsewhere(self) -> None:
-        """`__exit__` was called on a thread that is not in the region: undo that part of `on_entry` that all share."""
+        """Undo the process-wide part of `on_entry`: `__exit__` was called on a thread that is not in the region."""
 
     def __call__(self, function: Function) -> Function:
-        """`function` with its body in the region; of a generator function, every step of the body."""
+        """Return `function` with its body inside the region; for a generator function, each step of the body."""
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
                 f"{type(self).__name__}: {function.__qualname__} is async: other tasks of its thread would run in the "
@@ -120,16 +121,16 @@ class region(blocks.Block):
 
 
 class no_casts_within(region):
-    """A region of this thread without casts, also in all regions inside of it, those of models included.
+    """A region of this thread without casts, also in all regions inside it, models' regions included.
 
-    Source: Apex's `disable_casts`. (Inside `amp.disable_casts` the forward of a training's model has its casts again.)
+    Source: Apex's `disable_casts`. (`amp.disable_casts` is weaker: the forward of a training's model inside it casts.)
     """
 
     def __init__(self) -> None:
         super().__init__(None, disables_torch_autocast=True)
 
     def on_entry(self, entry: Entry) -> None:
-        """No region inside of this one acts, until `on_exit`."""
+        """Keep all regions inside this one from casting, until `on_exit`."""
         this_thread.uncastable_entries.append(entry)
 
     def on_exit(self, entry: Entry) -> None:
@@ -141,20 +142,20 @@ class no_casts_within(region):
 class process_wide_region(region):
     """A region that is also the process default while it lasts.
 
-    For autograd's own threads: they recompute checkpointed activations on CUDA devices, and no region of ours is
-    entered there. Where two such regions overlap in time on different threads, both share autograd's threads, and the
-    later one holds there. On exit the thread forgets the weights that it has cast, be this its outermost region or not,
-    and frees the scratch of emulated products: the body of `scale_loss` ends here, and the optimizer's step follows.
+    Autograd's own threads need this: they recompute checkpointed activations on CUDA devices, and enter no region. If
+    two such regions on different threads overlap in time, autograd's threads follow the one entered later. On exit the
+    thread frees its cached casts of weights, even if it stays in an outer region, and the scratch memory of emulated
+    products: the body of `scale_loss` ends here, and the optimizer's step follows.
     """
 
     def on_entry(self, entry: Entry) -> None:
-        """The region's policy becomes the process default, over those of other such regions."""
+        """Make the region's policy the process default. It overrides earlier regions of this kind."""
         with default_lock:
             overrides.append(entry)
             refresh_default()
 
     def on_exit(self, entry: Entry) -> None:
-        """Take the policy back, and free the thread's cast weights and scratch; also on a thread outside the region."""
+        """Remove the policy, and free the thread's cast weights and scratch; also on a thread outside the region."""
         casts_state.in_use.drop_cache()
         casts_state.in_use.free_scratch()
         with default_lock:
@@ -163,7 +164,7 @@ class process_wide_region(region):
             refresh_default()
 
     def on_exit_elsewhere(self) -> None:
-        """Take back the newest policy of this region whose entry no `with` statement made."""
+        """Remove this region's newest policy among entries that no `with` statement made."""
         # `left is None`: the entry of a `with` statement ends with that statement, wherever `__exit__` is called.
         for entry in reversed(overrides):
             if entry.region is self and entry.left is None:
@@ -172,7 +173,7 @@ class process_wide_region(region):
 
 
 def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, to be called later, on any thread, with the casts that act on this thread now (or with none)."""
+    """Return `function` for a later call on any thread, under the casts that act on this thread now, if any."""
     within = region(current(), emulated=casts_state.in_use.emulated())
 
     def later(*args: Any, **kwargs: Any) -> Any:
@@ -183,9 +184,9 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, to be called on a new thread, in a region of the process default.
+    """Return `function` for a call on a new thread, in a region of the process default.
 
-    Without a region the default does not act inside a torch.autocast that the new thread has entered before.
+    Without a region the default would not act inside a torch.autocast that the new thread has entered before.
     """
 
     def later(*args: Any, **kwargs: Any) -> Any:
@@ -196,7 +197,7 @@ def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _follow(entry: Entry) -> None:
-    """Have the thread follow the region of `entry`, now its innermost one."""
+    """Make the thread follow the region of `entry`, now its innermost one."""
     inner = entry.region
     acts = not this_thread.uncastable_entries
     acting, emulated = (inner.acting, inner.emulated) if acts else (None, None)
@@ -204,17 +205,17 @@ def _follow(entry: Entry) -> None:
 
 
 def _is_over(entry: Entry) -> bool:
-    """Whether an entry is still there though its `with` statement, or the call around its hooks, has ended."""
+    """Tell whether the `with` statement of `entry`, or the call around its hooks, has ended without an exit."""
     left, call = entry.left, entry.region.call
     return (left is not None and left() is None) or (call is not None and not is_running(call))
 
 
 def _leave(entry: Entry, _: Any = None) -> None:
-    """Take `entry` away.
+    """Remove `entry` from this thread's regions, and undo its effects.
 
-    An interrupt may come at any line: the entry leaves the stack last, so that the next call finds the entry there and
-    does the rest. Any line may also run the garbage collector, which may end another region of the thread: so the
-    innermost region is looked up again after `_follow`.
+    An interrupt may come at any line: the entry leaves the stack last, so that the next call finds it and does the
+    rest. Any line may also run the garbage collector, which may end another region of the thread: so the innermost
+    region is read again after `_follow`.
     """
     stack, on_exit = this_thread.stack, entry.region.on_exit
     if entry not in stack:  # a generator closed on another thread: undo the process-wide part at once
@@ -237,12 +238,12 @@ def _leave(entry: Entry, _: Any = None) -> None:
 
 
 def _innermost_but(entry: Entry, stack: list[Entry]) -> Entry:
-    """The innermost entry of `stack`, which has two or more, that is not `entry`."""
+    """Return the innermost entry of `stack` other than `entry`. `stack` has at least two entries."""
     return stack[-2] if stack[-1] is entry else stack[-1]
 
 
 def _enable_torch_autocast(ended: Entry, stack: list[Entry]) -> None:
-    """Turn torch.autocast on again, or leave that to a later region that disables it too and still lasts."""
+    """Enable torch.autocast again; if a later region that disables it still lasts, let that region do so on exit."""
     for entry in stack[stack.index(ended) + 1 :]:
         if entry.region.disables_torch_autocast and entry.depth == ended.depth:
             entry.disabled |= ended.disabled
@@ -251,7 +252,7 @@ def _enable_torch_autocast(ended: Entry, stack: list[Entry]) -> None:
 
 
 def _inside(entered_region: region, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-    """`steps`, each of them inside the region, and nothing of the consumer's between two of them."""
+    """Run the generator `steps` with each step inside the region, and the consumer's code between steps outside."""
     advance: Callable[[], Any] = functools.partial(next, steps)
     try:
         while True:

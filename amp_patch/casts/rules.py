@@ -1,4 +1,4 @@
-"""The cast rules: what each rule of the op lists does to one call, and the properties of each rule."""
+"""The cast rules: the arguments that each rule of the op lists casts in one call, and the rule's properties."""
 
 from __future__ import annotations
 
@@ -55,11 +55,14 @@ def _matched(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The arguments of one call. Each function returns the very object that it got when nothing was to be cast.
+# The arguments of one call. If nothing is to be cast, each function returns the object that it received.
 
 
 def _cast_args(args: Args, one: CastOne, dtype: torch.dtype) -> Args:
-    """`args` with `one` applied to tensors, also inside lists and tuples: all that torch's own functions take."""
+    """Return `args` with `one` applied to the tensors in it, also inside lists and tuples.
+
+    torch's own functions take no other containers.
+    """
     out: list[Any] | None = None
     for index, value in enumerate(args):
         if isinstance(value, Tensor):
@@ -86,7 +89,10 @@ def _cast_kwargs(kwargs: Kwargs, one: CastOne, dtype: torch.dtype) -> Kwargs:
 
 
 def _cast_trees(values: Args, one: CastOne, dtype: torch.dtype) -> Args:
-    """As `_cast_args`, in every container that `tree` knows: what functions of the user's take."""
+    """Return `values` with `one` applied to the tensors in every container that `support/tree.py` knows.
+
+    Functions of the user may take tensors in any of these containers.
+    """
     mapped: Args = map_tensors(lambda tensor: one(tensor, dtype), values)
     return mapped
 
@@ -106,9 +112,9 @@ def _is_low(tensor: Tensor) -> bool:
 
 
 def _widest(args: Args, kwargs: Kwargs) -> torch.dtype | None:
-    """The type to cast to, None if the floating tensors agree already. FP16 with BF16 gives FP32, as torch promotes.
+    """Return the widest floating type among the tensors; None if all have one type. FP16 with BF16 gives FP32.
 
-    A tensor without dimensions decides only where there is no other, as in torch's own promotion.
+    As in torch's own promotion, tensors without dimensions count only if all floating tensors have none.
     """
     first: torch.dtype | None = None
     mixed = False
@@ -158,7 +164,8 @@ def _product(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: P
 
 
 def _sparse(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    # torch has low-precision kernels for some layouts and products only, and those of CPUs add up in the low type.
+    # torch has low-precision kernels only for some layouts and products, and the CPU kernels accumulate in the low
+    # type.
     result = _fp32(function, args, kwargs, policy)
     dense = isinstance(result, Tensor) and result.layout is torch.strided and result.dtype is _FLOAT32
     return result.to(policy.dtype) if dense else result
@@ -166,8 +173,8 @@ def _sparse(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Po
 
 def _of_several(apply: Apply) -> Apply:
     def einsum(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-        # Of one operand einsum multiplies nothing. The result may be a view that the user writes through: a cast would
-        # redirect those writes into a copy.
+        # With one operand einsum multiplies nothing. The result may be a view that the user writes through: a cast
+        # would redirect those writes into a copy.
         several = sum(1 for _ in _tensors((args, kwargs))) > 1
         return apply(function, args, kwargs, policy) if several else function(*args, **kwargs)
 
@@ -177,8 +184,8 @@ def _of_several(apply: Apply) -> Apply:
 def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     first = args[0] if args else None
     if isinstance(first, Tensor) and first.is_cuda and first.dtype in (_FLOAT16, _BFLOAT16, _FLOAT32):
-        # cuDNN copies weights that lie in several buffers, and warns, at each call. torch.autocast's own cast for RNN
-        # weights gives one buffer.
+        # If the weights are in several buffers, cuDNN copies them and warns, at each call. torch.autocast's own cast
+        # for RNN weights makes one buffer.
         with torch.autocast("cuda", dtype=policy.dtype):
             return function(*args, **kwargs)
     return _lower(function, args, kwargs, policy)
@@ -199,8 +206,8 @@ def _norm(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Poli
         return _fp32(function, args, kwargs, policy)
     if given.device.type != "cpu":
         return function(*_cast_args(args, _lowered, low), **_cast_kwargs(kwargs, _lowered, low))
-    # CPU kernels of layer norm sum the weights' gradients in the input's type: over 8192 rows in BF16 the sums were a
-    # tenth off. Also, the kernels are slower in FP16, and channels last, than FP32 with casts.
+    # CPU kernels of layer norm accumulate the weights' gradients in the input's type: over 8192 rows in BF16 the sums
+    # were a tenth off. FP16 and channels-last kernels are also slower than FP32 with casts.
     upcast = Upcast()
     args, kwargs = _cast_args(args, upcast, _FLOAT32), _cast_kwargs(kwargs, upcast, _FLOAT32)
     result = upcast.run(function, args, kwargs)
@@ -232,7 +239,7 @@ def _mixed_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy
 
 
 def _refuse_fp64(values: Any, name: str) -> None:
-    """Raise where low precision meets FP64, as Apex does. (Apex refuses FP32 with FP64 too: torch promotes that.)"""
+    """Raise if FP16 or BF16 meets FP64, as Apex does. (Apex refuses FP32 with FP64 too; torch promotes these.)"""
     found = {tensor.dtype for tensor in _tensors(values)}
     if torch.float64 in found and (_FLOAT16 in found or _BFLOAT16 in found):
         low = _FLOAT16 if _FLOAT16 in found else _BFLOAT16
@@ -271,7 +278,7 @@ INSTEAD_OF_BANNED = (
 )
 
 
-# Told the name of each banned function that a policy allows, when it is called.
+# Called with the name of a banned function when a policy with `allow_banned` lets it run.
 banned_subscribers: list[Callable[[str], Any]] = []
 
 
@@ -296,23 +303,23 @@ def _rnn_input(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy:
         module, given = args[0], args[1]
         wanted = module._flat_weights[0].dtype
         if given.dtype is not wanted and given.dtype in _WIDTH and wanted in _WIDTH:
-            # The method reads dtype and shape alone: an expanded tensor of one element stands in for the cast.
+            # The method reads only dtype and shape: an expanded tensor of one element replaces the cast tensor.
             args = (module, given.new_empty((), dtype=wanted).expand(given.shape), *args[2:])
     return function(*args, **kwargs)
 
 
-# torch.jit compiles a function once for each set of device types (CPU, CUDA) whose autocast is on, and bakes the dtype
-# of that moment into the code: code compiled under FP16 would run in FP16 under BF16 too, and its backward fails. So
-# each dtype has a set of device types of its own. torch's default dtype has the device type alone, as in a
-# torch.autocast.
+# torch.jit compiles a function once for each set of device types (CPU, CUDA) whose autocast is enabled, and the code
+# contains the autocast dtype of that moment. Code compiled under FP16 would run in FP16 under BF16 too, and its
+# backward fails. So `_under_autocast` enables a different set for each dtype: for torch's default dtype the tensors'
+# device type alone, as torch.autocast does, for the other dtype both device types.
 _AUTOCAST_DTYPES = {"cpu": torch.bfloat16, "cuda": torch.float16}
 
 
 def _under_autocast(function: Callable[..., Any], args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
-    """`function(*args, **kwargs)` as under a torch.autocast to `dtype`, for the device of the tensors that it is given.
+    """Call `function(*args, **kwargs)` as inside a torch.autocast to `dtype`, for the device of its tensors.
 
-    Without autocast's cache of cast weights: that is emptied where the outermost torch.autocast ends, and the weights
-    may be stepped before.
+    Autocast's cache of cast weights is off: torch clears it only when the outermost torch.autocast ends, and an
+    optimizer may update the weights before that.
     """
     device = next((tensor.device.type for tensor in tensors((args, kwargs))), None)
     if device is None:
@@ -374,19 +381,20 @@ def _user_promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, poli
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """A rule by which calls are cast, and what the wrappers, the compiler's side and `explain` ask about it.
+    """A rule that casts calls, with the properties that the wrappers, the compiled side and `explain` read.
 
     Attributes:
-        name: as in the op lists (oplists.py says what each of theirs means).
-        apply: does one call: (function, args, kwargs, policy) -> the function's result.
-        shown: what `explain` calls the rule. None: the functions that follow it compute nothing, and are not shown.
-        registered_by: which function of `amp` registers a user's function under this rule; "" if none does. `explain`
-            shows that instead where it was.
-        for_users: the rule is for functions of the user's alone. It looks for tensors in all containers of the call,
-            and what the function itself calls follows the op lists.
-        alone: does a call where no casts act, at levels that cast the model above all: (function, args, kwargs) -> the
-            function's result. None: the call is made as it is.
-        in_cpp: the extension does the rule by itself (csrc/casts/rules.h). Calls by the others go to Python.
+        name: as in the op lists; oplists.py describes each.
+        apply: makes one call: (function, args, kwargs, policy) -> the function's result.
+        shown: the name of the rule in `explain`. None: functions under this rule compute nothing and are not shown.
+        registered_by: the function of `amp` that registers a user's function under this rule, or "". `explain` shows it
+            for registered functions.
+        for_users: the rule is only for the user's functions. It finds tensors in all containers of the call, and the
+            calls inside the function follow the op lists.
+        alone: makes a call while no casts act, mostly at levels that cast the model: (function, args, kwargs) -> the
+            function's result. None: the function is called unchanged.
+        in_cpp: the extension implements the rule (csrc/casts/rules.h). If False, the C wrapper calls the Python
+            wrapper.
     """
 
     name: str
@@ -399,7 +407,7 @@ class Rule:
 
 
 _HALF = "register_half_function"
-PRODUCT = "product"  # the rule by which levels that cast no other calls cast
+PRODUCT = "product"  # the one rule that acts if `patch_torch_functions` is off
 _TABLE = (
     Rule("none", _none, shown="none", registered_by="register_without_rule", in_cpp=True),
     Rule("lower", _lower, shown="lower", registered_by=_HALF, in_cpp=True),

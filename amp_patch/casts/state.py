@@ -1,4 +1,4 @@
-"""Whose casts act: what this thread follows, the process default, and the weights that were cast."""
+"""The policy whose casts act on this thread, the process default, and the cached casts of weights."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from amp_patch.policy import Policy
 
 
 class PythonState:
-    """Whose casts act, and the weights that each thread has cast: what wrappers and rules read at each call.
+    """The acting policy and each thread's cached casts of weights, read by wrappers and rules at each call.
 
-    `amp_patch._C.casts` has the same functions in C++. Its wrappers read what they keep without a call.
+    `amp_patch._C.casts` has the same functions in C++, where the C wrappers read the fields directly.
     """
 
     def __init__(self) -> None:
@@ -35,31 +35,32 @@ class PythonState:
         self._default_emulated: torch.dtype | None = None
 
     def current(self) -> Policy | None:
-        """The policy whose casts act on this thread: what `follow` said last, or the default outside regions.
+        """Return the policy whose casts act on this thread.
 
-        None inside a torch.autocast that was entered later.
+        In a region this is the argument of the last `follow`, outside it is the default. Inside a torch.autocast that
+        was entered later, it is None.
         """
         acting = this_thread.acting if this_thread.inside else self._default
         return acting if acting is None or self._holds() else None
 
     def emulated(self) -> torch.dtype | None:
-        """The type whose products on a CPU are emulated on this thread now; see cpu_half.py."""
+        """Return the type whose products on a CPU are emulated on this thread now; see cpu_half.py."""
         return this_thread.emulated if this_thread.inside else self._default_emulated
 
     def _holds(self) -> bool:
-        """Whether no torch.autocast has been entered since the innermost region began; see thread_state.py."""
+        """Tell whether no torch.autocast was entered after the innermost region began; see thread_state.py."""
         if torch._C._is_any_autocast_enabled():
             return False
         return native_depth() <= this_thread.depth or torch._C._current_graph_task_id() not in (-1, this_thread.task)
 
     def emulated_calls(self) -> int:
-        """How many ops were emulated on this thread so far."""
+        """Return the number of ops that were emulated on this thread so far."""
         return this_thread.emulated_calls
 
     def begin(self, disables_torch_autocast: bool) -> tuple[int, int, Any]:
-        """A region begins: what its `Entry` keeps, (depth, task, disabled).
+        """Begin a region; return the fields of its `Entry`: (depth, task, disabled).
 
-        With `disables_torch_autocast` it is off from now on, for the device types in `disabled`.
+        With `disables_torch_autocast`, disable torch.autocast for the device types in `disabled`.
         """
         disabled = frozenset(kind for kind in DEVICE_TYPES if disables_torch_autocast and is_enabled(kind))
         depth, task = native_depth(), torch._C._current_graph_task_id()
@@ -68,33 +69,33 @@ class PythonState:
         return depth, task, disabled
 
     def end(self, disabled: Any, depth: int) -> None:
-        """Enable torch.autocast again for the device types that `begin` has disabled at `depth`.
+        """Enable torch.autocast again for the device types that `begin` disabled at `depth`.
 
-        Not at another depth: the torch.autocast that was turned off has ended meanwhile, or one inside is still open.
+        At another depth, change nothing: either the disabled torch.autocast has ended, or an inner one still lasts.
         """
         if native_depth() == depth:
             for kind in disabled:
                 set_enabled(kind, True)
 
     def follow(self, acting: Policy | None, emulated: torch.dtype | None, caches: bool, depth: int, task: int) -> None:
-        """This thread is in a region: from now on `acting` acts, and casts of weights are remembered if `caches`.
+        """Enter a region on this thread: `acting` acts, and casts of weights are cached if `caches`.
 
-        Inside a torch.autocast (one that is enabled, or makes torch's count exceed `depth`) no policy acts. Products of
-        type `emulated` are emulated there too: the emulation casts nothing.
+        Inside a torch.autocast (one that is enabled, or one that makes torch's count exceed `depth`) no policy acts.
+        Products of type `emulated` are emulated there too, because emulation casts nothing.
         """
         this_thread.inside, this_thread.acting, this_thread.caches = True, acting, caches
         this_thread.emulated = emulated
         this_thread.depth, this_thread.task = depth, task
 
     def leave(self) -> None:
-        """This thread is outside regions again: the default acts, and the thread forgets the weights it has cast."""
+        """Leave all regions on this thread: the default acts, and the cached casts of weights are freed."""
         this_thread.inside, this_thread.acting, this_thread.caches = False, None, False
         this_thread.emulated = None
         this_thread.depth, this_thread.task = 0, -1
         this_thread.casts.clear()
 
     def set_default(self, acting: Policy | None, emulated: torch.dtype | None) -> None:
-        """What acts, and what is emulated, outside regions on all threads."""
+        """Set the policy that acts, and the type that is emulated, outside regions on all threads."""
         self._default, self._default_emulated = acting, emulated
 
     def drop_cache(self) -> None:
@@ -102,13 +103,13 @@ class PythonState:
         this_thread.casts.clear()
 
     def free_scratch(self) -> None:
-        """Free the FP32 memory that this thread keeps from one emulated product (cpu_half.py) to the next.
+        """Free the FP32 memory that this thread keeps between emulated products (cpu_half.py).
 
-        Those in C++ keep up to 32 MiB; those in Python keep nothing.
+        The kernels in C++ keep up to 32 MiB. The kernels in Python keep nothing.
         """
 
     def cached(self) -> int:
-        """How many casts this thread remembers."""
+        """Return the number of casts that this thread has cached."""
         return len(this_thread.casts)
 
     def cast_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -123,34 +124,34 @@ class PythonState:
         if entry is not None and entry[0]() is weight and entry[1] == version:
             return entry[2]
         cast = weight.to(dtype)
-        if this_thread.caches:  # again: the garbage collector may end the region during the cast
+        if this_thread.caches:  # again, because the garbage collector may end the region in the cast
             casts[key] = (weakref.ref(weight, functools.partial(_forget, casts, key)), version, cast)
         return cast
 
 
-# The `PythonState` or `amp_patch._C.casts` that wrappers and regions ask; `use_state` puts another one in its place.
+# The `PythonState` or `amp_patch._C.casts` that wrappers and regions use; `use_state` replaces it.
 in_use: Any = PythonState() if (_extension := multi_tensor.extension()) is None else _extension.casts
 
-# The process default is the policy whose casts act outside regions: what `set_default` said, or while a
-# `process_wide_region` lasts, that of the newest one. Regions of several threads may end in any order.
+# The process default is the policy whose casts act outside regions: the argument of the last `set_default`, or while a
+# `process_wide_region` lasts, the policy of the newest one. Regions of several threads may end in any order.
 default_lock = threading.RLock()  # re-entrant: the garbage collector may end a region while this thread holds it
-_base: tuple[Policy | None, torch.dtype | None] = (None, None)  # what `set_default` was given, and what that emulates
+_base: tuple[Policy | None, torch.dtype | None] = (None, None)  # the arguments of `set_default`
 _UNSET = object()
-_followed_default: Any = None  # the process default that the state in use has; _UNSET while that is being changed
+_followed_default: Any = None  # the default of the state in use; _UNSET during a change
 overrides: list[Entry] = []  # one for each `process_wide_region` that lasts, newest last
 
 
 def current() -> Policy | None:
-    """The policy whose casts act on this thread now, None if none do.
+    """Return the policy whose casts act on this thread now, or None.
 
-    In a region it is the region's, or None if that policy casts nothing around torch's functions; elsewhere it is the
-    process default. None inside a torch.autocast that was entered later, on or off.
+    In a region this is the region's policy, or None if that policy does not cast calls of torch's functions. Outside
+    regions it is the process default. Inside a torch.autocast that was entered later, enabled or not, it is None.
     """
     return traced() if is_dynamo_compiling() else in_use.current()
 
 
 def outside() -> bool:
-    """Whether this thread is in no region, so that the process default holds."""
+    """Tell whether this thread is in no region, so that the process default acts."""
     return not this_thread.stack
 
 
@@ -164,17 +165,17 @@ def set_default(policy: Policy | None) -> None:
 
 
 def default() -> Policy | None:
-    """What `set_default` made the process default."""
+    """Return the policy that `set_default` made the process default."""
     return _base[0]
 
 
 def state() -> Any:
-    """The `PythonState` or `amp_patch._C.casts` that is in use."""
+    """Return the `PythonState` or `amp_patch._C.casts` that is in use."""
     return in_use
 
 
 def use_state(state: Any) -> None:
-    """Put `state` in the place of the one in use, for `install.use_backend`. No thread may be in a region."""
+    """Use `state` from now on, for `install.use_backend`. No thread may be in a region."""
     global in_use, _followed_default
     with default_lock:
         in_use.set_default(None, None)
@@ -183,20 +184,20 @@ def use_state(state: Any) -> None:
 
 
 def drop_cache() -> None:
-    """Forget the weights that this thread has cast."""
+    """Free the weights that this thread has cast."""
     in_use.drop_cache()
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`weight.to(dtype)`, remembered within the thread's outermost region if `weight` is an FP32 leaf parameter.
+    """Return `weight.to(dtype)`; for an FP32 leaf parameter cache it until the thread's outermost region ends.
 
-    A remembered cast serves only calls that would make the same one: the same tensor with the same version counter,
-    and the same grad mode (a cast made under `no_grad` has no path back to the weight, pytorch#65766; one made under
-    `inference_mode` cannot be saved for backward). An edit through `.data` does not move the version counter: call
-    `drop_cache` after one in the middle of a region.
+    A cached cast serves only calls that would make the same one: the same tensor with the same version counter and the
+    same grad mode. (A cast made under `no_grad` has no path back to the weight, pytorch#65766; one made under
+    `inference_mode` cannot be saved for backward.) An edit through `.data` does not change the version counter: call
+    `drop_cache` after such an edit inside a region.
 
-    The weight is held weakly: when it dies, its cast is forgotten. (A cast that autograd can differentiate holds its
-    weight itself, until the region ends.)
+    The cache references the weight weakly: when the weight is freed, its cast is freed too. (A cast that autograd can
+    differentiate references its weight, until the region ends.)
     """
     return weight.to(dtype) if is_dynamo_compiling() else in_use.cast_weight(weight, dtype)
 
@@ -206,11 +207,11 @@ def _may_remember(weight: Tensor) -> bool:
         return False
     if not weight.requires_grad and not issubclass(type(weight), torch.nn.Parameter):
         return False
-    return is_plain_eager()  # under a transform or a trace a cast is a stand-in, dead afterwards
+    return is_plain_eager()  # under a transform or a trace, a cast has no use afterwards
 
 
 def is_plain_eager() -> bool:
-    """False under a function transform, a dispatch mode or a trace, whose tensors are stand-ins."""
+    """Tell whether no function transform, dispatch mode or trace is active: their tensors have no values."""
     return (
         torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._len_torch_dispatch_stack() == 0
@@ -219,30 +220,30 @@ def is_plain_eager() -> bool:
 
 
 def _forget(casts: dict[Any, Any], key: Any, reference: Any) -> None:
-    # Before this callback runs another tensor may have got the id, and an entry under the same key.
+    # Before this callback runs, another tensor may get the id and have an entry under the same key.
     entry = casts.get(key)
     if entry is not None and entry[0] is reference:
         del casts[key]
 
 
 def acting_part(policy: Policy | None) -> Policy | None:
-    """`policy` if it casts calls of torch's functions, else None."""
+    """Return `policy` if it casts calls of torch's functions, else None."""
     casts = policy is not None and (policy.patch_torch_functions or policy.product_format is not None)
     return policy if casts else None
 
 
 def refresh_default() -> None:
-    """Have the state in use follow the process default, if another one. The caller holds `default_lock`."""
+    """Pass the process default to the state in use, if it has changed. The caller holds `default_lock`."""
     global _followed_default
     # A loop: the garbage collector may end a region, and call this function again, between any two of these lines.
     while (default := (overrides[-1].region.acting, overrides[-1].region.emulated) if overrides else _base) != (
         _followed_default
     ):
-        _followed_default = _UNSET  # an interrupt before the last line then has the next call do all of them
+        _followed_default = _UNSET  # after an interrupt before the last line, the next call does all of them
         in_use.set_default(*default)
         _followed_default = default
 
 
 def effective_default() -> Policy | None:
-    """The process default: the newest override's, else what `set_default` said."""
+    """Return the process default: the newest override's policy, else the argument of the last `set_default`."""
     return overrides[-1].region.acting if overrides else _base[0]

@@ -1,4 +1,4 @@
-"""The state of one thread: the regions that it is in, and torch.autocast around them."""
+"""State of one thread: the regions that it is in, and the torch.autocasts around them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from amp_patch.policy import Policy
 
-# Regions of ours and of torch.autocast may be nested in any order. The inner one decides what is cast:
+# Regions of this package and of torch.autocast may be nested in any order. The innermost one decides the casts:
 #
-# - A region of ours that casts, or is there to keep casts off, disables torch.autocast while the region lasts.
-# - Inside a torch.autocast that is entered in a region of ours, enabled or not, our casts do not act. Torch counts the
-#   torch.autocasts that a thread is in: a count higher than at the region's beginning tells of one inside the region.
-# - A higher count says nothing during backward. There torch's own `custom_bwd` enters a torch.autocast that is off, if
-#   the forward ran under none.
+# - A region that casts, or that keeps casts off, disables torch.autocast while it lasts.
+# - Inside a torch.autocast that is entered in a region, enabled or not, the region's casts do not act. Torch counts the
+#   torch.autocasts that a thread is in: a higher count than at the region's beginning means that the thread has entered
+#   one inside the region.
+# - During backward a higher count means nothing, since torch's own `custom_bwd` enters a disabled torch.autocast if the
+#   forward ran under none.
 DEVICE_TYPES = tuple(
     kind
     for kind in ("cpu", "cuda", "mtia", "maia", "xpu", "ipu", "hpu", "xla", "privateuseone", "mps")
@@ -31,7 +32,7 @@ is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 
 
 def native_depth() -> int:
-    """How many torch.autocast regions this thread is in."""
+    """Return the number of torch.autocast regions that this thread is in."""
     try:
         torch.autocast_increment_nesting()
     finally:
@@ -41,14 +42,14 @@ def native_depth() -> int:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A region that a thread is in, and what it found there on entry.
+    """A region that a thread is in, with the thread's state at the region's beginning.
 
     Attributes:
         region: the `regions.region`.
-        depth: how many torch.autocasts the thread was in.
+        depth: the number of torch.autocasts that the thread was in.
         task: torch's number of the backward pass that the thread was in; -1 for none.
-        disabled: the device types whose torch.autocast the region has turned off: what `begin` of the state returned.
-        left: takes the entry away when the `with` statement is over, if `__exit__` has not; see blocks.py.
+        disabled: the device types whose torch.autocast the region has disabled, as returned by the state's `begin`.
+        left: removes the entry when the `with` statement ends without a call of `__exit__`; see blocks.py.
     """
 
     region: Any
@@ -60,12 +61,12 @@ class Entry:
 
 @dataclass(slots=True)
 class Traced:
-    """A region in code that is being traced.
+    """A region in code that torch.compile is tracing.
 
     Attributes:
         acting: the policy whose casts act in it.
-        depth: in how many torch.autocasts the trace was at its beginning.
-        undo: turn torch.autocast on again in what is traced from there on.
+        depth: the number of torch.autocasts around it when the trace entered it.
+        undo: functions that enable torch.autocast again in the code traced after it.
     """
 
     acting: Policy | None
@@ -84,10 +85,10 @@ class _Thread(threading.local):
         self.depth, self.task = 0, -1  # as in the innermost `Entry`; these values outside regions
         self.caches = False  # whether casts of weights are cached now
         self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # cached casts: see `cast_weight`
-        self.emulated_calls = 0  # how many ops the kernels of cpu_half.py have emulated
+        self.emulated_calls = 0  # the number of ops that the kernels of cpu_half.py have emulated
         # Fields of a trace of torch.compile on this thread:
         self.traced: list[Traced] = []  # traced regions, innermost last; the first is the frame itself
-        self.traced_emulated: torch.dtype | None = None  # what a region in the trace emulates
+        self.traced_emulated: torch.dtype | None = None  # the type that a region in the trace emulates
         self.disable: Callable[[str], Callable[[], object]] | None = None  # see `traced_regions.begin_trace`
 
 
@@ -95,7 +96,7 @@ this_thread = _Thread()
 
 
 def is_running(call: FrameType | None) -> bool:
-    """Whether this thread is in the middle of `call`, a frame. (Whoever holds a frame may hold it after its end.)"""
+    """Tell whether this thread is inside the frame `call`. (A frame object may outlive its call.)"""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not call:
         frame = frame.f_back

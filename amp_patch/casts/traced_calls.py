@@ -1,6 +1,6 @@
-"""Calls in code that torch.compile traces: how Dynamo is told to read a wrapper, and a call of one.
+"""Calls of wrapped functions in code that torch.compile traces: Dynamo traces the wrapper's rule and the original.
 
-Everything here runs while Dynamo traces, and needs its inside; dynamo.py makes sure that it is as expected, and calls.
+All functions here run while Dynamo traces, and use its private names. dynamo.py checks these names and calls them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from amp_patch.policy import Policy
 class _Tracing(threading.local):
     """The state of the trace on this thread."""
 
-    # Names of the calls that the trace is inside of, whose arguments are cast already. `begin` makes a new list.
+    # Names of the calls around the trace's position, whose arguments are cast already. `begin` makes a new list.
     names: list[str] = []  # noqa: RUF012
 
 
@@ -33,14 +33,14 @@ _tracing = _Tracing()
 
 
 def begin() -> None:
-    """A trace begins on this thread."""
+    """Begin a trace on this thread."""
     _tracing.names = []
 
 
 def rule_now(entry: Wrapped, name: str) -> Alone | None:
-    """What does a call of `name` at this point of the trace: (function, args, kwargs) -> the function's result.
+    """Return the function that makes a call of `name` at this point of the trace: (function, args, kwargs) -> result.
 
-    None: the call is traced as it is.
+    None: the call is traced unchanged.
     """
     if name in _tracing.names:
         return None
@@ -82,7 +82,7 @@ def _traceable(apply: Alone, function: Any) -> Callable[..., Any]:
 
 @functools.cache
 def method_of(name: str) -> Callable[..., Any]:
-    """The method `name`, as a function that Dynamo can trace."""
+    """Return the method `name` as a function that Dynamo can trace."""
 
     def call(own: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(own, name)(*args, **kwargs)
@@ -93,7 +93,7 @@ def method_of(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def operator_of(function: Any, name: str) -> Callable[..., Any]:
-    """An operator of Python's, as a function of the name under which torch.Tensor has it."""
+    """Return an operator of Python as a function with the name that it has in torch.Tensor."""
 
     def call(*args: Any) -> Any:
         return function(*args)
@@ -112,7 +112,7 @@ _table: dict[Any, Any] | None = None  # Dynamo's rule map; Dynamo makes a new on
 
 
 def register_wrappers() -> None:
-    """Add the wrappers that Dynamo's tables lack."""
+    """Add the wrappers that are missing in Dynamo's tables."""
     global _table
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     known = rules.get_torch_obj_rule_map()
@@ -126,11 +126,11 @@ def register_wrappers() -> None:
     variable = _variable_class()
     operators = importlib.import_module("torch._ops")
     higher_order = importlib.import_module("torch._dynamo.variables").TorchHigherOrderOperatorVariable
-    # A policy that traced code reads: without a handler Dynamo cannot hold the fields as constants.
+    # A policy that traced code reads. Without a handler Dynamo cannot hold its fields as constants.
     handlers = builder.SourcelessBuilder._type_handlers
     for kind in (Policy, traced_regions.CastsPolicy):
         handlers.setdefault(kind, lambda tx, value: builder.UserDefinedObjectVariable(value))
-    # Up to torch 2.11 Dynamo's own handler of frozen dataclasses builds all fields at once, and fails at a float.
+    # Up to torch 2.11 Dynamo's own handler of frozen dataclasses builds all fields at once, and fails on a float.
     by_type = builder.VariableBuilder._type_dispatch()
     by_type.setdefault(
         traced_regions.CastsPolicy, lambda own, value: builder.UserDefinedObjectVariable(value, source=own.source)
@@ -148,20 +148,20 @@ def register_wrappers() -> None:
             return variable(entry, source=self.source)
 
         by_id[id(wrapper)] = build
-        # A TorchFunctionMode gets a C wrapper of a method as its argument `func`: a value without a source.
+        # A TorchFunctionMode receives a C wrapper of a method as its argument `func`: a value without a source.
         if type(wrapper).__module__ == "amp_patch._C.casts":
             handlers.setdefault(type(wrapper), lambda tx, value: variable(wrappers.by_id[id(value)][1]))
     names = {entry.original.__name__ for _, entry in new if hasattr(entry.original, "__name__")}
     for function in vars(torch.nn.functional).values():
         # Functions that call wrapped ones are traced into. As one node of the graph such a function would call the
-        # wrappers when the graph runs, where no policy acts.
+        # wrappers when the graph runs, and no policy acts then.
         if isinstance(function, types.FunctionType) and not names.isdisjoint(function.__code__.co_names):
             known[function] = builder.UserFunctionVariable
 
 
 @contextmanager
 def _inlined(function: Callable[..., Any]) -> Iterator[None]:
-    """Let Dynamo trace into `function` inside the block: torch 2.6 asserts that the rule map says so."""
+    """Let Dynamo trace into `function` inside the block. Torch 2.6 asserts that the rule map allows it."""
     table: dict[Any, Any] = importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
     before = table.get(function)
     table[function] = importlib.import_module("torch._dynamo.variables").UserFunctionVariable
@@ -189,7 +189,7 @@ def _variable_class() -> type:
     torch_functions: Any = importlib.import_module("torch._dynamo.variables.torch").TorchInGraphFunctionVariable
 
     class CastFunctionVariable(torch_functions):
-        """A wrapper, as Dynamo holds it while it traces."""
+        """A wrapper, as Dynamo represents it during a trace."""
 
         def __init__(self, entry: Any, **kwargs: Any) -> None:
             self.entry = entry
@@ -204,11 +204,11 @@ def _variable_class() -> type:
             if rule is not None:
                 return inline(tx, rule, original, list(args), kwargs)
             if isinstance(original, types.FunctionType) and original.__module__ in ("torch.nn.functional", __name__):
-                # Without `_inlined` the function would become one node: its own calls have rules too.
+                # Without `_inlined` the function would become one node, and the calls inside it have rules too.
                 with _inlined(original):
                     return functions.UserFunctionVariable(original).call_function(tx, args, kwargs)
             if not isinstance(original, (types.FunctionType, types.BuiltinFunctionType, *_METHODS)):
-                # An operator, of torch.ops or of higher order: Dynamo handles those only as a call in a function.
+                # Dynamo accepts an operator of torch.ops or a higher-order one only as a call inside a function.
                 return functions.UserFunctionVariable(_calling(original)).call_function(tx, args, kwargs)
             return rules.lookup(original)(original).call_function(tx, args, kwargs)
 

@@ -20,17 +20,18 @@ from amp_patch.support.compiled import constant_in_traces
 
 
 def begin_trace(acting: Policy | None, disable: Callable[[str], Callable[[], object]] | None) -> None:
-    """torch.compile begins to trace a frame on this thread, where `acting` acts.
+    """Set this thread's state for a frame that torch.compile begins to trace, where `acting` acts.
 
     Args:
-        disable: turns torch.autocast off in what is traced from here on, for a device type; returns how to undo that.
+        disable: disables torch.autocast for a device type in the code traced after it; returns a function that undoes
+            this.
     """
     this_thread.traced, this_thread.disable = [Traced(acting, native_depth(), [])], disable
     this_thread.traced_emulated = None
 
 
 def enter_trace_of(acting: Policy | None, disables_torch_autocast: bool, emulated: torch.dtype | None) -> None:
-    """A region begins in code that is being traced; `leave_traced` ends it. All arguments as of `region`."""
+    """Begin a region in code that is being traced; `leave_traced` ends it. The arguments are those of `region`."""
     # Plain constants: Dynamo hands no other values to a `constant_in_traces` function.
     if acting is None:
         enter_traced(None, disables_torch_autocast, emulated)
@@ -43,23 +44,23 @@ def enter_trace_of(acting: Policy | None, disables_torch_autocast: bool, emulate
 
 
 def casts_of(policy: Policy) -> tuple[Any, ...]:
-    """The arguments of `casts_policy`: the fields by which a call is cast."""
+    """Return the arguments of `casts_policy`: the fields of `policy` that decide how a call is cast."""
     calls = policy.op_lists, policy.low_precision_norms, policy.product_format, policy.patch_torch_functions
     return policy.dtype, policy.allow_banned, *calls
 
 
 def emulated_in_trace() -> torch.dtype | None:
-    """The type whose products a region in this thread's trace emulates; None for none."""
+    """Return the type whose products a region in this thread's trace emulates; None for none."""
     return this_thread.traced_emulated
 
 
 # Dynamo calls the next three functions while it traces. At a `torch.autocast` in the code Dynamo really enters one, so
-# `native_depth` counts those around the trace's position. In a trace without `begin_trace` no policy acts.
+# `native_depth` counts the ones around the trace's position. In a trace without `begin_trace` no policy acts.
 
 
 @constant_in_traces
 def traced() -> Policy | None:
-    """What acts at the point to which this thread's trace has come."""
+    """Return the policy that acts at the current position of this thread's trace."""
     if not this_thread.traced:
         return None
     inner = this_thread.traced[-1]
@@ -70,7 +71,7 @@ def traced() -> Policy | None:
 
 @constant_in_traces
 def enter_traced(casts: tuple[Any, ...] | None, disables_torch_autocast: bool, emulated: torch.dtype | None) -> None:
-    """What `enter_trace_of` does; `casts` are the arguments of `casts_policy`, None where none act."""
+    """Begin a traced region. `casts`: the arguments of `casts_policy`; None for a region without casts."""
     if this_thread.traced:
         this_thread.traced_emulated = emulated or this_thread.traced_emulated
         disable = this_thread.disable if disables_torch_autocast else None
@@ -80,14 +81,14 @@ def enter_traced(casts: tuple[Any, ...] | None, disables_torch_autocast: bool, e
 
 @constant_in_traces
 def leave_traced() -> None:
-    """The innermost region of the traced code ends."""
+    """End the innermost region of the traced code."""
     if this_thread.traced:
         for undo in reversed(this_thread.traced.pop().undo):
             undo()
 
 
 class CastsPolicy(Policy):
-    """What acts in a trace. A type of its own: traced_calls.py tells Dynamo how to hold one as a constant."""
+    """The acting policy of a trace: a separate type, for which traced_calls.py registers Dynamo's handling."""
 
 
 @functools.cache
@@ -99,7 +100,7 @@ def casts_policy(
     product_format: str | None,
     patch_torch_functions: bool,
 ) -> Policy:
-    """The one policy that stands for all that cast alike."""
+    """Return the one policy object that represents all policies with these casts."""
     return CastsPolicy(
         "O1",
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""FP32 operands of one call whose own tensors stay low: autograd saves the low ones in place of their FP32 copies."""
+"""FP32 copies of low-precision operands for one call; autograd saves the low-precision originals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amp_patch.support.blocks import saving_through
 
 
 def rounded(result: Any, dtype: torch.dtype) -> Any:
-    """`result` with its FP32 tensors, also those in a tuple or list, rounded to `dtype`."""
+    """Return `result` with its FP32 tensors rounded to `dtype`, also those in a tuple or list."""
     if isinstance(result, Tensor):
         return result.to(dtype) if result.dtype is torch.float32 else result
     if isinstance(result, (tuple, list)):
@@ -24,18 +24,18 @@ def rounded(result: Any, dtype: torch.dtype) -> Any:
 
 
 class _Kept(NamedTuple):
-    """A tensor saved for backward: the tensor itself, or a low operand in place of (a view of) its upcast."""
+    """A tensor saved for backward: the tensor itself, or the low-precision operand in place of its upcast."""
 
     tensor: Tensor
-    version: int  # of `tensor`: of packed tensors autograd checks no version counter, so `unpack` compares
-    view: tuple[torch.Size, tuple[int, ...], Any] | None = None  # of the upcast: size, stride, offset
+    version: int  # of `tensor`: autograd does not check it for packed tensors, so `_unpack` does
+    view: tuple[torch.Size, tuple[int, ...], Any] | None = None  # size, stride, offset in the upcast
 
 
 class Upcast:
-    """Upcasts the operands of one call; in `run`, autograd keeps the low ones instead of their FP32 copies.
+    """Casts the operands of one call to FP32. During `run` autograd saves the low-precision operands instead.
 
-    The layer that made an operand keeps it already; FP32 copies beside it would make the activations of a training
-    larger than FP32's own.
+    The layer that made an operand has saved it already. Without this class, FP32 copies next to it would make the
+    activations of a training larger than those of FP32.
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Upcast:
         if operand.dtype not in LOW_PRECISION:
             return operand
         wide = operand.to(dtype)
-        # Tensor subclasses may have no storage of their own, and inference tensors have no version counter.
+        # Some tensor subclasses have no storage, and inference tensors have no version counter.
         if self._exchanges and type(operand) in (Tensor, nn.Parameter) and not operand.is_inference():
             self._operands[wide.untyped_storage()._cdata] = operand.detach()
         return wide
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The call."""
+        """Call `function` on cast operands."""
         if not self._operands:
             return function(*args, **kwargs)
         return saving_through(self._pack, _unpack, functools.partial(function, *args, **kwargs))
@@ -60,7 +60,7 @@ class Upcast:
     def _pack(self, saved: Tensor) -> _Kept:
         operand = self._operands.get(saved.untyped_storage()._cdata) if type(saved) is Tensor else None
         if operand is None:
-            # `detach`: a function that saves its own result would make a reference cycle of tensor and graph.
+            # Without `detach` a function that saves its own result would make a reference cycle of tensor and graph.
             # Autograd attaches unpacked tensors to the graph again.
             return _Kept(saved.detach(), saved._version)
         return _Kept(operand, operand._version, (saved.size(), saved.stride(), saved.storage_offset()))
@@ -78,10 +78,11 @@ def _unpack(kept: _Kept) -> Tensor:
 
 
 def _may_exchange_saved() -> bool:
-    """Whether `Upcast` may push saved-tensors hooks.
+    """Tell whether `Upcast` may push saved-tensors hooks.
 
-    Not under transforms, modes and traces, whose tensors have no storage. Not inside of hooks of checkpointing or the
-    user, from which ours would hide the tensors; a recording's hooks only count, and do not matter.
+    False under transforms, modes and traces, whose tensors have no storage. False inside the hooks of checkpointing or
+    of the user, because these hooks would hide the tensors from them. A recording's hooks only count, so they do not
+    matter.
     """
     topmost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8 and newer
     return (

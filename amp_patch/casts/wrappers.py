@@ -1,4 +1,4 @@
-"""What stands in front of a function while casts are installed: a wrapper in C, or in Python without the extension."""
+"""Wrappers that replace torch's functions while casts are installed: in C, or in Python without the extension."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from amp_patch.casts.rules import PRODUCT, RULES, Rule
 from amp_patch.casts.state import PythonState, current, state
 from amp_patch.policy import Policy
 
-# With "cpp" a callable in C stands in front of each Python wrapper of the op lists. The C callable does the frequent
-# rules by itself, in a tenth of the time, and calls the Python wrapper for all others.
+# With "cpp" a C callable replaces the function. It implements the frequent rules in a tenth of the time, and calls the
+# Python wrapper for all others.
 BACKENDS = ("cpp", "python")
 
 
 def backend() -> str:
-    """Which wrappers `install` takes: ``"cpp"`` where the extension is there, else ``"python"``.
+    """Return the kind of wrapper that `install` makes: ``"cpp"`` if the extension is built, else ``"python"``.
 
-    ``AMP_PATCH_BACKEND=torch`` in the environment turns to Python here as it turns to plain torch in `multi_tensor`.
+    ``AMP_PATCH_BACKEND=torch`` in the environment selects Python here, as it selects plain torch in `multi_tensor`.
     """
     return "python" if isinstance(state(), PythonState) else "cpp"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the wrappers stand for: asked by `explain`, and by the side that torch.compile sees.
+# The wrapped functions, for `explain` and for the casts inside torch.compile.
 
 
 class Wrapped:
-    """A function or method with a wrapper in front of it, and its rules by either list."""
+    """A function or method behind a wrapper, with its rule in torch's lists and its rule in Apex's."""
 
     __slots__ = ("apex_rule", "original", "rule")
 
@@ -42,7 +42,7 @@ class Wrapped:
         self.original, self.rule, self.apex_rule = original, RULES[rule], RULES[apex_rule]
 
     def rule_of(self, policy: Policy | None) -> Rule | None:
-        """The rule that a call follows while `policy` acts; None: the call is made as it is."""
+        """Return the rule of a call while `policy` acts; None: the call is made unchanged."""
         if policy is None:
             return None
         rule = self.apex_rule if policy.op_lists == "apex" else self.rule
@@ -51,13 +51,13 @@ class Wrapped:
         return rule
 
 
-by_id: dict[int, tuple[Any, Wrapped]] = {}  # id of a wrapper -> the wrapper (held: the id stays unique), entry
+by_id: dict[int, tuple[Any, Wrapped]] = {}  # id of a wrapper -> (the wrapper, so that its id stays unique; entry)
 tensor_methods: dict[str, Wrapped] = {}  # name -> entry, of wrappers that are attributes of torch.Tensor now
 own_tensor_methods: set[Any] = set()  # torch.Tensor's own methods that a wrapper ever replaced
 
 
 def register_wrapper(owner: Any, name: str, wrapper: Any, original: Any, rule: str, apex_rule: str) -> None:
-    """Note that `wrapper` stands at `owner.name` in place of `original`."""
+    """Record that `wrapper` replaces `original` at `owner.name`."""
     wrapped = Wrapped(original, rule, apex_rule)
     by_id[id(wrapper)] = wrapper, wrapped
     if owner is torch.Tensor:
@@ -67,12 +67,12 @@ def register_wrapper(owner: Any, name: str, wrapper: Any, original: Any, rule: s
 
 
 def wrapped_by(wrapper: Any) -> Wrapped | None:
-    """What `wrapper` stands for; None if it is no wrapper."""
+    """Return the entry of the function behind `wrapper`; None if `wrapper` is not a wrapper."""
     return by_id.get(id(wrapper), (None, None))[1]
 
 
 def forget_methods() -> None:
-    """torch.Tensor has its own methods again."""
+    """Clear the table of wrapped methods: torch.Tensor has its own methods again."""
     tensor_methods.clear()
 
 
@@ -81,11 +81,11 @@ def forget_methods() -> None:
 
 
 class CastFunction(staticmethod):
-    """A wrapper that does not bind as a method, like the builtin that it wraps: `class A: act = torch.exp` works.
+    """A wrapper that does not bind as a method, like the builtin behind it: `class A: act = torch.exp` works.
 
-    It is a staticmethod since Python calls that without a frame of its own. A copy is the object itself. A pickle holds
-    the wrapper's address in torch, and gives whatever stands there when it is loaded; that of a decorated function
-    holds the decorator and the original.
+    It subclasses staticmethod because Python calls a staticmethod without an extra frame. A copy is the object itself.
+    A pickle contains the function's address in torch, and loads whatever the name refers to at that time. The pickle of
+    a decorated function contains the decorator and the original.
     """
 
     def __init__(self, call: Callable[..., Any], original: Callable[..., Any], reduced: tuple[Any, ...]) -> None:
@@ -97,7 +97,7 @@ class CastFunction(staticmethod):
         return vars(self)["_original"]
 
     def __getattr__(self, name: str) -> Any:
-        # Overloads of an operator of torch.ops are attributes: `F.default` must work on the wrapper too.
+        # An operator of torch.ops has its overloads as attributes: `F.default` must work on the wrapper too.
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(vars(self)["_original"], name)
@@ -119,9 +119,9 @@ class CastFunction(staticmethod):
 
 
 def wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | None = None) -> Any:
-    """`original` with its arguments cast by `rule` while casts act; it binds as a method exactly if `original` does.
+    """Return `original` with its arguments cast by `rule` while casts act; it binds as a method iff `original` does.
 
-    `apex_rule` takes its place under a policy of Apex's lists.
+    Under a policy of Apex's lists `apex_rule` replaces `rule`.
     """
     differs = apex_rule is not None and apex_rule != rule
     by_torch, by_apex = RULES[rule], RULES[apex_rule or rule]
@@ -145,19 +145,20 @@ def wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | No
         hasattr(type(original), "__get__") and not isinstance(original, (types.MethodType, CastFunction))
     ):
         vars(call).update(getattr(original, "__dict__", {}), __wrapped__=original)
-        # torch.jit would compile the source of `call`, which is no TorchScript.
+        # Without this, torch.jit would compile the source of `call`, which is not TorchScript.
         vars(call)["__prepare_scriptable__"] = lambda: original
         return call
     return CastFunction(call, original, reduced)
 
 
-_registered: list[Any] = []  # wrappers in torch.jit's table by id, which no weak reference can take out again
+_registered: list[Any] = []  # wrappers without weak references; torch.jit's table has their ids
 
 
 def register_with_jit(wrapper: Any, original: Any) -> None:
-    """Let torch.jit.script see the operator behind a wrapped function, if it is one (it runs there without casts).
+    """Let torch.jit.script compile a wrapped builtin as the operator behind it, which runs there without casts.
 
-    Torch knows a builtin by its id, which may be another function's when the wrapper is gone: it is forgotten then.
+    torch.jit identifies a builtin by its id. After the wrapper is freed another object may get that id, so the entry is
+    removed then.
     """
     builtins = importlib.import_module("torch.jit._builtins")
     if (operator := builtins._find_builtin(original)) is not None:
@@ -165,17 +166,17 @@ def register_with_jit(wrapper: Any, original: Any) -> None:
         table = builtins._get_builtin_table()
         try:
             weakref.finalize(wrapper, table.pop, id(wrapper), None).atexit = False
-        except TypeError:  # no weak references: keep the wrapper, so that no other object gets its id
+        except TypeError:  # no weak references: never free the wrapper, so that no object gets its id
             _registered.append(wrapper)
 
 
-# The kinds of object that the op lists name, for which there are wrappers in C. Other callables, which users register,
+# The kinds of object that the C wrappers support: every kind on the op lists. Other callables, which users register,
 # get a Python wrapper.
 _COMPILED = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
 def wrapper_at(owner: Any, name: str, original: Any, rule: str, apex_rule: str) -> Any:
-    """What is to stand at `owner.name` in place of `original`, by the backend in use."""
+    """Return a wrapper to replace `original` at `owner.name`, of the backend in use."""
     if isinstance(owner, type):
         module, path = owner.__module__, f"{owner.__qualname__}.{name}"
     else:
@@ -185,9 +186,9 @@ def wrapper_at(owner: Any, name: str, original: Any, rule: str, apex_rule: str) 
         return type(original)(wrap(original.__func__, rule, reduced, apex_rule))
     wrapper = wrap(original, rule, reduced, apex_rule)
     if isinstance(wrapper, types.FunctionType) and getattr(original, "__module__", None) is None:
-        # Methods that torch.Tensor inherits from its C base have no module: pickle needs an importable address.
+        # Methods that torch.Tensor inherits from its C base have no module, and pickle needs an importable address.
         wrapper.__module__, wrapper.__qualname__ = module, path
-    in_python = RULES[rule].for_users or RULES[rule].alone is not None  # C++ calls the original where no casts act
+    in_python = RULES[rule].for_users or RULES[rule].alone is not None  # without casts C++ calls the original
     if backend() == "cpp" and isinstance(original, _COMPILED) and not in_python:
         wrapper = state().wrap(original, wrapper, rule, apex_rule)
     if isinstance(original, (types.BuiltinFunctionType, types.FunctionType)):  # torch.einsum is one in Python

@@ -1,4 +1,4 @@
-"""For `from amp_patch.cuda.amp import autocast, GradScaler`, in place of `from torch.cuda.amp import ...`."""
+"""Names for `from amp_patch.cuda.amp import autocast, GradScaler`, which replaces `from torch.cuda.amp import ...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of `torch.cuda.amp`, with its arguments in its order, for CUDA."""
+"""The names of `torch.cuda.amp` for CUDA, with torch's arguments in torch's order."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
 
 
 class autocast(casts_autocast.autocast):
-    """`amp_patch.autocast` for CUDA: `autocast(False)` casts nothing. Without CUDA it warns and casts nothing.
+    """`amp_patch.autocast` for CUDA. `autocast(False)` casts nothing. Without CUDA it warns and casts nothing.
 
     Args:
-        enabled, dtype, cache_enabled: as of `amp_patch.autocast`.
+        enabled, dtype, cache_enabled: as in `amp_patch.autocast`.
 
     Source: torch.cuda.amp.autocast.
     """
@@ -39,7 +39,7 @@ class autocast(casts_autocast.autocast):
 
 
 class GradScaler(grad_scaler.OlderGradScaler):
-    """`amp_patch.GradScaler` for CUDA: `GradScaler(2.0**10)`. Without CUDA it warns and is disabled, as torch's is.
+    """`amp_patch.GradScaler` for CUDA: `GradScaler(2.0**10)`. Without CUDA it warns and is disabled, as in torch.
 
     Source: torch.cuda.amp.GradScaler.
     """
@@ -52,10 +52,13 @@ def custom_fwd(forward: Function, *, cast_inputs: torch.dtype | None = None) -> 
 @overload
 def custom_fwd(forward: None = None, *, cast_inputs: torch.dtype | None = None) -> Callable[[Function], Function]: ...
 def custom_fwd(forward: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None) -> Any:
-    """`amp_patch.custom_fwd`; of torch.autocast CUDA's counts. Source: torch.cuda.amp.custom_fwd."""
+    """Decorate as `amp_patch.custom_fwd` does; only torch.autocast for CUDA counts.
+
+    Source: torch.cuda.amp.custom_fwd.
+    """
     return functions.custom_fwd(forward, device_type="cuda", cast_inputs=cast_inputs)
 
 
 def custom_bwd(backward: Function) -> Function:
-    """`amp_patch.custom_bwd`. Source: torch.cuda.amp.custom_bwd."""
+    """Decorate as `amp_patch.custom_bwd` does. Source: torch.cuda.amp.custom_bwd."""
     return functions.custom_bwd(backward, device_type="cuda")

@@ -21,9 +21,9 @@ from amp_patch.model import tensors as model_tensors
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import tree
 from amp_patch.support.distributed import is_first_rank
+from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import Stash, stash_of
-from amp_patch.training.wrappers import innermost
 
 
 class Graph:

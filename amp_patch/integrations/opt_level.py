@@ -18,10 +18,10 @@ from amp_patch.model.forward import policy_of
 from amp_patch.model.incoming import came_low
 from amp_patch.policy import Options
 from amp_patch.training.arguments import Level
+from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import leave
-from amp_patch.training.wrappers import innermost
 
 
 class OptLevel:

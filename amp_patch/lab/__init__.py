@@ -1,6 +1,6 @@
-"""Tools around a training: causes (diagnose), records, comparisons, commands, unedited scripts.
+"""Tools around a training: diagnosis, recording, comparison, commands, unedited scripts.
 
-No lower floor imports it. It subscribes to trainings, and `amp_patch` loads it at the first use of one of its names.
+No lower floor imports this one: it subscribes to trainings. `amp_patch` imports it when one of its names is first used.
 """
 
 from __future__ import annotations

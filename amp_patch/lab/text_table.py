@@ -8,13 +8,13 @@ from collections.abc import Collection, Sequence
 def in_columns(
     rows: Sequence[Sequence[str]], *, right: Collection[int] = (), widths: Sequence[int] = (), gap: str = "  "
 ) -> list[str]:
-    """Return a line for each row, without trailing blanks. Cells are padded to their column's width, and never cut.
+    """Return a line for each row, without trailing spaces. Cells are padded to their column's width, never truncated.
 
     Args:
-        rows: cells. One with fewer than the others ends there.
-        right: numbers of the columns whose cells stand to the right; the others stand to the left.
-        widths: of the columns; by default the widest cell's.
-        gap: between two columns.
+        rows: the cells. A row may have fewer cells than the others.
+        right: indices of the right-aligned columns; the others are left-aligned.
+        widths: the widths of the columns; by default the width of the widest cell.
+        gap: the text between two columns.
     """
     if not widths:
         columns = max(map(len, rows), default=0)

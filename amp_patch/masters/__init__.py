@@ -1,3 +1,3 @@
-"""FP32 masters: which stands behind a parameter, how values and gradients go from one to the other, clipping."""
+"""FP32 masters: the table of masters by parameter, the transfer of values and gradients, clipping."""
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""torch's gradient clipping, given low-precision parameters, acts on their masters.
+"""Redirection of torch's gradient clipping: given low-precision parameters, it acts on their masters.
 
-Under O2 the gradients are the masters'. `clip_grad_norm_(model.parameters(), 1.0)` finds none on the model and, in
-Apex, silently did nothing.
+Under O2 the masters have the gradients. Without this file `clip_grad_norm_(model.parameters(), 1.0)` finds no gradients
+on the model and silently does nothing, as in Apex.
 
-The 2-norm of masters' gradients is taken by our kernel, whether they wait in low precision or not. Those that wait are
-read once, by the overflow check itself where it can expect that they will be clipped. What clips them becomes one more
-of the factors that they wait with.
+The package's kernel computes the 2-norm of masters' gradients, whether or not they are deferred. Deferred ones are read
+once, in the overflow check if it can expect clipping. The clipping factor becomes another factor of the deferred
+gradients.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from amp_patch.support.patches import Installation, Patches, cell_of
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 _installation = Installation()
 
-# Called with the tensors whose gradients are to be clipped; may raise.
+# Called with the tensors whose gradients are about to be clipped; may raise.
 before_clipping: list[Callable[[list[Tensor]], None]] = []
 
 
 def install() -> None:
-    """Redirect torch's clipping functions, also where a script imported them by name earlier; idempotent."""
+    """Redirect torch's clipping functions, also for scripts that imported them by name before; idempotent."""
     _installation.install(_redirect)
 
 
@@ -45,8 +45,8 @@ def _redirect(patches: Patches) -> None:
             continue
         cell = cell_of(function)
         if cell is not None:
-            # Torch's function is a no_grad wrapper around a closure cell, which every reference to the function shares:
-            # a script's import by name too.
+            # Torch's function is a no_grad wrapper around a closure cell. Every reference to the function shares the
+            # cell, also a script's import by name.
             patches.set_cell(cell, _redirected(cell.cell_contents, name))
             continue
         redirected = _redirected(function, name)
@@ -75,13 +75,13 @@ def _redirected(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _clip_by_norm(holders: list[Tensor], given: dict[str, Any]) -> Tensor | None:
-    """Clip as `torch.nn.utils.clip_grad_norm_` with these arguments, under no_grad.
+    """Clip as `torch.nn.utils.clip_grad_norm_` does with these arguments. Call under no_grad.
 
-    Syncs with the device where `error_if_nonfinite` asks for it, as torch's does.
+    Syncs with the device if `error_if_nonfinite` is true, as torch's function does.
 
     Returns:
-        The norm before; None, and nothing was changed, where this is left to torch: norms other than the 2-norm, no
-        gradients of masters, several devices, gradients that are sparse or sharded.
+        The norm before clipping. None, with nothing changed, if torch must do it: norms other than the 2-norm, no
+            gradients of masters, several devices, gradients that are sparse or sharded.
     """
     if float(given["norm_type"]) != 2.0:
         return None
@@ -93,7 +93,7 @@ def _clip_by_norm(holders: list[Tensor], given: dict[str, Any]) -> Tensor | None
     tables = {id(m.waiting): m.waiting for m in masters if m.waiting and id(m) in m.waiting.grads}
     waiting = {key: table for table in tables.values() for key in table.grads}
     if not waiting.keys() <= found.keys() or any(len(table.factors) > 1 for table in tables.values()):
-        waiting, tables = {}, {}  # a part of them, or a second time: on FP32 gradients
+        waiting, tables = {}, {}  # only a part of them, or a second clipping: use FP32 gradients
     own = _gradients(holder for holder in found.values() if not isinstance(holder, Master))
     plain = _gradients(master for master in masters if id(master) not in waiting)
     everything = [*(g for table in tables.values() for g in table.grads.values()), *plain, *own]
@@ -103,7 +103,7 @@ def _clip_by_norm(holders: list[Tensor], given: dict[str, Any]) -> Tensor | None
     norms += [multi_tensor.multi_tensor_l2norm(grads, True)[1] for grads in (plain, own) if grads]
     norm = torch.linalg.vector_norm(torch.cat(norms))
     if given["error_if_nonfinite"] and not bool(norm.isfinite()):
-        return None  # torch says so
+        return None  # torch's function raises the error
     factor = (float(given["max_norm"]) / (norm + 1e-6)).clamp(max=1.0)
     for table in tables.values():
         table.factors.append(factor.float())
@@ -121,6 +121,6 @@ def _is_plain(grad: Tensor) -> bool:
 
 
 def _holder(param: Tensor) -> Tensor:
-    """Whichever of a parameter and its master holds the gradient to clip."""
+    """Return the one of a parameter and its master that holds the gradient to clip."""
     master = master_of(param)
     return param if master is None or not has_gradient(master) else master

@@ -1,7 +1,7 @@
-"""The gradient field that autograd fills: of one tensor, and of many at once, in C++ where the extension is.
+"""The gradient field that autograd fills, of one tensor or of many at once; in C++ if the extension is built.
 
-The attribute `grad` of a parameter with a master is that master's (grad_route.py). The C++ is in
-csrc/masters/gradients.cpp.
+For a parameter with a master the attribute `grad` returns the master's gradient (grad_route.py), not this field. The
+C++ is in csrc/masters/gradients.cpp.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ GRAD: Any = Tensor.grad
 
 
 def own_grad(tensor: Tensor) -> Tensor | None:
-    """The gradient in the field that autograd fills."""
+    """Return the gradient in the field that autograd fills."""
     grad: Tensor | None = GRAD.__get__(tensor)
     return grad
 
 
 def set_own_grad(tensor: Tensor, grad: Tensor | None) -> None:
-    """Write into the field that autograd fills."""
+    """Write the field that autograd fills."""
     GRAD.__set__(tensor, grad)
 
 
 def with_gradient(tensors: list[Any]) -> Sequence[int]:
-    """The indices of those `tensors` that have a gradient of their own.
+    """Return the indices of the `tensors` whose field has a gradient.
 
-    A gradient that waits in low precision for a master is not in that master's field yet.
+    A deferred gradient of a master is not in the field.
     """
     if (kernels := backends.active) is not None:
         indices: list[int] = kernels.with_gradient(tensors)
@@ -40,7 +40,7 @@ def with_gradient(tensors: list[Any]) -> Sequence[int]:
 
 
 def plain_gradients(params: list[Tensor]) -> list[Tensor] | None:
-    """The gradients of those `params` that have one of their own; None unless all are dense, real and of one device."""
+    """Return the gradients in the fields of `params`, or None if one is sparse, complex or on another device."""
     if (kernels := backends.active) is not None:
         return kernels.plain_gradients(params)
     grads = [grad for param in params if (grad := GRAD.__get__(param)) is not None]
@@ -54,7 +54,7 @@ def _is_plain(grad: Tensor) -> bool:
 
 
 def drop_gradients(tensors: list[Tensor]) -> None:
-    """Set the gradients that `with_gradient` finds to None, in place; those that wait for a master stay."""
+    """Set the fields that `with_gradient` finds to None; deferred gradients stay."""
     if (kernels := backends.active) is not None:
         kernels.drop_gradients(tensors)
         return

@@ -1,10 +1,10 @@
-"""`param.grad` of a parameter with a master: the master's gradient, FP32 and unscaled, between two backward passes.
+"""`param.grad` of a parameter with a master: between two backward passes it is the master's unscaled FP32 gradient.
 
-Autograd leaves scaled low-precision gradients on the parameter. Once they are unscaled they belong to its master, and
-what reads or writes `param.grad` then (adaptive clipping, loggers, averagers, `param.grad = None`) must meet what the
-step will take. So the attribute leads to `master.grad`: one tensor, whichever of the two is asked.
+Autograd leaves scaled low-precision gradients on the parameter. After unscaling they belong to the master. Code that
+then reads or writes `param.grad` (adaptive clipping, loggers, averagers, `param.grad = None`) must access the gradient
+that the step will use. So the attribute redirects to `master.grad`, and both return one tensor.
 
-Autograd and DistributedDataParallel use the C++ field beneath the attribute, which stays the parameter's own.
+Autograd and DistributedDataParallel use the C++ field beneath the attribute, which remains the parameter's.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from amp_patch.support import compiled
 from amp_patch.support.patches import Installation
 
 _installation = Installation()
-_classes: set[type] = set()  # whose attribute leads to masters
+_classes: set[type] = set()  # classes whose attribute redirects to masters
 
 
 class GradRoute:
-    """Whose the attribute `grad` of one optimizer's parameters is.
+    """The owner of the attribute `grad` for the parameters of one optimizer.
 
     Attributes:
-        to_masters: from the exit that unscales gradients to the step, or to what clears them: the masters'.
-        scaled: in a body, and after a delayed exit: the parameters' own. In neither case it is what was left of a step.
+        to_masters: the masters own it: from the exit that unscales gradients until the step, or until they are cleared.
+        scaled: the parameters own it: in a body, and after a delayed exit. If both are False, `grad` returns the
+            gradients of the last step.
     """
 
     __slots__ = ("scaled", "to_masters")
@@ -38,16 +39,16 @@ class GradRoute:
 
 
 class HasRoute(Protocol):
-    """What is known of a parameter with a master."""
+    """The fields that this file reads of a parameter's link."""
 
     master: Tensor
     route: GradRoute
 
 
 def route_through(kind: type, link_of: Callable[[Tensor], HasRoute | None]) -> None:
-    """Let `grad` of parameters of the class `kind` lead to their masters, of which `link_of` tells; idempotent.
+    """Redirect `grad` of parameters of the class `kind` to their masters, which `link_of` finds; idempotent.
 
-    Parameters without a master, and all others, answer as before. `amp_patch.restore()` undoes it.
+    All other parameters keep their attribute. `amp_patch.restore()` undoes this.
     """
     owner = nn.Parameter if issubclass(kind, nn.Parameter) else kind
     if owner in _classes:
@@ -64,7 +65,7 @@ def route_through(kind: type, link_of: Callable[[Tensor], HasRoute | None]) -> N
 def _attribute(link_of: Callable[[Tensor], HasRoute | None]) -> property:
     def read(param: Tensor) -> Tensor | None:
         link = link_of(param)
-        if link is None or compiled.is_compiling():  # Dynamo gives this gradient to a stand-in of the parameter
+        if link is None or compiled.is_compiling():  # Dynamo sets this gradient on a fake parameter
             return own_grad(param)
         if link.route.to_masters and (grad := link.master.grad) is not None:
             return grad

@@ -1,4 +1,4 @@
-"""The gradients of masters: gathered from low-precision ones, unscaled, added up and checked in few passes."""
+"""Gradients of masters: gathered from low-precision gradients, unscaled, added up and checked in few passes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FoundInf = dict[torch.device, Tensor]
 
 
 class Aside(NamedTuple):
-    """A gradient that `take` has taken off a parameter, so that the next backward adds nothing to it.
+    """A gradient that `take` has removed from a parameter, so that the next backward does not add to it.
 
     Attributes:
         param: the parameter.
-        grad: the tensor that it had, and gets back.
-        value: what that tensor held: the tensor itself, or a copy where the next backward may write into its memory.
+        grad: its gradient tensor, which it gets back.
+        value: the value of `grad`: the same tensor, or a copy if the next backward may write into its memory.
     """
 
     param: Tensor
@@ -37,19 +37,19 @@ class Aside(NamedTuple):
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Give the parameter its gradient, bit for bit, in place of what it has."""
+        """Restore the parameter's gradient bit for bit; this replaces its current gradient."""
         if self.value is not self.grad:
             self.grad.copy_(self.value)
         set_own_grad(self.param, self.grad)
 
     @torch.no_grad()
     def give_back_scaled(self, scale: Tensor) -> Aside:
-        """Add the gradient, times `scale` (FP32, shape []), to the scaled one of the parameter; no sync.
+        """Add the gradient, times `scale` (FP32, shape []), to the parameter's scaled gradient; no sync.
 
         Returns:
-            What must be added after the sum is unscaled: the elements that overflow when they are scaled, or had
-            overflowed before, and 0 elsewhere. In the sum they would pass for an overflow of the gradients that are
-            scaled now.
+            The rest to add after the sum is unscaled: the elements that overflow when they are scaled, or were infinite
+                or NaN before, and 0 for all others. In the sum they would count as an overflow of the gradients that
+                are scaled now.
         """
         param, value = self.param, self.value
         new = own_grad(param)
@@ -71,20 +71,20 @@ _NONE: Mapping[int, Aside] = MappingProxyType({})
 
 
 def take(param: Tensor) -> Aside | None:
-    """Take the gradient off `param`, which has none then; None if it had none."""
+    """Remove and return the gradient of `param`; None if it has none."""
     grad = own_grad(param)
     if grad is None:
         return None
     if grad.is_neg() or grad.is_conj():
         grad = grad.resolve_conj().resolve_neg()
-    # A view is part of a DDP bucket: DDP reduces the next gradient into that memory.
+    # A view is part of a DDP bucket, and DDP reduces the next gradient into that memory.
     aside = Aside(param, grad, grad.clone() if grad._is_view() else grad)
-    set_own_grad(param, None)  # last: an exception in here leaves it
+    set_own_grad(param, None)  # last, so that an exception in this function keeps the gradient
     return aside
 
 
 def _split(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """`values * scale` where that is finite, and `values` elsewhere."""
+    """Return `values * scale` with 0 for elements where it is not finite, and `values` with 0 for all others."""
     wide = values if values.dtype is torch.float64 else values.float()
     scaled = (wide * scale.to(values.device)).to(values.dtype)
     finite = scaled.isfinite()
@@ -97,24 +97,25 @@ def gather(
     *,
     aside: Mapping[int, Aside] = _NONE,
 ) -> FoundInf:
-    """Turn the scaled gradients of the parameters into unscaled ones of their masters, in one fused pass; no sync.
+    """Turn scaled gradients of parameters into unscaled gradients of their masters, in one fused pass; no sync.
 
-    A parameter with a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32; `param.grad` becomes None.
-    One that is its own master: `param.grad = param.grad * inverse [+ what was taken off it]`, in place; what was taken
-    comes back as it was where backward has made no other. Nothing is written to a gradient that is only checked.
+    With a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32, and `param.grad` becomes None. Without
+    one: `param.grad = param.grad * inverse [+ the gradient set aside]`, in place. If backward has made no gradient, the
+    one set aside is restored unchanged. A gradient that is only checked is not written.
 
     Args:
-        pairs: (param, master), each parameter once.
-        inverse: FP32, shape []; 1.0 for gradients that are not scaled; None where nobody checks them either.
-        aside: by the parameter's id what `take` took off those that are their own master.
+        pairs: (param, master), each parameter once; a parameter without a master is paired with itself.
+        inverse: FP32, shape []; 1.0 for gradients that are not scaled; None for gradients that are not checked either.
+        aside: parameter's id -> the gradient that `take` removed, for parameters without a master.
 
     Returns:
-        Per device an FP32 tensor of one element: 1.0 if a scaled gradient there was not finite (earlier ones were
-        checked when they were made). It speaks of this process's shards; `distributed.agree` tells other processes.
+        Per device an FP32 tensor of one element: 1.0 if a scaled gradient there was not finite. (Earlier gradients were
+            checked when they were made.) It covers the local shards only; `distributed.agree` reduces it over
+            processes.
     """
     batches: dict[torch.device, _Batch] = defaultdict(_Batch)
     is_scaled = isinstance(inverse, Tensor)
-    sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient): where one of the two is sparse
+    sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient), if one of the two is sparse
     if is_scaled and not aside:
         pairs = list(pairs)
         grads = plain_gradients([param for param, master in pairs if param is master])
@@ -144,7 +145,7 @@ def gather(
             continue
         if master.device != grad.device:
             raise _apart(param, grad, master)
-        if master.requires_grad is not param.requires_grad:  # the parameter was frozen, or thawed, after `initialize`
+        if master.requires_grad is not param.requires_grad:  # the parameter was frozen or unfrozen after `initialize`
             master.requires_grad_(param.requires_grad)
         total: Tensor | None = master.grad
         if total is not None and not total.is_sparse and not grad.is_sparse:
@@ -163,7 +164,7 @@ def gather(
 
 @without_grad
 def clear_overflowed(params: Iterable[Tensor], found: FoundInf) -> None:
-    """Make the gradients of `params` 0, in place, on each device whose flag in `found` is up; no sync."""
+    """Zero the gradients of `params`, in place, on each device whose flag in `found` is set; no sync."""
     for param in params:
         grad = own_grad(param)
         if grad is not None and (found_inf := found.get(grad.device)) is not None:
@@ -171,7 +172,7 @@ def clear_overflowed(params: Iterable[Tensor], found: FoundInf) -> None:
 
 
 def held(grad: Tensor) -> Tensor:
-    """The elements of a gradient that are here: of a sparse one its values as they are, of a sharded one its shard."""
+    """Return the local elements of a gradient: the values of a sparse one, uncoalesced; the shard of a sharded one."""
     return grad._values() if grad.is_sparse else distributed.local(grad)
 
 
@@ -199,8 +200,8 @@ class _Batch:
 
     def __init__(self) -> None:
         self.own: list[Tensor] = []
-        self.seen: list[Tensor] = []  # not scaled
-        self.fresh: list[tuple[Tensor, Tensor]] = []  # (scaled, where the unscaled goes)
+        self.seen: list[Tensor] = []  # only checked, not scaled
+        self.fresh: list[tuple[Tensor, Tensor]] = []  # (scaled gradient, destination)
         self.added: list[tuple[Tensor, ...]] = []  # (scaled gradient, addend, destination)
 
     @without_grad
@@ -223,7 +224,7 @@ class _Batch:
 
 
 def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
-    """An FP32 tensor for the unscaled `grad` of `param`, sparse as that is; `batch` will fill it."""
+    """Return an FP32 tensor for the unscaled `grad` of `param`, sparse if `grad` is; `batch` will fill it."""
     if grad.is_sparse:
         grad = grad.coalesce()
         sparse = grad.detach().to(torch.float32, copy=True)
@@ -237,9 +238,9 @@ def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
 
 
 def _sparse(like: Tensor, values: Tensor) -> Tensor:
-    """A tensor with the indices of `like`, which is coalesced.
+    """Return a sparse tensor with the indices of `like`, which is coalesced, and these values.
 
-    Torch 2.11 warns of `torch.sparse_coo_tensor` that it checks nothing, even where it is told not to.
+    Not by `torch.sparse_coo_tensor`: in torch 2.11 it warns that it checks nothing, even if checks are turned off.
     """
     result = like.to(values.dtype, copy=True)
     result._values().copy_(values)
@@ -247,9 +248,9 @@ def _sparse(like: Tensor, values: Tensor) -> Tensor:
 
 
 def _values(param: Tensor, grad: Tensor) -> Tensor:
-    """A gradient of `param` as dense real values, to be written in place.
+    """Return a gradient of `param` as dense real values, to be written in place.
 
-    Of a sparse gradient these are its values, coalesced first; of a sharded one what this process holds.
+    For a sparse gradient these are its values, coalesced first; for a sharded one the local shard.
     """
     if distributed.is_dtensor(grad):
         grad = distributed.local(grad)
@@ -267,7 +268,7 @@ def _values(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def _read(grad: Tensor) -> Tensor:
-    """A gradient as dense real values, to be read: `grad` stays as it is, a sparse one uncoalesced."""
+    """Return a gradient as dense real values, read-only: `grad` does not change, a sparse one stays uncoalesced."""
     grad = grad.detach()
     if distributed.is_dtensor(grad):
         grad = distributed.local(grad)
@@ -278,7 +279,10 @@ def _read(grad: Tensor) -> Tensor:
 
 
 def _sum(earlier: Tensor, new: Tensor) -> Tensor:
-    """The sum of two gradients one of which is sparse; torch adds to a dense one only, and no FP16 ones on a CPU."""
+    """Return the sum of two gradients, one of them sparse.
+
+    Torch adds a sparse tensor only to a dense one on its left, and no FP16 sparse ones on a CPU.
+    """
     if earlier.is_sparse and new.is_sparse:
         return (earlier.float() + new.float()).to(new.dtype) if new.dtype in LOW_PRECISION else earlier + new
     return new + earlier if earlier.is_sparse else earlier + new

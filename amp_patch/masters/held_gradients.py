@@ -1,10 +1,11 @@
-"""Gradients of masters that are not in torch's field `grad`: those that wait, and those that a step is done with.
+"""Gradients of masters outside of torch's field `grad`: deferred ones, and the last step's.
 
-`HalfGradients` wait: of low precision, they stand for FP32 ones until somebody looks at those, or a step is made.
+`HalfGradients` are deferred: low-precision gradients that become the FP32 gradients of masters at the first read of
+one, or in a step.
 
-`SteppedGradients` are what a step was for: `grad` still gives them, as torch's does, until others come or they are
-cleared. Loggers read them, and torch's PeriodicModelAverager averages those parameters alone that have one after the
-step. No step takes them, and no backward pass adds to them.
+`SteppedGradients` are the gradients of the last step. Reads of `grad` return them, as torch does, until new gradients
+replace them or they are cleared. Loggers read them, and torch's PeriodicModelAverager averages only parameters that
+have a gradient after the step. No step uses them, and no backward pass adds to them.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from amp_patch.support.blocks import without_grad
 
 
 class Gradients(NamedTuple):
-    """Gradients, by the id of their masters.
+    """Gradients by the id of their masters.
 
     Attributes:
-        half: in low precision.
-        factors: what these are to be multiplied by, in FP32, one after the other.
-        fp32: as masters have them.
+        half: low-precision gradients.
+        factors: multiply `half` by these, in FP32, one after the other.
+        fp32: gradients in the masters' type.
     """
 
     half: dict[int, Tensor]
@@ -47,32 +48,33 @@ def multiply(grads: list[Tensor], results: list[Tensor], factors: Sequence[Numbe
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Those that wait
+# Deferred gradients
 
 
 def room_for(tensor: Tensor) -> int:
-    """The elements that `HalfGradients.lend` takes for the gradient of `tensor`: whole cache lines."""
+    """Return the number of elements that `HalfGradients.lend` uses for the gradient of `tensor`: whole cache lines."""
     return -(-tensor.numel() // 16) * 16
 
 
 def can_wait() -> bool:
-    """Whether gradients can be left in low precision at all: the walk over them is the extension's."""
+    """Tell whether gradients can be deferred in low precision, which needs the extension."""
     return backends.active is not None
 
 
 class HalfGradients:
-    """The gradients of one optimizer's masters that one backward pass has left, as it made them.
+    """The gradients of one optimizer's masters as one backward pass has left them, in low precision.
 
-    The FP32 gradient of a master is ``grad.float() * factors[0] * factors[1] ...``, each product rounded to FP32. Those
-    of all masters are made in one pass, when somebody asks for the first: `Master.grad` does. An optimizer that knows
-    better reads `grads` and `factors` and makes none.
+    The FP32 gradient of a master is ``grad.float() * factors[0] * factors[1] ...``, each product rounded to FP32. The
+    first read of `Master.grad` materializes the gradients of all masters in one pass. An optimizer with a kernel for
+    `grads` and `factors` materializes none.
 
     Attributes:
-        grads: by the master's id its low-precision gradient, alone in its memory and laid out as the master is.
+        grads: master's id -> its low-precision gradient, which shares its memory with no other tensor and has the
+            master's layout.
         factors: numbers, or FP32 tensors of one element on the gradients' device.
-        lent: by the master's id the FP32 gradient that it has while a portion is stepped (`lend`).
-        norms: the 2-norm of each of `grads`, times the factors of then, if the overflow check has taken them.
-        clipped: whether the norm of `grads`, or of those before them, was asked for.
+        lent: master's id -> its FP32 gradient while a chunk of masters is stepped (`lend`).
+        norms: the 2-norm of each of `grads` times the factors at that time, if the overflow check has computed them.
+        clipped: the norm of `grads`, or of the gradients before them, was read.
     """
 
     def __init__(self) -> None:
@@ -81,7 +83,7 @@ class HalfGradients:
         self.lent: dict[int, Tensor] = {}
         self.norms: Tensor | None = None
         self.clipped = False
-        self._made: dict[int, Tensor] = {}  # by the master's id the FP32 gradient, until that master has it
+        self._made: dict[int, Tensor] = {}  # master's id -> FP32 gradient, until the master gets it
         self._factors_of_norms = 0
         self._first: TensorWeakRef | None = None
         self._memory: dict[int, Recycled] = {}
@@ -89,22 +91,22 @@ class HalfGradients:
         self._making = RLock()
 
     def serve(self, master: Tensor, memory: Recycled) -> None:
-        """Let gradients of `master` wait here; its FP32 ones are made in `memory`."""
+        """Defer gradients of `master` here; its FP32 gradients are made in `memory`."""
         self._memory[id(master)] = memory
 
     def __bool__(self) -> bool:
         return bool(self.grads or self._made)
 
     def __contains__(self, master: Tensor) -> bool:
-        """Whether a gradient of `master` waits here."""
+        """Tell whether a gradient of `master` is deferred here."""
         return id(master) in self.grads or id(master) in self._made
 
     def take(self, params: list[Tensor], masters: list[Tensor]) -> bool:
-        """Take the gradients off low-precision `params`, for their `masters`; no sync.
+        """Move the gradients of low-precision `params` here, for their `masters`; no sync.
 
         Returns:
-            Whether that could be done. Not where a gradient is sparse, sharded, part of another tensor or held by
-            somebody else, nor where a master has one already. Nothing was changed then.
+            False, with nothing changed, if a gradient is sparse, sharded, part of another tensor or referenced
+            elsewhere, or if a master has a gradient already.
         """
         kernels = backends.active
         if self or kernels is None:
@@ -117,19 +119,20 @@ class HalfGradients:
         return True
 
     def hold(self, grads: dict[int, Tensor]) -> None:
-        """Have these wait, by the id of their masters, for a step that follows at once; none may wait before.
+        """Defer these gradients, by the id of their masters, for a step that follows at once.
 
-        Others may hold them too, and they may be parts of other tensors: nobody writes them before the step.
+        No gradient may be deferred before. These may be referenced elsewhere, or be parts of other tensors, because
+        nothing writes them before the step.
         """
         self.grads, self.factors, self.norms = grads, [], None
 
     def check(self, inverse: Number) -> Tensor:
-        """Make `inverse` (FP32, one element; 1.0: none) the first factor; whether a product overflows; no sync.
+        """Make `inverse` (FP32, one element; 1.0: none) the first factor, and check for overflow; no sync.
 
-        Where the gradients before these were clipped by their norm, the norms come out of the same pass.
+        If the previous gradients were clipped by their norm, the same pass computes the norms.
 
         Returns:
-            On the gradients' device 1.0 where a product is not finite, else 0.0; FP32, shape [].
+            On the gradients' device: 1.0 if a product is not finite, else 0.0; FP32, shape [].
         """
         grads = list(self.grads.values())
         device = grads[0].device
@@ -147,7 +150,7 @@ class HalfGradients:
         return found_inf
 
     def norm_of_each(self) -> Tensor:
-        """The 2-norms of the gradients, times the one factor that they may have: FP32, on their device; no sync."""
+        """Return the 2-norms of the gradients times their factor, if they have one: FP32, on their device; no sync."""
         self.clipped = True
         if self.norms is not None and len(self.factors) == self._factors_of_norms:
             return self.norms
@@ -155,14 +158,14 @@ class HalfGradients:
         return multi_tensor.multi_tensor_l2norm(list(self.grads.values()), True, factor)[1]
 
     def first(self) -> Tensor | None:
-        """The first of the gradients that were taken, in the type that it has now; None if that is gone."""
+        """Return the first gradient of the last `take`, in its current type; None if it was freed."""
         return None if self._first is None else self._first()
 
     def give(self, master: Tensor, grad: Any) -> None:
-        """Give `master` the FP32 gradient that waits for it, through torch's attribute `grad`; no sync.
+        """Materialize the deferred FP32 gradient of `master` in torch's attribute `grad`; no sync.
 
-        It is added to one that the master has: somebody has run backward on the master itself. Nobody is given it
-        twice: not another thread that asks, nor who asks again after an interrupt in here.
+        If the master has a gradient, because user code has run backward on the master itself, the two are added. The
+        gradient is added only once, also if several threads read it, or a read follows an interrupted one.
         """
         with self._making:
             if id(master) in self.grads:
@@ -177,7 +180,7 @@ class HalfGradients:
             self.drop(master)
 
     def replace(self, master: Tensor, grad: Any, value: Tensor | None) -> None:
-        """Write `value` into torch's attribute `grad` of `master`, in the place of what waits."""
+        """Write `value` into torch's attribute `grad` of `master`, instead of the deferred gradient."""
         with self._making:
             half, made = self.grads.pop(id(master), None), self._made.pop(id(master), None)
             try:
@@ -191,11 +194,12 @@ class HalfGradients:
             self.lent.pop(id(master), None)
 
     def make(self) -> None:
-        """Make the FP32 gradients of all masters that wait for one, in one pass for each factor; no sync."""
+        """Materialize the FP32 gradients of all masters with a deferred one, in one pass per factor; no sync."""
         if not torch.is_inference_mode_enabled():
             self._make()
             return
-        # Not inside of a region without gradients: after an interrupt torch's context manager would bring that back.
+        # Outside of `without_grad`: after an interrupt torch's context manager would restore the state inside that
+        # region.
         with torch.inference_mode(False):
             self._make()
 
@@ -212,13 +216,14 @@ class HalfGradients:
             self.grads = {}
 
     def lend(self, masters: Sequence[Tensor], count: int) -> None:
-        """Give those of the `masters` (on the CPU) that wait FP32 gradients, until `lent` is cleared.
+        """Give those `masters` (on the CPU) that have deferred gradients FP32 gradients, until `lent` is cleared.
 
-        Nothing moves: what waits stays here meanwhile, so that an exception finds all as it was.
+        The deferred gradients stay here during this time, so that an exception loses nothing. Call under no_grad.
 
         Args:
-            masters: under no_grad.
-            count: the elements of the memory for them: at least `room_for` all of them, and better ever the same.
+            masters: the masters of one chunk.
+            count: elements of the memory for all of them: at least the sum of `room_for`, and the same at each call to
+                reuse the memory.
         """
         grads = {id(master): self.grads[id(master)] for master in masters if id(master) in self.grads}
         if not grads:
@@ -231,13 +236,13 @@ class HalfGradients:
         self.lent = dict(zip(grads, results, strict=True))
 
     def drop(self, master: Tensor) -> None:
-        """Forget what waits for `master`."""
+        """Free the deferred gradient of `master`."""
         self.lent.pop(id(master), None)
         self.grads.pop(id(master), None)
         self._made.pop(id(master), None)
 
     def hand_over(self, masters: list[Tensor]) -> Gradients:
-        """Give away what waits for `masters`."""
+        """Return the deferred gradients of `masters`, and remove them here."""
         if len(masters) >= len(self._memory):
             waited = Gradients(self.grads, self.factors, self._made)
         else:
@@ -248,11 +253,11 @@ class HalfGradients:
         return waited
 
     def tensors(self) -> list[Tensor]:
-        """Every gradient that waits."""
+        """Return every deferred gradient."""
         return [*self.grads.values(), *self._made.values()]
 
     def clear(self, masters: list[Tensor]) -> None:
-        """Forget what waits for `masters`."""
+        """Free the deferred gradients of `masters`."""
         if len(masters) >= len(self._memory):
             self.grads, self._made, self.lent = {}, {}, {}
         for master in masters if self else ():
@@ -260,11 +265,11 @@ class HalfGradients:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Those of the last step
+# Gradients of the last step
 
 
 class SteppedGradients:
-    """The gradients of one optimizer's masters that its last step, taken or skipped, was for."""
+    """The gradients of one optimizer's masters in its last step, taken or skipped."""
 
     def __init__(self) -> None:
         self._held = Gradients({}, (), {})
@@ -273,28 +278,28 @@ class SteppedGradients:
         return bool(self._held.half or self._held.fp32)
 
     def hold(self, grads: Gradients) -> None:
-        """Hold these in place of those before."""
+        """Store these gradients; they replace the earlier ones."""
         self._held = grads
 
     def read(self, master: Tensor) -> Tensor | None:
-        """The gradient of `master`, FP32, or None; made now where it was left in low precision; no sync."""
+        """Return the FP32 gradient of `master`, or None; if it is in low precision, materialize it now; no sync."""
         half, factors, fp32 = self._held
         if (grad := half.pop(id(master), None)) is not None:
             fp32[id(master)] = _product(grad, factors)
         return fp32.get(id(master))
 
     def replace(self, master: Tensor, grad: Tensor) -> None:
-        """Give `grad` (FP32) as the gradient of `master` from now on."""
+        """Make `grad` (FP32) the gradient of `master`."""
         self._held.half.pop(id(master), None)
         self._held.fp32[id(master)] = grad
 
     def drop(self, master: Tensor) -> None:
-        """Forget the gradient of `master`."""
+        """Free the gradient of `master`."""
         self._held.half.pop(id(master), None)
         self._held.fp32.pop(id(master), None)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Free all gradients."""
         self._held = Gradients({}, (), {})
 
 

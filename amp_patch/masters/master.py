@@ -17,20 +17,21 @@ _constructor = Installation()
 
 
 class Master(nn.Parameter):
-    """The class of masters: parameters that count edits through `.data`, and make their gradients when they are asked.
+    """The class of masters: parameters that count edits through `.data`, and make their FP32 gradients on demand.
 
-    Torch gives the tensor of `.data` a version counter of its own, so that what Lookahead or a checkpoint writes there
-    would never reach the model. Here `.data` is `.detach()`, which shares the master's counter, and an assignment to
-    `.data` counts.
+    Torch gives the tensor of `.data` a separate version counter, so that writes there (Lookahead, loaders of
+    checkpoints) would never reach the model. Here `.data` is `.detach()`, which shares the master's counter, and an
+    assignment to `.data` counts.
 
-    A gradient may wait in low precision (`HalfGradients`). Who reads `.grad` finds the FP32 one; after a step that of
-    the step (`SteppedGradients`).
+    A gradient may be deferred: stored in low precision (`HalfGradients`) and materialized in FP32 when `.grad` is read.
+    After a step `.grad` returns the gradient of that step (`SteppedGradients`).
 
-    `connect` gives a parameter this class and `disconnect` takes it away. Copies keep it; pickles are plain parameters.
+    `connect` gives a parameter this class, and `disconnect` removes it. Copies keep it; pickles contain plain
+    parameters.
     """
 
-    waiting: HalfGradients | None = None  # of the optimizer; None: its gradients are FP32 at once
-    stepped_grads: SteppedGradients | None = None  # of the optimizer: gradients of its last step
+    waiting: HalfGradients | None = None  # the optimizer's; None: gradients are FP32 immediately
+    stepped_grads: SteppedGradients | None = None  # the gradients of the optimizer's last step
 
     @property
     def grad(self) -> Tensor | None:
@@ -55,15 +56,15 @@ class Master(nn.Parameter):
         self.grad = None
 
     def materialize_grad(self) -> None:
-        """Make the gradient that waits in low precision the FP32 one of this master; no sync.
+        """Make the deferred low-precision gradient the FP32 gradient of this master; no sync.
 
-        It is added to one that a backward pass through the master itself has left.
+        If a backward pass through the master itself has left a gradient, add the two.
         """
         if self.waiting:
             self.waiting.give(self, GRAD)
 
     def waits_alone(self) -> bool:
-        """Whether a gradient waits in low precision, and nothing was added to it since."""
+        """Tell whether a deferred gradient exists, and no other gradient is to be added to it."""
         waiting = self.waiting
         return waiting is not None and id(self) in waiting.grads and GRAD.__get__(self) is None
 
@@ -84,9 +85,9 @@ class Master(nn.Parameter):
 
 
 def take_masters() -> None:
-    """Let `nn.Parameter(master)` be an ordinary FP32 parameter in the master's memory, as of any tensor; idempotent.
+    """Make `nn.Parameter(master)` an ordinary FP32 parameter in the master's memory, as for any tensor; idempotent.
 
-    Torch wants a subclass whose `detach()` gives that subclass, and refuses any other.
+    Without this torch raises: it requires of a subclass that `detach()` returns that subclass.
     """
     _constructor.install(lambda patches: patches.set(nn.Parameter, "__new__", staticmethod(_of_tensor(nn.Parameter))))
 

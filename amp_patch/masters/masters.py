@@ -1,7 +1,7 @@
-"""Which FP32 master stands behind a low-precision parameter, and how the two are kept in step.
+"""The table of FP32 masters by low-precision parameter, and the functions that keep the two in sync.
 
-One dictionary of the process says so, by the id of the parameter, which it holds weakly. An attribute of the parameter
-would be written into every pickle of it. A parameter that two optimizers update has one master for both.
+The process has one dictionary, keyed by the id of the parameter, which it references weakly. An attribute of the
+parameter would be written into every pickle of it. A parameter that two optimizers update has one master for both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 
 class PlainSavedVersion:
-    """A tensor, and its version counter when `save` was last called. In C++: csrc/masters/versions.cpp."""
+    """A tensor, and its version counter at the last `save`. In C++: csrc/masters/versions.cpp."""
 
     __slots__ = ("tensor", "version")
 
@@ -41,21 +41,21 @@ class PlainSavedVersion:
         self.save()
 
     def written(self) -> bool:
-        """Whether the tensor was written since its version was saved."""
+        """Tell whether the tensor was written since the last `save`."""
         return self.version is not None and self.tensor._version != self.version
 
     def save(self) -> None:
-        self.version = None if self.tensor.is_inference() else self.tensor._version  # an inference tensor has none
+        self.version = None if self.tensor.is_inference() else self.tensor._version  # inference tensors have no counter
 
 
 class PlainSavedVersions:
-    """Compares several `SavedVersion` at once; in C++ too."""
+    """Several `SavedVersion`s, compared in one call; in C++ too."""
 
     def __init__(self, versions: list[PlainSavedVersion]) -> None:
         self.versions = versions
 
     def written(self) -> list[int]:
-        """The indices of those that were written."""
+        """Return the indices of the tensors that were written."""
         return [
             index
             for index, saved in enumerate(self.versions)
@@ -63,7 +63,7 @@ class PlainSavedVersions:
         ]
 
     def save(self) -> None:
-        """Save those of all."""
+        """Save the version of every tensor."""
         for saved in self.versions:
             saved.save()
 
@@ -74,14 +74,14 @@ SavedVersions: Any = getattr(_C, "SavedVersions", PlainSavedVersions)
 
 
 class Link:
-    """The master of a parameter; it does not hold the parameter.
+    """The master of a parameter. It does not reference the parameter.
 
     Attributes:
-        master: FP32, the parameter's shape.
-        version: the master's, when its value was last published to the parameter.
-        gradients: the memory that the master's gradients are made in.
-        route: of the parameter's attribute `grad`.
-        is_routed: whether an optimizer has the master, all of whose parameters share the route.
+        master: FP32, with the parameter's shape.
+        version: the master's version when its value was last copied back to the parameter.
+        gradients: the memory for the master's gradients.
+        route: the owner of the parameter's attribute `grad`.
+        is_routed: an optimizer has the master; all of its parameters share one route.
     """
 
     __slots__ = ("gradients", "is_routed", "master", "route", "version")
@@ -94,11 +94,11 @@ class Link:
 
 
 class LinkList:
-    """Parameters that have masters, in their order, with their links; iteration gives (param, link).
+    """Parameters that have masters, with their links, in order; iteration yields (param, link).
 
     Attributes:
         params, links, masters: lists of one length.
-        versions: tells at once which of the masters were written since they were published.
+        versions: finds in one call the masters that were written since they were copied back.
     """
 
     __slots__ = ("links", "masters", "params", "versions")
@@ -117,17 +117,17 @@ class LinkList:
         return zip(self.params, self.links, strict=True)
 
     def without(self, masters: Container[int]) -> LinkList:
-        """Those whose master's id is not among `masters`; itself where none is."""
+        """Return the list without the links whose master's id is in `masters`; `self` if there are none."""
         kept = [pair for pair in self if id(pair[1].master) not in masters]
         return self if len(kept) == len(self) else LinkList(kept)
 
 
-# id(parameter) -> a weak reference to it, and its link. When the parameter dies the callback of the reference takes the
-# entry away, so that an id is never another object's.
+# id(parameter) -> a weak reference to it, and its link. When the parameter is freed, the callback of the reference
+# removes the entry, so that the id cannot match another object.
 _links: dict[int, tuple[weakref.ref[Tensor], Link]] = {}
-_changes = 0  # how often a parameter got a master, lost it, or died with it
+_changes = 0  # the number of parameters that got a master, lost it, or were freed with it
 
-# Classes of tensors that nobody else's `__torch_function__` acts on.
+# Classes of tensors whose `__torch_function__` is torch's or this package's.
 PLAIN_TYPES = (Tensor, nn.Parameter, Master, ClosedMaster)
 
 _FOREACH_TYPES = "_foreach_supported_types"  # torch's list of the classes that its optimizers choose foreach for
@@ -135,26 +135,26 @@ _installation = Installation()
 
 
 def link_of(param: Tensor) -> Link | None:
-    """The link of `param` to its master, or None where it has none."""
+    """Return the link of `param` to its master; None if it has no master."""
     entry = _links.get(id(param))
     return None if entry is None else entry[1]
 
 
 def master_of(param: Tensor) -> Tensor | None:
-    """The FP32 master of `param`, or None where `param` is its own."""
+    """Return the FP32 master of `param`; None if it has no master."""
     link = link_of(param)
     return None if link is None else link.master
 
 
 def has_gradient(master: Tensor) -> bool:
-    """Whether `master`, or a parameter that is its own, has a gradient, in whichever type; none is made."""
+    """Tell whether `master`, or a parameter without one, has a gradient of any type. Does not materialize it."""
     if not isinstance(master, Master):
         return master.grad is not None
     return bool(master.waiting and master in master.waiting) or GRAD.__get__(master) is not None
 
 
 def add_gradients(masters: Sequence[Tensor]) -> None:
-    """Where a backward pass through a master itself has left a gradient, add the one that waits to it; no sync."""
+    """Add deferred gradients to the gradients that a backward pass through a master itself has left; no sync."""
     for index in with_gradient([*masters]):
         if isinstance(master := masters[index], Master):
             master.materialize_grad()
@@ -194,12 +194,12 @@ def _let_go(param: Tensor) -> Again | None:
         _hold(param, link)
         closed_master.weight_is(link.master, param)
 
-    del entry  # the reference
+    del entry  # frees the weak reference, with which torch would refuse the swap
     return again
 
 
 def disconnect(param: Tensor) -> None:
-    """Forget the master of `param`, if it has one."""
+    """Remove the master of `param`, if it has one."""
     global _changes
     entry = _links.pop(id(param), None)
     if entry is not None:
@@ -214,16 +214,17 @@ def disconnect(param: Tensor) -> None:
 
 
 def stop_waiting(master: Tensor) -> None:
-    """Give `master` the FP32 gradient that waits for it, and let none wait from now on."""
+    """Materialize the deferred FP32 gradient of `master`, and make its gradients immediate from now on."""
     if isinstance(master, Master):
         master.materialize_grad()
         vars(master).pop("waiting", None)
 
 
 def _install() -> bool:
-    """Let torch's optimizers choose their foreach form for masters as for other parameters; idempotent.
+    """Let torch's optimizers choose their foreach form for masters, as for other parameters; idempotent.
 
-    Returns whether they do: False where this torch has no such list.
+    Returns:
+        False if this torch does not have the list of classes to extend.
     """
     module = importlib.import_module("torch.optim.optimizer")  # torch.optim has no attribute of this name
     types = getattr(module, _FOREACH_TYPES, None)
@@ -233,22 +234,22 @@ def _install() -> bool:
 
 
 def links_of(params: Iterable[Tensor]) -> LinkList:
-    """The links of those `params` that have a master."""
+    """Return the links of the `params` that have a master."""
     return LinkList((param, link) for param in params if (link := link_of(param)) is not None)
 
 
 def materialize(masters: Iterable[Tensor]) -> None:
-    """Have the FP32 value of each of `masters` in its memory, for a step of the optimizer's own; in place, no sync."""
+    """Write the FP32 values of compressed `masters` into their memory, for a step of the optimizer; no sync."""
     if closed_master.used:
         closed_master.materialize(masters)
 
 
 class Claim:
-    """The masters of `links`, while a step on `thread` writes them: no other thread publishes or settles them.
+    """The masters that a step on `thread` is writing: no other thread copies them back or syncs them.
 
-    Without it, a thread that calls `state_dict()` while another trains would undo what the step has written so far.
-    A claim is added to `running` under `lock`, which waits for a thread that publishes. It has no `__init__`, which
-    would take a Python call a step.
+    Without it, a thread that calls `state_dict()` while another trains would undo writes of the unfinished step. A
+    claim is added to `running` under `lock`, which waits for a thread that copies back. There is no `__init__`, because
+    it would cost a Python call per step.
     """
 
     lock: ClassVar = closed_master.lock
@@ -258,7 +259,7 @@ class Claim:
 
 
 def _at_rest(links: LinkList) -> LinkList:
-    """Those of `links` that no step of another thread writes."""
+    """Return the links without masters that a step of another thread is writing."""
     for claim in Claim.running:
         if claim.thread != get_ident():
             links = links.without(set(map(id, claim.links.masters)))
@@ -266,12 +267,13 @@ def _at_rest(links: LinkList) -> LinkList:
 
 
 class KernelTensors(NamedTuple):
-    """What a kernel steps in the place of masters, and the chance by which it rounds them: none unless all are weights.
+    """The tensors that a kernel updates instead of the masters, and the arguments of stochastic rounding.
+
+    The arguments are empty unless all tensors are stochastically rounded weights.
 
     Attributes:
-        tensors: each itself, or what is kept of one without memory of its own: the half (int16) beside the weight, or
-            the weight.
-        seed, draws, starts: as of `multi_tensor_stochastic_round`.
+        tensors: each master itself, or the storage of a compressed one: the low half (int16), or the weight.
+        seed, draws, starts: as in `multi_tensor_stochastic_round`.
     """
 
     tensors: list[Tensor]
@@ -281,7 +283,7 @@ class KernelTensors(NamedTuple):
 
 
 def kernel_tensors(masters: list[Any]) -> KernelTensors:
-    """What a kernel steps in the place of `masters`."""
+    """Return the tensors that a kernel updates instead of `masters`."""
     if not closed_master.used:
         return KernelTensors(masters)
     tensors: list[Tensor] = []
@@ -303,10 +305,17 @@ def kernel_tensors(masters: list[Any]) -> KernelTensors:
     return KernelTensors(tensors, seed, draws, starts) if len(draws) == len(masters) else KernelTensors(tensors)
 
 
-def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) -> Result:
-    """`call()`, which steps the `kernel_tensors` of `masters`: their FP32 memory, if any, is given back before.
+def note_stepped(masters: list[Any]) -> None:
+    """Let the next steps of `masters`, which a kernel has stepped, have other draws."""
+    for master in masters:
+        master.draw, master.edits = master.draw + 1, 0
 
-    Where somebody else holds such memory it is written anew afterwards, exception or not.
+
+def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) -> Result:
+    """Call `call()`, which updates the `kernel_tensors` of `masters`; free their FP32 memory before.
+
+    If another tensor references such memory, the memory stays, and receives the new values afterwards, also after an
+    exception.
     """
     if not closed_master.used:
         return call()
@@ -315,14 +324,14 @@ def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) 
         try:
             return call()
         finally:
-            for master in held:  # a graph may have saved a view of it
+            for master in held:  # autograd may have saved a view of it
                 torch.autograd.graph.increment_version(master)
             closed_master.follow(held)
 
 
 @without_grad
 def publish(links: LinkList) -> None:
-    """Round every master into its parameter, in place, on the device; no sync. Not those that another thread steps."""
+    """Round every master into its parameter, in place; no sync. Skip masters that another thread's step is writing."""
     with closed_master.lock:
         links = _at_rest(links)
         round_into_weights(links)
@@ -330,7 +339,7 @@ def publish(links: LinkList) -> None:
 
 
 def round_into_weights(links: LinkList) -> None:
-    """`publish`, after which the masters still count as written; under no_grad."""
+    """Round masters into parameters as `publish` does, but do not save their versions. Call under no_grad."""
     closed, whole = _parted(links)
     if closed:
         with closed_master.lock:
@@ -340,7 +349,7 @@ def round_into_weights(links: LinkList) -> None:
 
 
 def publish_written(links: LinkList) -> set[int]:
-    """Publish those masters that were written since they last were, and return their ids; no sync."""
+    """Round the masters that were written since the last `publish` into their parameters; no sync. Return their ids."""
     written = links.versions.written()
     if not written:
         return set()
@@ -350,14 +359,15 @@ def publish_written(links: LinkList) -> set[int]:
 
 @without_grad
 def settle(links: LinkList) -> None:
-    """Bring masters and parameters in step after edits by the user, in place, on the device; no sync.
+    """Sync masters and parameters after edits by user code, in place; no sync with the device.
 
-    A master that was written since it was published is published. For the others values decide, since no version
-    counter tells of edits through `.data`: an element of the parameter that is not its master's, rounded, was edited
-    (weights clamped, initialized by hand), and the master adopts it. All other elements keep the master's precision.
+    A master that was written since it was copied back is copied back. For the others the values decide, since edits
+    through `.data` do not change the version counter: if an element of the parameter differs from its master's,
+    rounded, user code has edited it (clamped weights, initialization), and the master takes its value. All other
+    elements keep the master's precision.
 
-    Of a closed master the parameter is a part, so an edit is in the master by itself. Those that are open are closed.
-    Masters that another thread steps are left to it.
+    A compressed master is stored in the parameter, so it has such an edit already, and its FP32 memory is freed.
+    Masters that another thread's step is writing are skipped.
     """
     with closed_master.lock:
         links = _at_rest(links)
@@ -373,9 +383,9 @@ def settle(links: LinkList) -> None:
 
 @without_grad
 def load(param: Tensor, link: Link, value: Tensor) -> None:
-    """Give a parameter and its master the value of a checkpoint, in place; no sync.
+    """Set a parameter and its master to the value of a checkpoint, in place; no sync.
 
-    Where the weight is all that is kept, it is rounded to nearest: by chance would be an update.
+    If only the weight is stored, the value is rounded to nearest, because stochastic rounding would count as an update.
     """
     form = form_of(link.master)
     if form is not None and not form.is_exact:
@@ -384,11 +394,11 @@ def load(param: Tensor, link: Link, value: Tensor) -> None:
         link.version.save()
         return
     link.master.copy_(value)
-    publish(LinkList([(param, link)]))  # one by one: publishing frees a split master's joined memory
+    publish(LinkList([(param, link)]))  # one by one, because this frees the FP32 memory of a compressed master
 
 
 class ModelLinks:
-    """The links of one model's parameters, which it does not hold; made anew when any parameter has got or lost one."""
+    """The links of one model's parameters, which it does not reference; rebuilt after any parameter got or lost one."""
 
     __slots__ = ("_changes", "_links", "_versions")
 
@@ -398,7 +408,7 @@ class ModelLinks:
         self._versions: Any = None
 
     def publish_written(self, model: nn.Module) -> None:
-        """Publish those masters of `model` that were written since they last were; no sync, cheap where none was."""
+        """Copy back the masters of `model` that were written since the last copy; no sync, cheap if there are none."""
         if self._changes != _changes:
             links = links_of(dict.fromkeys(model.parameters()))
             self._links = [(id(param), link) for param, link in links]
@@ -414,7 +424,7 @@ class ModelLinks:
 
 def _forget(entries: dict[int, tuple[weakref.ref[Tensor], Link]], key: int, reference: weakref.ref[Tensor]) -> None:
     global _changes
-    # A parameter that was disconnected and connected again has another reference by now.
+    # A parameter that was disconnected and connected again has another reference.
     entry = entries.get(key)
     if entry is not None and entry[0] is reference:
         del entries[key]
@@ -422,13 +432,13 @@ def _forget(entries: dict[int, tuple[weakref.ref[Tensor], Link]], key: int, refe
 
 
 def _parted(links: LinkList) -> tuple[list[tuple[Tensor, Tensor]], LinkList]:
-    """The closed masters (param, master), and the others."""
+    """Return the compressed masters as (param, master), and the links of the others."""
     closed = [(param, link.master) for param, link in links if is_closed(link.master)] if closed_master.used else []
     return closed, links.without({id(master) for _, master in closed}) if closed else links
 
 
 def _by_device(links: LinkList) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Per device the parameters and their masters."""
+    """Return (parameters, masters) for each device."""
     devices = {param.device for param in links.params}
     if len(devices) == 1:
         return [(links.params, links.masters)]

@@ -1,4 +1,4 @@
-"""The masters of one optimizer: put into its groups in the place of low-precision parameters, and taken out again."""
+"""The masters of one optimizer: they replace low-precision parameters in its groups, and are removed again."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from amp_patch.support.quantized import is_quantized
 
 
 class GroupParams:
-    """The parameters in the groups of one optimizer, with their masters; one without is its own.
+    """The parameters in one optimizer's groups, with their masters. A parameter without a master is paired with itself.
 
     Attributes:
-        pairs: (param, master), as the groups have them.
-        distinct: each once; distinct_params: of these.
-        params, masters: of `pairs`.
-        low, linked_masters: of those of `distinct` that are two tensors.
-        bare: those of `distinct` that are low precision and have no master.
+        pairs: (param, master), in the order of the groups.
+        params, masters: the two columns of `pairs`.
+        distinct: `pairs`, each parameter once; distinct_params: its first column.
+        low, linked_masters: the two columns of the entries of `distinct` whose master is another tensor.
+        bare: the low-precision parameters of `distinct` that have no master.
 
     Args:
-        parts: has the ids of the shards whose parts have masters.
+        parts: the ids of sharded parameters whose local shard has a master.
     """
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]], parts: Container[int] = ()) -> None:
@@ -61,12 +61,12 @@ class GroupParams:
 
 
 class Part(NamedTuple):
-    """The elements that are here of a low-precision parameter that is sharded.
+    """The local shard of a sharded low-precision parameter.
 
     Attributes:
         shard: the DTensor, which the groups hold.
-        param: a plain parameter in its memory.
-        master: of that one.
+        param: a plain parameter in the memory of the local shard.
+        master: the master of `param`.
     """
 
     shard: Tensor
@@ -75,17 +75,17 @@ class Part(NamedTuple):
 
 
 class Masters:
-    """The parameters of one optimizer as pairs (param, master), and what moves between the two.
+    """The parameters of one optimizer as pairs (param, master), and the transfers between the two.
 
-    The optimizer's groups hold the masters, in the user's order. All that is kept here is the way back from a master to
-    the model's parameter. The groups are arguments, so that nothing here has to be kept in step with them.
+    The optimizer's groups hold the masters, in the user's order. This object stores only the way back from a master to
+    the model's parameter. Groups are arguments of the methods, so that no state here has to be synced with them.
 
-    Shards stay in the groups, where checkpoints find them: their parts have the masters.
+    DTensors stay in the groups, because checkpoints look for them there; their local shards have the masters.
 
     Attributes:
-        waiting: where gradients wait in low precision; None where they do not.
-        parts: of the sharded parameters that are low precision what is here, by the shard's id.
-        found_bare: called when the groups have come to hold low-precision parameters without masters; not copied.
+        waiting: the table of deferred low-precision gradients; None if gradients are FP32 immediately.
+        parts: DTensor's id -> its local shard, for sharded low-precision parameters.
+        found_bare: called when the groups hold low-precision parameters without masters for the first time; not copied.
     """
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class Masters:
         self._stepped_grads = SteppedGradients()
         self.parts: dict[int, Part] = {}
         self._params: dict[int, tuple[Tensor, Link]] = {}  # id(master) -> the parameter and its link to this master
-        self._draws: dict[int, tuple[Tensor, int | None]] = {}  # of a copy, for the parts to be made of its shards
+        self._draws: dict[int, tuple[Tensor, int | None]] = {}  # of a copy: for the local shards that `attach` makes
         self._known: GroupParams | None = None
 
     def __getstate__(self) -> list[tuple[Tensor, Tensor, bool, int | None]]:
-        of_parts = {id(part.master) for part in self.parts.values()}  # made anew of the copied shards
+        of_parts = {id(part.master) for part in self.parts.values()}  # a copy makes them again, from its DTensors
         shards = [(part.shard, part.shard, False, getattr(part.master, "draw", None)) for part in self.parts.values()]
         return shards + [
             (param, link.master, link.version.written(), getattr(link.master, "draw", None))
@@ -109,14 +109,14 @@ class Masters:
     def __setstate__(self, pairs: Iterable[Sequence[Any]]) -> None:
         self.__init__()  # type: ignore[misc]
         for param, master, *more in pairs:
-            written, draw = (*more, False, None)[:2]  # of older pickles
+            written, draw = (*more, False, None)[:2]  # defaults for older pickles
             if param is master:
                 self._draws[id(param)] = param, draw
                 continue
             self._add(param, master)
-            if written:  # an unpublished edit; a new link would count it as published
+            if written:  # an edit that was not copied back: without this the new link would miss it
                 torch.autograd.graph.increment_version(master)
-            if draw is not None:  # `keep` finds it there
+            if draw is not None:  # `keep` reads it from there
                 vars(master)["draw"] = draw
 
     def _add(self, param: Tensor, master: Tensor) -> Link:
@@ -130,11 +130,11 @@ class Masters:
         return link
 
     def pairs(self, groups: Groups) -> Sequence[tuple[Tensor, Tensor]]:
-        """(param, master) for every parameter in `groups`; the same tensor twice where it is its own master."""
+        """Return (param, master) for every parameter in `groups`; one without a master is paired with itself."""
         return self.of_groups(groups).pairs
 
     def of_groups(self, groups: Groups) -> GroupParams:
-        """The parameters in `groups` with their masters, made anew when these have changed."""
+        """Return the parameters in `groups` with their masters; the result is cached until the groups change."""
         masters = groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
         known = self._known
         if known is None or len(masters) != len(known.masters) or not all(map(is_, masters, known.masters)):
@@ -153,17 +153,17 @@ class Masters:
 
     @cached_property
     def routes(self) -> list[GradRoute]:
-        """Whose `param.grad` is; several where another optimizer had some of the masters first."""
+        """The routes of `param.grad`; several if another optimizer got some of the masters first."""
         return list({id(link.route): link.route for link in self.links.links}.values())
 
     @cached_property
     def stepped_grads(self) -> list[SteppedGradients]:
-        """The gradients of the last step; in several tables where another optimizer had some of the masters first."""
+        """The tables of the last step's gradients; several if another optimizer got some of the masters first."""
         tables = (master.stepped_grads for master in self.links.masters if isinstance(master, Master))
         return list({id(table): table for table in tables if table is not None}.values())
 
     def spend(self, masters: list[Tensor]) -> None:
-        """Take the gradients off these `masters`, in whichever type: a step was for them; `grad` still gives them."""
+        """Remove the gradients, of any type, of `masters` after a step; reads of `grad` still return them."""
         held = Gradients({}, (), {}) if self.waiting is None else self.waiting.hand_over(masters)
         for index in with_gradient(masters):
             if (grad := own_grad(masters[index])) is not None:
@@ -173,7 +173,7 @@ class Masters:
             table.hold(held)
 
     def drop_stepped_grads(self) -> None:
-        """Forget the gradients of earlier steps."""
+        """Free the gradients of earlier steps."""
         for table in self.stepped_grads:
             table.clear()
 
@@ -184,11 +184,11 @@ class Masters:
 
     @property
     def by_master(self) -> Mapping[int, tuple[Tensor, Link]]:
-        """By the master's id the parameter that has it, and the link between the two."""
+        """Master's id -> the parameter that has it, and the link between the two."""
         return self._params
 
     def keep(self, form: Form | None) -> None:
-        """Keep the masters of bfloat16 parameters in this form, or all of them whole, in place; no sync."""
+        """Convert the masters of bfloat16 parameters to this compressed form; None: all to FP32. In place; no sync."""
         for master in self.links.masters:
             if is_closed(master) and form_of(master) is not form:
                 closed_master.make_whole(master)
@@ -196,24 +196,27 @@ class Masters:
             whole = LinkList((param, link) for param, link in self.links if not is_closed(link.master))
             closed_master.close(list(zip(whole.params, whole.masters, strict=True)), form)
             take_closed_masters()
-            whole.versions.save()  # one that was closed before may have edits that nobody has published
+            whole.versions.save()  # a master of another form may have edits that were not copied back
 
     def adopt(self) -> None:
-        """Bring into the masters what somebody has written into their weights, in place; no sync.
+        """Write edits of weights by user code into their masters, in place; no sync.
 
-        For copies of the masters: what is made of one lacks the weight's edits.
+        Call this before masters are copied: a copy of a master alone would lack its weight's edits.
         """
         settle(LinkList((param, link) for param, link in self.links if not link.version.written()))
 
     def let_gradients_wait(self) -> None:
-        """Leave gradients in low precision from now on (`take_half`): the optimizer knows what to do with them."""
+        """Defer gradients in low precision from now on (`take_half`), for an optimizer that handles this."""
         if self.waiting is None:
             self.waiting = HalfGradients()
             for _, link in self._params.values():
                 self._serve(link)
 
     def _serve(self, link: Link) -> None:
-        """Let gradients of this master wait; those of no master where another optimizer has it, or it cannot tell."""
+        """Defer gradients of this master.
+
+        If another optimizer defers them, or the tensor is no `Master`, this optimizer defers no gradients from now on.
+        """
         if self.waiting is None:
             return
         if not isinstance(link.master, Master) or link.master.waiting not in (None, self.waiting):
@@ -224,15 +227,15 @@ class Masters:
         self.waiting.serve(link.master, link.gradients)
 
     def take_half(self, groups: Groups, inverse: Number | None) -> FoundInf | None:
-        """Let the scaled gradients of parameters with masters wait as they are; overflow is checked; no sync.
+        """Defer the scaled gradients of parameters with masters, unchanged, and check them for overflow; no sync.
 
         Args:
-            groups: whose parameters.
-            inverse: of the loss scale, FP32, shape []; 1.0 for gradients that are not scaled; None where nobody checks
-                them either.
+            groups: the groups with the parameters.
+            inverse: the inverse of the loss scale, FP32, shape []; 1.0 for gradients that are not scaled; None for
+                gradients that are not checked either.
 
         Returns:
-            As `gather`; None, and nothing was changed, where they cannot wait.
+            As `gather`. None, with nothing changed, if these gradients cannot be deferred.
         """
         waiting, params = self.waiting, self.of_groups(groups)
         if waiting is None or not params.low or not waiting.take(params.low, params.linked_masters):
@@ -247,12 +250,13 @@ class Masters:
     ) -> None:
         """Put masters into one of the optimizer's groups, in place.
 
-        A parameter whose id is in `about_to_be_cast` gives its FP32 storage to its master: the caller gives the
-        parameter a low-precision one next. A parameter that is float16 or bfloat16 already gets the master that it
-        has, or an FP32 copy; none if it is frozen, or quantized. With a `form` the copies are closed one after the
-        other, so that they are never there at once. The optimizer's state and an existing gradient move to the master.
+        A parameter with its id in `about_to_be_cast` gives its FP32 storage to its master; the caller then gives the
+        parameter a low-precision one. A parameter that is float16 or bfloat16 already gets its existing master or an
+        FP32 copy; if it is frozen or quantized, it gets none. With a `form` each copy is compressed before the next is
+        made, so that their FP32 memory never adds up. The optimizer's state and an existing gradient move to the
+        master.
 
-        With a `form` a parameter that is sharded stays where it is, and its part here gets a master of that form.
+        With a `form` a sharded parameter stays in the group, and its local shard gets a master of that form.
         """
         params = group["params"]
         for index, param in enumerate(params):
@@ -263,12 +267,12 @@ class Masters:
                 if param.requires_grad and id(param) not in self.parts:
                     self._attach_part(param, form)
                 continue
-            master = master_of(param)  # another optimizer's, maybe
+            master = master_of(param)  # it may be another optimizer's
             if master is None and low and not param.requires_grad:
                 continue
             made = master is None
             if master is None:
-                # `.data`, since a detached tensor would share the parameter's version counter too
+                # `.data`, because a detached tensor would also share the parameter's version counter
                 master = nn.Parameter(param.data.float(), requires_grad=param.requires_grad)
             link = self._add(param, master)
             self._serve(link)
@@ -293,7 +297,10 @@ class Masters:
         self.parts[id(shard)] = Part(shard, param, master)
 
     def master_of_part(self, shard: Tensor) -> Tensor | None:
-        """The master of what is here of `shard`, in the memory that this has now; None where it has none."""
+        """Return the master of the local shard of `shard`; None if it has none.
+
+        If the local shard has moved to other memory, the plain parameter follows it.
+        """
         part = self.parts.get(id(shard))
         if part is None:
             return None
@@ -302,7 +309,7 @@ class Masters:
         return part.master
 
     def exchange(self, optimizer: Any, *, shards: bool) -> None:
-        """Put masters into the groups in the place of the shards whose parts they are of, or shards again; in place."""
+        """Replace DTensors in the groups by the masters of their local shards; if `shards`, the reverse; in place."""
         pairs = [(part.shard, part.master) for part in self.parts.values()]
         instead = {id(master): shard for shard, master in pairs} if shards else {id(s): master for s, master in pairs}
         for group in optimizer.param_groups:
@@ -311,9 +318,9 @@ class Masters:
                     _replace(optimizer, group["params"], index, other)
 
     def detach(self, optimizer: Any) -> None:
-        """Undo `attach`: put the parameters into the groups again, and move the state to them.
+        """Undo `attach`: put the parameters back into the groups, and move the state to them.
 
-        A parameter that is FP32 again gets its master's gradient too.
+        A parameter that is FP32 again also gets its master's gradient.
         """
         attempt = Attempts()
         for route in self.routes:
@@ -321,7 +328,7 @@ class Masters:
         for group in optimizer.param_groups:
             attempt(self._detach_group, optimizer, group)
         for _, link in self._params.values():
-            if getattr(link.master, "waiting", None) is self.waiting:  # another training may keep the master
+            if getattr(link.master, "waiting", None) is self.waiting:  # another training may use the master
                 attempt(stop_waiting, link.master)
         self._params.clear()
         self.parts.clear()
@@ -337,10 +344,10 @@ class Masters:
                 if param.dtype is master.dtype:
                     set_own_grad(param, master.grad)
                 elif link_of(param) is None and param.dtype in LOW_PRECISION and master.grad is not None:
-                    set_own_grad(param, master.grad.to(param.device, param.dtype))  # the type of before
+                    set_own_grad(param, master.grad.to(param.device, param.dtype))  # its original type
 
     def follow(self, wrapper: Any) -> None:
-        """Move what `wrapper`, around an optimizer with these masters, keeps for the parameters to the masters."""
+        """Move the state of `wrapper` around this optimizer from the parameters to the masters."""
         for param, link in self._params.values():
             _rekey(wrapper, param, link.master)
 

@@ -1,3 +1,3 @@
-"""The model's side of a training: its cast, its forward, what stays FP32, buffers, FSDP2."""
+"""A training's models: casts, forward, modules and buffers that stay FP32, FSDP2."""
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Averages of a cast model's weights: torch's AveragedModel reads their FP32 masters, and `lerp` promotes.
+"""Averages of a cast model's weights: torch's AveragedModel reads the FP32 masters, and `lerp` promotes mixed types.
 
-A low-precision average hardly moves: with a decay of 0.999 a BF16 weight stays where it is until the model's weight is
-three times as large. And what training moves are the masters, of which the model's weights are roundings.
+A low-precision average almost never moves: with a decay of 0.999, a BF16 average does not change until the model's
+weight is three times as large. Training updates the masters, and the model's weights are only their roundings.
 
-An average that a script keeps in a copy of the model is FP32 (copies.py), and what is blended into it is not. Of the
-functions that scripts blend by, `lerp` alone does not promote.
+An average that a script stores in a copy of the model is FP32 (copies.py), but the model's weights that it blends in
+are not. Among the functions that scripts use for blending, only `lerp` does not promote.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _installation = Installation()
 
 
 def install() -> None:
-    """Let AveragedModel hold an `fp32_copy` of such a model, and read its masters; let `lerp` promote; idempotent."""
+    """Make AveragedModel hold an `fp32_copy` of a cast model and read its masters; make `lerp` promote. Idempotent."""
     _installation.install(_replace)
 
 
@@ -52,7 +52,10 @@ def _replace(patches: Patches) -> None:
 
 
 def _lerp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The method `original` for mixed low precision and FP32, which promote as in `add`; in place, for FP32 alone."""
+    """Return the method `original` for mixed FP32 and low precision, which promotes as `add` does.
+
+    In place, only an FP32 tensor takes low-precision arguments.
+    """
 
     @wraps(original)
     def lerp(self: Tensor, end: Tensor, *weight: Any, **weights: Any) -> Tensor:
@@ -68,7 +71,7 @@ def _lerp(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _foreach_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The function `original` over lists, whose FP32 tensors take low-precision ones."""
+    """Return the function `original` over lists; FP32 tensors of the first list take low-precision ones."""
 
     @wraps(original)
     def lerp(self: Any, tensors1: Any, *weight: Any, **weights: Any) -> Any:
@@ -80,10 +83,10 @@ def _foreach_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def averages_in(models: list[nn.Module], trained: Container[int]) -> dict[nn.Module, str]:
-    """The outermost modules inside `models` that must be averages of what is trained, or frozen copies; their names.
+    """Return the outermost modules inside `models` that must be averages of trained ones, or frozen copies; and names.
 
-    Such a module has none of the parameters that are `trained` (ids), and the names and shapes of one that has most of
-    its model's.
+    A module is taken for one if none of its parameters is `trained` (ids), and its parameters have the names and shapes
+    of a module with most of its model's parameters.
     """
     found: dict[nn.Module, str] = {}
     for model in models:
@@ -102,20 +105,20 @@ def _shapes(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
 
 
 class _Exact:
-    """The part of a model that AveragedModel reads, with the FP32 values behind its low-precision ones."""
+    """The part of a model that AveragedModel reads, with FP32 values for low-precision tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         settle(links_of(dict.fromkeys(model.parameters())))
 
     def parameters(self) -> Iterator[Tensor]:
-        """The masters, and weights without one in FP32; in the order of the model's own."""
+        """Yield masters, and parameters without a master in FP32, in the order of the model's parameters."""
         for param in self._model.parameters():
             master = master_of(param)
             yield _fp32(param) if master is None else master
 
     def buffers(self) -> Iterator[Tensor]:
-        """The buffers with the FP32 values that the cast has rounded, where nothing was written since."""
+        """Yield the buffers in FP32; a buffer that nothing has written since the cast has its exact value."""
         exact = buffers.exact_values(self._model, "")
         for name, buffer in self._model.named_buffers():
             yield exact.get(name, _fp32(buffer))
@@ -126,7 +129,7 @@ def _fp32(tensor: Tensor) -> Tensor:
 
 
 def _is_low_precision(model: Any) -> bool:
-    """Whether a training of ours has cast weights of `model`, or of a module inside."""
+    """Tell whether a training has cast weights of `model`, or of a module inside."""
     return (
         isinstance(model, nn.Module)
         and any(isinstance(module, AmpModel) for module in model.modules())

@@ -1,8 +1,8 @@
-"""The buffers of a cast model: their exact FP32 values, and a warning of those that training writes.
+"""Buffers of a cast model: their exact FP32 values, and a warning about buffers that training writes.
 
-A buffer is cast as a weight is, but no optimizer holds a master of it. So its FP32 value is kept beside it where the
-cast has rounded it: in the `__dict__` of the module that owns the buffer, so that parts, copies and pickles of a model
-have it too.
+A buffer is cast like a weight, but no optimizer holds a master of it. So if the cast rounds it, its FP32 value is
+stored in the `__dict__` of the module that owns the buffer. Parts, copies and pickles of a model then have the value
+too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ EXACT = "_amp_exact"  # attribute of a module: name of a buffer -> the FP32 valu
 
 
 def are_all_that(module: nn.Module, low: bool = False) -> bool:
-    """Whether `module` computes from FP32 buffers and has no parameters at all: a rotary table, a window, a filter.
+    """Tell whether `module` has FP32 buffers and no parameters at all: a rotary table, a window, a filter.
 
-    With `low` from low-precision ones too.
+    With `low`, low-precision buffers count too.
 
-    False for a container that is never called itself, whose buffers others read. False for a ScriptModule, which cannot
-    be given another class.
+    False for a container that is never called itself, because other modules read its buffers. False for a ScriptModule,
+    because its class cannot be replaced.
     """
     own = module._buffers.values()
     return (
@@ -44,8 +44,8 @@ def are_all_that(module: nn.Module, low: bool = False) -> bool:
 
 
 def cast(owned: Iterable[Owned], dtype: torch.dtype) -> None:
-    """Cast FP32 buffers to `dtype` and remember their values. A tensor that two modules share stays shared."""
-    done: dict[int, tuple[Tensor, Tensor]] = {}  # by the buffer's id, unique while the value holds the buffer
+    """Cast FP32 buffers to `dtype` and store their values. A tensor that two modules share stays shared."""
+    done: dict[int, tuple[Tensor, Tensor]] = {}  # key: the buffer's id, unique while the value references the buffer
     for module, name in owned:
         buffer = module._buffers[name]
         assert buffer is not None
@@ -55,7 +55,7 @@ def cast(owned: Iterable[Owned], dtype: torch.dtype) -> None:
 
 
 def uncast(model: nn.Module, but: Collection[str] = ()) -> None:
-    """Undo `cast` for all low-precision buffers of `model`, save those that `but` names; nothing is remembered then."""
+    """Undo `cast` for all low-precision buffers of `model` but the names in `but`, and free the stored values."""
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for path, module in model.named_modules():
         for name in _low(module):
@@ -67,16 +67,17 @@ def uncast(model: nn.Module, but: Collection[str] = ()) -> None:
 
 
 def exact_values(model: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """The FP32 values of those cast buffers of `model` that low precision does not hold, by their names."""
+    """Return name -> FP32 value, for the cast buffers of `model` whose value low precision does not hold."""
     return {
         name: _exact(module, key, buffer) for name, module, key, buffer in _cast_buffers(model, prefix, remembered=True)
     }
 
 
 def load(model: nn.Module, state: dict[str, Tensor], prefix: str, but: Collection[str]) -> None:
-    """Remember the FP32 values of a state dict that torch loads, rounded, into the low-precision buffers of `model`.
+    """Store the FP32 values of a state dict that torch loads, rounded, into the low-precision buffers of `model`.
 
-    `but`: names of buffers that were low precision before any cast of ours.
+    Args:
+        but: names of buffers that were low precision before `initialize`.
     """
     for name, module, key, buffer in _cast_buffers(model, "", remembered=False):
         value = state.get(prefix + name)
@@ -93,7 +94,7 @@ def _cast_buffers(model: nn.Module, prefix: str, remembered: bool) -> Iterator[t
 
 
 def _remember(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -> None:
-    """Keep `value` (FP32) beside the buffer `name`, if `dtype` rounds the value. Syncs."""
+    """Store `value` (FP32) for the buffer `name`, if `dtype` rounds the value. Syncs."""
     value = value.detach()
     if value.is_meta or not torch.equal(value, value.to(dtype).float()):
         vars(module).setdefault(EXACT, {})[name] = value
@@ -103,10 +104,10 @@ def _remember(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -
 
 @torch.no_grad()
 def _exact(module: nn.Module, name: str, low: Tensor) -> Tensor:
-    """`low` in FP32: elements equal to the remembered ones, rounded, get the remembered values.
+    """Return `low` in FP32: an element that equals the stored one, rounded, gets the stored value.
 
-    Other elements were written since the cast. Values are compared, not version counters: a buffer that is moved to a
-    device, copied, or broadcast by DDP is another tensor with another version.
+    Other elements were written since the cast. This compares values and not version counters, because a buffer that is
+    moved to a device, copied, or broadcast by DDP is another tensor with another version.
     """
     kept: Tensor | None = vars(module).get(EXACT, {}).get(name)
     if kept is None or kept.shape != low.shape:
@@ -128,11 +129,11 @@ def _join(path: str, name: str) -> str:
 
 
 class WrittenBuffers:
-    """Looks at two training forwards of a model, and warns of the cast buffers that both have written.
+    """Compares buffers before and after two training forwards of a model, and warns of cast buffers that both write.
 
-    A buffer that one forward writes may be a cache. A buffer that each forward writes is a counter, or a running
-    average, which stands still in low precision when its decay is near 1. Compiled forwards are not looked at, and
-    copies of a model have no such object. The model holds this one, which therefore holds the modules weakly.
+    A buffer that one forward writes may be a cache. A buffer that each forward writes is a counter or a running
+    average, which stops changing in low precision if its decay is near 1. Compiled forwards are not compared, and
+    copies of a model have no such object. The model references this object, so the modules are referenced weakly here.
     """
 
     def __init__(self, model: nn.Module, owned: Iterable[Owned]) -> None:
@@ -143,11 +144,11 @@ class WrittenBuffers:
         self.looks = 0
 
     def before(self) -> list[tuple[Tensor | None, int]]:
-        """The buffers and their versions when a forward begins."""
+        """Return the buffers and their versions before a forward."""
         return [self._state(module(), name) for _, module, name in self.owned]
 
     def after(self, before: list[tuple[Tensor | None, int]]) -> bool:
-        """Look at the buffers after a forward; warn after the second. Returns whether to look at another one."""
+        """Compare the buffers after a forward, and warn after the second one. Return whether to compare another."""
         now = self.before()
         self.owned = [
             owned
@@ -166,9 +167,9 @@ class WrittenBuffers:
         _, module, name = self.owned[0]
         dtype = getattr(getattr(module(), name, None), "dtype", "low precision")
         warnings.warn(
-            f"initialize: each forward writes the buffers {names}, which are {dtype}: there a running average with a "
-            f"decay near 1 stands still, and so does a counter after a few hundred steps. {kept} module of its own "
-            "that has buffers and no parameters stays FP32 by itself",
+            f"initialize: each forward writes the buffers {names}, which are {dtype}: in this type a running average "
+            f"with a decay near 1 stops changing, as a counter does after a few hundred steps. {kept} separate module "
+            "with buffers and no parameters stays FP32 without an option",
             stacklevel=6,
         )
 
@@ -179,11 +180,11 @@ class WrittenBuffers:
 
 
 def _is_statistic(module: nn.Module) -> bool:
-    """Whether `module` is a norm of torch's, whose running statistics the level and `keep_batchnorm_fp32` decide on."""
+    """Tell whether `module` is a torch norm: the level and `keep_batchnorm_fp32` decide on its running statistics."""
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def _is_vector_of_a_norm(module: nn.Module, name: str) -> bool:
-    """Whether this is a vector of torch's spectral norm: each forward writes it, and it is no average."""
+    """Tell whether this is a vector of torch's spectral norm: each forward writes it, and it is no average."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
     return any(name in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks)

@@ -1,12 +1,12 @@
-"""Copies of cast models: their weights are FP32, and are cast for the time of each call.
+"""Copies of cast models: their weights are FP32, and are cast during each call.
 
-What a script keeps in a deepcopy is mostly an average of the weights (MoCo, BYOL, diffusion), which moves by steps that
-low precision cannot hold. So the low-precision weights of a model are FP32 in its copies and pickles, with the values
-of their masters. While a method of the copy runs, casts stand in their places: it computes what the model would
-compute with these weights. An optimizer that was copied with the model has its parameters narrow again.
+A script mostly stores an average of the weights in a deepcopy (MoCo, BYOL, diffusion), and its updates are too small
+for low precision. So the low-precision weights of a model are FP32 in its copies and pickles, with the values of their
+masters. While a method of the copy runs, casts replace them, so that the copy computes as the model would with these
+weights. If the optimizer is copied with the model, its parameters are low precision again.
 
-Casts are made anew for each call. What was made before could not be known to be right: scripts write into `.data`,
-which no version counter tells of.
+Casts are made again for each call. A cast from an earlier call could be stale without notice, because scripts write
+through `.data`, which does not change the version counter.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from amp_patch.support.tensor_content import hook_swaps, release_in_swaps, set_d
 
 Exact = tuple[Tensor, torch.dtype, Tensor | None]  # a parameter, its type, and its master if it has one
 
-# Both tables are by identity, parameters held weakly.
-_trained = WeakIdKeyDictionary()  # parameters of copied optimizers
+# Both tables compare by identity, and reference the parameters weakly.
+_trained = WeakIdKeyDictionary()  # parameters in copied optimizers
 _wide = WeakIdKeyDictionary()  # a widened parameter -> all widened parameters of the model, types by name
 
 _Place = tuple[dict[str, Any], str, Any]  # a dictionary, a name in the dictionary, the value that a cast replaced
@@ -47,10 +47,12 @@ def _forget(param: Tensor) -> None:
 
 
 def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtype], list[Exact]]:
-    """The weights of `model` that are FP32 in a copy: types by name, and the parameters, brought in step with masters.
+    """Return the weights of `model` that are FP32 in a copy: types by name, and parameters, synced with their masters.
 
-    `on_demand`: no optimizer trains the model. Its weights stay narrow, save those of which somebody has FP32 values.
-    So do others that came in low precision and have no master.
+    Args:
+        on_demand: no optimizer trains the model. Its weights then stay low precision in a copy, except weights with a
+            master, which a state dict has made. Weights without a master that were low precision before `initialize`
+            always stay so.
     """
     types, exact = {}, {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -66,9 +68,9 @@ def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtyp
 
 
 def widen(weights: Collection[Exact], types: dict[str, torch.dtype]) -> None:
-    """Make copies of a model's weights FP32, in place: the value and the memory of the master's copy, now theirs.
+    """Make the copied weights of a model FP32 in place: each gets the value and the memory of its master's copy.
 
-    Not where an optimizer was copied too, and before the model: `types`, by name, is empty then.
+    If the optimizer was copied too, and before the model, nothing changes and `types` (by name) is cleared.
     """
     hook_swaps()
     if any(param in _trained for param, _, _ in weights):
@@ -82,7 +84,11 @@ def widen(weights: Collection[Exact], types: dict[str, torch.dtype]) -> None:
 
 
 def narrow(params: Iterable[Tensor]) -> list[Tensor]:
-    """Undo `widen`, in place, for the models of these parameters, which a copied optimizer holds; returns theirs."""
+    """Undo `widen` in place for the models of these parameters, which a copied optimizer holds.
+
+    Returns:
+        All parameters of these models that were narrowed.
+    """
     narrowed = []
     hook_swaps()
     for param in params:
@@ -98,7 +104,10 @@ def narrow(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 class Calls:
-    """The running calls of one copy. Threads take turns: the casts are in the module, which all threads read."""
+    """The running calls of one copy.
+
+    The lock serializes threads: the casts are in the module's dictionary, which all threads read.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -106,7 +115,7 @@ class Calls:
 
 
 def on_casts(method: Callable[..., Any], types: Mapping[str, torch.dtype], calls: Calls) -> Callable[..., Any]:
-    """`method`, a function of a copy, run with casts to `types` in the places of the weights."""
+    """Return `method`, a function of a copy, with the weights replaced by casts to `types` during the call."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +126,7 @@ def on_casts(method: Callable[..., Any], types: Mapping[str, torch.dtype], calls
                 return method(self, *args, **kwargs)
             finally:
                 _put_back(replaced)
-        if getattr(self, "_is_replica", False):  # DataParallel's replica lives for this call alone
+        if getattr(self, "_is_replica", False):  # DataParallel's replica exists only during this call
             _replace(self, types, [])
             return method(self, *args, **kwargs)
         with _cast(self, types, calls):

@@ -1,4 +1,4 @@
-"""The classes that models and kept modules are given: forward under the policy, FP32 state dict; and the way back."""
+"""Generated classes of models and kept modules: forward under the policy, FP32 state dicts, and their undo."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.compiler import is_dynamo_compiling
 from amp_patch.casts import install, low_bit, regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, links_of, master_of, settle
-from amp_patch.model import buffers, copies, fsdp, incoming, rounded_saves
+from amp_patch.model import buffers, copies, incoming, rounded_saves
 from amp_patch.model.keep_fp32 import forbid_fast_path
 from amp_patch.model.state import ModelState, followed_policy, running, untouched
 from amp_patch.model.tensors import cast, load_masters, reflatten, refuse_changed, uncast, was_changed
 from amp_patch.model.type_errors import advising, explain_types, refuse_another_type
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
-from amp_patch.support import generated_class, tree
+from amp_patch.support import fsdp, generated_class, tree
 from amp_patch.support.compiled import wraps
 from amp_patch.support.forward_hook import NoHook
 from amp_patch.support.generated_class import Generated
@@ -47,13 +47,13 @@ class AmpModel(Generated):
         return super().__reduce_ex__(protocol)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's, with low-precision weights given as the FP32 values of their masters (without one: upcast).
+        """Return torch's state dict with FP32 values for low-precision weights: the masters', else the upcast weights.
 
-        What came in low precision and has no master, a frozen weight say, is given as it is. Buffers that the cast
-        rounded are given as they were before it, where nothing wrote them since.
+        A weight that was low precision before `initialize` and has no master, for example a frozen one, keeps its type.
+        A buffer that the cast has rounded has its value from before the cast, if nothing has written it since.
 
-        Like torch's its tensors share memory with the model where there are masters: what is written into them is
-        rounded into the weights at the next forward.
+        Like torch's, the tensors share memory with the model, here with its masters: a write into one is rounded into
+        the weight at the next forward.
         """
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
@@ -87,7 +87,7 @@ class AmpModel(Generated):
         return state
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        # `load_state_dict` of this model, or of a wrapper such as DDP, calls this method here and then on the children.
+        # `load_state_dict` of this model, or of a wrapper such as DDP, calls this method, and then the children's.
         policy = followed_policy(self)
         cast = policy is not None and policy.cast_model_type is not None
         if cast and local_metadata.get("assign_to_params_buffers", False):
@@ -96,12 +96,12 @@ class AmpModel(Generated):
                 "masters hold; use assign=False (torch's default), or load before initialize()"
             )
         module: nn.Module = self  # type: ignore[assignment]
-        hook = module.register_load_state_dict_pre_hook(load_masters)  # registered last: users' hooks may rename keys
+        hook = module.register_load_state_dict_pre_hook(load_masters)  # last: users' hooks may rename keys
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
         finally:
             hook.remove()
-        load_masters(module, state_dict, prefix)  # a user's override may not have called torch's method, nor the hook
+        load_masters(module, state_dict, prefix)  # a user's override may skip torch's method and its hook
         if cast:
             buffers.load(module, state_dict, prefix, vars(self)["_amp"].low_buffers)
 
@@ -113,11 +113,11 @@ class AmpModel(Generated):
         return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """torch's, for the masters' gradients too."""
+        """Clear gradients as torch does, and the masters' gradients too."""
         module: nn.Module = self  # type: ignore[assignment]
         if (own := vars(module).get("_amp")) is not None:
             own.cleared += 1
-        # First: `super().zero_grad()` reads `.grad`, which would materialize the masters' gradients.
+        # First, because `super().zero_grad()` reads `.grad`, which would materialize the masters' gradients.
         for _, link in links_of(module.parameters()):
             master = link.master
             live = not set_to_none and has_gradient(master)
@@ -126,11 +126,11 @@ class AmpModel(Generated):
 
 
 class InnerModule(Generated):
-    """Overrides of a module inside a model of a training, which runs otherwise than the model."""
+    """Overrides of a module inside a training's model that runs under another policy than the model."""
 
 
 class KeptModule(InnerModule):
-    """Overrides of a module that stays FP32: it computes in FP32; in a cast model it returns the type that came in."""
+    """Overrides of a module that stays FP32: it computes in FP32; in a cast model it returns its inputs' type."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -140,11 +140,11 @@ class KeptModule(InnerModule):
             if policy is None:
                 return forward(self, *args, **kwargs)
             came = None
-            if policy.cast_model_type is not None:  # layers of a cast model take one type, O1's any
+            if policy.cast_model_type is not None:  # layers of a cast model take one type, at O1 they take any
                 inside = running.policy is not None or _in_backward()
                 came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if inside else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
-            # At O0 nothing is cast: the script's own torch.autocast must act in kept modules too.
+            # At O0 nothing is cast, and the script's own torch.autocast must act in kept modules too.
             disables_torch_autocast = policy.patch_torch_functions or policy.cast_model_type is not None
             with regions.region(_NO_CASTS, disables_torch_autocast):
                 output = forward(self, *args, **kwargs)
@@ -154,7 +154,7 @@ class KeptModule(InnerModule):
 
 
 def cast_buffers(models: Iterable[nn.Module], owned: list[buffers.Owned], dtype: torch.dtype) -> None:
-    """Cast the buffers of models of a training, in place; each model then looks for training's writes into its own."""
+    """Cast the buffers of models in place. Each model then checks whether training writes into its buffers."""
     buffers.cast(owned, dtype)
     for model in models:
         if isinstance(model, AmpModel) and (written := buffers.WrittenBuffers(model, owned)).owned:
@@ -162,7 +162,7 @@ def cast_buffers(models: Iterable[nn.Module], owned: list[buffers.Owned], dtype:
 
 
 def low_buffers_of(model: nn.Module) -> frozenset[str]:
-    """The names of the buffers of `model` that are low precision before any cast of ours."""
+    """Return the names of the buffers of `model` that were low precision before `initialize`."""
     if isinstance(model, AmpModel):
         state: ModelState | None = vars(model).get("_amp")
         if state is not None:
@@ -173,15 +173,15 @@ def low_buffers_of(model: nn.Module) -> frozenset[str]:
 def enter_training(
     models: list[nn.Module], kept: list[nn.Module], policy: Policy, methods: tuple[str, ...], on_demand: bool
 ) -> None:
-    """Give the models, and the modules kept FP32 inside them, their generated classes and the policy."""
+    """Give the models, and the modules inside them that stay FP32, their generated classes and the policy."""
     for model in models:
         untouched.pop(model, None)
     stay = {id(module) for module in kept}
     for module in {id(m): m for model in models for m in model.modules()}.values():
         if isinstance(module, InnerModule) and id(module) not in stay:
-            take(module)  # of an earlier training
+            take(module)  # its class is from an earlier training
     for module in kept:
-        # torch's batch norms take low-precision inputs beside FP32 weights, in one kernel; a user's forward may not.
+        # torch's batch norms take low-precision inputs with FP32 weights, in one kernel. A user's forward may not.
         if type(module).forward is nn.BatchNorm1d.forward:
             continue
         give(module, KeptModule, ModelState(policy))
@@ -193,18 +193,19 @@ def enter_training(
         if isinstance(model, KeptModule):
             continue  # this model is inside another one of the list, whose `keep_fp32` names it
         for handle in vars(model)["_amp"].handles if isinstance(model, AmpModel) and "_amp" in vars(model) else ():
-            handle.remove()  # of an earlier training
+            handle.remove()  # the hook is from an earlier training
         state = ModelState(policy, low_buffers_of(model), on_demand, fast_path_off=fused)
         state.sharded = fsdp.is_fsdp(model)
         state.owner, state.modules = weakref.ref(model), weakref.WeakSet(model.modules())
         if policy.patch_torch_functions:
-            # FSDP frees the gathered weights after a forward to save memory: cached casts would keep that memory.
+            # FSDP frees the gathered weights after a forward to save memory. Without the hook, cached casts would keep
+            # as much.
             state.handles = [m.register_forward_hook(_drop_casts) for m in fsdp.fsdp_modules([model])]
         give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
 
 
 def cast_held_functions(models: list[nn.Module]) -> None:
-    """Cast torch's functions that models hold in attributes (`self.act = F.softplus`), until `restore`."""
+    """Cast calls of torch's functions that models hold in attributes (`self.act = F.softplus`), until `restore`."""
     for model in models:
         if isinstance(model, AmpModel):
             vars(model)["_amp"].handles.append(install.replace_in_attributes(model.modules()))
@@ -213,11 +214,11 @@ def cast_held_functions(models: list[nn.Module]) -> None:
 def restore(model: nn.Module, *, give_back: bool = True) -> None:
     """Undo the cast and `enter_training`: FP32 weights (the masters' values), FP32 buffers, the model's own class.
 
-    With `give_back` they have the types in which they came, if those were others.
+    With `give_back`, weights and buffers return to their types from before `initialize`.
     """
     untouched.pop(model, None)
     if isinstance(model, KeptModule):
-        take(model)  # `keep_fp32` named the whole model, or a parent's `keep_fp32` this one
+        take(model)  # the whole model was kept FP32, as a model or inside another one
     if not isinstance(model, AmpModel) or followed_policy(model) is None:
         return
     state, attempt = vars(model)["_amp"], Attempts()
@@ -240,13 +241,13 @@ def restore(model: nn.Module, *, give_back: bool = True) -> None:
 
 
 def to_plain_fp32(model: nn.Module) -> None:
-    """Undo every training inside `model`, and cast to FP32 what is still low precision: parts of cast models are."""
+    """Undo every training inside `model`, and cast its low-precision rest, parts of other cast models, to FP32."""
     for module in list(model.modules()):
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, NoHook)]:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         if isinstance(module, AmpModel):
-            restore(module, give_back=False)  # a BF16 type given back would round the values
+            restore(module, give_back=False)  # returning to BF16 would round the values
         elif isinstance(module, InnerModule):
             take(module)
     cast([p for p in model.parameters() if p.dtype in LOW_PRECISION and not is_quantized(p)], torch.float32)
@@ -254,7 +255,7 @@ def to_plain_fp32(model: nn.Module) -> None:
 
 
 def give_back(model: nn.Module) -> None:
-    """Give the parameters and buffers of `model`, whose training has ended or never began, the types they came in."""
+    """Return parameters and buffers of `model`, which is in no training, to their types from before `initialize`."""
     attempt = Attempts()
     for name, param in model.named_parameters():
         if incoming.type_of(param) is not None:
@@ -264,12 +265,12 @@ def give_back(model: nn.Module) -> None:
 
 
 def is_copy(model: nn.Module) -> bool:
-    """Whether `model` is a copy of a cast model, with FP32 weights that are cast while it is called."""
+    """Tell whether `model` is a copy of a cast model, with FP32 weights that are cast during calls."""
     return isinstance(model, AmpModel) and followed_policy(model) is not None and bool(vars(model)["_amp"].wide)
 
 
 def policy_of(model: nn.Module | None) -> Policy | None:
-    """The policy that `initialize` gave to `model`; None for any other."""
+    """Return the policy that `initialize` gave to `model`; None for other models."""
     if model is None:
         return None
     policy = followed_policy(model) if isinstance(model, AmpModel) else None
@@ -277,17 +278,17 @@ def policy_of(model: nn.Module | None) -> Policy | None:
 
 
 def gradients_stay_local(model: nn.Module) -> bool:
-    """Whether the backward of the last forward of `model` leaves its gradients on this process, cast or scaled."""
+    """Tell whether backward of the last forward of `model` leaves cast or scaled gradients unreduced."""
     return isinstance(model, AmpModel) and vars(model)["_amp"].local
 
 
 def times_cleared(model: nn.Module) -> int:
-    """How often `model.zero_grad()` was called on a model of `initialize`."""
+    """Return the number of calls of `zero_grad()` on a model of `initialize`."""
     return vars(model)["_amp"].cleared if isinstance(model, AmpModel) else 0
 
 
 def set_policy(model: nn.Module, policy: Policy) -> None:
-    """Let `model`, which went through `initialize`, follow another policy that casts weights alike."""
+    """Make `model`, which went through `initialize`, follow another policy that casts its weights alike."""
     if isinstance(model, AmpModel) and followed_policy(model) is not None:
         vars(model)["_amp"].policy = policy
 
@@ -297,22 +298,22 @@ def _drop_casts(*_: Any) -> None:
 
 
 def _is_under_fsdp(module: nn.Module) -> bool:
-    """Whether `fully_shard` has made a subclass of the generated class of `module`."""
+    """Tell whether `fully_shard` has made a subclass of the generated class of `module`."""
     return "_amp_base" not in vars(type(module)) and fsdp.is_fsdp(module)
 
 
 def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
-    """Give `module` a generated class with the overrides of `mixin`, and `state`; in place of earlier ones.
+    """Give `module` a generated class with the overrides of `mixin`, and `state`; both replace earlier ones.
 
     Args:
-        key: names of the methods, besides `forward`, that run under the policy.
+        key: names of methods other than `forward` that run under the policy.
 
     Raises:
-        ValueError: `fully_shard` came between two trainings, and the second has another `key`.
+        ValueError: `fully_shard` was called between two trainings, and the second has another `key`.
     """
     if isinstance(module, Generated):
         take(module)
-    if not isinstance(module, mixin):  # False: `fully_shard` subclassed the class that was given before
+    if not isinstance(module, mixin):  # False if `fully_shard` has subclassed the earlier class
         generated_class.give(module, mixin, key)
     elif (given := generated_class.key_of(module)) != key:
         raise ValueError(
@@ -323,22 +324,22 @@ def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tupl
 
 
 def cast_method(model: nn.Module, name: str) -> None:
-    """Have the method `name` of a model of a training run under the policy from now on, as `forward` does."""
+    """Run the method `name` of a training's model under the policy from now on, as `forward`."""
     if isinstance(model, AmpModel):
         key = generated_class.key_of(model)
         give(model, AmpModel, vars(model)["_amp"], key if name in key else (*key, name))
 
 
 def take(module: nn.Module) -> None:
-    """Take the state of `give` away, and the class, unless `fully_shard` has subclassed that."""
-    # Without `_amp` the module behaves as its base class, also where the generated class stays.
+    """Remove the state of `give`, and its class unless `fully_shard` has subclassed it."""
+    # Without `_amp` the module behaves like its base class, even if the generated class stays.
     vars(module).pop("_amp", None)
     if not _is_under_fsdp(module):
         generated_class.take(module)
 
 
 def _entering(base: type, name: str) -> Callable[..., Any]:
-    """The method `name` of a model under its training's policy: inputs cast in, outputs cast out."""
+    """Return the method `name` of a model under its training's policy: inputs are cast in, outputs are cast out."""
 
     @wraps(getattr(base, name))
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -355,8 +356,8 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         if outer is policy or (low is not None and _in_backward() and _low_precision_of((args, kwargs)) is low):
             return method(self, *args, **kwargs)  # a nested call or a checkpoint's recomputation: inputs are cast
         if not compiling:
-            # Written masters reach a compiled forward with the next step only. DataParallel's replicas are copies of
-            # published weights.
+            # A compiled forward does not copy written masters back into weights; the next step does. DataParallel's
+            # replicas are copies of synced weights.
             if not getattr(self, "_is_replica", False):
                 own.links.publish_written(self)
             if own.region is None or own.region.policy is not policy:
@@ -390,12 +391,12 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
 
 
 def _in_backward() -> bool:
-    """Whether autograd runs on this thread: a forward in it is one that activation checkpointing runs again."""
+    """Tell whether autograd runs on this thread. A forward then is a recomputation of activation checkpointing."""
     return not is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _cast_in(args: Any, kwargs: Any, low: torch.dtype) -> tuple[Any, Any, _Edits | None]:
-    """The arguments of forward in the type of the cast, and the edits of dicts among them to give back, if any."""
+    """Return the arguments of forward cast to `low`, and the edits of dicts among them to copy back, if any."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
         return (tree.cast_floats(args[0], low),), kwargs, None
     cast_args, cast_kwargs = tree.cast_floats((args, kwargs), low)
@@ -403,7 +404,7 @@ def _cast_in(args: Any, kwargs: Any, low: torch.dtype) -> tuple[Any, Any, _Edits
 
 
 class _Edits:
-    """The dicts and objects of which forward got cast copies: edits of a copy are done to the caller's own too."""
+    """The dicts and objects that forward received as cast copies, so that its edits can be copied back."""
 
     def __init__(self, given: tuple[Any, ...], passed: tuple[Any, ...]) -> None:
         self.copies = [
@@ -414,7 +415,7 @@ class _Edits:
         ]
 
     def give_back(self, cast_out: Callable[[Any], Any]) -> None:
-        """Write what forward did to the copies into the caller's dicts, in place; new values through `cast_out`."""
+        """Copy forward's edits of the copies back into the caller's dicts; new values go through `cast_out`."""
         for mine, copy, before in self.copies:
             for key in before.keys() - copy.keys():
                 mine.pop(key, None)

@@ -1,8 +1,8 @@
-"""FP32 copies of models, for EMA, export or evaluation; they are shielded from the casts of the process.
+"""FP32 copies of models, for EMA, export or evaluation. The casts of the process do not act in them.
 
-Outside of models the casts of the newest O1 training act in whatever is called, and would act in such a copy. While
-there are such casts, the copy's modules have a generated class whose methods enter a region without casts. At other
-times they have their plain classes.
+Outside of models the casts of the newest O1 training act in every call, so they would act in an FP32 copy too. While
+such casts are installed, the modules of the copy get a generated class whose methods enter a region without casts. At
+other times they have their plain classes.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _installation = Installation()
 
 
 def fp32_copy(model: Module) -> Module:
-    """An FP32 deep copy of `model`, without any trace of amp_patch, for EMA, export or evaluation.
+    """Return an FP32 deep copy of `model` without any trace of amp_patch, for EMA, export or evaluation.
 
-    Weights are the masters' values where there are masters, else the low-precision ones, upcast. Buffers are those from
-    before the cast, where nothing has written them since.
+    Weights have the values of their masters; weights without a master are upcast. Buffers have their values from before
+    the cast, if nothing has written them since.
 
-    The casts of an O1 or O4 training act in all that is called outside of models, but not in the copy: it and its parts
-    run, trace and export in FP32 (save torch's own layers inside it, where they are called by themselves). As long as
-    such a training lives, the copy and its parts have generated classes for that, and so have copies by `deepcopy`.
-    Pickles are always of the plain classes. What the caller enters around the copy, `amp.autocast` or the forward of a
-    model, acts in it as in any module.
+    The casts of an O1 or O4 training act in all calls outside of models, but not in the copy: the copy and its parts
+    run, trace and export in FP32. (Exception: one of torch's own layers inside it, called directly.) While such a
+    training lives, the copy, its parts and their deepcopies have generated classes for this. Pickles always contain the
+    plain classes. Regions that the caller enters around the copy, `amp.autocast` or the forward of a model, act in it
+    as in any module.
     """
     settle(links_of(set(model.parameters())))
     plain = copy.deepcopy(model)
     _unshield(plain)
     model_forward.to_plain_fp32(plain)
     with torch.no_grad():
-        # `model` may be a submodule of a training's model, which alone gives FP32 values to its copies.
+        # `model` may be a submodule of a training's model. Only the whole model gives its copies FP32 values.
         for copied, param in zip(plain.parameters(), model.parameters(), strict=True):
             master = master_of(param)
             if master is not None:
@@ -62,14 +62,14 @@ def fp32_copy(model: Module) -> Module:
 
 
 def hold_casts_off(model: nn.Module) -> None:
-    """Let `model`, which is of no training, run in FP32 outside of models, as a copy by `fp32_copy` does."""
+    """Run `model`, which belongs to no training, in FP32 outside of models, like a copy by `fp32_copy`."""
     _copies.add(model)
     if casts_state.default() is not None:
         shield()
 
 
 class FP32Copy(Generated):
-    """The methods of a module in an FP32 copy: no casts, unless the caller is in a region of its own that casts."""
+    """Overrides of a module in an FP32 copy: no casts, unless the caller is in a region that casts."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class FP32Copy(Generated):
         reduced = super().__reduce_ex__(protocol)
         if isinstance(reduced, str):
             return reduced
-        # A pickle of the plain class: amp_patch may be missing where the pickle is loaded.
+        # A pickle of the plain class, because amp_patch may be missing at the load.
         _, (_, _, function, args), *rest = reduced
         if function is _NEWOBJ:  # pickle refuses `__newobj__` of another class than the instance's
             function = args[0].__new__
@@ -105,7 +105,7 @@ class FP32Copy(Generated):
 
 
 def shield() -> None:
-    """Hold the casts of the process off all FP32 copies, until `restore`."""
+    """Keep the casts of the process out of all FP32 copies, until `restore`."""
     _installation.install(lambda patches: patches.on_remove(_unshield_all))
     for plain in list(_copies):
         for module in plain.modules():
@@ -119,14 +119,14 @@ def _unshield_all() -> None:
 
 
 def _unshield(plain: nn.Module) -> None:
-    """Give the modules of an FP32 copy their plain classes back."""
+    """Restore the plain classes of the modules in an FP32 copy."""
     for module in plain.modules():
         if isinstance(module, FP32Copy) and "_amp_base" in vars(type(module)):
             generated_class.take(module)
 
 
 def _is_known_by_its_class(module: nn.Module) -> bool:
-    """Whether tools look for this very class: torch's own layers (quantization, torch.fx), parametrized, scripted."""
+    """Tell whether tools test for exactly this class: torch's layers (quantization, fx), parametrized, scripted."""
     own = type(module).__module__.partition(".")[0] == "torch" and next(module.children(), None) is None
     return own or parametrize.is_parametrized(module) or isinstance(module, torch.jit.ScriptModule)
 
@@ -138,7 +138,7 @@ def _give(module: Any) -> None:
 
 def _without_casts(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        return function  # other tasks of the coroutine's thread would run in a region
+        return function  # other tasks of the thread would run in the region while the coroutine waits
     if inspect.isgeneratorfunction(function):
         return regions.region(None)(function)
 

@@ -1,8 +1,8 @@
-"""Models that are not FP32 when `initialize` gets them: their types, what each tensor becomes, what cannot be taken.
+"""Models with FP16 or BF16 tensors at `initialize`: their original types, the types under a policy, and refusals.
 
-Values of FP16 and BF16 are FP32's to the bit, so that a training that begins with them is the one of `model.float()`.
-It takes less: where a weight has the type of the level already nothing is made of it but its master, and of a frozen
-one nothing at all. `restore` gives the types of before. Parameters are known by identity, and held weakly.
+FP32 holds all values of FP16 and BF16, so such a training has the same bits as one of `model.float()`. It needs less
+memory: a weight that has the level's type already gets only a master, and a frozen one gets nothing. `restore` returns
+tensors to their original types. The tables compare parameters by identity, and reference them weakly.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from amp_patch.support.quantized import is_quantized
 from amp_patch.support.tensor_content import hook_swaps, release_in_swaps
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The types in which they came
+# Original types, from before the first `initialize`
 
 _params = WeakIdKeyDictionary()
 _buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
 
 
 def type_of(param: Tensor) -> torch.dtype | None:
-    """The low-precision type in which `param` came; None where it came in another, or never."""
+    """Return the original type of `param` if it was low precision, else None."""
     found: torch.dtype | None = _params.get(param)
     return found
 
 
 def note_type(param: Tensor, dtype: torch.dtype | None) -> None:
-    """Take note that `param` came in `dtype`; None: in none that is to be given back."""
+    """Record the original type of `param`; None removes the record."""
     if dtype is None:
         _params.pop(param, None)
         return
@@ -45,12 +45,12 @@ def note_type(param: Tensor, dtype: torch.dtype | None) -> None:
 
 
 def note_buffer_type(module: nn.Module, name: str, dtype: torch.dtype) -> None:
-    """Take note that a buffer came in `dtype`, unless it is known from before."""
+    """Record the original type of a buffer, unless one is recorded."""
     _buffers.setdefault(module, {}).setdefault(name, dtype)
 
 
 def give_buffers_back(model: nn.Module) -> None:
-    """Cast the FP32 buffers inside `model` to the types in which they came; a shared one stays shared."""
+    """Cast the FP32 buffers inside `model` to their original types; a shared buffer stays shared."""
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         for name, dtype in _buffers.pop(module, {}).items():
@@ -60,7 +60,7 @@ def give_buffers_back(model: nn.Module) -> None:
 
 
 def forget_types() -> None:
-    """Forget the types of all parameters and buffers."""
+    """Clear the records of all parameters and buffers."""
     _params.clear()
     _buffers.clear()
 
@@ -72,11 +72,11 @@ def _release(param: Tensor) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is made of them
+# Types under a policy
 
 
 def arrive(models: Iterable[nn.Module], earlier: Collection[int]) -> None:
-    """Take note of the types of the parameters of `models`, save those (ids) that earlier trainings have."""
+    """Record the original types of the parameters of `models`, except parameters of earlier trainings (ids)."""
     for model in models:
         for param in model.parameters():
             if id(param) not in earlier:
@@ -85,23 +85,23 @@ def arrive(models: Iterable[nn.Module], earlier: Collection[int]) -> None:
 
 
 def came_low(model: nn.Module) -> bool:
-    """Whether a parameter of `model` came in low precision."""
+    """Tell whether the original type of a parameter of `model` is low precision."""
     return any(type_of(param) is not None for param in model.parameters())
 
 
 def has_widened(model: nn.Module) -> bool:
-    """Whether an earlier training has given parameters of `model` that came in low precision other types or masters."""
+    """Tell whether an earlier training has changed the type of originally low-precision parameters, or made masters."""
     low = [(param, type_of(param)) for param in model.parameters()]
     return any(t is not None and (param.dtype is not t or master_of(param) is not None) for param, t in low)
 
 
 def wanted_type(param: Tensor, stays: bool, policy: Policy, *, widened: bool) -> torch.dtype:
-    """The type that `policy` wants a floating parameter in.
+    """Return the type of a floating parameter under `policy`.
 
     Args:
-        stays: whether its module stays FP32.
-        widened: `has_widened(model)`. At O0 all of such a model is FP32: plain torch takes no mixed ones, and to round
-            would lose what was trained.
+        stays: the parameter's module stays FP32.
+        widened: `has_widened(model)`. At O0 such a model is FP32 as a whole: plain torch does not mix types, and
+            rounding would lose trained values.
     """
     cast = policy.cast_model_type
     if type_of(param) is None:
@@ -118,9 +118,9 @@ def wanted_type(param: Tensor, stays: bool, policy: Policy, *, widened: bool) ->
 
 
 def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
-    """Raise where `policy` can do nothing with a low-precision or quantized parameter of `model`.
+    """Raise if no training under `policy` is possible with a low-precision or quantized parameter of `model`.
 
-    Where weights become FP16 the values of BF16 ones are looked at, which syncs.
+    If BF16 weights become FP16, this reads their values, which syncs.
     """
     if policy.changes_nothing:
         return
@@ -129,8 +129,8 @@ def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
         if is_quantized(param):
             if param.requires_grad:
                 raise ValueError(
-                    f"{named} is quantized ({type(param).__name__}, {param.dtype}) and trained, which no opt level can "
-                    "do; freeze it with requires_grad_(False) and train adapters (LoRA), or give the model unquantized"
+                    f"{named} is quantized ({type(param).__name__}, {param.dtype}) and trained, which no opt level "
+                    "supports; freeze it with requires_grad_(False) and train adapters (LoRA), or pass it unquantized"
                 )
             continue
         if type_of(param) is None:
@@ -151,7 +151,7 @@ def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
 
 
 def _is_rounded_shard(param: Tensor, stays: bool, policy: Policy) -> bool:
-    """Whether `policy` trains this low-precision shard as it is, and rounds it by chance."""
+    """Tell whether `policy` trains this low-precision shard without a master, and rounds it stochastically."""
     return policy.master_weights == STOCHASTIC and param.dtype is policy.cast_model_type and not stays
 
 
@@ -170,7 +170,7 @@ def _check_range(named: str, param: Tensor, policy: Policy) -> None:
 
 
 def params_to_widen(models: Iterable[nn.Module], stays: Collection[int], policy: Policy) -> list[nn.Parameter]:
-    """The low-precision parameters that are FP32 under `policy`, each once; a cast changes none of them."""
+    """Return the low-precision parameters that are FP32 under `policy`, each once, before any cast."""
     once: dict[int, nn.Parameter] = {}
     for model in models:
         widened = has_widened(model)
@@ -183,7 +183,7 @@ def params_to_widen(models: Iterable[nn.Module], stays: Collection[int], policy:
 
 
 def buffers_to_widen(models: Iterable[nn.Module], kept: Iterable[nn.Module], policy: Policy) -> list[Owned]:
-    """The low-precision buffers of models that came so and that `policy` wants otherwise: FP32 first."""
+    """Return the low-precision buffers that `policy` wants in another type; they become FP32 first."""
     stays = set() if policy.changes_nothing else {id(module) for root in kept for module in root.modules()}
     low = [model for model in models if came_low(model)]
     modules = {id(m): m for model in low for m in model.modules()}
@@ -205,7 +205,7 @@ def buffers_to_widen(models: Iterable[nn.Module], kept: Iterable[nn.Module], pol
 
 
 def widen_buffers(owned: Iterable[Owned]) -> None:
-    """Make these buffers FP32, and note the types in which they came; a shared one stays shared."""
+    """Cast these buffers to FP32, and record their original types; a shared buffer stays shared."""
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for module, name in owned:
         buffer = module._buffers[name]

@@ -1,4 +1,4 @@
-"""Which modules stay FP32 inside a model that is cast: by the user's rules, batch norms, tables of buffers."""
+"""Choice of the modules that stay FP32 inside a cast model: by the user's rules, batch norms, tables of buffers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ def kept_modules(
     *,
     low_tables: bool = False,
 ) -> list[nn.Module]:
-    """The outermost modules that stay FP32; errors begin with the name of the `caller`.
+    """Return the outermost modules that stay FP32.
 
-    Those are: modules that `rules` name; batch norms, where the policy keeps them; in a cast model modules that have
-    buffers and no parameters, where low precision saves nothing and ruins a rotary table's angles; and modules that
-    share a weight with one of these, or read its weight.
+    A module stays FP32 if a rule names it, or if it is a batch norm and the policy keeps batch norms. In a cast model a
+    module with buffers and no parameters stays too: low precision would save nothing, and would ruin the angles of a
+    rotary table. A module that shares a weight with one of these, or reads its weight, also stays.
 
     Args:
-        low_tables: whether buffers alone may be low precision too: those of models that came so.
+        caller: the function that error messages begin with.
+        low_tables: modules with only low-precision buffers stay too; for models that were low precision before.
 
     Raises:
-        ValueError: a name that no model has, a class of which no model has an instance.
+        ValueError: a name that no model has, or a class without an instance in any model.
         TypeError: a rule of another kind.
     """
     kept: dict[int, nn.Module] = {}
@@ -47,12 +48,14 @@ def kept_modules(
         roots = {id(model) for model in models}
         inside = (m for model in models for m in model.modules() if id(m) not in roots and not is_batch_norm(m))
         kept.update((id(m), m) for m in inside if buffers.are_all_that(m, low_tables))
-    # MultiheadAttention never calls `out_proj`, whose weight it reads: a kept `out_proj` must keep the attention too.
+    # MultiheadAttention reads the weight of `out_proj` and never calls it: if `out_proj` stays FP32, so must the
+    # attention.
     for model in models:
         for module in model.modules():
             if isinstance(module, nn.MultiheadAttention) and id(module.out_proj) in kept:
                 kept[id(module)] = module
-    # A module that shares a weight with a kept module would get inputs of another type than the weight's.
+    # Without this, a module that shares a weight with an FP32 module would get inputs of another type than the
+    # weight's.
     stays = {id(p) for m in kept.values() for p in m.parameters()}
     for model in models:
         for module in model.modules():
@@ -65,10 +68,10 @@ def kept_modules(
 def modules_matching(
     models: list[nn.Module], rules: KeepFP32 | Iterable[KeepFP32], argument: str, caller: str
 ) -> list[nn.Module]:
-    """The modules that the rules of `argument` name, each once; in place of containers those inside.
+    """Return the modules that the rules of `argument` match, each once. Containers are replaced by the modules inside.
 
     Raises:
-        ValueError: a name that no model has, a class of which no model has an instance.
+        ValueError: a name that no model has, or a class without an instance in any model.
         TypeError: a rule of another kind.
     """
     found: dict[int, nn.Module] = {}
@@ -84,14 +87,14 @@ def modules_matching(
 
 
 def with_forward(module: nn.Module) -> list[nn.Module]:
-    """`module`; in place of a container that is never called itself (ModuleList, ModuleDict), those inside it."""
+    """Return `[module]`; for a container that is never called itself (ModuleList, ModuleDict) its contents."""
     if type(module).forward is not nn.Module.forward:
         return [module]
     return [inner for child in module.children() for inner in with_forward(child)]
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether `module` is a batch norm of torch's, or of a subclass (SyncBatchNorm)."""
+    """Tell whether `module` is a torch batch norm, or of a subclass (SyncBatchNorm)."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
@@ -134,6 +137,6 @@ _installation = Installation()
 
 
 def forbid_fast_path() -> None:
-    """Keep encoder layers from their one fused call in eval mode, which wants all their children of one type."""
-    # `add`, not `install`: the user may have turned the fast path on again since the last call.
+    """Disable the fused call of encoder layers in eval mode, which requires one type in all their children."""
+    # `add`, not `install`, because user code may have enabled the fast path again since the last call.
     _installation.add(lambda patches: patches.set(torch.backends.mha, "_is_fastpath_enabled", False))

@@ -1,4 +1,4 @@
-"""Which products stay 16 bits wide at the levels that make the others FP8 or FP4: the first layer's, the head's."""
+"""Choice of the products that stay 16-bit at the levels with FP8 or FP4: the first layer's and the head's."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp_patch.casts import low_bit, regions
-from amp_patch.model import fsdp
 from amp_patch.model.forward import AmpModel, InnerModule, KeptModule, give
 from amp_patch.model.keep_fp32 import KeepFP32, modules_matching
 from amp_patch.model.state import ModelState
 from amp_patch.policy import Policy
+from amp_patch.support import fsdp
 from amp_patch.support.compiled import wraps
 
 Rules = KeepFP32 | Iterable[KeepFP32] | None
 
 
 class HighModule(InnerModule):
-    """Overrides of a module whose products stay 16 bits wide: it runs under its training's policy without a format."""
+    """Overrides of a module whose products stay 16-bit: it runs under the policy without a product format."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -38,21 +38,22 @@ class HighModule(InnerModule):
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays high: modules with all that they call, and weights wherever they are multiplied."""
+    """The modules whose calls stay 16-bit, and the weights whose products stay 16-bit everywhere."""
 
     modules: list[nn.Module]
     weights: list[Tensor]
 
 
 def kept_high(models: list[nn.Module], policy: Policy, rules: Rules, caller: str = "initialize") -> Kept:
-    """What `rules` name; for None the first layer and the head of each model, where the policy has low-bit products.
+    """Return the modules that `rules` match. If `rules` is None, return the first layer and the head of each model.
 
-    A layer is a module with a weight of two dimensions or more. The first one is the first that a model defines: if
-    that is an embedding or a convolution, which has no low-bit product, there is no other. The head is the last one,
-    embeddings aside. Where a model multiplies by an embedding's weight (a tied head), that is the head's.
+    A layer is a module with a weight of two or more dimensions. The first layer is the first one that a model defines;
+    if it is an embedding or a convolution, which have no low-bit product, there is no first layer. The head is the last
+    layer that is no embedding. If a model multiplies by an embedding's weight (a tied head), this product stays 16-bit
+    too. Without a product format the result for None is empty.
 
     Raises:
-        ValueError, TypeError: as `keep_fp32` raises them.
+        ValueError, TypeError: as for `keep_fp32`.
     """
     if rules is not None:
         found = modules_matching(models, rules, "keep_high", caller)
@@ -74,13 +75,13 @@ def kept_high(models: list[nn.Module], policy: Policy, rules: Rules, caller: str
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if module is model and next(module.children(), None) is not None:
-            continue  # tables that a whole model holds itself, of positions for example
+            continue  # parameters of a whole model, for example position tables, do not make it a layer
         if any(p is not None and p.dim() > 1 for p in module._parameters.values()):
             yield module
 
 
 def enter_high(models: list[nn.Module], policy: Policy, kept: Kept) -> None:
-    """Have `kept`, of models that have just entered a training of `policy`, stay high, and nothing else in `models`."""
+    """Mark `kept` to stay 16-bit in `models`, which have just entered a training of `policy`; clear earlier marks."""
     if policy.product_format is None:
         return
     sharded = fsdp.fsdp_modules(models)
@@ -92,7 +93,8 @@ def enter_high(models: list[nn.Module], policy: Policy, kept: Kept) -> None:
             own: ModelState = vars(model)["_amp"]
             own.high = _names_of(model, stay)
             low_bit.keep_named(model, own.high)
-            # Without these, weights that an FSDP module inside gathers in the model's forward would have no mark.
+            # Without these hooks, weights that an FSDP module inside gathers during the model's forward would have no
+            # mark.
             marks = ((m, functools.partial(_mark, names=_names_of(m, stay))) for m in fsdp.fsdp_modules([model]))
             own.handles += [module.register_forward_pre_hook(mark) for module, mark in marks]
     high = replace(policy, product_format=None)

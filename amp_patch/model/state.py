@@ -33,23 +33,23 @@ class ModelState:
     """The state of a model in a training: `module._amp`.
 
     Attributes:
-        policy: of the training.
+        policy: the training's policy.
         low_buffers: names of buffers that were low precision before `initialize`.
-        on_demand: whether a state dict makes the masters: for models that no optimizer trains.
-        links: of its parameters, for what somebody wrote into their masters, and no forward has seen yet.
-        fast_path_off: whether torch's fused encoder layers would meet modules that were kept.
-        sharded: whether the model went through `fully_shard` before.
-        handles: of hooks on FSDP modules inside the model.
-        no_sync: whether DDP's `no_sync()` is entered; training/ddp.py sets it.
-        local: whether the gradients of the last forward stay on this process: it ran under `no_sync()`.
-        written_buffers: looks for cast buffers that training writes; None after two forwards.
-        cleared: how often `zero_grad` was called.
+        on_demand: a state dict makes the masters, because no optimizer trains the model.
+        links: finds masters of the model that were written and not yet copied back into their weights.
+        fast_path_off: torch's fused encoder layers are disabled, because they would meet modules that stay FP32.
+        sharded: the model went through `fully_shard` before `initialize`.
+        handles: handles of hooks on FSDP modules inside the model.
+        no_sync: DDP's `no_sync()` is entered; around/ddp.py sets this.
+        local: the gradients of the last forward stay on this process, because it ran under `no_sync()`.
+        written_buffers: finds cast buffers that training writes; None after two forwards.
+        cleared: the number of calls of `zero_grad`.
         owner: the model.
-        modules: those inside the model when it went through `initialize`; none are known of a copy.
-        high: the names of the weights whose products stay 16 bits wide where others are FP8 or FP4.
-        wide: of a copy the weights that are FP32, by name, and the types that they are cast to while it is called.
-        calls: those of a copy.
-        region: in which the model's forward runs; made at the first call, and again after `policy` was changed.
+        modules: the modules inside the model at `initialize`; empty for a copy.
+        high: names of weights whose products stay 16-bit when other products are FP8 or FP4.
+        wide: for a copy, its FP32 weights by name, and the types that they are cast to during calls.
+        calls: the running calls of a copy.
+        region: the region around the model's forward; made at the first call, and again after a change of `policy`.
     """
 
     policy: Policy
@@ -71,7 +71,7 @@ class ModelState:
     region: regions.region | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # These fields are of the original's parameters and hooks; a copy starts without.
+        # These fields refer to the original's parameters and hooks, so a copy starts without them.
         fresh = {"handles": [], "no_sync": False, "local": False}
         fresh |= dict.fromkeys(("written_buffers", "owner", "region"))
         state = {**vars(self), **fresh}
@@ -97,12 +97,12 @@ class ModelState:
             forbid_fast_path()
 
 
-# Models of trainings that change nothing, which keep their own classes and dictionaries (untouched.py) -> the state,
-# and the `methods` that were given to `initialize`.
+# Models of trainings that change nothing (untouched.py) -> their state, and the argument `methods` of `initialize`.
+# These models keep their own classes and dictionaries.
 untouched: weakref.WeakKeyDictionary[nn.Module, tuple[ModelState, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 def followed_policy(module: Any) -> Policy | None:
-    """The policy of the training that `module` is a model, or a kept module, of; None outside of trainings."""
-    state = module.__dict__.get("_amp")  # in place of `vars(module)`, which Dynamo of torch 2.6 cannot trace
+    """Return the policy of the training that `module` belongs to, as a model or an inner module; else None."""
+    state = module.__dict__.get("_amp")  # not `vars(module)`, which Dynamo of torch 2.6 cannot trace
     return None if state is None else state.policy

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model: what can be cast, what may not be, the cast and its undo; checkpoints."""
+"""Parameters and buffers of a model: checks before a cast, the cast and its undo, loading of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from amp_patch.masters.grad_field import own_grad, set_own_grad
 from amp_patch.masters.masters import disconnect, link_of, load, master_of
-from amp_patch.model import buffers, fsdp, incoming
+from amp_patch.model import buffers, incoming
 from amp_patch.policy import LOW_PRECISION, Policy
-from amp_patch.support import distributed
+from amp_patch.support import distributed, fsdp
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.quantized import is_quantized
 from amp_patch.support.tensor_content import set_data
 
 
 def check_model(model: Any, methods: Collection[str] = ()) -> None:
-    """Raise unless `initialize` can take `model`; the message says what to do instead."""
+    """Raise if `initialize` cannot take `model`; the message says what to do instead."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         swapped = hasattr(model, "param_groups")
@@ -36,7 +36,7 @@ def check_model(model: Any, methods: Collection[str] = ()) -> None:
     if wrapped is not None:
         raise ValueError(
             f"initialize: {repr(wrapped) + ' of ' if wrapped else ''}the model is wrapped in "
-            "FullyShardedDataParallel, whose flattened shards no overflow check of ours agrees on; "
+            "FullyShardedDataParallel, whose flattened shards have no common overflow check here; "
             "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead, then call initialize()"
         )
     if isinstance(model, torch.jit.ScriptModule):
@@ -46,19 +46,19 @@ def check_model(model: Any, methods: Collection[str] = ()) -> None:
         )
     if "forward" in vars(model):
         raise ValueError(
-            f"initialize: this {name} has a `forward` of its own in its __dict__, which hides the one of its class; "
+            f"initialize: this {name} has a `forward` in its __dict__, which hides the one of its class; "
             "define forward on the class, or call initialize() before something replaces it"
         )
     cls: Any = base_class(model)
     if cls.forward is nn.Module.forward and cls.__call__ is not nn.Module.__call__ and "__call__" not in methods:
         raise ValueError(
-            f"initialize: {name} defines __call__ and no forward, which is where casts and hooks act; rename it "
+            f"initialize: {name} defines __call__ and no forward, around which casts and hooks act; rename it "
             "forward, or name it: initialize(..., methods=('__call__',))"
         )
 
 
 def check_methods(models: list[nn.Module], methods: Collection[str]) -> None:
-    """Raise unless every name in `methods` is a method of at least one model."""
+    """Raise if a name in `methods` is not a method of any model."""
     if isinstance(methods, str):
         raise TypeError(
             f"initialize: methods is the string {methods!r}; wanted a tuple of names: methods=({methods!r},)"
@@ -72,9 +72,10 @@ def check_methods(models: list[nn.Module], methods: Collection[str]) -> None:
 
 
 def check_types(model: nn.Module, policy: Policy, kept: list[nn.Module], *, takes_any: bool) -> None:
-    """Raise unless the floating parameters of `model` have types that it can come in.
+    """Raise if a floating parameter of `model` has a type that `initialize` does not take.
 
-    FP64 where they are not cast; FP16 and BF16 where `takes_any`, and no value is lost (`incoming.check`).
+    FP64 parameters are taken if they are not cast. FP16 and BF16 ones are taken if `takes_any`; `incoming.check` tests
+    that no value is lost.
     """
     stays = {id(p) for module in kept for p in module.parameters()}
     for name, param in model.named_parameters():
@@ -101,15 +102,15 @@ def check_types(model: nn.Module, policy: Policy, kept: list[nn.Module], *, take
 
 
 def check_steps(model: nn.Module, policy: Policy) -> None:
-    """Raise if optimizers step during backward, where `policy` has gradients checked or weights cast."""
+    """Raise if optimizers step during backward, and `policy` checks gradients or casts weights."""
     if not (policy.checks_gradients or policy.cast_model_type is not None):
         return
     for name, param in model.named_parameters():
         if getattr(param, "_in_backward_optimizers", None):
             raise ValueError(
                 f"initialize: an optimizer steps parameter {name!r} of {type(model).__name__} during backward "
-                f"(_apply_optimizer_in_backward), with gradients that opt_level {policy.opt_level!r} could neither "
-                "unscale, check nor bring to masters; make an ordinary optimizer and step after `scale_loss`, or use "
+                f"(_apply_optimizer_in_backward), with gradients that opt_level {policy.opt_level!r} could not "
+                "unscale, check or move to masters; make an ordinary optimizer and step after `scale_loss`, or use "
                 "O0 or O4 (without skip_nonfinite)"
             )
 
@@ -117,10 +118,10 @@ def check_steps(model: nn.Module, policy: Policy) -> None:
 def to_cast(
     models: list[nn.Module], kept: list[nn.Module], dtype: torch.dtype
 ) -> tuple[list[nn.Parameter], list[buffers.Owned]]:
-    """What a cast to `dtype` changes: parameters outside of `kept`, each once, and the FP32 buffers (module, name).
+    """Return the tensors that a cast to `dtype` changes: parameters, each once, and FP32 buffers as (module, name).
 
-    Those are the FP32 parameters, and such as came in low precision of another type. Sharded parameters are not cast:
-    fully_shard gathers their FP32 shards in the type of its own policy.
+    The parameters are the FP32 ones outside of `kept`, and originally low-precision ones whose type is not `dtype`.
+    Sharded parameters are not cast: fully_shard gathers their FP32 shards in the type of its own policy.
     """
     modules = {id(m): m for model in models for m in model.modules()}
     for root in kept:
@@ -143,7 +144,7 @@ def to_cast(
 
 
 def not_cast_to(model: nn.Module, kept: list[nn.Module], policy: Policy) -> list[nn.Parameter]:
-    """The parameters of `model` that do not have the type yet that `policy` wants them in."""
+    """Return the parameters of `model` whose type differs from the one that `policy` wants."""
     stays = {id(p) for module in kept for p in module.parameters()}
     widened = incoming.has_widened(model)
     return [
@@ -155,7 +156,7 @@ def not_cast_to(model: nn.Module, kept: list[nn.Module], policy: Policy) -> list
 
 
 def cast(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Cast parameters and their gradients, in place: a parameter stays the same object."""
+    """Cast parameters and their gradients in place: a parameter stays the same object."""
     for param in params:
         grad = own_grad(param)
         set_own_grad(param, None)
@@ -165,26 +166,26 @@ def cast(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
 
 
 def use_cpu(models: Iterable[nn.Module]) -> bool:
-    """Whether any tensor of the models is on a CPU. Models without tensors may run anywhere."""
+    """Tell whether any tensor of the models is on a CPU. Models without tensors count, since they may run anywhere."""
     devices = {tensor.device.type for model in models for tensor in (*model.parameters(), *model.buffers())}
     return not devices or "cpu" in devices
 
 
 def reflatten(model: nn.Module) -> None:
-    """Make the weights of RNNs one block of memory again, which cuDNN wants and a cast undoes."""
+    """Make the weights of RNNs one block of memory again: cuDNN needs this, and a cast undoes it."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase) and not any(map(distributed.is_dtensor, module.parameters())):
             module.flatten_parameters()
 
 
 def uncast(param: nn.Parameter, name: str = "", *, give_back: bool = False) -> None:
-    """Give `param` its master's value, or its own, in FP32; in FP64 where it was made that.
+    """Set `param` to its master's value, or its own, in FP32; in FP64 if user code has cast it to that.
 
-    A frozen one that came in low precision and has no master takes that type again. With `give_back` so does every one
-    that came in it: its FP32 value is rounded.
+    A frozen parameter without a master returns to the low-precision type that it had before `initialize`. With
+    `give_back` every parameter does, and its FP32 value is rounded.
 
     Raises:
-        RuntimeError: it came in FP16, which cannot hold a value of it any more. It is FP32 then.
+        RuntimeError: the parameter was FP16, and its value is beyond FP16's range now. It is FP32 then.
     """
     master, low = master_of(param), incoming.type_of(param)
     if master is not None:
@@ -192,52 +193,51 @@ def uncast(param: nn.Parameter, name: str = "", *, give_back: bool = False) -> N
         value = master.data.to(param.device, torch.promote_types(param.dtype, torch.float32))
         rounds = give_back and low is not None and value.dtype is torch.float32 and _fits(value, low)
         set_data(param, value.to(low) if rounds else value)
-        del value  # a closed master's joined value has memory of its own, which goes before the master does
+        del value  # the FP32 value of a compressed master has its own memory: free it before the master
         disconnect(param)
     else:
         was_cast = param.dtype in LOW_PRECISION and param.dtype is not low and not is_quantized(param)
         if was_cast:
             cast([param], torch.float32)
-            if low is torch.float16 and not param.requires_grad:  # 65504, FP16's largest, was rounded up in BF16
+            if low is torch.float16 and not param.requires_grad:  # BF16 had rounded 65504, FP16's largest, up
                 set_data(param, torch.where(param.data.abs() == 65536, param.data.sign() * 65504, param.data))
         back = give_back or (was_cast and not param.requires_grad)
         if back and low is not None and param.dtype is torch.float32 and _fits(param.data, low):
             cast([param], low)
     if give_back and low is not None and param.dtype is torch.float32:
-        raise RuntimeError(
-            f"restore: parameter {name!r} came in {low}, which cannot hold a value that it has by now: it stays FP32"
-        )
+        raise RuntimeError(f"restore: parameter {name!r} came in {low}, which cannot hold its value now: it stays FP32")
 
 
 def _fits(value: Tensor, dtype: torch.dtype) -> bool:
-    """Whether no finite element of FP32 `value` becomes infinite in `dtype`. Asks the device where it is FP16."""
+    """Tell whether every finite element of FP32 `value` stays finite in `dtype`. Syncs if that is FP16."""
     return dtype is torch.bfloat16 or value.is_meta or bool((value.to(dtype).isfinite() | ~value.isfinite()).all())
 
 
 def was_changed(param: Tensor, master: Tensor) -> bool:
-    """Whether somebody gave `param` another type or shape, so that its values are no longer its master's, rounded."""
+    """Tell whether user code has changed the type, shape or device of `param`, so that its master is stale."""
     known = param.dtype is torch.float32 or param.dtype in LOW_PRECISION
     return not known or param.shape != master.shape or param.device != master.device
 
 
 def refuse_changed(model: nn.Module) -> None:
-    """Raise if somebody has given a parameter with a master another type, shape or device since `initialize`."""
+    """Raise if user code has changed the type, shape or device of a parameter with a master since `initialize`."""
     for name, param in model.named_parameters():
         master = master_of(param)
         if master is not None and was_changed(param, master):
             raise RuntimeError(
                 f"restore: parameter {name!r} of this {type(model).__name__} became {param.dtype} of shape "
                 f"{list(param.shape)} on {param.device} after initialize(), and its master is {list(master.shape)} on "
-                f"{master.device}; it has the master's value again, and what was written into it meanwhile is lost: "
-                "call restore() first, then model.double() and the like"
+                f"{master.device}; it has the master's value again, and later writes into it are lost: call restore() "
+                "first, then model.double() and similar conversions"
             )
 
 
 def load_masters(model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
-    """Give the masters in `model` their values, and put the weights in the place of these in `state_dict`, in place.
+    """Load the values of `state_dict` into the masters of `model`, and replace them by the weights in that dictionary.
 
-    Torch's `load_state_dict` made that dictionary. The module that has a weight would copy the value, rounded by torch,
-    over what is published here: a split master rounds ties another way, and has the rest of the value in the low half.
+    Torch's `load_state_dict` made the dictionary, so it is changed in place. Without the replacement torch would then
+    copy the loaded value, rounded to nearest even, over the weight that this function has written. A split master
+    rounds ties the other way, and stores the rest of the value in its low half.
     """
     for name, param in model.named_parameters(remove_duplicate=False):
         value, link = state_dict.get(prefix + name), link_of(param)

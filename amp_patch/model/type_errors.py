@@ -1,4 +1,4 @@
-"""What is said where a tensor has another type than the cast gave it: refusals, and advice in torch's own errors."""
+"""Errors about tensors of another type than the cast made: refusals, and advice added to torch's errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.model import fsdp
 from amp_patch.model.keep_fp32 import is_batch_norm
 from amp_patch.model.state import followed_policy, running
 from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.support import fsdp
 from amp_patch.support.compiled import wraps
 from amp_patch.support.scripts_line import frames_of, raised_at
 
-# oneDNN names no types: without its words a recurrent network in BF16 with an FP32 state would fail unexplained.
+# oneDNN's error names no types. Without the last pattern, the error of a recurrent network in BF16 with an FP32 state
+# would get no advice.
 _DTYPE_ERROR = re.compile(
     r"same dtype|scalar type|should be the same|dtype mismatch|mixed dtype|must have the same type"
     r"|dtypes must be the same|self\.dtype to be equal|dtypes match|expected dtype .* but got|Found dtype \w+ but"
@@ -24,7 +25,7 @@ _DTYPE_ERROR = re.compile(
     re.I,
 )
 _OVERFLOW = re.compile(r"cannot be converted to type (\S+) without overflow")
-# A function that has no kernel for a low-precision type.
+# Errors of functions without a kernel for a low-precision type.
 _NO_KERNEL = re.compile(
     r"not implemented for '(Half|BFloat16)'|Unsupported dtype (Half|BFloat16)|Low precision dtypes not supported"
     r"|must be either float or double dtype|support tensors of type: (Half|BFloat16)|\((Half|BFloat16)\{"
@@ -36,9 +37,9 @@ _INTEGER = re.compile(r"\b(bool|byte|char|short|int|long)\b", re.I)
 
 
 def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Policy) -> None:
-    """Raise if `fn`, to be applied to all tensors of a model of a training, changes their type, not just their device.
+    """Raise if `fn`, to be applied to all tensors of a model, would change their type and not only their device.
 
-    O0 is the plain script, in which that may be done.
+    At O0 this is allowed, as in the plain script.
     """
     if policy.changes_nothing:
         return
@@ -46,7 +47,7 @@ def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Poli
     for dtype in (torch.float32,) if low is None else (torch.float32, low):
         try:
             became = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
-        except Exception:  # `fn` fails on an empty CPU tensor: no prediction
+        except Exception:  # `fn` fails on an empty CPU tensor: its result is unknown
             return
         if low is None and became in LOW_PRECISION:
             raise RuntimeError(
@@ -58,14 +59,14 @@ def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Poli
         if became is not dtype and became in (torch.float32, *LOW_PRECISION):
             raise RuntimeError(
                 f"{type(model).__name__} went through initialize(opt_level={policy.opt_level!r}), which cast it to "
-                f"{low} and made FP32 masters where it has any: a conversion to {became} would undo half of that. Call "
-                "amp.restore() for the FP32 model, amp.fp32_copy(model) for an FP32 copy, initialize() again for "
-                "another level or type; what is to stay FP32 is named in initialize(..., keep_fp32=...)"
+                f"{low}, with FP32 masters if the level has any: a conversion to {became} would undo half of that. "
+                "Call amp.restore() for the FP32 model, amp.fp32_copy(model) for an FP32 copy, initialize() again for "
+                "another level or type; name modules that must stay FP32 in initialize(..., keep_fp32=...)"
             )
 
 
 def explain_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
-    """Raise `error` of a forward of `model`, if it is about types, with the line, the level and the way out."""
+    """Raise `error` of a forward of `model` with its line, the level and the way out, if it is about types."""
     if policy.cast_model_type is not None:
         if fsdp.is_fsdp(model) and (is_about_types(error) or _names_integers(error)):
             return
@@ -76,18 +77,24 @@ def explain_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_cl
 
 
 def explain_types_in_body(policy: Policy, error: RuntimeError) -> None:
-    """Raise `error` of the body of a `scale_loss`, if it is about types, with the line, the level and the way out."""
-    _raise_with_advice(f"The body of scale_loss{raised_at(error)}", policy, error)
+    """Raise `error` of the body of a `scale_loss` with its line, the level and the way out, if it is about types."""
+    part = ""
+    if policy.cast_model_type is not None and is_about_types(error):
+        part = (
+            ". The inputs of a part of the model that is called outside of forward, model.body(x), are not cast: call "
+            "the model, or move the call into a method and name it: initialize(..., methods=('encode',))"
+        )
+    _raise_with_advice(f"The body of scale_loss{raised_at(error)}", policy, error, part)
 
 
-def _raise_with_advice(where: str, policy: Policy, error: RuntimeError) -> None:
+def _raise_with_advice(where: str, policy: Policy, error: RuntimeError, more: str = "") -> None:
     if policy.makes_low_tensors and (advice := _advice(policy, error)) is not None:
         kind = NotImplementedError if isinstance(error, NotImplementedError) else RuntimeError
-        raise kind(f"{error}\n{where} {advice}") from error
+        raise kind(f"{error}\n{where} {advice}{more}") from error
 
 
 def _advice(policy: Policy, error: RuntimeError) -> str | None:
-    """What torch's `error` is about at this level, and the ways out; None if it is not about types."""
+    """Return the cause of torch's `error` at this level, and the ways out; None if it is not about types."""
     low, level, casts_model = policy.dtype, policy.opt_level, policy.cast_model_type is not None
     if _OVERFLOW.search(str(error)):
         return (
@@ -113,7 +120,7 @@ def _advice(policy: Policy, error: RuntimeError) -> str | None:
 
 
 def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
-    """Raise `error` with the weights of a cast model that got another type since, if there are any."""
+    """Raise `error` with the names of weights of a cast model whose type has changed since, if there are any."""
     norms = bool(policy.keep_batchnorm_fp32)
     kept = (m for m in model.modules() if isinstance(m, kept_class) or (norms and is_batch_norm(m)))
     stay = {id(inner) for module in kept for inner in module.modules()}
@@ -132,14 +139,14 @@ def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError,
     raise RuntimeError(
         f"{error}\n{type(model).__name__} was cast to {policy.cast_model_type} by initialize(), and {shown} "
         "got another type since: by .float(), .half() or .to(dtype) of a part, by torch.func.functional_call "
-        "with values of another type, or as a new tensor. Name what is to stay FP32 in initialize(..., "
-        "keep_fp32=...), give functional_call values of the types that model.named_parameters() has, or run "
-        "amp.fp32_copy(model)"
+        "with values of another type, or as a new tensor. Name modules that must stay FP32 in "
+        "initialize(..., keep_fp32=...), give functional_call values of the types that model.named_parameters() has, "
+        "or run amp.fp32_copy(model)"
     ) from error
 
 
 def _refuse_new_modules(model: nn.Module, policy: Policy, error: RuntimeError, names: list[str]) -> None:
-    """Raise `error` with the modules that `model` has got since `initialize`, if tensors of `names` are theirs."""
+    """Raise `error` with the modules added to `model` since `initialize`, if tensors in `names` belong to them."""
     known = vars(model)["_amp"].modules
     new = [path for path, module in model.named_modules() if module not in known] if known else []
     outermost = [path for path in new if path.rpartition(".")[0] not in new]
@@ -148,38 +155,38 @@ def _refuse_new_modules(model: nn.Module, policy: Policy, error: RuntimeError, n
             f"{error}\n{type(model).__name__} was cast to {policy.cast_model_type} by initialize(), and has got new "
             f"modules since, which were not: {', '.join(map(repr, added))}. Add their parameters to the optimizer "
             "(optimizer.add_param_group, or a new one) and call amp.initialize(model, optimizer, opt_level="
-            f"{policy.opt_level!r}) again; or cast them by hand, model.get_submodule({added[0]!r}).to("
+            f"{policy.opt_level!r}) again; or cast them, model.get_submodule({added[0]!r}).to("
             f"{policy.cast_model_type}), before optimizer.add_param_group"
         ) from error
 
 
 def _refuse_integers(model: nn.Module, error: RuntimeError) -> None:
-    """Raise `error` with the way out, if an integer tensor met a floating one: the level has no part in that."""
-    if _names_integers(error) and error.__cause__ is None:  # else it is explained already
+    """Raise `error` with the way out, if an integer tensor met a floating one; this fails without amp_patch too."""
+    if _names_integers(error) and error.__cause__ is None:  # else an inner model has explained it
         raise RuntimeError(
-            f"{error}\nIn {_place(model, error)} integers meet floats, which fails in FP32 too: the input is meant, "
-            "not the opt level (initialize() casts floating tensors alone). Give x.float() where floats belong, and "
-            "int64 where indices do"
+            f"{error}\nIn {_place(model, error)} integers meet floats, which fails in FP32 too: the cause is the "
+            "input, not the opt level (initialize() casts only floating tensors). Pass x.float() for numbers, and "
+            "int64 for indices"
         ) from error
 
 
-# Asked, with the model and a method's name, whether the method shall be called again, which was called by itself and
-# failed on types: whoever says so has had it cast.
+# Called with the model and the name of a method that was called directly and failed on types. A subscriber that returns
+# True has had the method cast, and the method is called again.
 method_subscribers: list[Callable[[nn.Module, str], bool]] = []
 
 
 def is_about_types(error: RuntimeError) -> bool:
-    """Whether the words of torch's error say that tensors of two floating types met."""
+    """Tell whether the text of torch's error says that tensors of two floating types met."""
     return _DTYPE_ERROR.search(str(error)) is not None and not _names_integers(error)
 
 
 def _names_integers(error: RuntimeError) -> bool:
-    words = str(error).partition("\n")[0]  # what follows is ours, and has names of modules
+    words = str(error).partition("\n")[0]  # the rest is our advice, with names of modules
     return _DTYPE_ERROR.search(words) is not None and _INTEGER.search(words) is not None
 
 
 def _place(model: nn.Module, error: RuntimeError) -> str:
-    """The innermost module of `model` in which `error` was raised, and the line."""
+    """Return the innermost module of `model` that raised `error`, and the line."""
     names = {id(module): name for name, module in model.named_modules()}
     inside = [names[id(own)] for frame, _ in frames_of(error) if id(own := frame.f_locals.get("self")) in names]
     where = f"module {inside[-1]!r} of {type(model).__name__}" if inside and inside[-1] else type(model).__name__
@@ -187,7 +194,7 @@ def _place(model: nn.Module, error: RuntimeError) -> str:
 
 
 def advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with advice added to a dtype error, when it is called from outside of the model's forward."""
+    """Return `function` with advice added to a dtype error, if it is called outside of the model's forward."""
 
     @wraps(function)
     def advised(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +210,7 @@ def advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             if any(subscriber(self, name) for subscriber in tuple(method_subscribers)):
                 return getattr(self, name)(*args, **kwargs)
             raise RuntimeError(
-                f"{error}\n{type(self).__name__}.{name}() was called by itself, so its inputs were not cast to "
+                f"{error}\n{type(self).__name__}.{name}() was called directly, so its inputs were not cast to "
                 f"{policy.cast_model_type} as those of forward() are; name it: initialize(..., methods=({name!r},))"
             ) from error
 

@@ -1,7 +1,7 @@
-"""Models of trainings that change nothing, O0's: each keeps its own class and dictionary, which libraries look at.
+"""Models of trainings that change nothing (O0): they keep their class and `__dict__`, which libraries inspect.
 
-Outside of models the casts of the newest O1 training act in whatever is called, and would act in such a model. While
-there are such casts, it has the class that models of other trainings have, whose forward enters a region of its own.
+Outside of models the casts of the newest O1 training act in every call, so they would act in these models too. While
+such casts are installed, the models get the class of other trainings' models, whose forward enters a region.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _installation = Installation()
 
 
 def enter_training(models: list[nn.Module], policy: Policy, methods: tuple[str, ...]) -> None:
-    """Let `models` follow `policy`, which changes nothing."""
+    """Record that `models` follow `policy`, which changes nothing."""
     for model in models:
         low = low_buffers_of(model)
         for module in model.modules():
             if isinstance(module, KeptModule) or (module is model and isinstance(module, AmpModel)):
-                take(module)  # the class that an earlier training gave
+                take(module)  # its class is from an earlier training
         untouched[model] = ModelState(policy, low), tuple(name for name in methods if hasattr(model, name))
     if casts_state.default() is not None:
         shield()
 
 
 def shield() -> None:
-    """Hold the casts of the process off all such models, until `restore`."""
+    """Keep the casts of the process out of all these models, until `restore`."""
     _installation.install(lambda patches: patches.on_remove(_unshield))
     for model, (state, methods) in list(untouched.items()):
         if followed_policy(model) is None:

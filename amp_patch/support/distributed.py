@@ -96,3 +96,18 @@ def is_first_rank() -> bool:
     """Tell whether this process is rank 0, or the only process: the one that prints messages."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch's ZeroRedundancyOptimizer. Its module is not imported: the caller that has made one has imported it.
+
+
+def is_zero(optimizer: Any) -> bool:
+    """Tell whether `optimizer` is a ZeroRedundancyOptimizer."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def stateful(optimizer: Any) -> Any:
+    """Return the optimizer that keeps the state of `optimizer`'s parameters: itself, or the one inside."""
+    return optimizer.optim if is_zero(optimizer) and hasattr(optimizer, "optim") else optimizer

@@ -22,16 +22,22 @@ def random_states() -> list[Any]:
     return [random.getstate(), torch.get_rng_state(), of_numpy, on_cuda]
 
 
+def restore_random_states(found: list[Any]) -> None:
+    """Restore what `random_states` has returned."""
+    of_python, of_torch, of_numpy, on_cuda = found
+    random.setstate(of_python)
+    torch.set_rng_state(of_torch)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)
+    if on_cuda is not None:
+        torch.cuda.set_rng_state_all(on_cuda)
+
+
 @contextmanager
 def restored_random_states() -> Iterator[list[Any]]:
     """Yield the states, and restore them at the end of the block."""
-    found = of_python, of_torch, of_numpy, on_cuda = random_states()
+    found = random_states()
     try:
         yield found
     finally:
-        random.setstate(of_python)
-        torch.set_rng_state(of_torch)
-        if of_numpy is not None:
-            sys.modules["numpy"].random.set_state(of_numpy)
-        if on_cuda is not None:
-            torch.cuda.set_rng_state_all(on_cuda)
+        restore_random_states(found)

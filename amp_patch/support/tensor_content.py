@@ -3,7 +3,7 @@
 Hooks on the accumulation node. The node adds up the gradient of a leaf; Horovod and similar libraries register hooks on
 it. torch drops the node of a parameter whose dtype changes, and all its hooks, without a message. `set_data` moves them
 to the new node. Hooks on the parameter (`register_hook`, `register_post_accumulate_grad_hook`) survive without help.
-Hooks that C++ registered on the node are not visible here: training/ddp.py makes new ones for DistributedDataParallel.
+Hooks that C++ registered on the node are not visible here: around/ddp.py makes new ones for DistributedDataParallel.
 
 Weak references. `torch.utils.swap_tensors` refuses a tensor that has weak references. Their holders release them for
 the time of the swap (`release_in_swaps`). If a script has set

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.masters.stochastic_master import Rounding
-from amp_patch.policy import STOCHASTIC, Policy
+from amp_patch.policy import Policy
 from amp_patch.support.distributed import is_first_rank
+from amp_patch.training import joints
 
 logger = logging.getLogger("amp_patch")
-
-ROUNDING = "stochastic_rounding"  # the name in `state_dict` of what rounds the weights of a training
 
 # After this many skipped steps in a row a lower scale will hardly help: the message names the parameters.
 _MANY_SKIPS = 10
@@ -75,7 +73,7 @@ class LossScaler:
         self.growth_interval = growth_interval
         self.verbosity = verbosity
         self.updates = self.edits = 0
-        self.beside: dict[str, Rounding] = {}
+        self.beside: dict[str, Any] = {}
         self._scale = torch.tensor(start, dtype=torch.float32, device="cpu")
         self._growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
         self._found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
@@ -88,8 +86,8 @@ class LossScaler:
         names = ("min_loss_scale", "max_loss_scale", "init_scale", "growth_factor", "backoff_factor", "growth_interval")
         options = {name: getattr(policy, name) for name in (*names, "skip_nonfinite")}
         scaler = cls(policy.loss_scale, loss_id=loss_id, verbosity=verbosity, **options)
-        if policy.master_weights == STOCHASTIC and loss_id == 0:
-            scaler.beside[ROUNDING] = Rounding()
+        for made in joints.beside_scale if loss_id == 0 else ():
+            scaler.beside |= made(policy)
         return scaler
 
     @property

@@ -17,29 +17,15 @@ from amp_patch.optimizers.common import FusedOptimizer
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
 from amp_patch.support.compiled import wraps
-from amp_patch.support.distributed import is_dtensor
+from amp_patch.support.distributed import is_dtensor, stateful
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
-from amp_patch.training import (
-    coded_steps,
-    ddp,
-    one_pass,
-    portions,
-    rounded_shards,
-    slips,
-    thawed,
-    trial,
-    untouched,
-    zero_redundancy,
-)
+from amp_patch.training import joints, slips, untouched
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import WHOLE, Strategy, lead_to_step, step_of
 from amp_patch.training.unscale import unscale_pending
-
-# What keeps an optimizer's state otherwise than torch: each has KEY, `check`, `is_for`, `enter` and `overrides`.
-_KEEPERS = (coded_steps, rounded_shards)
 
 _copies = Installation()
 _KNOWN_ZERO_GRADS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)  # as they are before anybody patches
@@ -54,8 +40,8 @@ class AmpOptimizer(Generated):
     @classmethod
     def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
         overrides = {"step": step_of(base), "strategy": _strategy_of(base)}
-        for way in _KEEPERS:
-            overrides |= way.overrides(base) if set(way.KEY) <= set(key) else {}
+        for keeper in joints.keepers:
+            overrides |= keeper.overrides(base) if set(keeper.KEY) <= set(key) else {}
         return overrides
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -98,8 +84,7 @@ class AmpOptimizer(Generated):
             added = _new_params(param_group)
             _refuse_known(self, stash, added)
             if stash.policy.master_weights:
-                zero_redundancy.check_new_group(self)
-                rounded_shards.check_new_group(self, stash.policy, added)
+                joints.tell(joints.check_group, self, stash, added)
         super().add_param_group(param_group)  # type: ignore[misc]
         if stash is None or not stash.enabled:
             return
@@ -112,8 +97,8 @@ class AmpOptimizer(Generated):
             stash.masters.attach(self, group, form=stash.master_form)
             stash.note_gathered()
             stash.masters.keep(stash.master_form)
-            zero_redundancy.repartition(self)
-        thawed.watch(self, stash)
+            joints.tell(joints.regrouped, self)
+        joints.tell(joints.group_added, self, stash)
         note_sharing([other for other, _ in siblings(stash)])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,7 +126,7 @@ class AmpOptimizer(Generated):
 
 def _strategy_of(base: Any) -> Strategy:
     """How steps of optimizers of the class `base` are made, where that suits."""
-    return one_pass.IN_ONE_PASS if one_pass.suits_class(base) else portions.IN_PORTIONS
+    return next((way for way in joints.ways if way.suits_class(base)), WHOLE)
 
 
 def check_optimizer(optimizer: Any, policy: Policy) -> None:
@@ -163,11 +148,7 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
             f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale, "
             "check or gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling), without skip_nonfinite"
         )
-    zero_redundancy.check_zero(optimizer, policy)
-    if policy.master_weights or policy.optimizer_state is not None:
-        trial.check(zero_redundancy.stateful(optimizer), policy.optimizer_state is not None)
-    for way in _KEEPERS:
-        way.check(optimizer, policy)
+    joints.tell(joints.check_optimizer, optimizer, policy)
 
 
 def enter_training(
@@ -178,13 +159,13 @@ def enter_training(
         for group in optimizer.param_groups:
             stash.masters.attach(optimizer, group, about_to_be_cast, form=stash.master_form)
         stash.note_gathered()
-        zero_redundancy.repartition(optimizer)
+        joints.tell(joints.regrouped, optimizer)
     give_stash(optimizer, stash)
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
         _copies.install(_carry_stash)  # the optimizer keeps its class, so that its copies need the stash from here
     else:
-        ways = (way for way in _KEEPERS if way.is_for(stash))
-        generated_class.give(optimizer, mixin, tuple(name for way in ways for name in way.KEY))
+        keepers = (keeper for keeper in joints.keepers if keeper.is_for(stash))
+        generated_class.give(optimizer, mixin, tuple(name for keeper in keepers for name in keeper.KEY))
         _lead_scheduler(optimizer)
     enter_step(optimizer, stash)
 
@@ -223,11 +204,9 @@ def _lead_scheduler(optimizer: Any) -> None:
 def enter_step(optimizer: Any, stash: Stash) -> None:
     """Let `stash` know whose it is, and have gradients wait where the optimizer's strategy takes them so."""
     stash.neighbours.owner = weakref.ref(optimizer)
-    for way in _KEEPERS:
-        way.enter(optimizer, stash)
-    if stash.policy.master_weights and (one_pass.knows(optimizer) or portions.knows(optimizer, stash)):
+    joints.tell(joints.enter_optimizer, optimizer, stash)
+    if stash.policy.master_weights and any(way.knows(optimizer, stash) for way in joints.ways):
         stash.masters.let_gradients_wait()
-    thawed.watch(optimizer, stash)
     if isinstance(optimizer, Generated):
         lead_to_step(optimizer)
     else:
@@ -242,16 +221,13 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     attempt = Attempts()
     attempt(unscale_pending, optimizer)
     attempt(drop_overflowed, optimizer, stash)
-    attempt(coded_steps.make_whole, optimizer, stash)
+    for leave in joints.leave_optimizer:
+        attempt(leave, optimizer, stash)
     for handle in stash.neighbours.handles:
         attempt(handle.remove)
-    wrappers = [wrapper for ref in stash.neighbours.wrappers if isinstance(wrapper := ref(), Generated)]
-    for wrapper in wrappers:
-        attempt(generated_class.take, wrapper)
-        attempt(stash.masters.unfollow, wrapper)
     params = stash.masters.links.params
     attempt(stash.masters.detach, optimizer)
-    attempt(zero_redundancy.repartition, optimizer)
+    attempt(joints.tell, joints.regrouped, optimizer)
     if isinstance(optimizer, Generated):
         attempt(generated_class.take, optimizer)
         attempt(_lead_scheduler, optimizer)
@@ -265,7 +241,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
 
 def state_follows_params(optimizer: Any) -> None:
     """Cast the optimizer's state to the dtypes of what it steps, by torch's own rules for loading a state."""
-    optimizer = zero_redundancy.stateful(optimizer)
+    optimizer = stateful(optimizer)
     stash = stash_of(optimizer)
     parts = {} if stash is None else stash.masters.parts  # which have FP32 masters, that no group holds
 
@@ -316,7 +292,7 @@ def _widen(stash: Stash, group: dict[str, Any]) -> None:
         if id(p) in inside and p.requires_grad and p.dtype in LOW_PRECISION and not (is_quantized(p) or is_dtensor(p))
     ]
     cast(low, torch.float32)
-    ddp.reduce_anew({id(p) for p in low})
+    joints.tell(joints.retyped, {id(p) for p in low})
 
 
 def _new_params(param_group: Any) -> list[Tensor]:

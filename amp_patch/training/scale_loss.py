@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.model.fsdp import refuse_sharded_since
 from amp_patch.support import compiled
+from amp_patch.support.fsdp import refuse_sharded_since
 from amp_patch.support.generated_class import base_class
-from amp_patch.training import slips
+from amp_patch.training import joints, slips
 from amp_patch.training.arguments import Optimizers
+from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.scaled_backward import ScaledBackward
-from amp_patch.training.shared_backward import SharedBackward
 from amp_patch.training.stash import Stash, known_stash, stash_of
-from amp_patch.training.wrappers import as_list, enter_wrappers, innermost
 
 
 @compiled.eager_only
@@ -89,7 +88,7 @@ def scale_loss(
     if scaler.scales and not stashes[0].bodies:
         slips.refuse_scaled(loss)
     alone = len(targets) == 1 and stashes[0].neighbours.owns_all
-    return (ScaledBackward if alone else SharedBackward)(
+    return (ScaledBackward if alone else joints.shared_backward[0])(
         loss, targets, stashes, scaler, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
     )
 
@@ -123,7 +122,7 @@ def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
     if not targets:
         raise TypeError(f"{caller}: optimizers is empty; wanted the optimizer, or a list of those, of this loss")
     for wrapper in wrappers:
-        enter_wrappers(wrapper)
+        joints.tell(joints.wrapped, wrapper)
     return list(targets.values())
 
 

@@ -18,9 +18,9 @@ from amp_patch.masters import gradients
 from amp_patch.masters.grad_field import drop_gradients, with_gradient
 from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.model import forward as model_forward
-from amp_patch.model import fsdp
 from amp_patch.model.type_errors import explain_types_in_body
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support import fsdp
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.training import observers, slips
 from amp_patch.training.loss_scaler import LossScaler
@@ -73,6 +73,7 @@ class ScaledBackward(Block):
         self._of_loss: list[Tensor] = []
         self._of_scaled: list[Tensor] = []
         self._hooks: list[Any] = []
+        self._others: slips.OtherBackwards | None = None  # in the first body alone
         self._returned: weakref.ref[Tensor] | None = None  # what the body was given, whose graph is the user's to keep
 
     def __getattr__(self, name: str) -> Any:
@@ -97,6 +98,10 @@ class ScaledBackward(Block):
             if scaled.requires_grad:  # builtins as hooks: they take no Python call
                 self._hooks.append(loss.register_hook(self._of_loss.append))
                 self._hooks.append(scaled.register_hook(self._of_scaled.append))
+                if all(stash.bodies == 1 for stash in self.stashes):  # the first ones
+                    self._others = slips.OtherBackwards()
+                    self._hooks.append(self._others)  # before it has hooks: an interrupt leaves none
+                    self._others.watch(scaled, self.params())
         else:
             scaled = loss.float() if loss.dtype in LOW_PRECISION else loss
         self._returned = weakref.ref(scaled)
@@ -108,6 +113,8 @@ class ScaledBackward(Block):
             if raised is None:
                 if self._hooks and not self._of_scaled:
                     self._look_for_slips()
+                elif self._others is not None:
+                    self._others.warn()
                 self.delay_unscale = self.must_delay() or self.delay_unscale
                 if self.delay_unscale:
                     self.delay()
@@ -161,6 +168,8 @@ class ScaledBackward(Block):
         accumulating = []
         for stash, held, new in parts:
             if stash.pending is None:
+                if stash.backward.ended == body_events.count - 1:  # no body has run that may have left gradients
+                    slips.warn_of_dropped(stash, new.low)
                 drop_gradients(new.low)
                 if not stash.masters.waiting and not with_gradient(held.masters):
                     stash.clear_found()

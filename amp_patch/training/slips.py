@@ -6,7 +6,7 @@ import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,22 +55,77 @@ def warn_of_other_gradients(params: list[Tensor], before: Sequence[int]) -> None
         )
 
 
+def warn_of_dropped(stash: Stash, params: list[Tensor]) -> None:
+    """Warn of gradients of cast parameters that a backward pass outside of all bodies has left, and a body drops."""
+    if not (left := with_gradient(params)):
+        return
+    name = stash.neighbours.names.get(id(params[left[0]]), "a parameter of a later group")
+    warnings.warn(
+        f"scale_loss: {name} has a gradient of a backward pass outside of scale_loss"
+        f"{f', and so have {len(left) - 1} more' if len(left) > 1 else ''}, which is dropped; if it belongs to this "
+        f"step, {_WRITE} for each backward pass; if not, call optimizer.zero_grad() before",
+        stacklevel=stacklevel(),
+    )
+
+
 def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None:
-    """Warn where gradients that are to be clipped are still scaled: in a body, or after a delayed exit."""
+    """Warn where gradients to be clipped are still scaled: in a body, after a delayed exit, or by a GradScaler."""
     for optimizer in optimizers:
-        stash = stash_of(optimizer)
-        body, pending = (None, None) if stash is None else (stash.backward.body, stash.pending)
-        if stash is None or not (body.now.scaling if body is not None else pending is not None and pending.scaling):
+        stash = known_stash(optimizer)
+        body, pending = stash.backward.body, stash.pending
+        way = "clip between the `with` block of the last micro-batch and `optimizer.step()`"
+        if body is not None and body.now.scaling:
+            where = "in the body of scale_loss"
+        elif body is None and pending is not None and pending.scaling:
+            where = "after scale_loss(..., delay_unscale=True)"
+        elif _is_scaled_by_scaler(optimizer, stash):
+            where, way = "before `scaler.unscale_(optimizer)`", "call that first"
+        else:
             continue
         known = stash.masters.of_groups(optimizer.param_groups)
         if not {*map(id, known.params), *map(id, known.masters)}.isdisjoint(map(id, clipped)):
-            where = "in the body of scale_loss" if body is not None else "after scale_loss(..., delay_unscale=True)"
             warnings.warn(
-                f"clipping: called {where}, where the gradients are multiplied by the loss scale; clip between the "
-                "`with` block of the last micro-batch and `optimizer.step()`",
+                f"clipping: called {where}, where the gradients are multiplied by the loss scale; {way}",
                 stacklevel=stacklevel(),
             )
             return
+
+
+# Called with a step's parameters: whether a GradScaler that has served no optimizer yet has scaled their loss.
+of_waiting_scaler: list[Callable[[Sequence[Tensor]], bool]] = []
+
+
+def warn_of_no_scaler_step(optimizer: Any, stash: Stash) -> bool:
+    """Warn, once, where a GradScaler has scaled the gradients and the script calls `optimizer.step()` by itself.
+
+    Returns:
+        Whether it has warned.
+    """
+    if stash.backward.is_seen or not _is_scaled_by_scaler(optimizer, stash) or _in_scaler() is not None:
+        return False
+    stash.backward.is_seen = True
+    warnings.warn(
+        f"{base_class(optimizer).__name__}.step: a GradScaler has scaled its gradients, and has not unscaled them; "
+        "write `scaler.step(optimizer)` and `scaler.update()` in place of `optimizer.step()`",
+        stacklevel=stacklevel(),
+    )
+    return True
+
+
+def _is_scaled_by_scaler(optimizer: Any, stash: Stash) -> bool:
+    """Whether a GradScaler that has served no optimizer yet has scaled the gradients of the first step."""
+    if stash.bodies or stash.gathered or stash.neighbours.has_stepped:
+        return False
+    params = stash.masters.of_groups(optimizer.param_groups).distinct_params
+    return bool(with_gradient(params)) and any(asks(params) for asks in of_waiting_scaler)
+
+
+def _in_scaler() -> Any:
+    """The innermost frame of a GradScaler's methods among the callers; None: there is none."""
+    asking: Any = sys._getframe(1)
+    while asking is not None and asking.f_code.co_filename != _SCALERS_FILE:
+        asking = asking.f_back
+    return asking
 
 
 def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
@@ -81,16 +136,52 @@ def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
     if all(rate == 0 for rate in rates if not getattr(rate, "is_cuda", False)):
         return  # torch.distributed.checkpoint makes the state by such a step, with gradients of zeros
     own = [param for param, master in stash.masters.pairs(optimizer.param_groups) if param is master]
-    asking: Any = sys._getframe(1)
-    while asking is not None and asking.f_code.co_filename != _SCALERS_FILE:
-        asking = asking.f_back
-    if asking is None and with_gradient(own):
+    if _in_scaler() is None and with_gradient(own):
         stash.backward.is_seen = True
         warnings.warn(
             f"{base_class(optimizer).__name__}.step: its gradients came through no scale_loss, so that small ones of "
             f"FP16 are lost and none was checked; {_WRITE}",
             stacklevel=stacklevel(),
         )
+
+
+class OtherBackwards:
+    """Finds backward passes that reach parameters of a body and do not go through its scaled loss."""
+
+    def __init__(self) -> None:
+        self._running, self._found = 0, False
+        self._handles: list[Any] = []
+
+    def watch(self, scaled: Tensor, params: list[Tensor]) -> None:
+        """Look for them until `remove`."""
+        self._handles.append(scaled.register_hook(self._begins))
+        for param in params:
+            if param.requires_grad:
+                self._handles.append(param.register_post_accumulate_grad_hook(self._reached))
+
+    def _begins(self, grad: Tensor) -> None:
+        self._running += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._ends)
+
+    def _ends(self) -> None:
+        self._running -= 1
+
+    def _reached(self, param: Tensor) -> None:
+        self._found = self._found or not self._running
+
+    def remove(self) -> None:
+        """End `watch`."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def warn(self) -> None:
+        """Warn if there was one."""
+        if self._found:
+            warnings.warn(
+                "scale_loss: a backward pass in the body went past the scaled loss, and the exit divides its gradients "
+                "by the loss scale too; add the losses, or give each a scale_loss of its own",
+                stacklevel=stacklevel(),
+            )
 
 
 class TooLate:
@@ -119,7 +210,7 @@ def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: li
         return
     if with_gradient(params) or any(stash.neighbours.sharded for stash in stashes):
         return
-    leaves = _leaves(loss)
+    leaves = leaves_of(loss)
     others = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and own_grad(leaf) is not None]
     if not others:
         return
@@ -138,7 +229,7 @@ def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: li
         )
 
 
-def _leaves(loss: Tensor) -> list[Tensor]:
+def leaves_of(loss: Tensor) -> list[Tensor]:
     """The leaf tensors that a backward pass of `loss` gives gradients to."""
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []

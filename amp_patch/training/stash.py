@@ -15,15 +15,14 @@ from amp_patch.masters.closed_master import Form
 from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.masters.gradients import Aside
 from amp_patch.masters.of_optimizer import Masters
-from amp_patch.masters.split_master import HALVES
 from amp_patch.model import copies
 from amp_patch.multi_tensor import inverse_of
 from amp_patch.multi_tensor.checks import Number
-from amp_patch.policy import LOW_PRECISION, SPLIT, STOCHASTIC, Policy
+from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import device_sync
 from amp_patch.support.device_sync import DeviceNumbers
-from amp_patch.training import ddp
-from amp_patch.training.loss_scaler import ROUNDING, LossScaler
+from amp_patch.training import joints
+from amp_patch.training.loss_scaler import LossScaler
 
 _ATTRIBUTE = "_amp_stash"  # an attribute of optimizers; scripts read it by Apex's name
 
@@ -108,7 +107,7 @@ class BackwardState(OfThisProcess):
         body: the `ScaledBackward` of this optimizer that is running, if one is.
         other_open_bodies: the running bodies of the training's other optimizers, by id: whether their exits check
             gradients.
-        ended: what `body_events.count` was when the last body of this optimizer had ended.
+        ended: what `body_events.count` was when the last body of this optimizer had ended, or there was none yet.
         cleared: how often the optimizer's `zero_grad` was called.
         aside: by the parameter's id the unscaled gradients of parameters that are their own master, taken away while
             a body runs; after a delayed exit what of them no scaled gradient can hold.
@@ -119,7 +118,7 @@ class BackwardState(OfThisProcess):
 
     body: Any = None
     other_open_bodies: dict[int, bool] = field(default_factory=dict)
-    ended: int = -1
+    ended: int = field(default_factory=lambda: body_events.count)
     cleared: int = 0
     aside: dict[int, Aside] = field(default_factory=dict)
     first_unscaled_grad: Callable[[], Tensor | None] | None = None
@@ -269,9 +268,8 @@ class Stash:
     @property
     def master_form(self) -> Form | None:
         """How the masters of bfloat16 weights are kept; None: whole."""
-        if self.policy.master_weights == SPLIT:
-            return HALVES
-        return self.scalers[0].beside.get(ROUNDING) if self.policy.master_weights == STOCHASTIC else None
+        form_of = joints.forms.get(self.policy.master_weights)
+        return None if form_of is None else form_of(self.scalers[0].beside)
 
     @property
     def unobserved(self) -> bool:
@@ -294,7 +292,7 @@ class Stash:
         state = dict(state)
         siblings, unowned = state.pop("copied_with", (Siblings(), []))
         if narrowed := copies.narrow(state.pop("narrow", ())):
-            ddp.reduce_anew(set(map(id, narrowed)))
+            joints.tell(joints.retyped, set(map(id, narrowed)))
         vars(self).update(state)
         for part in fields(self):
             if isinstance(part.default_factory, type) and issubclass(part.default_factory, OfThisProcess):
@@ -304,7 +302,7 @@ class Stash:
             self.masters.keep(form)
         if self.policy.master_weights:
             clipping.install()  # this may be another process
-            ddp.install()
+            joints.tell(joints.unpickled)
 
     def note_gathered(self) -> None:
         """Let `grad` of the parameters be their masters' where these have gradients by now."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from amp_patch import supported
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.grad_field import own_grad, with_gradient
@@ -23,7 +24,8 @@ from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Installation, cell_of, is_untouched
 from amp_patch.support.scripts_line import stacklevel
-from amp_patch.training import captured, observers, overflow
+from amp_patch.training import joints, observers, overflow
+from amp_patch.training.slips import warn_of_no_scaler_step
 from amp_patch.training.stash import Stash, body_events, sharing, stash_of
 from amp_patch.training.unscale import unscale_pending
 
@@ -48,6 +50,14 @@ class Strategy:
     """
 
     waits = True
+
+    def suits_class(self, base: Any) -> bool:
+        """Whether this is how optimizers of the class `base` are stepped, where nothing else is chosen for one."""
+        return False
+
+    def knows(self, optimizer: Any, stash: Stash) -> bool:
+        """Whether it takes gradients that wait, with the settings of now; logs why not."""
+        return False
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         """Whether the coming step can be made so; `given`: it has a closure, or what Apex's once took. Logs why not."""
@@ -131,10 +141,10 @@ class Step(Block):
             self._check_closure()
         is_capturing = device_sync.is_capturing()
         if is_capturing:
-            captured.check(optimizer, stash)
+            joints.tell(joints.captured, optimizer, stash)
         if stash.pending is not None or stash.neighbours.sharing:
             unscale_pending(optimizer)  # `prepare` has not: a method was captured, or a pre-hook has run a backward
-        if self.links.params:
+        if not warn_of_no_scaler_step(optimizer, stash) and self.links.params:
             _warn_of_ungathered(optimizer, stash, self.links)
         if stash.device_skips:
             stash.collect_device_skips()
@@ -203,17 +213,14 @@ class Step(Block):
         if self._made and not stash.neighbours.has_stepped and not device_sync.is_capturing():
             stash.neighbours.has_stepped = True
 
-    def run_closure(self) -> Any:
-        """Run the closure, if there is one, and let the step go on as one that was given none; returns its result."""
+    def take_closure(self) -> Any:
+        """Let the step go on as one that was given no closure; returns what one that was run before has returned."""
         closure = self._closure()
         self.args, self.kwargs, self.given = (), {}, False
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
+        return closure.result if isinstance(closure, ClosureAlreadyRun) else None
 
     def materialize(self) -> None:
-        """Have the masters that have a gradient in their memory, now and after each call of the closure; no sync."""
+        """Have the masters that have a gradient in their memory; no sync."""
         masters = self.links.masters
         materialize(filter(has_gradient, masters))
         if (closure := self._closure()) is None:
@@ -221,11 +228,10 @@ class Step(Block):
         stepped: list[torch.Tensor] = []
 
         def followed(*args: Any, **kwargs: Any) -> Any:
-            for master in stepped:  # of a step that calls the closure again: the forward publishes what was written
+            for master in stepped:  # without this, the forward of a second call misses what fused kernels wrote
                 torch.autograd.graph.increment_version(master)
             result = closure(*args, **kwargs)
             stepped[:] = filter(has_gradient, masters)
-            materialize(stepped)  # without this, what fused kernels write now is lost: it bumps no version
             return result
 
         self._replace_closure(followed)
@@ -249,6 +255,11 @@ class Step(Block):
                 f"{base_class(self.optimizer).__name__}.step: a closure computes new gradients inside step(), after "
                 "the check for overflow; under loss scaling, and with skip_nonfinite=True, call the closure's body "
                 "first, then step() without it"
+            )
+        if (policy := self.stash.policy).closes_masters:
+            raise RuntimeError(
+                f"{base_class(self.optimizer).__name__}.step: a closure is not for master_weights="
+                f"{policy.master_weights!r}: {supported.reason(str(policy.master_weights), 'a closure')}"
             )
         self._replace_closure(regions.as_now(closure))
 

@@ -17,18 +17,19 @@ from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import emulate
 from amp_patch.masters import clipping
 from amp_patch.masters.masters import disconnect, links_of, settle
-from amp_patch.model import averages, fp32_copies, fsdp, incoming, untouched
+from amp_patch.model import averages, fp32_copies, incoming, untouched
 from amp_patch.model import forward as model_forward
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.keep_fp32 import kept_modules
 from amp_patch.model.state import followed_policy
 from amp_patch.policy import OPT_LEVELS, Policy
+from amp_patch.support import fsdp
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Attempts
-from amp_patch.training import ddp, left_out, observers, slips
+from amp_patch.training import joints, observers, slips
 from amp_patch.training import optimizer as optimizer_side
-from amp_patch.training.loss_scaler import ROUNDING, LossScaler
+from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
 from amp_patch.training.scale_loss import targets_of
 from amp_patch.training.stash import (
@@ -113,9 +114,14 @@ def begin_training(
     return training
 
 
+def all_optimizers() -> list[Any]:
+    """The optimizers of all trainings."""
+    alive = [ref() for training in trainings for ref in training.optimizers]
+    return [optimizer for optimizer in alive if stash_of(optimizer) is not None]
+
+
 def _before_clipping(params: list[Tensor]) -> None:
-    optimizers = [ref() for training in trainings for ref in training.optimizers]
-    slips.warn_of_scaled(params, [optimizer for optimizer in optimizers if optimizer is not None])
+    slips.warn_of_scaled(params, all_optimizers())
 
 
 clipping.before_clipping.append(_before_clipping)
@@ -167,9 +173,8 @@ def check_arguments(
         if dialect.takes_any_type:
             incoming.check(model, policy, stays)
         model_tensors.check_steps(model, policy)
-    fsdp.check_shards(models, policy, kept)
     retyped = {id(p) for model in models for p in model_tensors.not_cast_to(model, kept, policy)}
-    ddp.check_ddp(models, retyped, policy, process_group)
+    joints.tell(joints.check_models, models, policy, kept, retyped, process_group)
     return kept
 
 
@@ -211,8 +216,8 @@ def enter(
     about_to_be_cast = {id(p) for p in params}
     owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
     everything = {id(p): p for model in models for p in model.parameters()}
-    if (rounding := training.scalers[0].beside.get(ROUNDING)) is not None:
-        rounding.number(everything.values())
+    for form in training.scalers[0].beside.values():
+        form.number(everything.values())
     unowned: list[Tensor] = [p for key, p in everything.items() if key not in owned and p.requires_grad]
     sharded = [(module, {id(p) for p in module.parameters()}) for module in fsdp.fsdp_modules(models)]
     for target in targets:
@@ -242,7 +247,7 @@ def enter(
         for target in targets:
             known_stash(target).masters.keep(known_stash(target).master_form)
         model_forward.cast_buffers(models, buffers, policy.cast_model_type)
-    ddp.reduce_anew(about_to_be_cast | retyped)
+    joints.tell(joints.retyped, about_to_be_cast | retyped)
     for model in models:
         model_tensors.reflatten(model)
     for target in targets:
@@ -250,11 +255,9 @@ def enter(
         optimizer_side.warn_of_small_eps(target)
     if targets and (policy.master_weights or any(scaler.scales for scaler in training.scalers)):
         clipping.install()
-    if targets and (policy.master_weights or policy.checks_gradients):
-        ddp.follow(models, training.scalers)
     if policy.cast_model_type is not None:
         averages.install()
-        left_out.watch(models, targets, policy, owned)
+    joints.tell(joints.enter_models, training, models, targets)
     dynamo.hook()
     emulate(policy)
     if policy.makes_low_tensors:
@@ -316,7 +319,7 @@ def leave(models: list[nn.Module], targets: list[Any], *, give_back: bool = True
     for undo, subjects in steps:
         for subject in subjects:
             attempt(_by_name, undo, subject)
-    attempt(ddp.reduce_anew, {key for key, p in params.items() if p.dtype is not types[key]})
+    attempt(joints.tell, joints.retyped, {key for key, p in params.items() if p.dtype is not types[key]})
     attempt.finish()
 
 

@@ -14,7 +14,7 @@ from amp_patch.casts import regions, thread_state
 from amp_patch.casts import state as casts_state
 from amp_patch.support import device_sync
 from amp_patch.support.compiled import not_traced
-from amp_patch.training import captured
+from amp_patch.training import joints
 from amp_patch.training.stash import Stash, stash_of
 from amp_patch.training.step import consume
 from amp_patch.training.unscale import unscale_pending
@@ -49,7 +49,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         return None
     step = stash.step = _HookedStep(sys._getframe(1))
     if device_sync.is_capturing():
-        captured.check(optimizer, stash)
+        joints.tell(joints.captured, optimizer, stash)
     unscale_pending(optimizer)
     stash.last_skipped = False
     if casts_state.current() is None:

@@ -1,8 +1,9 @@
-// Sums of products of FP16 or BF16 numbers on a CPU that has no arithmetic for that type: the kernels that
+// Sums of products of FP16 or BF16 numbers on a CPU without arithmetic for that type: the kernels that
 // amp_patch/casts/cpu_half.py describes, in C++.
 //
 // A kernel for `BackendSelect` is called below autograd, so autograd saves the low operands and differentiates the op
-// by torch's own formula; and above the kernels of all devices, where no op of the list has a kernel of torch's.
+// by torch's own formula. It is also called above the kernels of all devices. Torch has no kernel at this key for any
+// op of the list.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <torch/library.h>
@@ -27,21 +28,22 @@ using at::Tensor;
 constexpr c10::DispatchKeySet BELOW(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FP32 memory for one call, taken from the thread's last calls: it is warm in the cache. Writing an operand into fresh
-// memory, and reading it from there, would cost as much as a small GEMM.
+// FP32 memory for one call, reused from the thread's last calls, because that memory is in the cache. Writing an
+// operand into new memory, and reading it there, would cost as much as a small GEMM.
 
-constexpr int64_t KEPT = 8LL << 20;  // elements that a thread keeps in all, 32 MiB: more is in no cache anyway
+constexpr int64_t KEPT = 8LL << 20;  // elements that a thread keeps, 32 MiB: no cache holds more
 
 class Pool {
  public:
-  // One-dimensional, of at least so many elements: the smallest of the kept buffers that has them.
+  // Returns a one-dimensional tensor of `elements` or more: the smallest kept buffer that is large enough, or a new
+  // one.
   Tensor take(int64_t elements) {
     auto best = kept_.end();
     for (auto it = kept_.begin(); it != kept_.end(); ++it) {
       if (it->numel() >= elements && (best == kept_.end() || it->numel() <= best->numel())) best = it;
     }
     if (best == kept_.end()) {
-      const c10::InferenceMode ordinary(false);  // a later call may be outside of the inference mode of this one
+      const c10::InferenceMode ordinary(false);  // a later call may run outside of this inference mode
       return at::empty({elements}, at::kFloat);
     }
     Tensor taken = std::move(*best);
@@ -50,7 +52,7 @@ class Pool {
   }
 
   void give(Tensor buffer) {
-    if (buffer.storage().use_count() != 1) return;  // a result lies in there, or an error left it on the stack
+    if (buffer.storage().use_count() != 1) return;  // a result uses the memory, or an error left it on the stack
     kept_.push_back(std::move(buffer));
     int64_t all = 0;
     for (const Tensor& one : kept_) all += one.numel();
@@ -80,7 +82,8 @@ struct Wide {
     if (buffer.defined()) pool.give(std::move(buffer));
   }
 
-  // With the shape of `low`, and with its strides where they leave no gaps: GEMMs and convolutions choose by them.
+  // A buffer with the shape of `low`, and with its strides if they leave no gaps: GEMMs and convolutions choose their
+  // algorithm by strides.
   static Wide like(const Tensor& low) {
     if (low.is_non_overlapping_and_dense()) return {low.sizes(), low.strides(), low.numel()};
     return {low.sizes(), c10::contiguous_strides(low.sizes()), low.numel()};
@@ -89,7 +92,7 @@ struct Wide {
   Tensor buffer, tensor;
 };
 
-// How many elements the product of two matrices has, or of two batches of them.
+// The number of elements in the product of two matrices, or of two batches of matrices.
 int64_t elements_of_product(const Tensor& a, const Tensor& b) {
   if (a.dim() < 2 || b.dim() < 2) return 0;
   return a.numel() / std::max<int64_t>(a.size(-1), 1) * b.size(-1);
@@ -122,7 +125,7 @@ class Product final : public c10::OperatorKernel {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     std::vector<Wide> wide;
     wide.reserve(arguments.size() + 1);
-    std::vector<std::pair<Tensor, size_t>> written;  // an argument, and which of `wide` stands in its place
+    std::vector<std::pair<Tensor, size_t>> written;  // an argument, and the index in `wide` of its replacement
     for (size_t i = 0; i < arguments.size(); ++i) {
       auto& value = (*stack)[first + i];
       if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().scalar_type() != *low) continue;
@@ -133,10 +136,10 @@ class Product final : public c10::OperatorKernel {
       if (alias != nullptr && alias->isWrite()) written.emplace_back(given, wide.size() - 1);
       value = wide.back().tensor;
     }
-    if (out_.has_value() && wide.size() >= 2) {  // of a low and an integer matrix torch's op itself says what is wrong
+    if (out_.has_value() && wide.size() >= 2) {  // else an operand is no low tensor, and torch's op raises
       const size_t count = wide.size();
       wide.push_back(Wide({0}, {1}, elements_of_product(wide[count - 2].tensor, wide[count - 1].tensor)));
-      stack->emplace_back(wide.back().tensor);  // the op gives it its shape, in the same memory
+      stack->emplace_back(wide.back().tensor);  // the op resizes it within the same memory
       out_->redispatchBoxed(keys & BELOW, stack);
     } else {
       op.redispatchBoxed(keys & BELOW, stack);
@@ -148,7 +151,7 @@ class Product final : public c10::OperatorKernel {
  private:
   static constexpr std::array<ScalarType, 2> LOW{ScalarType::Half, ScalarType::BFloat16};
 
-  // The type to emulate for these arguments: that of all floating ones, where it is emulated here and now.
+  // The type to emulate for these arguments: the one type of all floating ones, if it is emulated here; else none.
   std::optional<ScalarType> type_of(const c10::IValue* values, size_t count) const {
     const unsigned emulated = types->load(std::memory_order_relaxed);
     if (emulated == 0) return {};
@@ -163,7 +166,7 @@ class Product final : public c10::OperatorKernel {
         if (!given.is_cpu() || given.layout() != at::kStrided) return {};
         low = type;
       } else if (!(mixes_ && low.has_value() && type == ScalarType::Float)) {
-        return {};  // torch refuses it by name, or has its own way
+        return {};  // torch refuses mixed types, or has a kernel for them
       }
     }
     if (!low.has_value() || (emulated & bit(*low)) == 0) return {};
@@ -217,7 +220,7 @@ void emulate(const std::string& name, const std::string& overload, std::vector<i
   auto& types = kernels->types[address];
   if (types == nullptr) {
     const auto op = c10::Dispatcher::singleton().findSchema({"aten::" + name, overload});
-    if (!op.has_value()) return;  // an op of other releases
+    if (!op.has_value()) return;  // this release of torch lacks the op
     auto kernel = std::make_unique<Product>(*op, std::move(fp32_results), mixes, writes_out);
     types = kernel->types;
     kernels->library.impl(address.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));

@@ -1,5 +1,5 @@
-// Tensors rounded to FP8 and FP4 under their scales, on the CPU: what amp_patch/casts/formats.py does in plain torch,
-// to the bit, in two passes over memory.
+// Tensors rounded to FP8 and FP4 with scales, on the CPU, in two passes over memory. The results have the same bits as
+// the plain torch code in amp_patch/casts/formats.py.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define AMP_PATCH_X86 1
 #endif
@@ -30,9 +30,9 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kGrain = 32768;  // elements: the least work worth a thread, as torch's GRAIN_SIZE
-constexpr int64_t kWide = 1024;    // columns that are done at a time, of a band of few rows
-constexpr int64_t kNarrow = 64;    // the same of a band of many rows, of which there are few for the threads
-constexpr int64_t kTall = 64;      // rows: from here a band has many
+constexpr int64_t kWide = 1024;    // columns per step in a band of few rows
+constexpr int64_t kNarrow = 64;    // columns per step in a band of many rows: few bands, so narrow steps share the work
+constexpr int64_t kTall = 64;      // rows from which a band has many
 constexpr uint32_t kInfinity = 0x7F800000u;
 
 inline uint32_t bits_of_float(float value) {
@@ -56,9 +56,9 @@ struct Format {
         to_step(uint32_t(mantissa) << 23),
         exponent_of_largest(int64_t(bits_of_float(float(most)) >> 23) - 127) {}
   float largest;
-  uint32_t least_exponent;  // of normal numbers, in the bits of FP32
-  uint32_t to_magic;        // from a number's exponent to that of 2**23 of the format's steps there
-  uint32_t to_step;         // down to the step's
+  uint32_t least_exponent;  // the least exponent of normal numbers, as FP32 bits
+  uint32_t to_magic;        // added to a number's exponent: the exponent of 2**23 format steps
+  uint32_t to_step;         // subtracted from a number's exponent: the exponent of the format's step
   int64_t exponent_of_largest;
 };
 
@@ -80,7 +80,7 @@ namespace avx512 {
 #pragma GCC pop_options
 #endif
 
-// visit(Set()) with the set that was chosen.
+// Calls visit(Set()) with the chosen instruction set.
 template <class Visit>
 auto on_set(const Visit& visit) {
 #ifdef AMP_PATCH_X86
@@ -97,7 +97,7 @@ auto on_set(const Visit& visit) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Scales: `SCALES` in formats.py says what each is
+// Scales: `Scale` in formats.py describes each
 
 enum class Kind { exact, up, floor, two_levels };
 
@@ -117,7 +117,7 @@ float power_of_two(int64_t exponent) {
   return float_of_bits(uint32_t(std::clamp<int64_t>(exponent + 127, 1, 254)) << 23);
 }
 
-// The scale of a tile from the bits of its largest magnitude. `whole`: the scale of the tensor, of two levels.
+// The scale of a tile from the bits of its largest magnitude. `whole`: with two levels, the scale of the tensor.
 Scale scale_of(Kind kind, const Format& format, uint32_t largest, float whole) {
   if (largest >= kInfinity) {
     const float nan = std::numeric_limits<float>::quiet_NaN();

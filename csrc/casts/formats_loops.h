@@ -1,12 +1,12 @@
 // The innermost loops of formats.cpp, which includes this file once for each instruction set (so there is no `#pragma
-// once`). Plain loops without branches, which the compiler makes vector code of; every set gives the same bits.
+// once`). Plain loops without branches, which the compiler vectorizes; every set gives the same bits.
 
-// FP32 bits of an element: of a BF16 number, as the uint16_t that holds it, or of an FP32 one.
+// The FP32 bits of an element: a BF16 number in a uint16_t, or an FP32 number.
 inline uint32_t bits_of(uint16_t bfloat16) { return uint32_t{bfloat16} << 16; }
 inline uint32_t bits_of(float value) { return bits_of_float(value); }
 
-// largest[c] = max(largest[c], |x| of column c) over the rows, as the bits of FP32, which order as the numbers do; NaN
-// is above infinity.
+// largest[c] = max(largest[c], |x| of column c) over the rows, as FP32 bits, whose order is that of the numbers; NaN is
+// above infinity.
 template <class Element>
 void column_maxima(const Element* x, int64_t rows, int64_t stride, int64_t columns, int32_t* largest) {
   for (int64_t r = 0; r < rows; ++r, x += stride) {
@@ -42,7 +42,7 @@ void to_nearest(const Element* x, int64_t count, const Format& format, const flo
     value = value > 2 * most ? 2 * most : value;
     uint32_t exponent = bits_of_float(value) & 0x7F800000u;
     exponent = exponent > least ? exponent : least;
-    // Added to a number, this one leaves no room for digits below the format's last; the addition rounds them.
+    // This power of two, added to a number, leaves no room for digits below the format's last one: the addition rounds.
     const float magic = float_of_bits((exponent + up) | 0x00400000u);
     value = (value + magic) - magic;
     value = value > most ? most : value;
@@ -50,7 +50,8 @@ void to_nearest(const Element* x, int64_t count, const Format& format, const flo
   }
 }
 
-// The same, rounded up or down by chance, in proportion, with 16 random bits for each element.
+// The same, rounded stochastically with 16 random bits per element: up with a probability in proportion to the
+// distance.
 template <class Element>
 void by_chance(const Element* x, int64_t count, const Format& format, const float* divide, const float* multiply,
                const uint16_t* random, float* out) {
@@ -73,8 +74,8 @@ void by_chance(const Element* x, int64_t count, const Format& format, const floa
   }
 }
 
-// Rows of Hadamard's matrix of order 16 times 16 rows of x, whose signs are changed first by `signs`; over 4, so that
-// the matrix is orthogonal. `out` has 16 rows of `columns`; rows of x that are not there are zeros.
+// Hadamard's matrix of order 16, times 16 rows of x with signs changed by `signs`, divided by 4, so that the matrix is
+// orthogonal. `out` has 16 rows of `columns`; missing rows of x count as zeros.
 inline void hadamard(const uint16_t* x, int64_t rows, int64_t stride, int64_t columns, uint32_t signs, float* out,
                      int64_t out_stride) {
   for (int64_t r = 0; r < 16; ++r) {

@@ -1,5 +1,6 @@
-// The cast rules that C++ does by itself: what each decides of one call. amp_patch/casts/rules.py has all rules in
-// Python and says what each one means; a call by a rule that is not in the table here goes to the Python wrapper.
+// The cast rules that are implemented in C++: each decides on the casts of one call. amp_patch/casts/rules.py has all
+// rules in Python, and oplists.py describes them. A call under a rule that is missing in the table here goes to the
+// Python wrapper.
 #pragma once
 
 #include "state.h"
@@ -10,11 +11,11 @@ namespace [[gnu::visibility("hidden")]] casts {
 // ---------------------------------------------------------------------------------------------------------------------
 // The arguments of one call
 
-constexpr int DEEP = 16;  // containers in containers; what lies deeper (a list that holds itself) is left to Python
+constexpr int DEEP = 16;  // levels of containers; deeper ones (a list that contains itself) are left to Python
 
 inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
 
-// Calls `see` with every tensor in `object`, in lists and tuples too; false if it meets what is better left to Python.
+// Calls `see` with every tensor in `object`, also in lists and tuples. Returns false if Python must handle the object.
 template <class See>
 bool each_tensor(PyObject* object, const See& see, int depth = 0) {
   if (is_sequence(object)) {
@@ -32,14 +33,14 @@ bool each_tensor(PyObject* object, const See& see, int depth = 0) {
 // tensors are never touched.
 struct Cast {
   ScalarType to;
-  bool remembers;  // FP32 weights go through the thread's table
+  bool remembers;  // casts of FP32 weights are cached in the thread's table
 
   enum class Found { nothing, something, unusual };
 
   bool casts(ScalarType type) const { return type != to && is_narrow(type); }
 
-  // Whether there is anything to cast in `object`: a tensor, or a list or tuple of tensors or of such sequences. That
-  // is all that torch's functions take. A sequence that begins with something else is not looked through.
+  // Tells whether `object` contains a tensor to cast. It may be a tensor, or a list or tuple of tensors or of such
+  // sequences; torch's functions take nothing else. A sequence whose first item is of another kind is not searched.
   Found look(PyObject* object, int depth = 0) const {
     if (is_sequence(object)) {
       if (depth == DEEP) return Found::unusual;
@@ -56,17 +57,17 @@ struct Cast {
     return is_tensor(object) && casts(THPVariable_Unpack(object).scalar_type()) ? Found::something : Found::nothing;
   }
 
-  // `object`, in which `look` has found something, with its tensors cast.
+  // Returns `object` with its tensors cast. `look` has found something in it.
   py::object operator()(PyObject* object, int depth = 0) const {
     if (!is_sequence(object)) {
       const at::Tensor& tensor = THPVariable_Unpack(object);
       return remembers && may_remember(object, tensor) ? cast_weight(object, tensor, to) : cast(object, to);
     }
-    if (depth == DEEP) {  // `look` stops at the first tensor to cast; a list behind that one may hold itself
+    if (depth == DEEP) {  // `look` stops at the first tensor to cast; a later list may contain itself
       PyErr_SetString(PyExc_RecursionError, "the arguments hold lists in lists without end");
       throw py::error_already_set();
     }
-    auto items = owned(PySequence_List(object));  // our own: another thread may change the caller's
+    auto items = owned(PySequence_List(object));  // a copy: another thread may change the caller's
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items.ptr()); ++i) {
       PyObject* item = PyList_GET_ITEM(items.ptr(), i);
       if (look(item) != Found::something) continue;
@@ -76,7 +77,7 @@ struct Cast {
     return PyList_Check(object) ? items : owned(PyList_AsTuple(items.ptr()));
   }
 
-  // A plain tensor as it is or cast, without a Python object for the cast.
+  // Returns a plain tensor, cast if necessary, without a Python object for the cast.
   at::Tensor of_plain(PyObject* object) const {
     const at::Tensor tensor = THPVariable_Unpack(object);
     if (!casts(tensor.scalar_type())) return tensor;
@@ -88,13 +89,13 @@ struct Cast {
 // The arguments of a vectorcall; the values of keywords follow the positional ones.
 struct Arguments {
   PyObject* const* values;
-  size_t flagged;   // the number of positional ones, with the flag that vectorcall puts into it
-  PyObject* names;  // of the keywords, a tuple; null if there are none
+  size_t flagged;   // the number of positional arguments, with vectorcall's flag
+  PyObject* names;  // the names of keywords, a tuple; null if there are none
 
   Py_ssize_t positional() const { return PyVectorcall_NARGS(flagged); }
   Py_ssize_t size() const { return positional() + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)); }
 
-  // The value of a keyword; null if it is not given or None.
+  // Returns the value of a keyword; null if it is missing or None.
   PyObject* keyword(PyObject* wanted) const {
     if (names == nullptr) return nullptr;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
@@ -119,8 +120,8 @@ inline bool make_names() {
   return OUT != nullptr && DTYPE != nullptr;
 }
 
-// The floating types of a call and what they promote to. A tensor without dimensions decides only where there is no
-// other, as in torch's own promotion.
+// The floating types of a call and the type that they promote to. As in torch's own promotion, tensors without
+// dimensions count only if all tensors have none.
 struct Widest {
   std::optional<ScalarType> first, all, dimensioned;
   bool mixed = false;
@@ -137,7 +138,7 @@ struct Widest {
     if (!first) first = type;
   }
 
-  // Of all arguments of a call; false if one is better left to Python.
+  // Adds all arguments of a call. Returns false if Python must handle one of them.
   bool add_all(const Arguments& given) {
     const auto see = [&](PyObject*, const at::Tensor& tensor) { add(tensor); };
     for (Py_ssize_t i = 0; i < given.size(); ++i) {
@@ -148,8 +149,8 @@ struct Widest {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The rules, each a decision on one call while casts act: the type to cast to (`Route::cast`, into `cast`), or that the
-// call goes another way. No Python code runs in here.
+// The rules. Each decides on one call while casts act: cast the arguments (`Route::cast`, to the type in `cast`), or
+// route the call to the original or to Python. No Python code runs here.
 
 enum class Route { original, python, cast };
 
@@ -171,7 +172,7 @@ inline Route product(const Acting& acting, const Arguments& given, Cast& cast) {
 }
 
 inline Route to_fp32(const Acting&, const Arguments& given, Cast& cast) {
-  if (given.keyword(DTYPE) != nullptr) return Route::original;  // an explicit type is the user's word
+  if (given.keyword(DTYPE) != nullptr) return Route::original;  // an explicit type is the user's choice
   cast = {ScalarType::Float, false};
   return Route::cast;
 }
@@ -196,8 +197,8 @@ inline Route mixed_to_fp32(const Acting&, const Arguments& given, Cast& cast) {
   Widest widest;
   if (!widest.add_all(given)) return Route::python;
   if (!widest.mixed) return Route::original;
-  if (*widest.all == ScalarType::Double) return Route::python;  // the rule in Python refuses it, with a message
-  cast = {*widest.all, false};  // FP32: of two types that differ, it is the narrowest they can promote to
+  if (*widest.all == ScalarType::Double) return Route::python;  // the rule in Python raises the error
+  cast = {*widest.all, false};  // FP32, the narrowest type that two different types promote to
   return Route::cast;
 }
 
@@ -216,7 +217,7 @@ struct Rule {
 };
 
 inline constexpr Rule RULES[] = {
-    {"none", &leave},  // the call is made as it is
+    {"none", &leave},  // the call is made unchanged
     {"lower", &to_low},
     {"product", &product},
     {"fp32", &to_fp32},
@@ -227,7 +228,7 @@ inline constexpr Rule RULES[] = {
     {"match_self", &to_type_of_self},
 };
 
-// The rule of that name; null for one that is Python's alone.
+// The rule of that name; null for a rule that only Python has.
 inline const Rule* rule_named(const std::string& name) {
   for (const Rule& rule : RULES) {
     if (name == rule.name) return &rule;
@@ -235,7 +236,7 @@ inline const Rule* rule_named(const std::string& name) {
   return nullptr;
 }
 
-// The route of a call by `rule` (null: a rule that is Python's alone), and for `Route::cast` the cast.
+// The route of a call under `rule` (null: a rule that only Python has), and for `Route::cast` the cast.
 inline Route route(const Rule* rule, const Acting& acting, const Arguments& given, Cast& cast) {
   if (rule == nullptr) return Route::python;
   if (given.keyword(OUT) != nullptr) return Route::original;

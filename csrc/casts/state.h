@@ -1,10 +1,10 @@
-// Whose casts act on this thread, and the cast weights that it remembers: what amp_patch/casts/ keeps in Python in its
-// class `PythonState`, here as plain C++ values, so that a patched function reads it without a call into Python. The
-// lowest of three files: rules.h stands on it, and wrapper.cpp on both.
+// The policy whose casts act on this thread, and the thread's cached casts of weights: the state of the Python class
+// `PythonState` in amp_patch/casts/, as plain C++ values, so that a patched function reads it without a call into
+// Python. rules.h includes this file, and wrapper.cpp includes both.
 //
-// Everything here runs under the GIL; only a cast of a large tensor lets it go. Two things may run other Python code
-// meanwhile: a cast (it may let the GIL go, and dispatch modes are Python) and the death of an object. So no iterator
-// into a table and no reference to an entry is held across either of them.
+// Everything here runs under the GIL; only a cast of a large tensor releases it. Other Python code may run in two
+// places: during a cast (it may release the GIL, and dispatch modes are Python), and when an object is freed. So no
+// iterator into a table and no reference to an entry is held across either.
 #pragma once
 
 #include <torch/csrc/python_headers.h>
@@ -44,23 +44,23 @@ inline bool is_tensor(PyObject* object) {
          PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(THPVariableClass));
 }
 
-// A new reference as an object that owns it; throws the Python exception that null stands for.
+// Returns an object that owns a new reference; if the reference is null, throws the Python exception that is set.
 inline py::object owned(PyObject* result) {
   if (result == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Whose casts act here and now
+// The acting policy
 
 // The fields of a policy (amp_patch/policy.py) that a call reads, as plain values.
 struct Acting {
-  bool on = false;              // there is a policy, which casts by the op lists
+  bool on = false;              // a policy acts, by the op lists
   bool apex = false;            // its op lists are Apex's
-  bool low_norms = false;       // norms give their input's type: the Python wrappers do that
-  bool low_bit = false;         // products are FP8's or FP4's: the Python wrappers do that
-  bool allows_banned = false;   // binary cross entropy runs in FP32, and so do sigmoids
-  bool products_alone = false;  // and nothing else is cast
+  bool low_norms = false;       // norms return their input's type; the Python wrappers do this
+  bool low_bit = false;         // products are in FP8 or FP4; the Python wrappers do this
+  bool allows_banned = false;   // binary cross entropy and sigmoids run in FP32
+  bool products_alone = false;  // only products are cast
   ScalarType low = ScalarType::Half;
 };
 
@@ -83,8 +83,8 @@ struct Followed {
   py::object policy = py::none();
   Acting acting;      // its plain values
   int emulated = -1;  // the type whose products are emulated (emulation.cpp), as a number; -1 for none
-  int depth = 0;      // in how many torch.autocast regions the thread was when this began
-  int task = -1;      // in which pass of autograd it was then; -1 for none
+  int depth = 0;      // the number of torch.autocasts around its beginning
+  int task = -1;      // the backward pass at its beginning; -1 for none
 };
 
 inline Followed follow_policy(const py::object& policy, const py::object& emulated, int depth = 0, int task = -1) {
@@ -92,19 +92,20 @@ inline Followed follow_policy(const py::object& policy, const py::object& emulat
   return {policy, acting_of(policy), type, depth, task};
 }
 
-// In how many torch.autocast regions this thread is. Torch tells the number only to one who changes it.
+// The number of torch.autocast regions that this thread is in. Torch returns it only from a change of it.
 inline int native_depth() {
   at::autocast::increment_nesting();
   return at::autocast::decrement_nesting();
 }
 
-// The device types whose torch.autocast is on, by the dispatcher's names for their casts.
+// The device types whose torch.autocast is enabled, as dispatch keys.
 inline c10::DispatchKeySet native_on() {
   return c10::autocast_dispatch_keyset - c10::impl::tls_local_dispatch_key_set().excluded_;
 }
 
-// Whether a policy that began at this depth, in this pass of autograd, still decides, and no torch.autocast inside of
-// it: the inner one of the two decides. A torch.autocast that backward enters by itself, switched off, does not count.
+// Tells whether a policy that began at this depth, in this pass of autograd, still acts: no torch.autocast was entered
+// inside its region, because the innermost of the two decides. A disabled torch.autocast that backward enters does not
+// count.
 inline bool holds(int depth, int task) {
   if (!native_on().empty()) return false;
   if (native_depth() <= depth) return true;
@@ -115,7 +116,7 @@ inline bool holds(int depth, int task) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The table of cast weights, one a thread
 
-// The key of a cast weight: the tensor, and all that makes one cast of it differ from another.
+// The key of a cached cast: the tensor, and all other conditions that change its cast.
 struct Weight {
   const PyObject* tensor;
   ScalarType dtype;
@@ -137,8 +138,9 @@ struct WeightHash {
 
 struct Thread;
 
-// The callback of a weak reference to a weight: when the weight dies, its entry is erased. Others may keep the callback
-// (`weakref.getweakrefs` hands it out) longer than the entry or the thread live, so the entry that goes says so here.
+// The callback of a weak reference to a weight: when the weight is freed, its entry is erased. Python code may keep the
+// callback (`weakref.getweakrefs` returns it) longer than the entry or the thread exist, so an erased entry clears
+// `thread` here.
 struct Forget {
   PyObject_HEAD Thread* thread;  // null once the entry is gone
   Weight weight;
@@ -146,7 +148,7 @@ struct Forget {
 
 inline PyTypeObject ForgetType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-// The value of a cast weight.
+// The value of a cached cast.
 struct Remembered {
   Remembered(py::object reference, py::object forget, uint32_t version, py::object cast)
       : reference(std::move(reference)), forget(std::move(forget)), version(version), cast(std::move(cast)) {}
@@ -158,32 +160,32 @@ struct Remembered {
     if (forget) reinterpret_cast<Forget*>(forget.ptr())->thread = nullptr;
   }
 
-  py::object reference;  // to the weight, weak
-  py::object forget;     // its callback, a Forget; null in what was moved from
+  py::object reference;  // a weak reference to the weight
+  py::object forget;     // its callback, a Forget; null after a move
   uint32_t version;      // the weight's version counter when it was cast
   py::object cast;
 };
 
 using Casts = std::unordered_map<Weight, Remembered, WeightHash>;
 
-// A thread's regions, and its cast weights. The dict of the interpreter's thread state owns it. The interpreter clears
-// that dict, with the GIL, when the thread ends; an object of C++'s `thread_local` would be destroyed without the GIL,
-// or after Python is gone.
+// A thread's innermost region, and its cached casts. The dict of the interpreter's thread state owns this object, and
+// the interpreter clears that dict with the GIL when the thread ends. A C++ `thread_local` object would be destroyed
+// without the GIL, or after Python has ended.
 struct Thread {
   bool inside = false;  // the thread is in some region
-  bool caches = false;  // and its innermost one remembers weights
-  Followed followed;    // what that region says, if inside
+  bool caches = false;  // and the innermost one caches casts of weights
+  Followed followed;    // the policy of that region, if inside
   Casts casts;
 
   void erase(const Weight& weight) {
     auto found = casts.find(weight);
     if (found == casts.end()) return;
-    const Remembered gone = std::move(found->second);  // dies at the end, when the table is whole again
+    const Remembered gone = std::move(found->second);  // freed at the end, when the table is consistent
     casts.erase(found);
   }
 
   void clear() {
-    Casts gone;  // dies at the end, as above
+    Casts gone;  // freed at the end, as above
     gone.swap(casts);
   }
 };
@@ -195,7 +197,7 @@ inline Followed& everyone() {
   static auto* followed = new Followed();
   return *followed;
 }
-inline Acting everyones_acting;  // everyone().acting, where a call reads it without asking whether everyone() is made
+inline Acting everyones_acting;                   // copy of everyone().acting that a call reads without a test
 inline std::atomic<int> everyones_emulated = -1;  // the type that it emulates, for threads without the GIL; -1 for none
 
 inline const Followed* region_here() {
@@ -209,14 +211,14 @@ inline Acting acting() {
   return !now.on || (here != nullptr ? holds(here->depth, here->task) : holds(0, -1)) ? now : Acting();
 }
 
-// The type whose products are emulated on this thread now, as a number; -1 for none. Needs no GIL.
+// The type whose products are emulated on this thread now, as a number; -1 for none. Does not need the GIL.
 inline int emulated_type() {
   const Followed* const here = region_here();
   return here != nullptr ? here->emulated : everyones_emulated.load(std::memory_order_relaxed);
 }
 
-// Whether a product of this type is emulated here. Outside of all regions nobody tells whose backward pass it is: each
-// is emulated.
+// Tells whether a product of this type is emulated here. Outside of all regions the training of a backward pass is
+// unknown, so products in every backward pass are emulated.
 inline bool emulates_here(ScalarType low) {
   const int emulated = emulated_type();
   if (region_here() == nullptr && emulated == -1) return torch::autograd::get_current_graph_task_id() != -1;
@@ -241,7 +243,7 @@ inline Thread& make_thread() {
   return *made;
 }
 
-// The call of a Forget: its entry goes.
+// The call of a Forget: erases its entry.
 inline PyObject* forget(PyObject* self, PyObject*, PyObject*) {
   const auto& callback = *reinterpret_cast<Forget*>(self);
   if (callback.thread != nullptr) {
@@ -262,11 +264,10 @@ inline bool make_forget_type() {
 // ---------------------------------------------------------------------------------------------------------------------
 // The cast of one tensor
 
-// Elements. A cast of fewer takes less time than to let the GIL go and take it again.
+// Elements. A cast of fewer takes less time than a release of the GIL.
 constexpr Py_ssize_t LARGE = 32768;
 
-// Whether the work on `tensor` takes so long that other threads should have the GIL meanwhile, as torch's own functions
-// let them.
+// Tells whether the work on `tensor` is long enough to release the GIL for other threads, as torch's own functions do.
 inline bool is_work(const at::Tensor& tensor) {
   return tensor.defined() && (!tensor.is_cpu() || tensor.numel() >= LARGE);
 }
@@ -277,18 +278,18 @@ inline at::Tensor cast(const at::Tensor& tensor, ScalarType dtype) {
   return tensor.to(dtype);
 }
 
-// Whether torch's Python functions would see this object as a tensor and nothing more.
+// Tells whether torch's Python functions would treat this object as a plain tensor.
 inline bool is_plain(PyObject* object) {
   return THPVariable_CheckExact(object) && !at::impl::torch_function_mode_enabled();
 }
 
 inline py::object cast(PyObject* object, ScalarType dtype) {
-  if (!is_plain(object)) return py::handle(object).attr("to")(dtype);  // a subclass or a mode may do it in its own way
-  const at::Tensor tensor = THPVariable_Unpack(object);  // a copy: without the GIL, others may change `object`
+  if (!is_plain(object)) return py::handle(object).attr("to")(dtype);  // a subclass or a mode may override the cast
+  const at::Tensor tensor = THPVariable_Unpack(object);  // a copy: without the GIL another thread may change `object`
   return owned(THPVariable_Wrap(cast(tensor, dtype)));
 }
 
-// Whether a function transform, a dispatch mode or a trace is on: then a cast is a stand-in, dead or wrong afterwards.
+// Tells whether a function transform, a dispatch mode or a trace is active. A cast in it has no use afterwards.
 inline bool makes_stand_ins() {
   constexpr c10::DispatchKeySet modes({c10::DispatchKey::Tracer, c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
   return c10::impl::tls_local_dispatch_key_set().included_.has_any(modes) ||
@@ -303,15 +304,15 @@ inline bool may_remember(PyObject* object, const at::Tensor& tensor) {
          !makes_stand_ins();
 }
 
-// The cast of a weight that `may_remember`: the remembered one, if the weight was not written since.
+// The cast of a weight for which `may_remember` is true: the cached one, if the weight was not written since.
 inline py::object cast_weight(PyObject* object, const at::Tensor& tensor, ScalarType dtype) {
   Thread* const thread = this_thread;
   const bool wants_grad = tensor.requires_grad() && at::GradMode::is_enabled();
   const Weight weight{object, dtype, wants_grad, c10::InferenceMode::is_enabled()};
-  const uint32_t version = tensor._version();  // before the cast: another thread may change the weight meanwhile
+  const uint32_t version = tensor._version();  // before the cast: another thread may write the weight during it
   const auto found = thread->casts.find(weight);
   if (found != thread->casts.end() && found->second.version == version) {
-    PyObject* alive = nullptr;  // the key is an address, and may be that of an object which has died
+    PyObject* alive = nullptr;  // the key is an address, which a freed object may have had
     if (PyWeakref_GetRef(found->second.reference.ptr(), &alive) < 0) throw py::error_already_set();
     const bool same = alive == object;
     Py_XDECREF(alive);  // frees nothing: the caller holds `object` too
@@ -324,7 +325,7 @@ inline py::object cast_weight(PyObject* object, const at::Tensor& tensor, Scalar
   callback->weight = weight;
   auto reference = owned(PyWeakref_NewRef(object, forget.ptr()));
   thread->erase(weight);
-  if (!thread->caches) return result;  // Python code that ran during the cast may have left the region
+  if (!thread->caches) return result;  // Python code may have left the region during the cast
   callback->thread = thread;
   thread->casts.emplace(weight, Remembered(std::move(reference), std::move(forget), version, result));
   return result;

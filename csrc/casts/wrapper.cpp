@@ -1,5 +1,5 @@
-// The callable in place of each of torch's functions while casts are installed (amp_patch/casts/): it does the frequent
-// rules in C++ and leaves every other call to the Python wrapper that it stands for. At the end of the file:
+// The callable that replaces each of torch's functions while casts are installed (amp_patch/casts/). It implements the
+// frequent rules in C++ and calls the Python wrapper of the same function for all others. The end of the file defines
 // amp_patch._C.casts, the names that Python sees.
 #include "rules.h"
 // Python's own header comes first, by way of rules.h: the next ones need it.
@@ -16,8 +16,8 @@ void bind_formats(py::module_& m);    // formats.cpp
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The matrix products, called straight from C++: the casts of their operands need no Python object, and there are no
-// arguments to parse. Both together save more time than the call through a wrapper takes.
+// The matrix products, called directly from C++: the casts of their operands need no Python object, and no arguments
+// are parsed. Both together save more time than the call through a wrapper takes.
 
 using Product = at::Tensor (*)(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias);
 
@@ -45,8 +45,8 @@ constexpr Known KNOWN[] = {
     {"_VariableFunctions", "matmul", false, &matmul},
 };
 
-// The entry of `original` in the table, or null. Torch's own function alone has one: what somebody else has put in its
-// place is called as any other function.
+// The entry of `original` in the table, or null. Only torch's own function has an entry; if user code has replaced the
+// function, the replacement is called like any other.
 const Known* known_product(const py::object& original) {
   const py::object torch = py::module_::import("torch._C");
   for (const Known& known : KNOWN) {
@@ -56,7 +56,7 @@ const Known* known_product(const py::object& original) {
 }
 
 bool is_operand(PyObject* object) {
-  return is_plain(object) && THPVariable_Unpack(object).layout() == at::kStrided;  // sparse ones have a rule in Python
+  return is_plain(object) && THPVariable_Unpack(object).layout() == at::kStrided;  // Python has the rule of sparse ones
 }
 
 bool are_operands(const Arguments& given, bool takes_bias) {
@@ -85,16 +85,16 @@ PyObject* multiply(Product product, const Arguments& given, const Cast& cast) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The callables
 
-// One patched function: `original` with casts. It binds as a Python function does. Where the original is a builtin,
-// which does not bind, Python sees a new builtin instead, whose `__self__` is the Wrapper.
+// One patched function: `original` with casts. It binds as a Python function does. A builtin does not bind: if the
+// original is one, Python sees a new builtin whose `__self__` is the Wrapper.
 struct Wrapper {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* original;
-  PyObject* reference;  // the Python wrapper of the same function; its attributes are this object's too
+  PyObject* reference;  // the Python wrapper of the same function; it has the attributes
   PyObject* weak_references;
-  PyMethodDef definition;        // of the new builtin: name and docstring are the original's own
-  const Rule *rule, *apex_rule;  // by torch's lists and by Apex's; null where the rule is Python's alone
-  const Known* known;            // null if the function is none of the products
+  PyMethodDef definition;        // for the new builtin: name and docstring of the original
+  const Rule *rule, *apex_rule;  // in torch's lists and in Apex's; null if only Python has the rule
+  const Known* known;            // null if the function is no product
   objobjargproc assign;          // the slot behind a type's own `__setitem__`; else null
 };
 
@@ -104,7 +104,7 @@ Wrapper* wrapper(PyObject* self) { return reinterpret_cast<Wrapper*>(self); }
 
 // The arguments of a call after the cast.
 struct Casted {
-  c10::SmallVector<PyObject*, 12> values;  // one slot in front, which vectorcall may use
+  c10::SmallVector<PyObject*, 12> values;  // with a first slot that vectorcall may overwrite
   c10::SmallVector<py::object, 4> made;    // keeps the casts alive
 
   bool fill(const Arguments& given, const Cast& cast) {
@@ -122,8 +122,8 @@ struct Casted {
   }
 };
 
-// Without casts. A type's own `__setitem__` is called by its slot: it has no vectorcall, and called as an object it
-// would cost a tuple and a parse of it.
+// Calls the original without casts. `__setitem__` of a type is called by its slot: it has no vectorcall, and a call as
+// an object would make and parse a tuple.
 PyObject* call_original(const Wrapper& called, const Arguments& given) {
   if (called.assign != nullptr && given.positional() == 3 && given.names == nullptr && is_tensor(given.values[0])) {
     if (called.assign(given.values[0], given.values[1], given.values[2]) != 0) return nullptr;
@@ -141,7 +141,7 @@ PyObject* call_with_casts(PyObject* original, const Arguments& given, const Cast
 
 bool is_product(const Rule* rule) { return rule != nullptr && rule->decide == &product; }
 
-// A call of a patched function.
+// Calls a patched function.
 PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flagged, PyObject* names) {
   const Wrapper& called = *wrapper(self);
   const Arguments given{values, flagged, names};
@@ -162,7 +162,7 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flagged, Py
   }
 }
 
-// The same, where Python sees a builtin: `self` is its `__self__`.
+// The same for a builtin: `self` is its `__self__`.
 PyObject* builtin(PyObject* self, PyObject* const* values, Py_ssize_t positional, PyObject* names) {
   return vectorcall(self, values, size_t(positional), names);
 }
@@ -183,20 +183,21 @@ int set_attribute(PyObject* self, PyObject* name, PyObject* value) {
   return PyObject_SetAttr(wrapper(self)->reference, name, value);
 }
 
-// Getters of `__doc__` and `__module__`: without them a lookup finds those of the type, which every type has, and
-// `get_attribute` never asks the reference.
+// Getters of `__doc__` and `__module__`. Without them a lookup finds the type's attributes, which every type has, and
+// `get_attribute` does not read the reference.
 PyObject* of_reference(PyObject* self, void* name) {
   return PyObject_GetAttrString(wrapper(self)->reference, static_cast<const char*>(name));
 }
 
-// torch.jit compiles what `inspect.isfunction` accepts (through `__prepare_scriptable__`), and nothing else.
+// torch.jit compiles only objects that `inspect.isfunction` accepts (through `__prepare_scriptable__`).
 PyObject* apparent_class(PyObject* self, void*) {
   PyTypeObject* type = PyFunction_Check(wrapper(self)->original) ? &PyFunction_Type : Py_TYPE(self);
   return Py_NewRef(reinterpret_cast<PyObject*>(type));
 }
 
-// A string is a global name, as functions have it. The pickle of a builtin is "attribute `name` of `__self__`": give it
-// an object with such an attribute, which is pickled as the reference is, by the address where it is installed.
+// For a function, returns its global name as a string. The pickle of a builtin is "attribute `name` of `__self__`": so
+// for a builtin this returns an object with that attribute, the reference, which is pickled by the address where it is
+// installed.
 PyObject* reduce(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   const Wrapper& reduced = *wrapper(self);
@@ -209,7 +210,7 @@ PyObject* reduce(PyObject* self, PyObject*) {
 
 PyObject* represent(PyObject* self) { return PyUnicode_FromFormat("<casts of %R>", wrapper(self)->original); }
 
-// No tp_clear: a cycle through a wrapper passes through the attributes of its reference, and is broken there.
+// No tp_clear: a cycle through a wrapper also passes through the attributes of its reference, where it is broken.
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(wrapper(self)->original);
   Py_VISIT(wrapper(self)->reference);
@@ -261,7 +262,8 @@ bool make_wrapper_type() {
   return PyType_Ready(&WrapperType) == 0;
 }
 
-// The C form of `reference`, the Python wrapper of `original`: a builtin for a builtin, else a callable that binds.
+// Makes the C form of `reference`, the Python wrapper of `original`: a builtin for a builtin, else a callable that
+// binds.
 py::object wrap(const py::object& original, const py::object& reference, const std::string& rule,
                 const std::string& apex_rule) {
   auto* made = PyObject_GC_New(Wrapper, &WrapperType);
@@ -293,7 +295,7 @@ py::object wrap(const py::object& original, const py::object& reference, const s
   return owned(PyCFunction_NewEx(&made->definition, result.ptr(), module.is_none() ? nullptr : module.ptr()));
 }
 
-// The functions that hold what `PythonState` in amp_patch/casts/ documents, under the same names.
+// The functions that `PythonState` in amp_patch/casts/ documents, under the same names.
 void bind_state(py::module_& m) {
   m.def("current", [] {
     const Followed* const here = region_here();
@@ -346,7 +348,7 @@ void bind_state(py::module_& m) {
   m.def("cached", [] { return this_thread == nullptr ? size_t(0) : this_thread->casts.size(); });
 }
 
-// The names of the rules in the table, a frozenset: what C++ does by itself.
+// The names of the rules in the table, a frozenset: the rules that C++ implements.
 py::frozenset rule_names() {
   py::set names;
   for (const Rule& rule : RULES) names.add(rule.name);

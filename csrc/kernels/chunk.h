@@ -1,8 +1,8 @@
-// One chunk of one row of tensors: what each thread of a block does with it. Nothing here calls CUDA, so that the tests
+// One chunk of one row of tensors: the work of each thread of a block. Nothing here calls CUDA, so that the tests
 // (emulate.cpp) run the same code on the host, block by block and thread by thread.
 //
-// Branches on a row's dtypes are taken once for several elements, and by a whole block alike: so every mix of dtypes
-// runs at full speed, and the code grows with the number of dtypes, not with that of their mixes.
+// A branch on a row's dtypes is taken once for several elements, and all threads of a block take the same one. So every
+// mix of dtypes runs at full speed, and the code grows with the number of dtypes and not with the number of mixes.
 #pragma once
 
 #include <cstring>
@@ -21,11 +21,11 @@ namespace amp_patch {
 
 struct Outcome {
   bool bad = false;
-  double sum = 0;  // of the functor's terms
+  double sum = 0;  // the sum of the functor's terms
 };
 
-// Tells the compiler that `p` points into global memory: from a pointer in a row it cannot deduce that, and would
-// emit generic loads, which look up the kind of memory at each access.
+// Tells the compiler that `p` points into global memory. For a pointer in a row it cannot deduce this, and would emit
+// generic loads, which look up the kind of memory at each access.
 template <class E>
 C10_HOST_DEVICE inline E* global(E* p) {
 #ifdef __CUDA_ARCH__
@@ -39,7 +39,7 @@ struct alignas(sizeof(E) * V) Pack {
   E element[V];
 };
 
-// visit(E()) for the element type that dtype names. Packs of eight hold 16-bit types alone (width_of).
+// Calls visit(E()) with the element type of `dtype`. Packs of eight hold only 16-bit types (width_of).
 template <class T, int V, class Visit>
 C10_HOST_DEVICE inline void with_element(c10::ScalarType dtype, const Visit& visit) {
   if constexpr (std::is_same_v<T, double>) {
@@ -53,8 +53,7 @@ C10_HOST_DEVICE inline void with_element(c10::ScalarType dtype, const Visit& vis
   }
 }
 
-// visit(U()) for an unsigned integer as large as the elements that dtype names: half as many branches where bits are
-// moved.
+// Calls visit(U()) with an unsigned integer of the element size of `dtype`. Moving bits needs half as many branches.
 template <class T, int V, class Visit>
 C10_HOST_DEVICE inline void with_size(c10::ScalarType dtype, const Visit& visit) {
   if constexpr (std::is_same_v<T, double>) {
@@ -66,13 +65,13 @@ C10_HOST_DEVICE inline void with_size(c10::ScalarType dtype, const Visit& visit)
   }
 }
 
-// The elements of a pack as they lay in memory, of a dtype known at run time, in as many words as the largest takes.
+// The elements of a pack as bits, of a dtype known at run time, in as many words as the largest dtype needs.
 template <class T, int V>
 struct Bits {
   static constexpr int kWords = V == 8 ? 4 : V * sizeof(T) / 4;
 #ifdef __CUDA_ARCH__
   uint32_t word[kWords];
-#else  // initialized: the host's compiler cannot see that only words that were read are used, and warns
+#else  // initialized, because the host's compiler cannot see that only words that were read are used, and warns
   uint32_t word[kWords] = {};
 #endif
 
@@ -98,10 +97,10 @@ struct Bits {
   }
 };
 
-// The packs that a thread works on at once: from(k, p) says where pack p lies in tensor k, counted in packs, live(p)
-// whether it is one of the row's, to(k, p) where a live one is written. A pack that is not live is read at the place of
-// one that is, and never used: a load under a predicate would need its registers cleared before it, which makes the
-// compiler wait for one load before it issues the next.
+// The packs that a thread works on at once. from(k, p) is the index of pack p in tensor k, counted in packs; live(p)
+// tells whether pack p is inside the row; to(k, p) is the index to which a live pack is written. A pack that is not
+// live is read from the index of a live one, and never used. (A load under a predicate would need its registers cleared
+// first, and the compiler would then wait for one load before it issues the next.)
 struct FullPacks {
   int start;
 
@@ -117,7 +116,7 @@ struct LastPacks {
   C10_HOST_DEVICE int to(int, int p) const { return start + p * kThreads; }
 };
 
-// P packs of tensor k, in two branches at most, so that the loads of both inputs are issued before the first use.
+// Loads P packs of tensor k, in two branches at most, so that the loads of both inputs are issued before the first use.
 template <class T, int V, int P, class Places>
 C10_HOST_DEVICE inline void load(const void* data, c10::ScalarType dtype, int k, const Places& places,
                                  Bits<T, V> (&bits)[P]) {
@@ -128,7 +127,7 @@ C10_HOST_DEVICE inline void load(const void* data, c10::ScalarType dtype, int k,
   });
 }
 
-// Packs [first, first + G) of those that were loaded.
+// Converts packs [first, first + G) of the loaded ones to T.
 template <int G, class T, int V>
 C10_HOST_DEVICE inline void convert(const Bits<T, V>* bits, int first, c10::ScalarType dtype, Pack<T, V> (&x)[G]) {
   with_element<T, V>(dtype, [&](auto element) {
@@ -141,8 +140,8 @@ C10_HOST_DEVICE inline void convert(const Bits<T, V>* bits, int first, c10::Scal
   });
 }
 
-// Rounds packs [first, first + G) to the dtype of tensor k and stores those for which `writes` is true. kAgain: x
-// becomes what they hold then.
+// Rounds packs [first, first + G) to the dtype of tensor k and stores the ones whose `writes` is true. kAgain: sets x
+// to the stored values.
 template <bool kAgain, int G, class T, int V, class Places>
 C10_HOST_DEVICE inline void store(void* data, c10::ScalarType dtype, int k, const Places& places, int first,
                                   const bool (&writes)[G], Pack<T, V> (&x)[G]) {
@@ -161,7 +160,7 @@ C10_HOST_DEVICE inline void store(void* data, c10::ScalarType dtype, int k, cons
   });
 }
 
-// P packs of a row copied bit by bit, a NaN's too, from tensor 0 to tensor 1 of the same dtype.
+// Copies P packs of a row bit by bit, NaNs too, from tensor 0 to tensor 1 of the same dtype.
 template <class T, int V, int P, class Places>
 C10_HOST_DEVICE inline void copy_bits(void* data, c10::ScalarType dtype, const Places& places,
                                       const Bits<T, V> (&bits)[P]) {
@@ -173,11 +172,11 @@ C10_HOST_DEVICE inline void copy_bits(void* data, c10::ScalarType dtype, const P
   });
 }
 
-// P packs of a row through the functor; data[k]: the memory of tensor k.
+// Applies the functor to P packs of a row; data[k]: the memory of tensor k.
 template <class T, int N, int V, int P, int K, class F, class Places>
 C10_HOST_DEVICE inline void packs_through(const F& f, void* const (&data)[K], const c10::ScalarType (&dtype)[K],
                                           const Places& places, Outcome& outcome) {
-  // Packs that are converted at a time: of 16-bit types one, since they take twice the registers then.
+  // Packs converted at a time: one for 16-bit types, since converted they take twice the registers.
   constexpr int G = V == 8 ? 1 : P;
   constexpr bool kSeldom = std::is_same_v<F, Adopt<T>>;  // stores only packs that change
   Bits<T, V> bits[N][P];
@@ -186,7 +185,7 @@ C10_HOST_DEVICE inline void packs_through(const F& f, void* const (&data)[K], co
   if constexpr (std::is_same_v<F, Copy<T>>) {
     if (dtype[0] == dtype[1]) return copy_bits<T, V, P>(data[1], dtype[1], places, bits[0]);
   }
-  [[maybe_unused]] T sum = 0;  // of few terms, so that T is precise enough; Outcome::sum is double
+  [[maybe_unused]] T sum = 0;  // the sum of few terms, for which T is precise enough; Outcome::sum is double
   AMP_PATCH_UNROLL
   for (int first = 0; first < P; first += G) {
     Pack<T, V> x[N][G];
@@ -215,7 +214,7 @@ C10_HOST_DEVICE inline void packs_through(const F& f, void* const (&data)[K], co
       if constexpr (F::watches) outcome.bad = outcome.bad | (live & bad);
     }
     if constexpr (F::writes) store<F::reduces>(data[K - 1], dtype[K - 1], K - 1, places, first, writes, x[0]);
-    if constexpr (F::reduces) {  // of the stored, rounded values where the functor writes
+    if constexpr (F::reduces) {  // sums the stored, rounded values if the functor writes
       AMP_PATCH_UNROLL
       for (int g = 0; g < G; ++g) {
         AMP_PATCH_UNROLL
@@ -226,13 +225,13 @@ C10_HOST_DEVICE inline void packs_through(const F& f, void* const (&data)[K], co
   if constexpr (F::reduces) outcome.sum += static_cast<double>(sum);
 }
 
-// How many packs of each input a thread has in flight: four loads of 16 bytes together, or eight of float64. With the
-// 1,024 threads of a multiprocessor that is 64 KiB, about three times what hides the latency of an H100's memory. More
-// do not fit the 64 registers of a thread.
+// The packs of each input that a thread has in flight: four loads of 16 bytes together, or eight of float64. With the
+// 1,024 threads of a multiprocessor this is 64 KiB, about three times the amount that hides the latency of an H100's
+// memory. More do not fit the 64 registers of a thread.
 template <int N, int V>
 constexpr int kFlight = (V == 2 ? 8 : 4) / N;
 
-// Elements [begin, begin + count) of a linear row, V at a time; begin and count are multiples of V.
+// Applies the functor to elements [begin, begin + count) of a linear row, V at a time; both are multiples of V.
 template <class T, int N, int V, int K, class F>
 C10_HOST_DEVICE inline void linear_part(const F& f, const Row<K>& row, int64_t begin, int count, int thread,
                                         Outcome& outcome) {
@@ -252,7 +251,7 @@ C10_HOST_DEVICE inline void linear_part(const F& f, const Row<K>& row, int64_t b
   if (start < packs) packs_through<T, N, V, P, K>(f, data, row.dtype, LastPacks{start, packs}, outcome);
 }
 
-// As FullPacks, of elements that lie anywhere.
+// As FullPacks, for elements at any places.
 template <int K, int P>
 struct StridedPacks {
   int64_t place[K][P];
@@ -263,7 +262,7 @@ struct StridedPacks {
   C10_HOST_DEVICE int64_t to(int k, int p) const { return place[k][p]; }
 };
 
-// Where element i lies in each tensor.
+// Finds the place of element i in each tensor.
 template <class Index, int K, int P>
 C10_HOST_DEVICE inline void locate(const StridedRow<K>& row, int64_t i, int p, StridedPacks<K, P>& places) {
   auto rest = static_cast<Index>(i);
@@ -279,11 +278,11 @@ C10_HOST_DEVICE inline void locate(const StridedRow<K>& row, int64_t i, int p, S
   }
 }
 
-// Elements [begin, begin + count) of a strided row, one at a time.
+// Applies the functor to elements [begin, begin + count) of a strided row, one at a time.
 template <class T, int N, int K, class F>
 C10_HOST_DEVICE inline void strided_part(const F& f, const StridedRow<K>& row, int64_t begin, int count, int thread,
                                          Outcome& outcome) {
-  constexpr int P = sizeof(T) * N == 16 ? 1 : 2;  // the places of more do not fit the registers
+  constexpr int P = sizeof(T) * N == 16 ? 1 : 2;  // places of more packs do not fit the registers
   void* data[K];
   c10::ScalarType dtype[K];
   AMP_PATCH_UNROLL
@@ -308,7 +307,7 @@ C10_HOST_DEVICE inline void strided_part(const F& f, const StridedRow<K>& row, i
   }
 }
 
-// The row that a block belongs to.
+// Finds the row that a block belongs to.
 template <class R>
 C10_HOST_DEVICE inline int row_of(const R* rows, int count, uint32_t block) {
   int low = 0;
@@ -319,7 +318,7 @@ C10_HOST_DEVICE inline int row_of(const R* rows, int count, uint32_t block) {
   return low;
 }
 
-// The work of thread `thread` of block `block` in a launch over `rows`.
+// Does the work of thread `thread` of block `block` in a launch over `rows`.
 template <class T, int N, class F, class R>
 C10_HOST_DEVICE inline Outcome run_chunk(F f, const R* rows, int count, int chunk, uint32_t block, int thread) {
   constexpr int K = N + (F::writes ? 1 : 0);
@@ -342,8 +341,8 @@ C10_HOST_DEVICE inline Outcome run_chunk(F f, const R* rows, int count, int chun
     } else if (row.width == 4) {
       linear_part<T, N, 4, K>(f, row, offset, done = length / 4 * 4, thread, outcome);
     }
-    // The last few elements of an aligned row, or all elements of any other. `found` is read again: keeping `row` until
-    // here costs registers.
+    // The last few elements of an aligned row, or all elements of any other. `found` is read again, because keeping
+    // `row` until here costs registers.
     if (done < length) {
       const Row<K> again = found;
       linear_part<T, N, 1, K>(f, again, offset + done, length - done, thread, outcome);

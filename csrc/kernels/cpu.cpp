@@ -1,7 +1,7 @@
-// The loop on the CPU: ops.h's ops over it are the kernels for CPU tensors. A chunk of a tensor is one call of Set::map
-// (cpu_vectors.h), which reads and writes the tensors' own memory: an element is loaded, converted, computed, rounded
-// and stored without leaving the registers. A chunk that is not a row in memory, or whose mix of dtypes is a rare one,
-// goes block by block through small buffers.
+// The loop on the CPU: the ops of ops.h over it are the kernels for CPU tensors. A chunk of a tensor is one call of
+// Set::map (cpu_vectors.h), which reads and writes the tensors' own memory: an element is loaded, converted, computed,
+// rounded and stored without leaving the registers. A chunk that is not a row in memory, or has a rare mix of dtypes,
+// is processed block by block through small buffers.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define AMP_PATCH_X86 1
 #include <immintrin.h>
@@ -22,11 +22,11 @@
 namespace amp_patch {
 namespace {
 
-constexpr int64_t kLanes = 64;           // partial sums of a chunk's norm: as many on every instruction set
+constexpr int64_t kLanes = 64;           // partial sums of a chunk's norm: the same number on every instruction set
 constexpr int64_t kBlock = 256;          // elements of a row: three of them stay in the L1 cache
 constexpr int64_t kGrain = 32768;        // elements: the least work worth a thread, as torch's GRAIN_SIZE
 constexpr int64_t kReadAhead = 8192;     // bytes between a load and the prefetch beside it, in loops that only read
-constexpr int64_t kStreamed = 16 << 20;  // bytes of output, more than a cache holds: from here stores bypass it
+constexpr int64_t kStreamed = 16 << 20;  // bytes of output, more than a cache holds: from here on stores bypass it
 
 struct Result {
   bool bad = false;
@@ -62,7 +62,7 @@ namespace avx512 {
 #pragma GCC pop_options
 #endif
 
-// visit(Set()) with the set that was chosen; float64 is computed by the portable one alone.
+// Calls visit(Set()) with the chosen instruction set; float64 is only computed by the portable one.
 template <class T, class Visit>
 Result on_set(const Visit& visit) {
 #ifdef AMP_PATCH_X86
@@ -79,14 +79,14 @@ Result on_set(const Visit& visit) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Rows: n elements, one after another, of a dtype known at run time
+// Rows: n contiguous elements, of a dtype known at run time
 
 struct Row {
   void* data;
   at::ScalarType dtype;
 };
 
-// visit(pointer) with the pointer's type. T is the type that the functor computes in.
+// Calls visit(pointer) with the pointer's type. T is the type that the functor computes in.
 template <class T, class Visit>
 Result typed(const Row& row, const Visit& visit) {
   if constexpr (std::is_same_v<T, double>) {
@@ -100,9 +100,9 @@ Result typed(const Row& row, const Visit& visit) {
   }
 }
 
-// The functor over n elements. rows: the inputs and, where the functor writes, the output. Of one input, input and
-// output may have any dtypes. Of two, the second input and the output are of T, as when gradients are added to FP32
-// master gradients.
+// Applies the functor to n elements. rows: the inputs and, if the functor writes, the output. With one input, input and
+// output may have any dtypes. With two, the second input and the output are of type T, for example to add gradients to
+// FP32 master gradients.
 template <class T, size_t N, class Functor, size_t Rows>
 Result map_rows(const Functor& f, const std::array<Row, Rows>& rows, int64_t n, bool stream) {
   return on_set<T>([&](auto set) {
@@ -151,8 +151,9 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-// Whether tensors that are not all contiguous fill their memory in one common order: all channels_last, say, or all
-// transposed alike. Then they are walked in the order of memory, else in the order of their indices, by strides.
+// Tells whether tensors that are not all contiguous fill their memory in one common order, for example all
+// channels_last, or all transposed alike. They are then processed in the order of memory, otherwise in the order of
+// their indices, by strides.
 template <size_t N>
 bool share_order(const std::array<const at::Tensor*, N>& tensors) {
   for (const at::Tensor* t : tensors) {
@@ -163,8 +164,8 @@ bool share_order(const std::array<const at::Tensor*, N>& tensors) {
 
 void prefetch(const Fact& f) { prefetch_short(f.data, bytes_of(f)); }
 
-// Calls visit(offset, position, length, stride) for the runs that make up elements [begin, begin + n): a run is
-// `length` elements, the first at data[offset] and at `position` of the n, `stride` apart in memory.
+// Calls visit(offset, position, length, stride) for the runs that make up elements [begin, begin + n). A run is
+// `length` elements, `stride` apart in memory; the first is at data[offset], and has index `position` among the n.
 template <class Visit>
 void walk(const View& v, int64_t begin, int64_t n, const Visit& visit) {
   const at::IntArrayRef sizes = v.tensor->sizes(), strides = v.tensor->strides();
@@ -191,7 +192,7 @@ void walk(const View& v, int64_t begin, int64_t n, const Visit& visit) {
   }
 }
 
-// Elements [begin, begin + n) of the tensor into a row (kToRow) or out of it, bits unchanged.
+// Copies elements [begin, begin + n) of the tensor into a row (kToRow) or out of it, bits unchanged.
 template <bool kToRow, class Bits>
 void move_as(const View& v, int64_t begin, int64_t n, void* row) {
   Bits *const data = reinterpret_cast<Bits*>(v.data), *const elements = static_cast<Bits*>(row);
@@ -215,14 +216,14 @@ void convert(const Row& from, const Row& to, int64_t n) {
   map_rows<T, 1>(Copy<T>(), std::array<Row, 2>{from, to}, n, false);
 }
 
-// Whether map_rows takes an operand k of this dtype. If not, it is converted to T first.
+// Tells whether map_rows takes an operand k of this dtype. If not, it is converted to T first.
 template <class T, size_t N>
 bool is_known(size_t k, at::ScalarType dtype) {
   return N == 1 || k == 0 || dtype == c10::CppTypeToScalarType<T>::value;
 }
 
-// Elements [begin, end) of one tensor, all of whose operands are rows that map_rows takes. The operands are the inputs
-// and, where the functor writes, the output.
+// Processes elements [begin, end) of one tensor, if all operands are rows that map_rows takes. The operands are the
+// inputs and, if the functor writes, the output.
 template <class T, size_t N, class Functor, size_t Operands>
 Result run_rows(const Functor& f, const std::array<const Fact*, Operands>& facts, int64_t begin, int64_t end,
                 bool stream) {
@@ -234,8 +235,8 @@ Result run_rows(const Functor& f, const std::array<const Fact*, Operands>& facts
   return map_rows<T, N>(f, rows, end - begin, stream && rows[0].data != rows[Operands - 1].data);
 }
 
-// Elements [begin, end) of one tensor, block by block: operands that are no rows in memory are gathered into buffers
-// first, and others converted to T. `order`: all are rows, in one common order.
+// Processes elements [begin, end) of one tensor, block by block: operands that are no rows in memory are first gathered
+// into buffers, and others converted to T. `order`: all are rows, in one common order.
 template <class T, size_t N, class Functor, size_t Views>
 Result run_blocks(const Functor& f, const std::array<const Fact*, Views>& facts,
                   const std::array<const at::Tensor*, Views>& tensors, bool order, int64_t begin, int64_t end) {
@@ -262,7 +263,7 @@ Result run_blocks(const Functor& f, const std::array<const Fact*, Views>& facts,
       rows[k] = known[k] ? own[k] : Row{converted[k], c10::CppTypeToScalarType<T>::value};
       if (!known[k] && k < N) convert<T>(own[k], rows[k], n);
     }
-    if (in_place) {  // keep `in` and `out` one row, where the input was copied into a buffer too
+    if (in_place) {  // keep `in` and `out` one row, even if the input was copied into a buffer too
       rows[Views - 1] = rows[N - 1];
       own[Views - 1] = own[N - 1];
     }
@@ -280,7 +281,7 @@ Result run_blocks(const Functor& f, const std::array<const Fact*, Views>& facts,
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The loop, as ops.h wants it
+// The loop, with the interface of ops.h
 
 // The sets that this machine can run, the best one last, in the order of on_set's cases.
 const std::vector<std::string>& instruction_sets() {
@@ -317,7 +318,7 @@ struct CpuLoop {
   static constexpr c10::DeviceType device = c10::DeviceType::CPU;
   static constexpr bool reads_late = false;
 
-  // Elements [begin, end) of tensor i of the lists.
+  // Processes elements [begin, end) of tensor i of the lists.
   template <class T, int N, class Functor, size_t Operands>
   static Result run_chunk(const Job<N>& job, Functor f, int64_t i, const std::array<const Fact*, Operands>& facts,
                           int64_t begin, int64_t end, bool stream) {

@@ -1,4 +1,4 @@
-// Shared by the CPU's loops: how threads divide lists of tensors among them, and which instruction set is in use.
+// Shared by the CPU's loops: the division of lists of tensors among threads, and the choice of the instruction set.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -14,7 +14,7 @@
 
 namespace amp_patch {
 
-constexpr int64_t kChunk = 16384;       // elements of a chunk; with another number norms have other last bits
+constexpr int64_t kChunk = 16384;       // elements of a chunk; another number changes the last bits of norms
 constexpr int64_t kChunkOverhead = 64;  // the fixed cost of a chunk, as a number of elements
 
 // The sets that this machine can run, the best one last: portable, avx2, avx512. In cpu.cpp.
@@ -22,16 +22,16 @@ const std::vector<std::string>& instruction_sets();
 // The set in use.
 size_t instruction_set();
 
-// Prefetches the elements of a short tensor. The processor prefetches a long row by itself, once it has seen the
-// pattern; a short row ends before that.
+// Prefetches the elements of a short tensor. In a long row the processor detects the pattern and prefetches; a short
+// row ends before that.
 inline void prefetch_short(const void* data, int64_t bytes) {
   constexpr int64_t kLine = 64, kMost = 2048;
   if (bytes > kMost) return;
   for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(static_cast<const char*>(data) + at);
 }
 
-// The chunks of tensors of these sizes. Threads share the work by elements, not by tensors: a model has many tiny
-// tensors beside a few huge ones.
+// The chunks of tensors of these sizes. Threads share the work by elements and not by tensors, because a model has many
+// tiny tensors and a few huge ones.
 class CpuChunks {
  public:
   explicit CpuChunks(const std::vector<int64_t>& sizes) : sizes_(sizes) {
@@ -51,8 +51,8 @@ class CpuChunks {
   int64_t size() const { return static_cast<int64_t>(chunks_.size()); }
   int64_t slot(int64_t c) const { return chunks_[c].slot; }  // the tensor of chunk c
 
-  // visit(c, slot, begin, end) for each chunk c, elements [begin, end) of tensor `slot`, in several threads if there
-  // is more work than `grain` elements; prefetch(slot) some chunks before.
+  // Calls visit(c, slot, begin, end) for each chunk c, elements [begin, end) of tensor `slot`; in several threads if
+  // the work is more than `grain` elements. Calls prefetch(slot) some chunks before.
   template <class Prefetch, class Visit>
   void for_each(int64_t grain, const Prefetch& prefetch, const Visit& visit) const {
     at::parallel_for(0, work_, grain, [&](int64_t from, int64_t to) {

@@ -1,5 +1,5 @@
-// The processor's features, by its own instruction or the kernel's word: amp_patch/casts/cpu_half.py emulates products
-// of a type that the processor has no arithmetic for.
+// The processor's features, read by its own instruction or from the kernel: amp_patch/casts/cpu_half.py emulates
+// products of a type that the processor has no arithmetic for.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -13,12 +13,12 @@
 namespace amp_patch {
 
 // Arithmetic of FP16 (AVX512-FP16, AMX-FP16, ARM's FEAT_FP16) or of BF16 (AVX512-BF16, AMX-BF16, ARM's FEAT_BF16), on
-// vectors or on tiles. Conversions (F16C) are not it.
+// vectors or on tiles. Conversions (F16C) do not count.
 inline bool cpu_has(at::ScalarType type) {
   const bool fp16 = type == at::ScalarType::Half;
 #if defined(__x86_64__) || defined(__i386__)
   unsigned a = 0, b = 0, c = 0, d = 0, most = 0;
-  // The registers must be saved by the system too: __builtin_cpu_supports asks XCR0 for us.
+  // The system must save the registers too: __builtin_cpu_supports checks this in XCR0.
   if (!__builtin_cpu_supports("avx512f") || !__get_cpuid_count(7, 0, &most, &b, &c, &d)) return false;
   const bool avx512_fp16 = d & (1u << 23), amx_bf16 = d & (1u << 22);
   a = 0;

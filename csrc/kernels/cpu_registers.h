@@ -1,7 +1,8 @@
-// The vector registers of one instruction set: what a functor computes with on the CPU, and how elements of each dtype
-// come in and go out. A .cpp file includes this once for each set (so there is no `#pragma once`), each time in a
-// namespace of its own and under that set's target pragma. AMP_PATCH_WIDTH is the number of floats in a register: 16
-// (AVX-512), 8 (AVX2 and F16C) or 1 (any machine: plain floats, nothing of this file). Nothing is fused here.
+// The vector registers of one instruction set: the type that functors compute in on the CPU, and the conversion of
+// elements of each dtype to it and back. A .cpp file includes this once for each set (so there is no `#pragma once`),
+// each time in a separate namespace and under that set's target pragma. AMP_PATCH_WIDTH is the number of floats in a
+// register: 16 (AVX-512), 8 (AVX2 and F16C) or 1 (any machine: plain floats, nothing of this file). Nothing is fused
+// here.
 
 #if AMP_PATCH_WIDTH > 1
 
@@ -9,7 +10,7 @@
 
 using Register = __m512;
 using Integers = __m512i;
-using Halves = __m256i;  // a register's elements in 16 bits each; two of these make an Integers
+using Halves = __m256i;  // a register's elements, 16 bits each; two of these make an Integers
 
 struct Mask {
   __mmask16 m;
@@ -32,18 +33,18 @@ inline Integers join(Halves a, Halves b) { return _mm512_inserti64x4(_mm512_cast
 inline Halves half_of(Integers v, int which) {
   return which == 0 ? _mm512_castsi512_si256(v) : _mm512_extracti64x4_epi64(v, 1);
 }
-// The high 16 bits of each element of two registers, in order, as one register: FP32 to BF16, once it is rounded.
+// The high 16 bits of each element of two registers, in order, as one register: rounded FP32 to BF16.
 inline Integers high_halves(Integers a, Integers b) {
   const Integers odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
                                         23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
   return _mm512_permutex2var_epi16(a, odd, b);
 }
-// And back: one half of `v`, each element as the high 16 bits of 32.
+// The inverse: one half of `v`, each element as the high 16 bits of 32.
 inline Integers high_from(Integers v, int which) {
   return _mm512_slli_epi32(_mm512_cvtepu16_epi32(half_of(v, which)), 16);
 }
 inline Integers add(Integers a, int b) { return _mm512_add_epi32(a, _mm512_set1_epi32(b)); }
-// v + 1 where bit 16 of `bits`, the last one that stays, is set: so ties round to even.
+// v + 1 if bit 16 of `bits`, the last one that stays, is set: so ties round to even.
 inline Integers add_odd(Integers v, Integers bits) {
   const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
   return _mm512_mask_add_epi32(v, odd, v, _mm512_set1_epi32(1));
@@ -116,7 +117,7 @@ To same_bits(From from) {
   return to;
 }
 
-// The loop takes two registers of FP32 at a time: as many elements of 16 bits fill one register.
+// The loop takes two registers of FP32 at a time: 16-bit elements of that number fill one register.
 struct Pair {
   Lanes low, high;
 };
@@ -126,10 +127,10 @@ inline Integers pack(Pair p, c10::Half) { return join(narrow(p.low.v), narrow(p.
 inline Pair unpack(Integers v, c10::BFloat16) {
   return {{same_bits<Register>(high_from(v, 0))}, {same_bits<Register>(high_from(v, 1))}};
 }
-// To nearest, ties to even. The processor's own instruction, where there is one, would take subnormal numbers for 0.
+// Rounds to nearest, ties to even. Not by the processor's BF16 instruction, which treats subnormal numbers as 0.
 inline Integers pack(Pair p, c10::BFloat16) {
   const Mask nan = compare<_CMP_UNORD_Q>(p.low.v, p.high.v);  // true where either one is a NaN
-  if (__builtin_expect(any(nan), false)) {                    // rounding would carry out of a NaN's bits into the sign
+  if (__builtin_expect(any(nan), false)) {                    // rounding could carry from a NaN's bits into the sign
     const Register quiet = same_bits<Register>(add(Integers(), 0x7FC00000));
     p.low.v = select(compare<_CMP_UNORD_Q>(p.low.v, p.low.v), quiet, p.low.v);
     p.high.v = select(compare<_CMP_UNORD_Q>(p.high.v, p.high.v), quiet, p.high.v);

@@ -1,14 +1,14 @@
 // The CPU's innermost loop, for one instruction set. cpu.cpp includes this file once for each set (so there is no
-// `#pragma once`), as cpu_registers.h wants it. Every set gives the same bits: no multiplication and addition are
-// fused, and a sum has kLanes lanes whatever the width.
+// `#pragma once`), after cpu_registers.h. Every set gives the same bits: no multiplication and addition are fused, and
+// a sum has kLanes lanes for any width.
 
 #include "cpu_registers.h"
 
 #if AMP_PATCH_WIDTH > 1
 
-// Prefetches kLanes elements, kReadAhead bytes after p, into the L2 cache. The address may lie past the end of a
-// tensor: a prefetch never faults. The processor's own prefetcher stops at the end of a page, which leaves a loop that
-// only reads waiting for memory.
+// Prefetches kLanes elements, kReadAhead bytes after p, into the L2 cache. The address may be past the end of a tensor,
+// because a prefetch never faults. The processor's own prefetcher stops at the end of a page; without this, a loop that
+// only reads waits for memory.
 template <class Element>
 void prefetch_ahead(const Element* p) {
   constexpr size_t kLine = 64;
@@ -18,7 +18,7 @@ void prefetch_ahead(const Element* p) {
   }
 }
 
-// The last m elements of a row, made up to kLanes by repetitions of the last one.
+// The last m elements of a row, filled up to kLanes with repetitions of the last one.
 template <class Element>
 struct Padded {
   alignas(64) Element elements[kLanes];
@@ -119,7 +119,7 @@ struct Set {
 
     Result result() const {
       if constexpr (!Functor::reduces) return {bad, 0};
-      double tree[kLanes];  // of additions in FP64, always in this order
+      double tree[kLanes];  // a tree of additions in FP64, always in this order
       for (int64_t k = 0; k < kLanes; ++k) tree[k] = sums[k];
       for (int64_t half = kLanes / 2; half > 0; half /= 2) {
         for (int64_t k = 0; k < half; ++k) tree[k] += tree[k + half];

@@ -1,5 +1,5 @@
-// The loop on CUDA: ops.h's ops over it are the kernels for CUDA tensors. A job takes one launch for all its rows that
-// are linear in memory, and one for those that are strided.
+// The loop on CUDA: the ops of ops.h over it are the kernels for CUDA tensors. A job takes one launch for all its rows
+// that are linear in memory, and one for all strided rows.
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -19,7 +19,7 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // On the device
 
-// The sum over a block, in an order that depends on nothing but kThreads. Valid in thread 0.
+// The sum over a block, in an order that depends only on kThreads. Valid in thread 0.
 __device__ double block_sum(double value) {
   __shared__ double sums[kThreads];
   sums[threadIdx.x] = value;
@@ -30,7 +30,7 @@ __device__ double block_sum(double value) {
   return sums[0];  // complete in thread 0, which wrote it last: no barrier follows
 }
 
-// Four blocks a multiprocessor: their loads hide one another's latency, and 64 registers a thread are enough.
+// Four blocks per multiprocessor: their loads hide each other's latency, and 64 registers per thread are enough.
 template <class T, int N, class F, class R, int kBytes>
 __global__ void __launch_bounds__(kThreads, 4)
     run_chunks(const __grid_constant__ Arguments<R, kBytes> arguments, const R* buffer, int count, int chunk, F f,
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-// squares[row's tensor] += its chunks' partial sums, in a fixed order; a block a row.
+// squares[row's tensor] += its chunks' partial sums, in a fixed order; one block per row.
 template <class R, int kBytes>
 __global__ void __launch_bounds__(kThreads)
     add_partials(const __grid_constant__ Arguments<R, kBytes> arguments, const R* buffer, int count, uint32_t chunks,
@@ -116,7 +116,7 @@ View view(const at::Tensor& t) {
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The loop, as ops.h wants it
+// The loop, with the interface of ops.h
 
 struct CudaLoop {
   static constexpr c10::DeviceType device = c10::DeviceType::CUDA;

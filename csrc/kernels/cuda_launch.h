@@ -1,9 +1,9 @@
-// How the kernels for CUDA are launched over rows of tensors, whatever a row holds; for .cu files.
+// Launches of CUDA kernels over rows of tensors, for any type of row; for .cu files.
 //
-// Rows get to a kernel in one of two ways. As kernel arguments, which CUDA copies at the launch, and into a graph that
-// is being captured: nothing to keep alive. Or, where they do not fit, through one pinned buffer, copied on the stream;
-// torch's allocators keep the buffer until the copy is done and the device's side until the kernel is. A captured copy
-// would read the host's side again at each replay, so a capture takes arguments, in several launches.
+// Rows reach a kernel in one of two ways. As kernel arguments: CUDA copies them at the launch, and into a graph during
+// capture, so nothing has to stay alive. If they do not fit: through one pinned buffer, copied on the stream. Torch's
+// allocators keep the host's buffer until the copy is done, and the device's buffer until the kernel is. During capture
+// rows are always arguments, in several launches, because each replay would read the host's buffer again.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -19,7 +19,7 @@
 namespace amp_patch {
 
 // Bytes of kernel arguments: CUDA 12.1 and later take 32,764 on sm_70 and newer, earlier ones 4,096. 256 of them are
-// for the arguments beside the rows.
+// for arguments other than the rows.
 constexpr int kFewBytes = 4096 - 256;
 constexpr int kManyBytes = CUDART_VERSION >= 12010 ? 32764 - 256 : kFewBytes;
 
@@ -32,7 +32,7 @@ struct Arguments {
 enum class Metadata { kAuto, kArguments, kBuffer };
 inline std::atomic<Metadata> metadata{Metadata::kAuto};
 
-// A newer runtime may meet an older driver.
+// The driver may be older than the runtime.
 inline bool driver_takes_large_arguments() {
   static const bool takes = [] {
     int version = 0;
@@ -52,25 +52,25 @@ inline bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Of a launch: its rows, its blocks, and the elements of a block.
+// The size of a launch: its rows, its blocks, and the elements of a block.
 struct Extent {
   int rows;
   int64_t blocks;
   int chunk;
 };
 
-// Calls launch(arguments, buffer, extent) as often as it takes: once, but where a capture has very many rows, or rows
-// have more blocks than a grid; never where no row has an element. The rows are buffer's, or where that is null the
-// arguments'. Arguments take at most kMostBytes.
+// Calls launch(arguments, buffer, extent) until all rows are covered: usually once; several times if a capture has very
+// many rows, or rows have more blocks than a grid; never if all rows are empty. The rows are in `buffer`; if that is
+// null, in the arguments, which take at most kMostBytes.
 template <int kMostBytes, class R, class Launch>
 void launch_rows(std::vector<R> rows, c10::Device device, cudaStream_t stream, const Launch& launch) {
   constexpr int64_t few = Arguments<R, kFewBytes>::capacity, many = Arguments<R, kMostBytes>::capacity;
-  constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();  // of a grid's x
+  constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();  // the limit of a grid's x
   const int64_t chunk = chunk_size(rows);
   const auto extent = [&](int64_t count, int64_t blocks) {
     return Extent{static_cast<int>(count), blocks, static_cast<int>(chunk)};
   };
-  // Both call write(where), which puts the rows there and returns the number of their blocks, and launch that many.
+  // Both call write(where), which writes the rows there and returns the number of their blocks, and launch this number.
   const auto from_arguments = [&](auto arguments, int64_t count, const auto& write) {
     static_assert(std::is_trivially_copyable_v<decltype(arguments)> && sizeof(arguments) <= arguments.bytes);
     const int64_t blocks = write(arguments.rows);

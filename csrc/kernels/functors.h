@@ -1,12 +1,12 @@
-// The functors: what each op does to one element, on the host and on the device. T is float, or double for float64
-// tensors. V is T, or on the CPU a class of several T in a register with the operators that are used here (`Lanes` in
-// cpu_vectors.h): so there is one formula for both.
+// The functors: the computation of each op on one element, for the host and the device. T is float, or double for
+// float64 tensors. V is T, or on the CPU a class of several T in a register with the operators that are used here
+// (`Lanes` in cpu_registers.h): so there is one formula for both.
 //
 // A loop (cpu.cpp, cuda.cu) copies the functor, calls prepare() once per tensor, then for each element
 //   value = f(x...)       computed in V; the loop rounds it to the output's dtype, once
-//   f.bad(value, x...)    whether found_inf is raised, where F::watches
-//   f.term(stored)        what is summed up, where F::reduces; stored is the value after rounding
-// F::writes says whether there is an output at all.
+//   f.bad(value, x...)    whether found_inf is set, if F::watches
+//   f.term(stored)        a term of the sum, if F::reduces; stored is the value after rounding
+// If F::writes is false, there is no output.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -16,8 +16,8 @@
 
 #include <limits>
 
-// Always inlined: a vector register must not be the argument of a real call, which would be compiled for the baseline
-// and not for the instruction set of the loop around it.
+// Always inlined: without this, a vector register could be the argument of a real call, which is compiled for the
+// baseline and not for the instruction set of the loop around it.
 #define AMP_PATCH_ELEMENT C10_HOST_DEVICE C10_ALWAYS_INLINE
 
 namespace amp_patch {
@@ -34,7 +34,7 @@ AMP_PATCH_ELEMENT T where(bool condition, T a, T b) {
   return condition ? a : b;
 }
 
-// Whether x, rounded to a dtype with this overflow_limit, is finite. False for NaN.
+// Tells whether x, rounded to a dtype with this overflow_limit, is finite. False for NaN.
 template <class V, class T>
 AMP_PATCH_ELEMENT auto is_within(V x, T limit) {
   return (x < limit) & (-x < limit);
@@ -65,7 +65,7 @@ C10_HOST_DEVICE inline T round_to(c10::ScalarType dtype, T x) {
   }
 }
 
-// A factor: a number of the host, or one in the device's memory, read there so that the host does not wait for it.
+// A factor: a number on the host, or one in the device's memory, read there so that the host does not sync.
 template <class T>
 struct Scalar {
   T value;
@@ -77,7 +77,7 @@ struct Scalar {
   }
 };
 
-// out = factor * x. A non-finite x makes a non-finite product, so the product alone is watched.
+// out = factor * x. A non-finite x makes a non-finite product, so only the product is watched.
 template <class T>
 struct Scale {
   static constexpr bool writes = true, watches = true, reduces = false;
@@ -145,7 +145,7 @@ struct Axpby {
 #endif
 };
 
-// Whether factor * x is finite. Reads, and writes nothing.
+// Checks that factor * x is finite. Writes nothing.
 template <class T>
 struct CheckFinite {
   static constexpr bool writes = false, watches = true, reduces = false;
@@ -187,7 +187,7 @@ struct CheckedNorm : Norm<T> {
   }
 };
 
-// Scale and Norm of what it stored, in one pass.
+// Scale, and Norm of the stored values, in one pass.
 template <class T>
 struct ScaleNorm : Scale<T> {
   static constexpr bool reduces = true;
@@ -197,8 +197,9 @@ struct ScaleNorm : Scale<T> {
   }
 };
 
-// out = master, or param where a user changed the parameter: where the master no longer rounds to it. A NaN differs
-// from everything. The output is the master itself and seldom changes: a loop need not write where changes() is false.
+// out = master, or param if user code has changed the parameter, so that the master no longer rounds to it. A NaN
+// differs from everything. The output is the master itself and seldom changes: a loop need not write if changes() is
+// false.
 template <class T>
 struct Adopt {
   static constexpr bool writes = true, watches = false, reduces = false;

@@ -1,13 +1,13 @@
 // The ops, each written once: its checks, the choice of FP32 or FP64, its functor. They are templates over a device's
 // loop (`CpuLoop` in cpu.cpp, `CudaLoop` in cuda.cu). A loop has
 //   device                             the c10::DeviceType it serves
-//   reads_late                         whether it reads numbers that lie in memory while it writes, not before
+//   reads_late                         whether it reads numbers in memory during its writes, not before them
 //   run<T>(Job<N>, functor)            functor, which computes in T, over the tensors of a job: N lists in
 //   total(squares)                     the sum of a 1-D float64 tensor, the same whatever the number of threads
 //   once(functor)                      functor() one time, on the current device
 //
-// The checks guard memory, before the first write. `Refused` has no details: amp_patch.multi_tensor catches it, finds
-// by the same rules in Python what is wrong, and says so with names, indices and a way out.
+// The checks guard memory, before the first write. `Refused` has no details: amp_patch.multi_tensor catches it, applies
+// the same rules in Python, and raises an error with names, indices and a way out.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -37,8 +37,8 @@ struct Refused : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// A tensor's metadata, as a loop needs it. With thousands of small tensors most of the time goes into waiting for the
-// memory where torch keeps metadata, so each tensor is visited once.
+// A tensor's metadata, as a loop needs it. With thousands of small tensors most of the time is spent waiting for the
+// memory of torch's metadata, so each tensor is visited once.
 struct Fact {
   char* data;  // null if there are no elements
   int64_t numel;
@@ -51,12 +51,12 @@ using Facts = std::vector<Fact>;
 template <int N>
 struct Job {
   std::array<const Tensors*, N> in;
-  const Tensors* out;  // null where the functor writes nothing; no copy-on-write tensors
+  const Tensors* out;  // null if the functor writes nothing; no copy-on-write tensors
   std::array<const Facts*, N> in_facts;
   const Facts* out_facts;
-  std::vector<int64_t> indices;  // which tensors of the lists; none is empty, all are float64 or none is
-  float* found_inf;              // set to 1 where the functor finds a bad value; null: bad values are not flagged
-  double* squares;               // where the functor reduces: one sum per tensor of the lists
+  std::vector<int64_t> indices;  // the tensors of the lists to process; none is empty, all are float64 or none is
+  float* found_inf;              // set to 1 if the functor finds a bad value; null: bad values are not flagged
+  double* squares;               // if the functor reduces: one sum per tensor of the lists
 };
 
 template <class Loop>
@@ -82,7 +82,8 @@ inline void require(bool holds, const char* what) {
   if (!holds) throw Refused(std::string("refused by the extension: ") + what);
 }
 
-// visit(i) for i in [0, n), in several threads if n is large: tensors' metadata lies scattered over the memory.
+// Calls visit(i) for i in [0, n), in several threads if n is large, because tensors' metadata is scattered over the
+// memory.
 template <class Visit>
 void for_each_index(size_t n, const Visit& visit) {
   at::parallel_for(0, static_cast<int64_t>(n), 1024, [&](int64_t begin, int64_t end) {
@@ -94,16 +95,16 @@ inline bool is_supported(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble;
 }
 
-// Whether the elements lie in a storage: not those of functorch's wrappers, nested tensors and torch's zero tensors,
-// nor where the storage was freed.
+// Tells whether a storage holds the elements. False for functorch's wrappers, nested tensors and torch's zero tensors,
+// and after the storage was freed.
 inline bool has_memory(const at::Tensor& t) {
   return t.has_storage() && t.unsafeGetTensorImpl()->storage_initialized() && !t.is_nested();
 }
 
-// Refuses what is no plain strided tensor on `device`; any dtype passes.
+// Refuses anything but a plain strided tensor on `device`; any dtype passes.
 inline void check_plain(const at::Tensor& t, c10::Device device) {
   require(t.defined() && t.layout() == at::kStrided, "layout");
-  require(!t.key_set().has(c10::DispatchKey::Python), "subclass");  // a DTensor, say, wraps other memory
+  require(!t.key_set().has(c10::DispatchKey::Python), "subclass");  // a DTensor, for example, wraps other memory
   require(!t.is_nested(), "nested");
   require(!t.is_neg(), "lazy negation");
   require(t.device() == device, "device");
@@ -114,7 +115,7 @@ inline void check_tensor(const at::Tensor& t, c10::Device device) {
   require(is_supported(t.scalar_type()), "dtype");
 }
 
-// Elements from the first one to behind the last one, gaps included.
+// The number of elements from the first to the last one, gaps included.
 inline int64_t span_of(const at::Tensor& t) {
   int64_t span = 1;
   for (int64_t d = 0; d < t.dim(); ++d) span += (t.size(d) - 1) * t.stride(d);
@@ -127,7 +128,7 @@ inline int64_t item_size(at::ScalarType dtype) {
 }
 inline int64_t bytes_of(const Fact& f) { return f.numel * item_size(f.dtype); }
 
-// Fills in the Fact of a checked tensor, from the TensorImpl: on small tensors, the checks of at::Tensor's own methods
+// Fills in the Fact of a checked tensor, from the TensorImpl: for small tensors, the checks in at::Tensor's own methods
 // cost as much as a kernel.
 C10_ALWAYS_INLINE void learn(const at::Tensor& t, Fact& fact) {
   const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
@@ -146,8 +147,8 @@ C10_ALWAYS_INLINE void learn(const at::Tensor& t, Fact& fact) {
   fact.data = static_cast<char*>(const_cast<void*>(storage->data())) + offset;
 }
 
-// Refuses an output whose elements are t's too, unless both are the same elements in the same order and type: a write
-// would change what is read later.
+// Refuses an output that shares elements with t, unless both are the same elements in the same order and type: a write
+// would change elements that are read later.
 inline void check_overlap(const at::Tensor& t, const Fact& fact, const at::Tensor& out, const Fact& out_fact) {
   if (t.unsafeGetTensorImpl() == out.unsafeGetTensorImpl()) return;
   if (fact.contiguous && out_fact.contiguous) {
@@ -175,14 +176,14 @@ inline void check_number(const Number& number, c10::Device device) {
   }
 }
 
-// Whether t shares its memory until it is written (torch's copy-on-write).
+// Tells whether t shares its memory until it is written (torch's copy-on-write).
 inline bool is_lazy(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->unsafe_storage().data_ptr().get_deleter() == &c10::impl::cow::cow_deleter;
 }
 
-// Refuses two outputs that share elements: either of the two writes might be the last. Tensors of one storage (views of
-// a flat buffer) are told apart by their first and last byte. Of one that is not dense, only the first element is known
-// cheaply, and compared.
+// Refuses two outputs that share elements, because the order of the two writes is undefined. Tensors of one storage
+// (views of a flat buffer) are compared by their first and last byte. For a tensor that is not dense, only its first
+// element is compared, since more would be expensive.
 inline void check_apart(const Tensors& out, const Facts& facts) {
   size_t capacity = 16;
   while (capacity < 2 * facts.size()) capacity *= 2;
@@ -215,7 +216,7 @@ struct Checked {
   std::array<Facts, K> facts;
 };
 
-// The last of the lists is the output where writes is true.
+// The last of the lists is the output if writes is true.
 template <size_t K>
 Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>& lists, bool writes,
                        const MaybeTensor& found_inf, std::initializer_list<const Number*> numbers) {
@@ -229,7 +230,7 @@ Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>
     require(lists[k]->size() == first.size(), "length");
     checked.facts[k].resize(first.size());
   }
-  const bool recorded = writes && c10::GradMode::is_enabled();  // here: other threads have grad modes of their own
+  const bool recorded = writes && c10::GradMode::is_enabled();  // read here, because each thread has its own grad mode
   std::atomic<bool> lazy{false};
   for_each_index(first.size(), [&](size_t i) {
     for (size_t k = 0; k < K; ++k) {
@@ -269,8 +270,8 @@ Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>
 // ---------------------------------------------------------------------------------------------------------------------
 // From a checked call to the loop
 
-// The number, or a copy of it if is_output(tensor) finds it in an output: there a device's blocks write while others
-// have yet to read it. The caller keeps the result alive until the launch.
+// The number, or a copy of it if is_output(tensor) finds it in an output, because blocks of a device may write the
+// output before others read the number. The caller keeps the result alive until the launch.
 template <class Loop, class IsOutput>
 Number apart(const Number& number, const IsOutput& is_output) {
   const at::Tensor* const t = std::get_if<at::Tensor>(&number);
@@ -278,7 +279,7 @@ Number apart(const Number& number, const IsOutput& is_output) {
   return t->detach().clone();
 }
 
-// Compares storages alone, which is cheap: a number in another view of an output's buffer is copied needlessly.
+// Compares only storages, which is cheap: a number in another view of an output's buffer is copied needlessly.
 template <class Loop>
 Number apart(const Number& number, const Facts& outputs) {
   return apart<Loop>(number, [&](const at::Tensor& t) {
@@ -298,16 +299,16 @@ Scalar<T> scalar(const Number& number) {
     there.f32 = t.const_data_ptr<float>();
   }
   if (Loop::reads_late) return there;
-  there.load();  // before the first write, which may overwrite it: it may lie in an output
+  there.load();  // before the first write, which may overwrite it in an output
   return {there.value, nullptr, nullptr};
 }
 
-// Bumps the version counter, as any in-place op of torch: autograd and the masters detect writes by it.
+// Bumps the version counter, as any in-place op of torch does: autograd and the masters detect writes by it.
 inline void bump(const at::Tensor& t) {
   if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 
-// float64 tensors go through make(double()), the rest of the lists through make(float()).
+// Launches float64 tensors with make(double()), and the rest of the lists with make(float()).
 template <class Loop, int N, size_t K, class Make>
 void launch(const Checked<K>& checked, std::array<const Tensors*, N> in, const Tensors* out,
             const MaybeTensor& found_inf, double* squares, Make make) {
@@ -331,7 +332,7 @@ void launch(const Checked<K>& checked, std::array<const Tensors*, N> in, const T
   }
 }
 
-// {total, one norm a tensor}: float64 if any tensor is, else float32.
+// {total, one norm per tensor}: float64 if any tensor is, else float32.
 template <class Loop>
 std::vector<at::Tensor> norms(const Facts& tensors, const at::Tensor& squares) {
   at::ScalarType dtype = at::kFloat;

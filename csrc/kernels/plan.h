@@ -49,8 +49,8 @@ inline std::vector<std::vector<Span>> plan_spans(const std::vector<int64_t>& siz
 }
 
 struct Chunk {
-  int64_t slot;   // which of the launch's tensors
-  int64_t index;  // which chunk of it
+  int64_t slot;   // the index in the launch's tensors
+  int64_t index;  // the index of the chunk in the tensor
 };
 
 struct Launch {

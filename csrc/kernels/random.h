@@ -1,6 +1,7 @@
 // Random bits by a counter: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2,
-// 3" (SC 2011), with the constants of that paper. The bits of an element depend on the seed, the draw and the element's
-// place in its tensor's memory alone: so they are the same on any device, in any number of threads, and at a replay.
+// 3" (SC 2011), with the constants of that paper. The bits of an element depend only on the seed, the draw and the
+// element's index in its tensor's memory: so they are the same on any device, in any number of threads, and in a
+// replay.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 namespace amp_patch {
 
-constexpr int kDrawn = 8;  // elements that one counter serves, 16 bits for each
+constexpr int kDrawn = 8;  // elements per counter, 16 bits each
 
 constexpr int kPhiloxRounds = 10;
 constexpr uint32_t kPhiloxFactors[2] = {0xD2511F53u, 0xCD9E8D57u}, kPhiloxKeys[2] = {0x9E3779B9u, 0xBB67AE85u};

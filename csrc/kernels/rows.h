@@ -1,5 +1,5 @@
-// The metadata of tensors that a launch on a device gets: one row for each place in the lists, built on the host.
-// Nothing here calls CUDA, so that the tests (emulate.cpp) run it on any machine.
+// The metadata of tensors for a launch on a device: one row for each place in the lists, built on the host. Nothing
+// here calls CUDA, so that the tests (emulate.cpp) run it on any machine.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -13,7 +13,7 @@
 
 namespace amp_patch {
 
-constexpr int kThreads = 256;  // of a block; a block does one chunk
+constexpr int kThreads = 256;  // threads of a block; a block does one chunk
 constexpr int kDims = 6;       // dimensions that index arithmetic handles, after merging
 
 // A tensor as the host sees it.
@@ -25,18 +25,18 @@ struct View {
   const int64_t* strides;
 };
 
-// K tensors, the inputs and then the output, whose elements lie side by side in one common order.
+// K tensors, the inputs and then the output, with their elements contiguous and in one common order.
 template <int K>
 struct Row {
   static constexpr bool strided = false;
   void* data[K];
   int64_t size;    // elements; a launch may end before the last
-  uint32_t first;  // of the launch's blocks, the one that begins this row
+  uint32_t first;  // the index, in the launch, of the block that begins this row
   int32_t index;   // its place in the lists
   c10::ScalarType dtype[K];
   uint8_t width;  // elements of one memory access: as many as alignment allows
 
-  // Leaves out the elements before `from`.
+  // Removes the elements before `from`.
   void begin_at(int64_t from) {
     for (int k = 0; k < K; ++k) {
       data[k] = static_cast<char*>(data[k]) + from * static_cast<int64_t>(c10::elementSize(dtype[k]));
@@ -45,7 +45,7 @@ struct Row {
   }
 };
 
-// K tensors in any memory order: element i, counted with the last dimension fastest, is found by its index.
+// K tensors in any memory order. The index of element i, counted with the last dimension fastest, gives its place.
 template <int K>
 struct StridedRow : Row<K> {
   static constexpr bool strided = true;
@@ -69,13 +69,13 @@ uint8_t width_of(const Row<K>& row) {
       const auto bytes = static_cast<int64_t>(c10::elementSize(row.dtype[k])) * width;
       fits = fits && bytes <= 16 && (reinterpret_cast<uintptr_t>(row.data[k]) & (bytes - 1)) == 0;
     }
-    // Two elements are worth an access of their own only where they are float64.
+    // An access of two elements pays only for float64.
     if (fits && (width > 2 || row.dtype[0] == c10::ScalarType::Double)) return static_cast<uint8_t>(width);
   }
   return 1;
 }
 
-// The row of tensors that are known to be contiguous: with thousands of small ones, to find that out anew by place()
+// The row of tensors that are known to be contiguous. With thousands of small ones, the general function, place(),
 // takes longer than the launch.
 template <int K>
 Row<K> contiguous_row(const std::array<void*, K>& data, const std::array<c10::ScalarType, K>& dtype, int64_t size,
@@ -105,7 +105,7 @@ Layout place(const std::array<View, K>& views, int64_t index, StridedRow<K>& row
     row.dtype[k] = views[k].dtype;
   }
 
-  // Elements do not depend on one another, so dimensions may be taken in any order: the lead's outermost first.
+  // Elements are independent, so dimensions may be taken in any order: by the strides of `lead`, outermost first.
   std::array<int, kMost> order;
   int dims = 0;
   for (int d = 0; d < lead.dims; ++d) {
@@ -116,7 +116,7 @@ Layout place(const std::array<View, K>& views, int64_t index, StridedRow<K>& row
     return lead.strides[a] != lead.strides[b] ? lead.strides[a] > lead.strides[b] : a < b;
   });
 
-  // Two neighbours merge where, in every tensor, the outer one steps over exactly the inner one.
+  // Two neighboring dimensions merge if, in every tensor, one step of the outer one spans exactly the inner one.
   std::array<int64_t, kMost> sizes;
   std::array<std::array<int64_t, kMost>, K> strides;
   int merged = 0;
@@ -143,25 +143,24 @@ Layout place(const std::array<View, K>& views, int64_t index, StridedRow<K>& row
   return Layout::kStrided;
 }
 
-// Elements of a chunk: a multiple of kLeast, so many that the blocks fill kWaves waves, and start no other with a few
-// while the rest of the GPU has nothing to do. The sizes alone decide, with a constant for the GPU, so that the partial
-// sums of norms, one a chunk, do not depend on the machine.
+// The elements of a chunk: a multiple of kLeast, with which the blocks fill kWaves waves. (A further wave of few blocks
+// would leave most of the GPU idle.) It depends only on the sizes, with a constant for the GPU, so that the partial
+// sums of norms, one per chunk, are the same on every machine.
 template <class R>
 int64_t chunk_size(const std::vector<R>& rows) {
   constexpr int64_t kSlots = 132 * 4;  // the blocks that run at once on an H100, four on each of its multiprocessors
   constexpr int64_t kWaves = 4;        // fewer: the GPU idles while the longest block ends; more: more starts
   constexpr int64_t kBlocks = kWaves * kSlots;
   constexpr int64_t kLeast = 4096;   // elements: one or two packs of each thread
-  constexpr int64_t kMost = 131072;  // a thousandth of a large model: more waves, and each is short beside the whole
+  constexpr int64_t kMost = 131072;  // a thousandth of a large model, which has more, short waves
   int64_t total = 0;
   for (const R& row : rows) total += std::min(row.size, kMost * kBlocks);  // clamped: the sum of sizes may overflow
-  // A tensor may have one block more than its size fills. Where there are very many, most are shorter than a block.
+  // Each tensor may add a block that is only partly filled. With very many tensors most are shorter than a block.
   const int64_t filled = std::max(kBlocks - static_cast<int64_t>(rows.size()), kBlocks / 2);
   return std::min((total / filled / kLeast + 1) * kLeast, kMost);
 }
 
-// Numbers the blocks of one launch over all rows, each of which begins where the one before it ends; returns how many
-// they are.
+// Numbers the blocks of one launch over all rows, in the order of the rows; returns the number of blocks.
 template <class R>
 int64_t number_blocks(std::vector<R>& rows, int64_t chunk) {
   int64_t blocks = 0;
@@ -172,7 +171,7 @@ int64_t number_blocks(std::vector<R>& rows, int64_t chunk) {
   return blocks;
 }
 
-// The spans of several launches over rows that are too many for one, or have too many blocks.
+// The spans of several launches, over rows that are too many for one launch, or have too many blocks.
 template <class R>
 std::vector<std::vector<Span>> plan_rows(const std::vector<R>& rows, int64_t chunk, int64_t max_rows,
                                          int64_t max_blocks) {
@@ -182,7 +181,7 @@ std::vector<std::vector<Span>> plan_rows(const std::vector<R>& rows, int64_t chu
   return plan_spans(sizes, chunk, max_rows, max_blocks);
 }
 
-// Writes a launch's rows to `out`, one a span; returns the number of its blocks.
+// Writes a launch's rows to `out`, one per span; returns the number of its blocks.
 template <class R>
 int64_t fill(R* out, const std::vector<R>& rows, const std::vector<Span>& spans, int64_t chunk) {
   int64_t blocks = 0;
@@ -196,9 +195,10 @@ int64_t fill(R* out, const std::vector<R>& rows, const std::vector<Span>& spans,
   return blocks;
 }
 
-// launch(count, write) for each launch that it takes to cover all rows, in order: one, but where there are more than
-// max_rows or their blocks more than max_blocks. write(out) puts the launch's `count` rows at `out` and returns the
-// number of its blocks, which is never 0: a GPU refuses a grid without blocks, so rows without elements are no launch.
+// Calls launch(count, write) for each of the launches that cover all rows, in order. One launch suffices unless the
+// rows are more than max_rows or their blocks more than max_blocks. write(out) writes the launch's `count` rows to
+// `out` and returns the number of its blocks. A GPU refuses a grid without blocks: if no row has elements, there is no
+// launch.
 template <class R, class Launch>
 void for_each_launch(std::vector<R> rows, int64_t chunk, int64_t max_rows, int64_t max_blocks, const Launch& launch) {
   const int64_t blocks = number_blocks(rows, chunk);

@@ -1,5 +1,5 @@
-// One chunk of one place of an optimizer's lists: what each thread of a block does with it. As chunk.h: nothing here
-// calls CUDA, so that the tests (emulate.cpp) run the same code on the host.
+// One chunk of one place of an optimizer's lists: the work of each thread of a block. As in chunk.h, nothing here calls
+// CUDA, so that the tests (emulate.cpp) run the same code on the host.
 #pragma once
 
 #include "chunk.h"
@@ -8,13 +8,13 @@
 
 namespace amp_patch {
 
-// A StepRow as a launch gets it.
+// A StepRow in a launch.
 struct StepBlocks : StepRow {
-  uint32_t first;  // of the launch's blocks, the one that begins this row
+  uint32_t first;  // the index, in the launch, of the block that begins this row
   int32_t index;   // its place in the lists
-  int64_t before;  // elements before the first one of this row, of its tensor or of that which it is a part of
-  uint8_t width;   // elements of one memory access: 4, or 1 where the tensors are not aligned for that
-  bool begins;     // the first row of its tensor: that one counts the tensor's step
+  int64_t before;  // elements before this row, in its tensor or in the whole tensor that it is a shard of
+  uint8_t width;   // elements of one memory access: 4, or 1 if the tensors are not aligned for 4
+  bool begins;     // the first row of its tensor, which counts the tensor's step
 
   void begin_at(int64_t from) {
     for (int k = 0; k < kPlaces; ++k) {
@@ -35,12 +35,12 @@ inline StepBlocks step_blocks(const StepRow& row, int64_t index) {
         row.data[k] == nullptr || reinterpret_cast<uintptr_t>(row.data[k]) % (4 * c10::elementSize(row.dtype[k])) == 0;
     if (!aligned) blocks.width = 1;
   }
-  if (row.start % blocks.width != 0) blocks.width = 1;  // else the random bits of a pack would be of two groups
+  if (row.start % blocks.width != 0) blocks.width = 1;  // else the random bits of a pack would come from two groups
   return blocks;
 }
 
-// Of a job's rows those that have elements, which a launch goes over; or those that have none, whose steps are counted
-// by a launch over one element of each.
+// The rows of a job that have elements, for a launch over these. With `empty` the rows without elements, each as a row
+// of one element, for a launch that counts their steps.
 inline std::vector<StepBlocks> blocks_of(const std::vector<StepRow>& rows, bool empty = false) {
   std::vector<StepBlocks> blocks;
   blocks.reserve(empty ? 0 : rows.size());
@@ -52,7 +52,7 @@ inline std::vector<StepBlocks> blocks_of(const std::vector<StepRow>& rows, bool 
   return blocks;
 }
 
-// Pack `at` of the tensor at `place`, as it lies there.
+// Pack `at` of the tensor at `place`, as bits.
 template <int V>
 C10_HOST_DEVICE inline Bits<float, V> read_bits(const StepRow& row, int place, int64_t at) {
   Bits<float, V> bits;
@@ -79,9 +79,8 @@ C10_HOST_DEVICE inline MasterBits<V> read_masters(const StepRow& row, int64_t at
   return bits;
 }
 
-// The masters themselves: joined, or with what a user wrote into their weights.
-// kRounds: there may be weights without masters. Without, the code that rounds them stochastically is no burden to
-// others: it takes registers.
+// The masters: joined, or with the values that user code has written into their weights. kRounds: some weights may have
+// no masters. If it is false, the code that rounds them stochastically, and its registers, are left out.
 template <int V, bool kRounds>
 C10_HOST_DEVICE inline Pack<float, V> join_masters(const StepRow& row, const MasterBits<V>& bits) {
   if (row.dtype[kParam] == c10::ScalarType::Short) {
@@ -114,7 +113,7 @@ C10_HOST_DEVICE inline Pack<float, V> join_masters(const StepRow& row, const Mas
   return p;
 }
 
-// The random bits of the elements of pack `at`: all of them are in one group.
+// The random bits of the elements of pack `at`, which are in one group.
 template <int V>
 C10_HOST_DEVICE inline Pack<uint16_t, V> random_pack(const StepBlocks& row, uint64_t seed, int64_t at) {
   static_assert(kDrawn % V == 0, "packs begin at multiples of V: chunks do, and `step_blocks` has seen to `start`");
@@ -125,7 +124,7 @@ C10_HOST_DEVICE inline Pack<uint16_t, V> random_pack(const StepBlocks& row, uint
   Pack<uint16_t, V> bits;
   AMP_PATCH_UNROLL
   for (int v = 0; v < V; ++v) {
-    uint32_t word = words[0];  // an index known at run time would have the words in memory
+    uint32_t word = words[0];  // a run-time index would put the words into memory
     AMP_PATCH_UNROLL
     for (int w = 1; w < 4; ++w) word = (within + v) / 2 == w ? words[w] : word;
     bits.element[v] = static_cast<uint16_t>(word >> 16 * ((within + v) % 2));
@@ -163,7 +162,7 @@ C10_HOST_DEVICE inline void write_masters(const StepBlocks& row, uint64_t seed, 
   });
 }
 
-// Work of a thread on packs of V elements. The three kinds of work have run<V>(row, at).
+// The work of a thread on packs of V elements. The three kinds of work have run<V>(row, at).
 template <class F, bool kRounds>
 struct StepWork {
   F f;
@@ -173,7 +172,7 @@ struct StepWork {
   template <int V>
   C10_HOST_DEVICE void run(const StepBlocks& row, int64_t at) const {
     constexpr int S = F::kStates;
-    // Issue all loads before the first use: each would wait for memory by itself.
+    // Issue all loads before the first use: otherwise each would wait for memory separately.
     const Bits<float, V> grads = read_bits<V>(row, kGrad, at);
     Pack<float, V> g, states[S + 1];
     AMP_PATCH_UNROLL
@@ -202,7 +201,7 @@ struct StepWork {
   }
 };
 
-// Whole masters, at kGrad, into split ones or rounded weights; and split ones back.
+// Converts whole masters, at kGrad, to split ones or rounded weights, and split ones back.
 template <bool kRounds>
 struct StoreWork {
   uint64_t seed;
@@ -219,7 +218,7 @@ struct JoinWork {
   }
 };
 
-// The work of thread `thread` of block `block` in a launch; `found` is the block's row.
+// Does the work of thread `thread` of block `block` in a launch; `found` is the block's row.
 template <class Work>
 C10_HOST_DEVICE inline void run_step_chunk(const Work& work, const StepBlocks& found, int chunk, uint32_t block,
                                            int thread) {

@@ -1,7 +1,7 @@
-// The optimizers' steps, each written once: its checks, its numbers, its functor. As ops.h has the other kernels, but
-// with more tensors at a place. A device's loop (`CpuSteps` in steps_cpu.cpp, `CudaSteps` in steps_cuda.cu) has
+// The optimizers' steps, each written once: its checks, its numbers, its functor. This is ops.h for kernels with more
+// tensors at a place. A device's loop (`CpuSteps` in steps_cpu.cpp, `CudaSteps` in steps_cuda.cu) has
 //   device                          the c10::DeviceType it serves
-//   reads_late                      whether it reads numbers that lie in memory while it writes, not before
+//   reads_late                      whether it reads numbers in memory during its writes, not before them
 //   step(StepJob, functor, rule)    functor over all tensors; the rule makes a tensor's rates
 //   split(StepJob), join(StepJob)   whole masters into split ones, and back
 //   stochastic_round(StepJob)       whole masters into weights
@@ -20,17 +20,17 @@ namespace amp_patch {
 struct StepJob {
   c10::Device device;
   std::vector<StepRow> rows;  // also of empty tensors, whose steps are counted
-  bool host_steps;            // the steps lie on the CPU, the rest elsewhere
+  bool host_steps;            // the steps are on the CPU, the rest on another device
   UnscaleRule unscale;
-  const float* found_inf;          // where it is not 0, nothing changes; null: never skipped
-  uint64_t seed;                   // of what is rounded stochastically
+  const float* found_inf;          // if it is not 0, nothing changes; null: never skipped
+  uint64_t seed;                   // the seed of stochastic rounding
   std::vector<StepScales> scales;  // of each row's states that are codes; empty where none of any row is
   std::vector<Number> kept;        // owns the tensors that `unscale` points into
 };
 
-// Of the random bits of parameters without masters: a draw for each, which no two steps of one tensor share, empty
-// where there is no such parameter; or the place of its first element in the tensor that it is a part of, empty where
-// all of them are whole.
+// Integers of stochastic rounding, for parameters without masters. As draws: one per parameter, different for each step
+// of a tensor; empty if all parameters have masters. As starts: the index of a shard's first element in the whole
+// tensor; empty if all tensors are whole.
 using IntList = std::vector<int64_t>;
 
 template <class Loop>
@@ -63,7 +63,7 @@ inline bool same_strides(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-// A list of the call: its place in a row's data, and its contract.
+// A list of the call: its place in a row's data, and its requirements.
 struct StepList {
   const Tensors* tensors;
   StepPlace place;
@@ -71,9 +71,9 @@ struct StepList {
   std::initializer_list<at::ScalarType> dtypes;
 };
 
-using Storages = std::array<const void*, kPlaces + 1>;  // of the tensors at a place, and of its step
+using Storages = std::array<const void*, kPlaces + 1>;  // the storages of the tensors at a place, and of its step
 
-// Refuses a written tensor that shares elements with any other. Nothing is compared unless storages are shared.
+// Refuses a written tensor that shares elements with any other. If no storages are shared, nothing is compared.
 inline void check_disjoint(const std::vector<StepList>& lists, const std::vector<StepRow>& rows,
                            const std::vector<Storages>& storages) {
   size_t capacity = 64;
@@ -172,7 +172,7 @@ inline void check_step(const at::Tensor& t, c10::Device device, bool recorded, f
   storage = fact.storage;
 }
 
-// The number, or a copy of it if a list that is written holds it.
+// The number, or a copy of it if a written list holds it.
 template <class Loop>
 Number apart(const Number& number, const std::vector<StepList>& lists, const StepJob& job) {
   return apart<Loop>(number, [&](const at::Tensor& t) {

@@ -1,4 +1,4 @@
-// The tensors of an optimizer's step, place by place, and where its numbers come from: for the host and the device.
+// The tensors of an optimizer's step, place by place, and the sources of its numbers, for the host and the device.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -14,26 +14,26 @@ enum StepPlace { kGrad, kParam, kWeight, kState, kSecond, kPlaces = kState + 3 }
 
 using StepScales = std::array<float*, kPlaces - kState>;  // of a row's states that are codes; null: one in FP32
 
-// The tensors at one place of the lists, all in one common order of memory.
+// The tensors at one place of the lists, in one common memory order.
 struct StepRow {
-  void* data[kPlaces];  // null: there is none
-  float* step;          // its count of steps; null: one count serves all rows
+  void* data[kPlaces];  // null: no tensor
+  float* step;          // its count of steps; null: all rows share one count
   int64_t size;
   // A state of int8 or uint8 is codes (codes.h), whose scales the job has. A parameter of int16 is the low half of a
   // split one, whose weight is bfloat16; one of bfloat16 is a weight that has no master, and is rounded stochastically.
   c10::ScalarType dtype[kPlaces];
-  uint64_t draw;  // of the random bits, with the job's seed
-  int64_t start;  // the place of the first element in the tensor that this one is a part of, for the random bits
+  uint64_t draw;  // selects the random bits, with the job's seed
+  int64_t start;  // for the random bits: the index of the first element in the whole tensor that this is a shard of
 };
 
-// lr and the count of steps: numbers, or on the device.
+// lr and the count of steps: host numbers, or in device memory.
 struct AdamRule {
   using Rates = AdamRates;
   static constexpr bool kCounts = true;  // rates differ from tensor to tensor
   AdamNumbers numbers;
-  Scalar<double> lr, steps;  // `steps` before this one, where the rows have none of their own
+  Scalar<double> lr, steps;  // `steps`: the steps before this one, if the rows have no counts
 
-  // Of a row; its steps are counted.
+  // Counts the step of a row, and returns its rates.
   C10_HOST_DEVICE Rates count(float* step) const {
     Scalar<double> rate = lr, before = steps;
     rate.load();

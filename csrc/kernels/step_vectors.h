@@ -1,5 +1,5 @@
 // The CPU's innermost loop of an optimizer's step, for one instruction set. steps_cpu.cpp includes this file once for
-// each set, as cpu_registers.h wants it; the sets have FMA. Every set gives the same bits.
+// each set, after cpu_registers.h; the sets have FMA. Every set gives the same bits.
 
 #include "cpu_registers.h"
 
@@ -10,20 +10,20 @@ inline Lanes root(Lanes a) { return {_mm512_sqrt_ps(a.v)}; }
 inline Lanes fused(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline bool differ(Integers a, Integers b) { return _mm512_cmpneq_epi32_mask(a, b) != 0; }
 inline Integers sum(Integers a, Integers b) { return _mm512_add_epi32(a, b); }
-// `half`, or 0 where `high` has the bits of 0 or -0.
+// `half`, or 0 if `high` has the bits of 0 or -0.
 inline Integers unless_zero(Integers high, Integers half) {
   return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(high, _mm512_set1_epi32(0x7FFFFFFF)), half);
 }
-// One half of `v`, each element of 16 bits as one of 32 with its sign; and the low 16 bits of two registers, in order.
+// One half of `v`: each element of 16 bits extended to 32, with its sign or with zeros.
 inline Integers signed_from(Integers v, int which) { return _mm512_cvtepi16_epi32(half_of(v, which)); }
 inline Integers unsigned_from(Integers v, int which) { return _mm512_cvtepu16_epi32(half_of(v, which)); }
-// `v`, or 0 where the bits of `number`, its sign aside, are at least `bound`.
+// `v`, or 0 if the bits of `number`, without its sign, are at least `bound`.
 inline Integers if_below(Integers number, int bound, Integers v) {
   const Integers size = _mm512_and_si512(number, _mm512_set1_epi32(0x7FFFFFFF));
   return _mm512_maskz_mov_epi32(_mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(bound)), v);
 }
-// The even elements times b, 64 bits each; the odd elements in the places of the even ones; and both in their places,
-// of which those between may be anything before.
+// product: the even elements times b, as 64 bits each. odd_of: the odd elements, moved to the even places (the odd
+// places hold rest). zipped: both results back in their places.
 inline Integers product(Integers even, uint32_t b) {
   return _mm512_mul_epu32(even, _mm512_set1_epi32(static_cast<int>(b)));
 }
@@ -34,7 +34,7 @@ inline Integers zipped(Integers even, Integers odd) {
 inline Integers exclusive(Integers a, Integers b, uint32_t c) {
   return _mm512_xor_si512(_mm512_xor_si512(a, b), _mm512_set1_epi32(static_cast<int>(c)));
 }
-// `first` and the numbers after it, in the order in which `transpose` gives quartets that follow one another.
+// `first` and the numbers after it, in an order for which `transpose` gives consecutive quartets.
 inline Integers counted(uint32_t first) {
   return add(_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), static_cast<int>(first));
 }
@@ -99,7 +99,7 @@ inline Lanes times(Lanes a, Lanes b) { return a * b; }
 inline Lanes over(Lanes a, Lanes b) { return {a.v / b.v}; }
 inline Mask less(Lanes a, Lanes b) { return compare<_CMP_LT_OQ>(a.v, b.v); }
 inline Mask is_nan(Lanes a) { return !(a == a); }
-// The bits of numbers, each NaN as the one whose low half is 0.
+// The bits of numbers; every NaN becomes the one whose low half is 0.
 inline Integers numbers(Lanes p) {
   const Lanes nan{same_bits<Register>(add(Integers(), 0x7FC00000))};
   return same_bits<Integers>(where(is_nan(p), nan, p).v);
@@ -112,8 +112,8 @@ inline Integers numbers(Lanes p) {
 // The loops of one instruction set, for steps_cpu.cpp.
 struct Loops {
   using Codes = CodesOfState;
-  // How masters lie in memory: whole, without or with a published weight, or split. A place is read and written element
-  // by element, and by pairs of registers.
+  // The storage of masters: whole, without or with a low-precision weight, or split. Each form reads and writes one
+  // element, or a pair of registers.
   struct Whole {
     float* params;
 
@@ -130,7 +130,7 @@ struct Loops {
     float* params;
     Low* weights;
 
-    // A master takes its weight's value where that was edited: where it is no longer the master, rounded.
+    // If a weight was edited, so that it is no longer its master, rounded, the master takes its value.
     float read(int64_t i) const {
       const auto weight = static_cast<float>(weights[i]);
       return static_cast<float>(static_cast<Low>(params[i])) == weight ? params[i] : weight;
@@ -182,7 +182,7 @@ struct Loops {
 #endif
   };
 
-  // No master: the weight is read as FP32, and rounded stochastically by 16 random bits for each element.
+  // Without a master the weight is read as FP32, and rounded stochastically with 16 random bits per element.
   struct Rounded {
     c10::BFloat16* weights;
     const uint16_t* random;
@@ -205,19 +205,20 @@ struct Loops {
 #endif
   };
 
-  static constexpr int kGroups = 16;  // that fill_random makes at once, at most
+  static constexpr int kGroups = 16;  // the most groups that fill_random makes at once
 
-  // The random bits of `count` groups of kDrawn elements from `first` on, which is a multiple of kGroups. `out` has
-  // room for such a multiple.
+  // Writes the random bits of `count` groups of kDrawn elements, from group `first` on, a multiple of kGroups. `out`
+  // must have room for the next multiple of kGroups groups.
   __attribute__((flatten)) static void fill_random(uint64_t seed, uint64_t draw, int64_t first, int64_t count,
                                                    uint16_t* out) {
 #if AMP_PATCH_WIDTH > 1
     const auto high_word = [](uint64_t x) { return static_cast<uint32_t>(x >> 32); };
     for (int64_t group = 0; group < count; group += AMP_PATCH_WIDTH) {
-      const uint64_t counter = first + group;  // a multiple of the width: its low word carries into no other
+      const uint64_t counter = first + group;  // a multiple of the width, so that adding to its low word does not carry
       const Integers counters = counted(static_cast<uint32_t>(counter)), carried = fill_integers(high_word(counter));
       const Integers low = fill_integers(static_cast<uint32_t>(draw)), high = fill_integers(high_word(draw));
-      // A product of 32 bits by 32 fills two elements: counters go in two halves, the even ones and the odd ones.
+      // A product of 32 bits by 32 fills two elements, so counters are multiplied in two halves, the even and the odd
+      // ones.
       Integers even[4] = {counters, carried, low, high}, odd[4] = {odd_of(counters), carried, low, high};
       uint32_t key0 = static_cast<uint32_t>(seed), key1 = high_word(seed);
       for (int round = 0; round < kPhiloxRounds; ++round) {
@@ -248,11 +249,11 @@ struct Loops {
   }
 
   struct Set {
-    // One step of `f` on n elements; where n is no multiple of 8, they are the last of their tensor.
+    // Makes one step of `f` on n elements. If n is not a multiple of 8, they are the last of their tensor.
     template <class F, class Grad, class Masters>
     __attribute__((flatten)) static void step(const F& functor, const typename F::Rates& tensor_rates, int64_t n,
                                               const Grad* grad, Masters masters, float* const* states) {
-      const F f = functor;  // by value: the compiler would reload its members after each store
+      const F f = functor;  // by value: otherwise the compiler would reload its members after each store
       const typename F::Rates rates = tensor_rates;
       constexpr int S = F::kStates;
       float* state[S + 1] = {};
@@ -285,7 +286,7 @@ struct Loops {
       for (; i < n; ++i) one(std::true_type());
     }
 
-    // Masters of one form into another.
+    // Converts masters of one form to another.
     template <class From, class To>
     __attribute__((flatten)) static void convert(int64_t n, From from, To to) {
       int64_t i = 0;

@@ -1,14 +1,14 @@
-// The optimizers' formulas: what a step does to one element, on the host and on the device. Written once for float and,
-// on the CPU, for registers of floats (`Lanes`, with the functions below for them in step_vectors.h).
+// The optimizers' formulas: a step on one element, for the host and the device. Written once for float and, on the CPU,
+// for registers of floats (`Lanes`, with the functions below for them in step_vectors.h).
 //
-// Every function below rounds once, so nothing is left to a compiler's contraction. Order and fusing are those of
-// torch's fused CPU kernels as compiled into its wheels, to the bit: vectors of eight, and for the last n % 8 elements
-// of a tensor the scalar code (kTail), where the compiler fused the other product of a sum.
+// Every function below rounds once, so no contraction by the compiler changes a result. Order and fusing are the same
+// as in torch's fused CPU kernels as compiled into its wheels, to the bit: vectors of eight, and for the last n % 8
+// elements of a tensor the scalar code (kTail), where the compiler fused the other product of a sum.
 //
 // A functor has
-//   f(rates, grad, param, states)  one element: FP32 gradient as it lies in memory; param and states are changed
-//   kStates                        how many states a parameter has
-// `rates` are numbers of one tensor, since tensors may differ in their count of steps.
+//   step<kTail>(rates, grad, param, states)  one element: FP32 gradient, still scaled; param and states are changed
+//   kStates                                  the number of states of a parameter
+// `rates` belong to one tensor, since tensors may differ in their count of steps.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -24,7 +24,7 @@ namespace amp_patch {
 // ---------------------------------------------------------------------------------------------------------------------
 // Arithmetic
 
-AMP_PATCH_ELEMENT float fill(float, float value) { return value; }  // `value` in the type of the first
+AMP_PATCH_ELEMENT float fill(float, float value) { return value; }  // `value` in the type of the first argument
 #ifdef __CUDA_ARCH__
 AMP_PATCH_ELEMENT float plus(float a, float b) { return __fadd_rn(a, b); }
 AMP_PATCH_ELEMENT float minus(float a, float b) { return __fsub_rn(a, b); }
@@ -44,10 +44,10 @@ AMP_PATCH_ELEMENT bool less(float a, float b) { return a < b; }
 AMP_PATCH_ELEMENT bool is_nan(float a) { return !(a == a); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Split masters: an FP32 number as a BF16 weight and the low 16 bits, signed. The weight is the high 16 bits, one more
-// where the low half is negative, so that `weight << 16` and the half add up to the number's bits again. A NaN, whose
-// carry might run into an infinity or past the sign, becomes the one NaN whose low half is 0. A number below 2^-134,
-// half of the smallest BF16 number, has a weight of 0 and is joined as 0.
+// Split masters: an FP32 number as a BF16 weight and the low 16 bits, signed. The weight is the high 16 bits, plus one
+// if the low half is negative, so that `weight << 16` and the half add up to the number's bits. A NaN, whose carry
+// might run into an infinity or past the sign, becomes the one NaN whose low half is 0. A number below 2^-134, half of
+// the smallest BF16 number, has a weight of 0 and is joined as 0.
 
 AMP_PATCH_ELEMENT uint32_t bits_of(float x) {
   uint32_t bits = 0;
@@ -66,19 +66,19 @@ AMP_PATCH_ELEMENT void split(float master, c10::BFloat16& weight, int16_t& half)
   half = static_cast<int16_t>(bits & 0xFFFFu);
 }
 
-// A weight of 0 is joined as 0, whatever its half: a user may have written it (pruning), and a tiny master cannot be
-// told from that. The half is ignored too beside a NaN, and where it is positive beside an infinity: no number is split
-// so, and the sum of such a pair is a NaN. The test for 0 compares bits: one of floats takes subnormal numbers for 0
-// where a thread has set_flush_denormal.
+// A weight of 0 is joined as 0, with any half: user code may have written it (pruning), and a tiny master looks the
+// same. The half is also ignored if the weight is a NaN, or an infinity with a positive half: no number is split into
+// such a pair, whose sum is a NaN. The test for 0 compares bits, because a comparison of floats treats subnormal
+// numbers as 0 if a thread has called set_flush_denormal.
 AMP_PATCH_ELEMENT float join(c10::BFloat16 weight, int16_t half) {
   const uint32_t high = static_cast<uint32_t>(weight.x) << 16;
   const float master = from_bits(high + static_cast<uint32_t>(static_cast<int32_t>(half)));
   return high << 1 == 0 || is_nan(master) ? from_bits(high) : master;
 }
 
-// Stochastic rounding: an FP32 number as the BF16 number below or above it, by 16 random bits, in proportion to how
-// near each is. So the mean is the number itself. One that BF16 has stays, and no finite number becomes an infinity:
-// beyond the largest BF16 number there is none to round to.
+// Stochastic rounding: an FP32 number becomes the BF16 number below or above it, chosen by 16 random bits, the nearer
+// one with the higher probability, in proportion. So the mean is the number itself. A number that BF16 holds is kept.
+// No finite number becomes an infinity: beyond the largest BF16 number it is truncated.
 constexpr uint32_t kLargestBFloat16 = 0x7F7F0000u;
 
 AMP_PATCH_ELEMENT c10::BFloat16 round_stochastically(float x, uint16_t random) {
@@ -87,9 +87,9 @@ AMP_PATCH_ELEMENT c10::BFloat16 round_stochastically(float x, uint16_t random) {
   return c10::BFloat16(static_cast<uint16_t>((bits + up) >> 16), c10::BFloat16::from_bits());
 }
 
-// The gradient, FP32, times the inverse loss scale, times the clipping coefficient; or its negative, to maximize.
+// The gradient (FP32) times the inverse loss scale, times the clipping coefficient; negated to maximize.
 struct Unscale {
-  float factors[2];  // 1 where there is none: the product is exact
+  float factors[2];  // 1 for no factor: the product is exact
 
   template <class V>
   AMP_PATCH_ELEMENT V operator()(V grad) const {
@@ -106,7 +106,7 @@ struct AdamRates {
   float decay;       // 1 - lr * weight_decay if decoupled, else 1
 };
 
-// In FP64, as torch does: what a tensor's rates come from.
+// The numbers from which a tensor's rates are computed, in FP64 as in torch.
 struct AdamNumbers {
   double beta1, beta2, weight_decay;
   bool decoupled, corrects;
@@ -125,7 +125,7 @@ struct Adam {
   using Rates = AdamRates;
   static constexpr int kStates = kAmsgrad ? 3 : 2;
   Unscale unscale;
-  float weight_decay;  // of Adam, added to the gradient; 0 with AdamW
+  float weight_decay;  // Adam's, added to the gradient; 0 for AdamW
   float weight1;       // 1 - beta1
   float beta2, weight2, eps;
 

@@ -1,5 +1,5 @@
-// The optimizers' steps on the CPU: step_ops.h's over this loop. Everything about an element is read, computed and
-// written in one pass over the chunks of all tensors; a chunk is one call of Set::step (step_vectors.h).
+// The optimizers' steps on the CPU: the functions of step_ops.h over this loop. One pass over the chunks of all tensors
+// reads, computes and writes everything about an element; a chunk is one call of Set::step (step_vectors.h).
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define AMP_PATCH_X86 1
 #include <immintrin.h>
@@ -16,7 +16,7 @@ namespace amp_patch {
 namespace {
 
 constexpr int64_t kStepGrain = 16384;  // least elements worth a thread
-constexpr int64_t kVector = 8;         // of torch's kernels: all chunks but a tensor's last are whole vectors
+constexpr int64_t kVector = 8;         // torch's vectors: all chunks but a tensor's last have whole ones
 static_assert(kChunk % kVector == 0);
 
 namespace portable {
@@ -58,7 +58,7 @@ void on_set(const Visit& visit) {
   visit(portable::Loops());
 }
 
-// visit(E()) for the element type that dtype names.
+// Calls visit(E()) with the element type of `dtype`.
 template <class Visit>
 void with_dtype(at::ScalarType dtype, const Visit& visit) {
   switch (dtype) {
@@ -76,8 +76,8 @@ E* at(const StepRow& row, StepPlace place, int64_t begin) {
   return static_cast<E*>(row.data[place]) + begin;
 }
 
-// visit(masters) with the form that they have, from element `begin` on; `random` has 16 bits for each, if they are
-// rounded stochastically.
+// Calls visit(masters) with the form of the masters, from element `begin` on. `random` has 16 bits per element, for
+// weights that are rounded stochastically.
 template <class Loops, class Visit>
 void with_masters(const StepRow& row, int64_t begin, const uint16_t* random, const Visit& visit) {
   if (row.dtype[kParam] == at::kShort) {
@@ -96,8 +96,8 @@ void with_masters(const StepRow& row, int64_t begin, const uint16_t* random, con
   }
 }
 
-// visit(begin, end, random) for parts of a chunk: the whole of it, or where its elements are rounded stochastically
-// such parts whose random bits stay in the innermost cache.
+// Calls visit(begin, end, random) for a whole chunk. If its elements are rounded stochastically, calls it for parts of
+// the chunk, so small that their random bits stay in the innermost cache.
 template <class Loops, class Visit>
 void with_random(const StepRow& row, uint64_t seed, int64_t begin, int64_t end, const Visit& visit) {
   if (row.dtype[kParam] != at::kBFloat16) return visit(begin, end, static_cast<const uint16_t*>(nullptr));
@@ -182,7 +182,7 @@ void step_coded_chunk(const F& f, const typename F::Rates& rates, const StepRow&
   }
 }
 
-// The rates of every row; counts the steps. Powers are taken once for rows of one count.
+// The rates of every row; counts the steps. Powers are computed once for rows with the same count.
 std::vector<AdamRates> rates_of(const AdamRule& rule, const StepJob& job) {
   std::vector<AdamRates> rates(job.rows.size());
   float last = -1;
@@ -207,7 +207,7 @@ struct CpuSteps {
   static constexpr c10::DeviceType device = c10::DeviceType::CPU;
   static constexpr bool reads_late = false;
 
-  // Whether anything was written.
+  // Tells whether anything was written.
   template <class F, class Rule>
   static bool step(const StepJob& job, F f, const Rule& rule) {
     if (job.found_inf != nullptr && *job.found_inf != 0) return false;
@@ -272,7 +272,7 @@ struct CpuSteps {
     });
   }
 
-  // visit(slot, begin, end) for all chunks of all tensors.
+  // Calls visit(slot, begin, end) for all chunks of all tensors.
   template <class Visit>
   static void for_each_chunk(const StepJob& job, const Visit& visit) {
     std::vector<int64_t> sizes;

@@ -1,5 +1,5 @@
-// The optimizers' steps on CUDA: step_ops.h's over this loop. One launch counts the steps and makes each tensor's
-// rates, one does all the work; a capture of very many tensors takes more.
+// The optimizers' steps on CUDA: the functions of step_ops.h over this loop. One launch counts the steps and computes
+// each tensor's rates, and one does all the work; a capture of very many tensors takes more.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>
 
@@ -12,7 +12,7 @@ namespace {
 
 __device__ bool is_skipped(const float* found_inf) { return found_inf != nullptr && *found_inf != 0; }
 
-// A thread a row.
+// One thread per row.
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads)
     count_steps(const __grid_constant__ Arguments<StepBlocks, kBytes> arguments, const StepBlocks* buffer, int count,
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   run_step_chunk(work, rows[row_of(rows, count, blockIdx.x)], chunk, blockIdx.x, static_cast<int>(threadIdx.x));
 }
 
-// A copy on the device of steps that lie on the CPU: kernels cannot read those.
+// A copy on the device of steps that are on the CPU, because kernels cannot read those.
 at::Tensor copy_steps(const StepJob& job, std::vector<StepBlocks>& blocks) {
   const auto count = static_cast<int64_t>(job.rows.size());
   const auto options = at::TensorOptions().dtype(at::kFloat);
@@ -68,7 +68,7 @@ struct CudaSteps {
   static constexpr c10::DeviceType device = c10::DeviceType::CUDA;
   static constexpr bool reads_late = true;
 
-  // Whether anything may be written: only the device knows found_inf.
+  // Tells whether anything may be written: only the device knows found_inf.
   template <class F, class Rule>
   static bool step(const StepJob& job, const F& f, const Rule& rule) {
     static_assert(sizeof(StepWork<F, true>) + sizeof(Rule) + sizeof(UnscaleRule) + 32 <= 256, "beside the rows");
@@ -95,7 +95,7 @@ struct CudaSteps {
         C10_CUDA_KERNEL_LAUNCH_CHECK();
       }
     };
-    // Rows without elements first: where memory is short, their launch fails before a weight is written.
+    // Rows without elements first: if memory is short, their launch fails before a weight is written.
     if (Rule::kCounts && !job.host_steps && !all) {
       launch_rows<kManyBytes>(blocks_of(job.rows, true), job.device, stream, count);
     }

@@ -8,9 +8,9 @@
 
 namespace amp_patch {
 
-// A list of tensors, borrowed from the caller, who keeps them alive: no reference count is touched. A tensor's metadata
-// (its TensorImpl), its storage and its version counter lie scattered over the memory, and waiting for them costs more
-// than anything else about a small tensor. So loops prefetch them.
+// A list of tensors that the caller owns and keeps alive: reference counts do not change. A tensor's metadata (its
+// TensorImpl), its storage and its version counter are scattered over the memory, and for a small tensor waiting for
+// them costs more than all other work. So loops prefetch them.
 class Tensors {
  public:
   Tensors() = default;
@@ -31,7 +31,7 @@ class Tensors {
     if (i < items_.size()) prefetch_object<c10::TensorImpl>(items_[i].unsafeGetTensorImpl());
   }
 
-  // For a loop that bumps versions, at whose turn i this is called.
+  // For a loop that bumps versions; called in its turn i.
   void prefetch_versions(size_t i) const {
     static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "a pointer to the counter");
     if (i + 2 * kStage < items_.size()) {

@@ -1,5 +1,5 @@
-// Makes reads of released memory throw. Torch's kernels take a tensor's shape and pointer and do not check its storage:
-// where that is empty they read address 0, and the process dies.
+// Makes reads of freed memory throw. Torch's kernels take a tensor's shape and pointer and do not check its storage: if
+// that is empty, they read address 0, and the process crashes.
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>

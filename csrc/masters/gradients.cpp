@@ -1,4 +1,4 @@
-// Reads and clears the gradients of many parameters in one call: in Python each attribute costs 50 ns a parameter.
+// Reads and clears the gradients of many parameters in one call: in Python each attribute access costs 50 ns.
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -24,15 +24,15 @@ bool is_plain(const at::Tensor& t) {
 
 bool alike(const at::Tensor& a, const at::Tensor& b) { return a.sizes() == b.sizes() && a.strides() == b.strides(); }
 
-// The reference counts of a tensor and of its Python object, after it was handed to Python.
+// The reference counts of a tensor and of its Python object, after a conversion to Python.
 struct Holders {
   Holders(const at::Tensor& t, PyObject* object)
       : of_tensor(static_cast<int64_t>(t.use_count())), of_object(static_cast<int64_t>(Py_REFCNT(object))) {}
   int64_t of_tensor, of_object;
 };
 
-// The reference counts of a tensor that only one C++ variable holds. Measured: which side keeps the Python object alive
-// differs between torch's releases.
+// The reference counts of a tensor that only one C++ variable references. They are measured, because torch's releases
+// differ in which side keeps the Python object alive.
 const Holders& lone_holders() {
   static const Holders holders = [] {
     const c10::impl::ExcludeDispatchKeyGuard without_python(
@@ -49,8 +49,8 @@ bool is_held_by_others(const at::Tensor& t, PyObject* object) {
   return now.of_tensor > alone.of_tensor || now.of_object > alone.of_object || t.storage().use_count() != 1;
 }
 
-// Whether a low-precision gradient may stand for the FP32 one of the master: it lies in memory as the parameter and the
-// master do, and the master has no other.
+// Tells whether a low-precision gradient may be deferred, as the master's gradient: it has the memory layout of
+// parameter and master, and the master has no gradient.
 bool may_stand(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& master, c10::Device device) {
   return (grad.scalar_type() == at::kHalf || grad.scalar_type() == at::kBFloat16) && grad.device() == device &&
          master.device() == device && is_plain(grad) && is_plain(master) && !grad.requires_grad() && !grad.is_view() &&
@@ -58,9 +58,9 @@ bool may_stand(const at::Tensor& param, const at::Tensor& grad, const at::Tensor
          master.requires_grad() == param.requires_grad() && !grad_of(master).defined();
 }
 
-// Takes the gradients off the parameters (list of tensors): {id(master): gradient}, in their order. None, and nothing
-// was changed, unless all of those that are there may stand for the FP32 gradients of the masters (another list), and
-// nobody else holds them, who could change them or see them change.
+// Removes the gradients of the parameters (list of tensors) and returns {id(master): gradient}, in their order. Returns
+// None, with nothing changed, if a gradient may not be deferred for its master (other list), or if other code
+// references it: that code could write it, or see it change.
 py::object take_half_gradients(const py::list& params, const py::list& masters) {
   const Py_ssize_t n = PyList_GET_SIZE(params.ptr());
   TORCH_CHECK_VALUE(PyList_GET_SIZE(masters.ptr()) == n, "take_half_gradients: lists of different lengths");
@@ -83,7 +83,7 @@ py::object take_half_gradients(const py::list& params, const py::list& masters) 
   return taken;
 }
 
-// The indices of those tensors that have a gradient.
+// The indices of the tensors that have a gradient.
 std::vector<Py_ssize_t> with_gradient(const py::list& tensors) {
   std::vector<Py_ssize_t> indices;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.ptr()); ++i) {
@@ -92,7 +92,7 @@ std::vector<Py_ssize_t> with_gradient(const py::list& tensors) {
   return indices;
 }
 
-// The gradients of those parameters that have one; None unless all are dense real values of one device.
+// The gradients of the parameters that have one; None if one is sparse, complex or on another device.
 py::object plain_gradients(const py::list& params) {
   py::list grads;
   c10::optional<c10::Device> device;

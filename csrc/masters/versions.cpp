@@ -1,6 +1,6 @@
 // Finds the tensors that were written since their version counters were last saved. The search runs before every
-// forward of a model with masters, so it takes nanoseconds a tensor. masters/masters.py has both classes in Python, for
-// where there is no extension.
+// forward of a model with masters, so it takes nanoseconds per tensor. masters/masters.py has both classes in Python,
+// for processes without the extension.
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -10,7 +10,7 @@
 namespace amp_patch {
 namespace {
 
-// A tensor, and its version counter when that was last saved.
+// A tensor, and its version counter at the last save.
 class SavedVersion {
  public:
   explicit SavedVersion(at::Tensor tensor) : tensor_(std::move(tensor)) { save(); }
@@ -27,7 +27,7 @@ class SavedVersion {
   uint32_t saved_ = 0;
 };
 
-// Several of them, compared in one call.
+// Several saved versions, compared in one call.
 class SavedVersions {
  public:
   explicit SavedVersions(std::vector<std::shared_ptr<SavedVersion>> versions) : versions_(std::move(versions)) {}

@@ -234,7 +234,7 @@ def test_lists_of_nothing_are_legal(name):
     assert flag.item() == 0
 
 
-def test_the_norm_of_what_is_unscaled_does_not_overflow_before():
+def test_unscaled_norm_does_not_overflow_before_the_unscaling():
     flag = torch.zeros(1, dtype=torch.int32)
     total, each = amp_C.multi_tensor_unscale_l2norm(
         65536, flag, [[torch.full((4,), 2.0**100)]], torch.tensor([2.0**-100]), True

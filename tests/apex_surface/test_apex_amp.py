@@ -186,7 +186,7 @@ def test_disabled_leaves_everything_as_it_is(amp):
     assert model.weight.dtype is torch.float32
 
 
-def test_an_optimizer_that_nobody_initialized_is_named(amp):
+def test_an_uninitialized_optimizer_is_named(amp):
     make(amp, "O1")
     unseen = SGD(linear([[1.0]]).parameters())
     with pytest.raises(RuntimeError, match=r"never went through initialize"), amp.scale_loss(torch.ones(()), unseen):
@@ -203,7 +203,7 @@ def test_a_second_training_that_is_disabled_leaves_the_first_one_on(amp):
         assert scaled_loss.item() == 1.0
 
 
-def test_a_level_in_the_place_of_enabled_is_explained(amp):
+def test_a_level_passed_as_enabled_is_explained(amp):
     model = linear([[1.0]])
     with pytest.raises(TypeError, match=r"name the level: opt_level='O1'"):
         amp.initialize(model, SGD(model.parameters()), "O1")
@@ -223,7 +223,7 @@ def test_contradictions_of_o1_are_errors_or_by_hard_override_messages(amp, name,
     assert model.weight.dtype is torch.float32
 
 
-def test_arguments_of_ours_pass_too(amp):
+def test_arguments_of_amp_patch_pass_too(amp):
     model = convnet()
     amp.initialize(model, ADAM(model.parameters()), opt_level="O2", dtype=torch.bfloat16, keep_fp32="head")
     assert (model.body[0].weight.dtype, model.head.weight.dtype) == (torch.bfloat16, torch.float32)
@@ -264,7 +264,7 @@ def test_cast_model_type_false_leaves_the_weights(amp):
     assert amp._amp_state.opt_properties.loss_scale == "dynamic"
 
 
-def test_verbosity_decides_what_is_printed_and_says_at_overflows(amp, capsys, caplog):
+def test_verbosity_decides_the_printed_lines_and_announces_overflows(amp, capsys, caplog):
     make(amp, "O1", verbosity=False)
     assert capsys.readouterr().out == ""
     model, optimizer = make(amp, "O1")

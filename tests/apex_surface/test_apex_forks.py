@@ -130,7 +130,7 @@ def test_edits_of_the_bf16_lists_act_in_bf16(amp, monkeypatch, level, acts):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_scale_starts_and_moves_as_it_is_told(amp, level):
+def test_the_scale_starts_and_moves_by_its_arguments(amp, level):
     model, optimizer = make(
         amp,
         level,
@@ -156,14 +156,14 @@ def test_the_scale_starts_and_moves_as_it_is_told(amp, level):
     assert (copied.growth_factor, copied.backoff_factor, copied.growth_interval) == (4.0, 0.25, 2)
 
 
-def test_the_start_lies_between_the_bounds_and_a_static_scale_ignores_it(amp):
+def test_the_initial_scale_is_within_the_bounds_and_a_static_scale_ignores_it(amp):
     make(amp, "O1", dynamic_init_scale=2.0**20, max_loss_scale=2.0**10)
     assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**10
     make(amp, "O1", dynamic_init_scale=2.0**20, loss_scale=8.0)
     assert amp._amp_state.loss_scalers[0].loss_scale() == 8.0
 
 
-def test_a_scaler_by_itself_takes_huawei_s_factors(amp):
+def test_a_separate_scaler_takes_huawei_s_factors(amp):
     scaler = amp.scaler.LossScaler("dynamic", 16.0, scale_window=1, scale_growth_factor=8.0, scale_backoff_factor=0.125)
     scaler.update_scale()
     assert scaler.loss_scale() == 128.0
@@ -196,7 +196,7 @@ def test_a_value_that_cannot_be_is_refused_and_nothing_changed(amp, options, err
     assert type(model) is nn.Linear and model.weight.dtype is torch.float32 and not hasattr(optimizer, "_amp_stash")
 
 
-def test_what_has_no_effect_is_said_and_read(amp, capsys):
+def test_arguments_without_effect_are_reported_and_read(amp, capsys):
     model = linear([[1.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     options = {"combine_grad": True, "check_combined_tensors": "True", "ddp_replica_count": 8}

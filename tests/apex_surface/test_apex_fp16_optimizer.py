@@ -229,7 +229,7 @@ def test_weights_loaded_into_the_model_alone_reach_the_masters():
     assert model[0].weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]
 
 
-def test_what_scripts_reach_for():
+def test_attributes_that_scripts_read_equal_the_inner_optimizer_s():
     model = layer(torch.float16)
     inner = sgd(model)
     optimizer = FP16_Optimizer(inner, verbose=False)

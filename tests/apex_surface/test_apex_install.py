@@ -64,7 +64,7 @@ def test_uninstall_leaves_nothing(no_apex):
     shim.uninstall()
 
 
-def test_a_real_apex_keeps_what_it_has_and_gets_what_it_lacks(real_apex):
+def test_a_real_apex_keeps_its_names_and_receives_the_missing_ones(real_apex):
     shim.install()
     apex = importlib.import_module("apex")
     assert apex.real and apex.optimizers.FusedAdam.real

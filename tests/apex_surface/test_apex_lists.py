@@ -175,7 +175,7 @@ REFUSED = {  # the FP32 functions of Apex that have a form in place
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner in REFUSED for name in REFUSED[owner].split()])
-def test_what_gives_fp32_is_refused_in_place_on_low_precision(owner: str, name: str, device: str) -> None:
+def test_functions_with_fp32_results_are_refused_in_place_on_low_precision(owner: str, name: str, device: str) -> None:
     for low in (HALF, BF16):
         args, kwargs = sample(owner, name, [low], device)
         before = args[0].clone()

@@ -64,7 +64,7 @@ def test_a_block_of_layers_has_the_types_that_apex_gave_it() -> None:
         assert norm(torch.ones(2, 4, 2, 2, dtype=HALF)).dtype is HALF
 
 
-def test_what_goes_to_numpy_is_fp32() -> None:
+def test_arrays_for_numpy_are_fp32() -> None:
     with inside:
         assert torch.ones(2, dtype=HALF).cpu().numpy().dtype == "float32"
         assert torch.ones(2, dtype=DOUBLE).cpu().dtype is DOUBLE and torch.ones(2, dtype=torch.int64).cpu().sum() == 2

@@ -250,7 +250,7 @@ def test_has_overflow_and_the_buffer_may_be_written(amp):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_scaler_by_itself_unscales(amp, device, dtype):
+def test_a_separate_scaler_unscales(amp, device, dtype):
     scaler = amp.scaler.LossScaler(4.0)
     model_grads = [torch.tensor([4.0, 8.0], dtype=dtype, device=device), None]
     master_grads = [torch.empty(2, device=device), None]
@@ -265,7 +265,7 @@ def test_a_scaler_by_itself_unscales(amp, device, dtype):
 
 
 @pytest.mark.parametrize("stashed", [False, True])
-def test_a_scaler_by_itself_finds_overflows_and_then_waits_to_be_cleared(amp, stashed):
+def test_a_separate_scaler_keeps_its_overflow_until_it_is_cleared(amp, stashed):
     scaler = amp.scaler.LossScaler("dynamic")
     bad, good, out = torch.tensor([INF]), torch.tensor([2.0**16]), torch.tensor([7.0])
     if stashed:
@@ -282,7 +282,7 @@ def test_a_scaler_by_itself_finds_overflows_and_then_waits_to_be_cleared(amp, st
 
 
 @pytest.mark.parametrize("start", [1, 2**14, "dynamic"])
-def test_a_scaler_by_itself_scales_a_gradient_penalty(amp, start):
+def test_a_separate_scaler_scales_a_gradient_penalty(amp, start):
     """progan: the scale of its own WGAN-GP term."""
     scaler = amp.scaler.LossScaler(start)
     inputs = torch.ones(2, 3, requires_grad=True)

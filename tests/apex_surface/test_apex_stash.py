@@ -156,7 +156,7 @@ def test_a_scale_loss_of_the_scripts_own_on_the_private_methods(amp, level, over
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_flagged_by_hand_as_scaled_are_unscaled_by_the_step(amp, level):
+def test_gradients_that_a_script_flags_as_scaled_are_unscaled_by_the_step(amp, level):
     model, optimizer = make(amp, level, loss_scale=4.0)
     backward_by(amp, model, optimizer, 1.0, delay_unscale=True)
     stash = optimizer._amp_stash
@@ -233,7 +233,7 @@ def test_enabled_may_be_written(amp):
     assert amp._amp_state.opt_properties.enabled is False
 
 
-def test_properties_by_themselves(amp):
+def test_properties_follow_each_other_without_initialize(amp):
     properties = amp.frontend.Properties()
     assert properties.enabled is False and properties.loss_scale == 1.0
     properties.opt_level = "O1"

@@ -30,7 +30,7 @@ from amp_patch.casts import install, regions, rules
 
 @needs_install
 @pytest.mark.parametrize("dtype", LOW)
-def test_what_is_never_cast(dtype: torch.dtype) -> None:
+def test_other_types_and_explicit_types_are_never_cast(dtype: torch.dtype) -> None:
     wide, whole = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.int64)
     with regions.region(o1(dtype)):
         assert torch.mm(wide, wide).dtype is torch.float64 and (wide**2).dtype is torch.float64

@@ -190,7 +190,7 @@ def test_two_trainings_interleave():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_process_default_acts_in_a_function_that_is_called_by_itself(backend):
+def test_the_process_default_acts_in_a_function_outside_of_forward(backend):
     initialized("O1", dtype=torch.bfloat16)
     assert zoo(*operands())[0].dtype is torch.bfloat16
     same_as_eager(zoo, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
@@ -263,7 +263,7 @@ def test_beside_torch_autocast_the_inner_one_wins(default, backend):
             torch.testing.assert_close(compiled(*operands()), function(*operands()), rtol=2e-2, atol=2e-2)
 
 
-def test_what_was_compiled_for_other_casts_is_not_used():
+def test_code_compiled_for_other_casts_is_not_used():
     compiled = torch.compile(lambda x, w: (x @ w, F.linear(x, w), x.mm(w)), backend="aot_eager", fullgraph=True)
 
     def types():
@@ -389,7 +389,7 @@ def test_custom_autograd_functions(function):
     torch.testing.assert_close(*grads, rtol=2e-2, atol=2e-2)
 
 
-def test_policies_that_cast_alike_share_what_is_compiled():
+def test_policies_with_equal_casts_share_compiled_code():
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(lambda x, w: x @ w, backend="eager", fullgraph=True)
     for scale in (1.0, 2.0):

@@ -110,7 +110,7 @@ def test_methods_are_known_though_wrappers_stood_there_first(wrappers):
 
 
 @pytest.mark.parametrize("name", [*dynamo.NEVER_TRACED])
-def test_what_dynamo_passes_over_is_there(name):
+def test_each_module_that_dynamo_skips_exists(name):
     """It takes any name: what has moved would be traced again, without a word."""
     assert importlib.util.find_spec(f"amp_patch.{name}") is not None
 

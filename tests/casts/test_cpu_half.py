@@ -153,7 +153,7 @@ def test_batch_and_instance_norms_between_emulated_functions_are_torch_s(norm, p
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_slow_half_functions_too_are_fp32_rounded_once_where_nothing_is_cast(name, installed):
+def test_slow_half_functions_without_casts_are_fp32_rounded_once(name, installed):
     function, shapes = SLOW[name]
     torch.manual_seed(0)
     inputs = [half(*shape) for shape in shapes]
@@ -208,7 +208,7 @@ def test_gradients_are_rounded_once_for_each_product(policy, installed):
 
 
 @pytest.mark.parametrize("policy", [only_emulates(FP16), o1(FP16)], ids=str)
-def test_what_exceeds_fp16_is_infinite(policy, installed):
+def test_values_beyond_fp16_become_infinite(policy, installed):
     big = torch.full((1, 2), 256.0).half().requires_grad_()
     with regions.region(policy):
         product = F.linear(big, torch.full((1, 2), 256.0).half())
@@ -333,7 +333,7 @@ def test_a_model_with_nothing_on_a_cpu_is_native():
     assert amp.initialize(nn.ReLU(), opt_level="O2", cpu_half="emulate")._amp.policy.emulated is FP16  # anywhere
 
 
-def test_a_policy_keeps_what_was_asked_until_it_is_settled():
+def test_a_policy_keeps_the_requested_option_until_it_is_resolved():
     policy = resolve("O2", cpu_half="native")
     assert policy.cpu_half == "native" and resolve("O2").cpu_half == OPT_LEVELS["O2"].cpu_half == "auto"
     assert OPT_LEVELS["O2"].emulated is None

@@ -71,7 +71,7 @@ def test_only_the_training_itself_is_emulated():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_other_rules_do_not_act_where_nothing_is_cast(installed):
+def test_other_rules_do_not_act_without_casts(installed):
     with regions.region(ONLY_EMULATES):
         assert torch.exp(torch.ones(2).half()).dtype is FP16
         assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
@@ -157,7 +157,7 @@ def test_in_place_functions_return_the_tensor_that_they_write(policy, installed)
     assert own.tolist() == [[3.0, 3.0]] * 2 and own._version > version
 
 
-def test_results_have_memory_of_their_own(installed):
+def test_results_share_no_memory_with_inputs(installed):
     a, b = (half(4, 4).detach() for _ in range(2))
     with regions.region(ONLY_EMULATES):
         first = a @ b

@@ -144,7 +144,7 @@ def test_cast_inputs_casts_and_turns_the_casts_off_for_both(kind, seen):
     assert a.grad.dtype is torch.bfloat16
 
 
-def test_cast_inputs_does_nothing_where_no_casts_act(seen):
+def test_cast_inputs_does_nothing_without_casts(seen):
     a, b = (t.detach().bfloat16().requires_grad_() for t in leaves())
     assert Cast.apply(a, b).dtype is torch.bfloat16
 

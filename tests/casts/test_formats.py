@@ -126,7 +126,7 @@ def test_a_tile_with_an_infinity_is_nan_and_no_number_hides_it(name, bad):
 
 
 @on_every_set
-def test_gradients_of_nvfp4_are_rounded_by_chance_in_proportion(backend):
+def test_gradients_of_nvfp4_are_rounded_stochastically(backend):
     recipe = FORMATS["nvfp4"]
     x = torch.full((64, 1024), 1.3).bfloat16()
     x[:, ::16] = 6.0  # the scale of each tile is 1
@@ -162,5 +162,5 @@ def test_hadamards_matrix_cancels_in_the_product(rows, backend):
     assert transform(outlier).abs().unique().tolist() == [25.0]
 
 
-def test_the_recipes_are_those_that_initialize_takes():
+def test_the_recipes_equal_the_arguments_of_initialize():
     assert tuple(FORMATS) == PRODUCT_FORMATS

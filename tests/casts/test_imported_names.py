@@ -103,7 +103,7 @@ def products(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("backend", WRAPPERS)
-def test_torch_jit_compiles_functions_while_wrappers_are_there(backend: str) -> None:
+def test_torch_jit_compiles_functions_while_wrappers_are_installed(backend: str) -> None:
     x = torch.rand(4, 4)
     with install.use_backend(backend):
         install.install()

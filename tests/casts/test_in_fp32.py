@@ -74,7 +74,7 @@ def test_a_sure_and_wrong_sample_is_learned(sigmoid: Any, level: str, device: st
 
 @pytest.mark.parametrize("level", CAST)
 @pytest.mark.parametrize("of", ["function", "module"])
-def test_a_cast_model_is_told_once_of_the_first_probability_that_is_rounded_to_1(of: str, level: str) -> None:
+def test_a_cast_model_warns_once_of_the_first_probability_rounded_to_1(of: str, level: str) -> None:
     loss = cross_entropy if of == "function" else nn.BCELoss()
     with pytest.warns(UserWarning, match=r"exactly 0 or 1.*binary_cross_entropy_with_logits") as told:
         count = 1 if level == "O3" else 4  # O3 takes the step with the NaN
@@ -94,6 +94,38 @@ def test_restore_has_the_next_rounded_probability_told_of() -> None:
 def test_other_probabilities_of_a_cast_model_are_not_told_of(logit: float, level: str) -> None:
     inputs = torch.full((1, 1), logit)
     steps(Probability(torch.sigmoid), level, inputs, torch.zeros(1, 1), cross_entropy, count=2)
+
+
+def threshold(logits: Tensor) -> Tensor:
+    soft = torch.sigmoid(logits)
+    return (soft > 0.5).to(soft.dtype) + soft - soft.detach()
+
+
+def masked(logits: Tensor) -> Tensor:
+    return torch.sigmoid(logits) * (logits > 100)
+
+
+EXACT = {
+    "straight-through threshold": threshold,
+    "mask": masked,
+    "where": lambda logits: torch.where(logits > 100, torch.sigmoid(logits), torch.zeros_like(logits)),
+    "hard sigmoid": functional.hardsigmoid,
+    "clamp": lambda logits: (logits + 0.5).clamp(0, 1).reshape(1, 1),
+}
+
+
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("made", EXACT)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_0_or_1_that_no_rounding_has_made_is_not_told_of(made: str, level: str, device: str) -> None:
+    inputs = torch.full((1, 1), 4.0, device=device)
+    steps(Probability(EXACT[made]).to(device), level, inputs, torch.ones(1, 1, device=device), cross_entropy, count=1)
+
+
+@pytest.mark.parametrize("made", [masked, threshold])
+def test_a_rounded_probability_is_told_of_behind_a_mask_or_a_threshold(made: Any) -> None:
+    with pytest.warns(UserWarning, match="exactly 0 or 1"):
+        steps(Probability(made), "O5", *sure_and_wrong("cpu"), cross_entropy)
 
 
 def test_fp32_probabilities_are_not_told_of_beside_a_cast_model() -> None:

@@ -31,7 +31,7 @@ assert not hasattr(sys.modules[late].flex_attention_hop, "__wrapped__")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["installed", "restored"])
-def test_casts_import_none_of_it_and_reach_what_is_imported_later(state: str) -> None:
+def test_casts_import_no_listed_package_and_reach_later_imports(state: str) -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", LATE, state], check=True)
 
 

@@ -207,7 +207,7 @@ def test_errors_are_torchs_own(level, installed):
             torch.mm(low(2, 5, 32), low(32, 7))
 
 
-def test_of_other_levels_no_product_is_a_low_bit_one(installed):
+def test_products_at_other_levels_are_not_low_bit(installed):
     for level in ("O1", "O4"):
         with regions.region(OPT_LEVELS[level]), Products() as products:
             F.linear(low(5, 32), low(7, 32))
@@ -299,7 +299,7 @@ def test_a_trace_is_not_used_for_another_format(installed):
     assert not torch.equal(*results.values())
 
 
-def test_products_of_a_kept_weight_stay_high_and_those_of_its_views(installed):
+def test_products_of_a_kept_weight_and_of_its_views_stay_high(installed):
     weight = nn.Parameter(low(7, 32, seed=1).float())
     low_bit.keep_high(weight)
     with regions.region(policy_of("O6")), Products() as products:

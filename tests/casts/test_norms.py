@@ -264,7 +264,7 @@ class ByHand(Layers):
 
 @pytest.mark.parametrize("cpu_half", ["native", "emulate"])
 @either_level
-def test_a_training_is_that_by_hand_to_the_bit(level: str, cpu_half: str) -> None:
+def test_a_training_equals_the_explicit_one_to_the_bit(level: str, cpu_half: str) -> None:
     torch.manual_seed(0)
     model = ByHand()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -306,7 +306,7 @@ def test_each_training_follows_its_own_policy_until_restore(level: str) -> None:
 @pytest.mark.parametrize("cpu_half", ["native", "emulate"])
 @pytest.mark.parametrize("device", DEVICES)
 @either_level
-def test_what_is_saved_is_the_low_input_to_the_byte(level: str, device: str, cpu_half: str) -> None:
+def test_saved_bytes_equal_the_low_precision_input(level: str, device: str, cpu_half: str) -> None:
     saved = {}
     for option in (False, True):
         with amp.record(activations=True) as run:
@@ -373,7 +373,7 @@ def test_gradients_of_gradients_and_transforms() -> None:
 
 
 @needs_hooks
-def test_what_was_written_after_it_was_saved_is_an_error() -> None:
+def test_a_write_into_a_saved_tensor_is_an_error() -> None:
     x, weight, bias = sample(torch.bfloat16)
     with acting():
         given = x * 1
@@ -389,9 +389,9 @@ def test_what_was_written_after_it_was_saved_is_an_error() -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "opt_level 'O0', whose whole model is FP32": {"opt_level": "O0"},
-    "opt_level 'O2', whose model is cast, and its norms give torch.float16 as it is": {"opt_level": "O2"},
-    "opt_level 'O3', whose model is cast, and its norms give torch.float16 as it is": {"opt_level": "O3"},
-    "opt_level 'O5', whose model is cast, and its norms give torch.bfloat16 as it is": {"opt_level": "O5"},
+    "opt_level 'O2', whose model is cast, so that its norms return torch.float16 without it": {"opt_level": "O2"},
+    "opt_level 'O3', whose model is cast, so that its norms return torch.float16 without it": {"opt_level": "O3"},
+    "opt_level 'O5', whose model is cast, so that its norms return torch.bfloat16 without it": {"opt_level": "O5"},
     "opt_level 'O1', with patch_torch_functions=False, under which the norms are as in FP32": {
         "opt_level": "O1",
         "patch_torch_functions": False,

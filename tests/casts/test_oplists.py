@@ -264,7 +264,7 @@ PROMOTE = {
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("name", PROMOTE)
-def test_what_promotes_by_itself_is_not_listed(name: str, dtype: torch.dtype) -> None:
+def test_functions_that_promote_are_not_listed(name: str, dtype: torch.dtype) -> None:
     assert not any(name in names for names in OPLISTS["torch"].values())
     given = iter((dtype, torch.float32))
     args = PROMOTE[name](lambda *shape: torch.ones(shape, dtype=next(given)))

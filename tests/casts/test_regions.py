@@ -56,7 +56,7 @@ def test_an_exception_restores(names: tuple[str, str]) -> None:
     assert product() is FULL and not torch.is_autocast_enabled("cpu")
 
 
-def test_what_casts_to_fp32_is_the_inner_one_s_too() -> None:
+def test_the_list_of_fp32_functions_is_the_inner_region_s() -> None:
     """torch's list for the CPU has this pool and leaves exp alone; ours, which is CUDA's, the other way round."""
     low = torch.ones(2).to(BF16)
 
@@ -109,7 +109,7 @@ def test_decorated_functions_and_generators() -> None:
 # Regions that end in any order
 
 
-def test_regions_of_ours_end_in_any_order_inside_torch_s() -> None:
+def test_regions_end_in_any_order_inside_torch_s() -> None:
     for order in itertools.permutations(range(3)):
         with torch.autocast("cpu", BF16):
             opened = [amp.autocast("cpu", HALF), amp.disable_casts(), amp.autocast("cpu", BF16)]
@@ -147,7 +147,7 @@ def test_a_region_that_outlives_torch_s_does_not_turn_it_on_again() -> None:
     assert product() is FULL and not torch.is_autocast_enabled("cpu")
 
 
-def test_torch_s_that_outlives_a_region_of_ours() -> None:
+def test_torch_s_autocast_may_outlive_a_region() -> None:
     ours, theirs = amp.autocast("cpu", HALF), torch.autocast("cpu", BF16)
     ours.__enter__()
     theirs.__enter__()
@@ -174,7 +174,7 @@ def test_the_forms_of_a_call() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
-def test_cuda_by_name_casts_nothing_where_there_is_none() -> None:
+def test_cuda_by_name_casts_nothing_without_a_gpu() -> None:
     """As in torch, where a script's GradScaler is off then too."""
     with pytest.warns(UserWarning, match="autocast: device_type is 'cuda', but CUDA is not available"):
         region = amp.autocast("cuda")

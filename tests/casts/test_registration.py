@@ -171,7 +171,7 @@ def test_decorators_look_into_containers() -> None:
     assert seen["batch"]["x"][0].dtype is HALF and seen["batch"]["x"][1] == 3 and seen["extra"][0].dtype is HALF
 
 
-def test_decorators_refuse_what_is_no_function() -> None:
+def test_decorators_refuse_objects_other_than_functions() -> None:
     for decorator, _ in DECORATORS:
         with pytest.raises(TypeError, match=f"{decorator.__name__}: wanted a function, got 3"):
             decorator(3)

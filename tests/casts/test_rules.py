@@ -32,7 +32,7 @@ def test_every_rule_is_used_by_the_lists_or_by_users() -> None:
     assert listed <= set(RULES)
 
 
-def test_a_rule_that_users_register_names_the_function_of_ours_that_does() -> None:
+def test_a_rule_that_users_register_names_its_amp_patch_function() -> None:
     assert {rule.name for rule in RULES.values() if rule.for_users} <= {
         rule.name for rule in RULES.values() if rule.registered_by
     }

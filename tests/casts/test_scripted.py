@@ -179,7 +179,7 @@ def test_outside_of_casts_compiled_code_is_torchs_own(wrappers, level):
     assert own == (torch._C.ScriptFunction.__dict__["__call__"], torch._C.ScriptMethod.__dict__["__call__"])
 
 
-def test_what_torchs_autocast_was_set_to_is_so_again(wrappers):
+def test_torchs_autocast_settings_are_restored(wrappers):
     @torch.jit.script
     def fails(x: Tensor, weight: Tensor) -> Tensor:
         assert x.shape[0] == 3, "three"

@@ -62,7 +62,7 @@ def test_products_are_fp32s_rounded_once(product: str, layout: str, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_of_two_sparse_ones_the_product_stays_sparse_and_fp32(dtype: torch.dtype) -> None:
+def test_the_product_of_two_sparse_tensors_stays_sparse_and_fp32(dtype: torch.dtype) -> None:
     a = adjacency("coo", "cpu")
     with regions.region(Policy("O1", dtype=dtype, patch_torch_functions=True)):
         assert torch.sparse.mm(a, a.to(dtype)).dtype is (a @ a).dtype is torch.float32

@@ -80,7 +80,7 @@ def run_on_threads(*works: Callable[[], Any]) -> None:
 # Kernels
 
 
-def test_kernels_on_lists_of_their_own(backend: str) -> None:
+def test_kernels_in_threads_on_separate_lists_are_right(backend: str) -> None:
     """A flag that all share, sources that all read, outputs of each thread's own."""
     found = torch.zeros(())
     sizes = [0, 1, 65, 513, 16385, 40_000, *([3] * 50)]

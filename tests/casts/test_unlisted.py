@@ -96,12 +96,12 @@ def of_matrices(name: str, *dtypes: torch.dtype) -> set[torch.dtype]:
 
 
 @pytest.mark.parametrize("name", [name for name in UNLISTED[AS_IT_CAME] if name != "norm_except_dim"])
-def test_what_gives_the_type_that_came(name: str) -> None:
+def test_unlisted_functions_return_the_incoming_type(name: str) -> None:
     assert of_matrices(name, torch.bfloat16) == {torch.bfloat16}
     assert of_matrices(name, torch.float32) == {torch.float32}
 
 
 @pytest.mark.parametrize("name", UNLISTED[PROMOTES])
-def test_what_promotes_by_itself(name: str) -> None:
+def test_unlisted_functions_promote_to_fp32(name: str) -> None:
     assert of_matrices(name, torch.bfloat16, torch.float32) == {torch.float32}
     assert of_matrices(name, torch.float32, torch.bfloat16) == {torch.float32}

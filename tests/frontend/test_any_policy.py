@@ -47,7 +47,7 @@ def resolved(level: str, given: Options) -> Policy | None:
 
 
 @hunt(100, level=levels, given=options, variables=variables)
-def test_what_the_environment_makes_of_a_script_is_legal_and_of_its_level(level, given, variables) -> None:
+def test_the_environment_gives_a_script_legal_options_of_its_level(level, given, variables) -> None:
     asked = Options(**given)
     with patch.dict(os.environ, variables):
         if resolved(level, asked) is None and set(variables) - {"AMP_PATCH_DTYPE"}:

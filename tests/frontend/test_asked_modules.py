@@ -28,7 +28,7 @@ def kept(model: nn.Sequential) -> list[int]:
     return [i for i, layer in enumerate(model) if layer.weight.dtype is torch.float32]
 
 
-def test_modules_are_added_to_those_that_a_script_keeps(monkeypatch, caplog):
+def test_modules_are_added_to_the_script_s_kept_ones(monkeypatch, caplog):
     assert kept(begun("O2", keep_fp32="3")) == [3]
     monkeypatch.setenv(KEEP_FP32, "0, 2,encoder")
     with caplog.at_level(logging.INFO, logger="amp_patch"):
@@ -51,7 +51,7 @@ def test_at_o0_and_without_a_level_nothing_is_kept(monkeypatch):
     ("named", "rounded"),
     [(None, [1, 2]), ("", [1, 2]), ("1", [0, 2, 3]), ("()", [0, 1, 2, 3]), ("nothing of it", [1, 2])],
 )
-def test_what_stays_out_of_low_bit_products(named, rounded, monkeypatch):
+def test_kept_and_inner_layers_stay_out_of_low_bit_products(named, rounded, monkeypatch):
     """The layers whose product has another result than BF16's, of inputs that FP4 does not hold."""
     if named is not None:
         monkeypatch.setenv(KEEP_HIGH, named)

@@ -139,7 +139,7 @@ def test_a_copy_of_a_value_has_all_of_it(name, duplicate):
     ("name", "change", "result"),
     [("loss scaler", update, 16384.0), ("GradScaler", overflow, 32.0), ("Apex's scaler", halve, 4.0)],
 )
-def test_a_copied_scaler_goes_on_by_itself(name, change, result, duplicate):
+def test_a_copied_scaler_continues_separately(name, change, result, duplicate):
     scaler = VALUES[name]()
     assert [change(duplicate(scaler)) for _ in range(2)] == [result] * 2
     assert change(scaler) == result

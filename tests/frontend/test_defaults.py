@@ -288,12 +288,12 @@ STORIES = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DEFAULTS)
 @pytest.mark.parametrize("story", STORIES)
-def test_what_surrounds_a_training_is_that_without_a_default_type(story, dtype, device):
+def test_a_default_type_changes_no_story(story, dtype, device):
     same_story(story, device, dtype=dtype)
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_what_surrounds_a_training_is_where_its_model_is(story):
+def test_a_default_device_changes_no_story(story):
     same_story(story, "cpu", device="meta")
 
 

@@ -221,7 +221,7 @@ def test_at_o0_nothing_is_left_of_the_scripts_options(initialize, environment):
     assert policy(initialize, opt_level="O0", loss_scale=128.0) == resolve("O0")
 
 
-def test_what_the_level_accepts_is_kept_and_what_it_refuses_is_dropped_and_said(initialize, environment, caplog):
+def test_options_that_the_level_accepts_are_kept_and_others_dropped_with_a_log_line(initialize, environment, caplog):
     environment("O1")
     with caplog.at_level(logging.INFO, logger="amp_patch"):
         found = policy(initialize, opt_level="O2", loss_scale=128.0, keep_batchnorm_fp32=True, dtype=HALF)
@@ -331,7 +331,7 @@ def test_the_plugins_for_trainers_go_with_it(environment):
     assert policy_of(plugin.models[0]) == resolve_cpu_half(resolve("O5", loss_scale=4.0), on_cpu=True)
 
 
-def test_a_cast_in_the_other_type_does_not_make_of_o5_what_it_is_not(initialize, environment, caplog):
+def test_a_cast_in_the_other_type_does_not_change_o5(initialize, environment, caplog):
     """`cast_model_type=torch.float16` is how many a script spells O2's default."""
     environment("O5")
     with caplog.at_level(logging.INFO, "amp_patch"):

@@ -34,7 +34,7 @@ def test_a_run_with_overflows_is_torch_s_to_the_bit(device, fused, unscale):
     assert len({scale for scale, _ in scales}) == 3
 
 
-def test_it_is_torch_s_class_for_who_asks():
+def test_isinstance_finds_torch_s_class():
     assert isinstance(amp.GradScaler("cpu"), torch.amp.GradScaler)
 
 
@@ -86,7 +86,7 @@ def test_an_optimizer_that_skips_on_the_device_reports_there(device):
         assert torch.equal(before, model.weight) is overflow
 
 
-def test_what_the_optimizer_returns_comes_through():
+def test_the_optimizer_s_return_value_is_passed_through():
     class Counting(torch.optim.SGD):
         def step(self, closure=None):
             super().step()

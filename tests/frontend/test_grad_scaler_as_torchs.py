@@ -258,7 +258,7 @@ def test_gradients_that_another_scaler_has_scaled_are_refused():
     iterate(one, model, optimizer)
 
 
-def test_scalers_of_other_optimizers_and_those_that_are_gone_are_no_mixture():
+def test_scalers_of_other_or_deleted_optimizers_are_no_mixture():
     (model, optimizer), (other, other_optimizer) = model_and_optimizer(), model_and_optimizer()
     one, two = amp.GradScaler("cpu"), amp.GradScaler("cpu")
     for _ in range(2):
@@ -333,7 +333,7 @@ def test_a_compiled_step_and_loss_are_eager_s():
 
 
 @pytest.mark.parametrize("end", ["step", "zero_grad"])
-def test_what_scale_loss_brought_is_forgotten_with_its_iteration(end):
+def test_the_effects_of_scale_loss_end_with_its_iteration(end):
     """Also where the gradients of the next one are the same tensors."""
     model, optimizer = amp.initialize(*model_and_optimizer(), opt_level="O4")
     scaler = amp.GradScaler("cpu", init_scale=4.0)

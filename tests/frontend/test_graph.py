@@ -83,7 +83,7 @@ def test_oneflow_s_scalers_take_its_arguments(device):
     assert static.get_scale() == 512.0, "after clean steps"
 
 
-def test_what_a_static_scale_cannot_be():
+def test_a_static_scale_refuses_values_that_are_no_positive_number():
     for scale in (0, -1.0, float("nan"), "large"):
         with pytest.raises(ValueError, match="StaticGradScaler: scale_factor is"):
             amp.graph.StaticGradScaler(scale)
@@ -248,7 +248,7 @@ def test_without_an_optimizer_it_infers(device):
     assert not torch.is_inference(outputs), "it can be trained on"
 
 
-def test_what_comes_back_is_detached_and_no_gradient_stays_or_leaks_in():
+def test_results_are_detached_and_no_gradient_stays_or_leaks_in():
     model, other = convnet(), convnet()
     for param in model.parameters():
         param.grad = torch.full_like(param, 1e6)  # as a loop that was left in the middle leaves them

@@ -33,7 +33,7 @@ def picture(model, optimizer):
     )
 
 
-def test_the_calling_forms_of_apex_return_what_they_took():
+def test_the_calling_forms_of_apex_return_their_arguments():
     a, b, c = convnet(), convnet(), convnet()
     opt, other = SGD(a.parameters()), SGD(b.parameters())
     assert amp.initialize(a, opt, opt_level="O2") == (a, opt)
@@ -107,7 +107,7 @@ BAD_MODELS = {
     "double": (lambda: nn.Linear(2, 2).double(), ValueError, "is torch.float64"),
     "DataParallel": (lambda: nn.DataParallel(nn.Linear(2, 2)), ValueError, "wrapped in DataParallel"),
     "script": (lambda: torch.jit.script(nn.Linear(2, 2)), TypeError, "ScriptModule"),
-    "own forward": (OwnForward, ValueError, "`forward` of its own"),
+    "own forward": (OwnForward, ValueError, "`forward` in its __dict__"),
     "lazy": (lambda: nn.LazyLinear(2), ValueError, "is lazy"),
 }
 
@@ -125,7 +125,7 @@ def test_a_model_that_cannot_be_taken_is_refused_with_the_others_unchanged(case)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_a_double_model_is_taken_where_nothing_is_cast(level):
+def test_a_double_model_is_accepted_without_casts(level):
     model = nn.Linear(2, 2).double()
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
     backward(model(torch.ones(1, 2).double()).sum(), optimizer)
@@ -133,7 +133,7 @@ def test_a_double_model_is_taken_where_nothing_is_cast(level):
     assert model.weight.dtype is torch.float64
 
 
-def test_what_is_no_model_or_optimizer_is_refused():
+def test_arguments_other_than_models_and_optimizers_are_refused():
     model, optimizer = pair()
     for models, optimizers, words in (
         ("model", optimizer, "models holds a str; wanted a torch.nn.Module or a list of them$"),

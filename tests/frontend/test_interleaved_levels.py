@@ -146,7 +146,7 @@ def traces(thing):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_restore_leaves_nothing_of_ours(level):
+def test_restore_leaves_nothing_of_amp_patch(level):
     model = convnet()
     optimizer = ADAM(model.parameters())  # a process's first imports torch._dynamo, which puts names into torch
     before = namespaces()

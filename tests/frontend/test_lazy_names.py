@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+import textwrap
 
 import pytest
+import torch
 
 import amp_patch
 
@@ -14,6 +17,7 @@ WINGS = ("lab", "graph", "apex", "integrations")
 
 LOADED = f"""
 import sys
+import textwrap
 
 def loaded():
     return [name for name in sys.modules if name.startswith("amp_patch.") and name.split(".")[1] in {WINGS}]
@@ -70,3 +74,16 @@ def test_dir_has_every_public_name_and_other_names_are_refused():
     assert {name for name in dir(amp_patch) if not name.startswith("__")} == set(amp_patch.__all__)
     with pytest.raises(AttributeError, match="module 'amp_patch' has no attribute 'nothing'"):
         _ = amp_patch.nothing
+
+
+def test_help_of_initialize_begins_with_an_example_that_runs():
+    summary, example, *_ = (inspect.getdoc(amp_patch.initialize) or "").split("\n\n")
+    assert summary.endswith("::")
+    model = torch.nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {"amp": amp_patch, "model": model, "optimizer": optimizer, "criterion": torch.nn.functional.mse_loss}
+    exec(
+        textwrap.dedent(example), {**names, "loader": [(torch.ones(3, 2), torch.ones(3, 1))] * 8}
+    )  # the first steps may overflow
+    assert model.weight.dtype is torch.float16 and not torch.equal(model.weight.float(), before)

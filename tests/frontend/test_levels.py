@@ -145,7 +145,7 @@ def test_two_trainings_in_one_process_resume_to_the_bit_each_with_its_own_scale(
     assert [state["loss_scaler0"]["loss_scale"] for _, state in expected.values()] == [16384.0, 32768.0]
 
 
-def test_the_scales_of_an_optimizer_are_those_of_its_training_and_without_one_the_newest_training_s():
+def test_loss_scale_reads_the_optimizer_s_training_and_without_one_the_newest():
     made = trainings((0, 1))
     (_, first), (_, second) = made.values()
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 7}}, first)

@@ -128,7 +128,7 @@ def test_names_that_cannot_be(name, monkeypatch):
 
 
 @pytest.mark.parametrize("level", BASES)
-def test_explain_says_what_is_multiplied_in_which_format(level):
+def test_explain_names_the_format_of_each_product(level):
     _, model = train(level, steps=1, dtype="nvfp4")
     calls = amp.explain(model, torch.tensor([[1, 2]])).calls
     decided = {call.module: call.decided for call in calls if call.op.endswith(".linear")}

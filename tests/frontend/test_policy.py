@@ -61,7 +61,7 @@ def test_only_o3_keeps_no_fp32_weights_and_only_o0_changes_nothing():
 
 
 @pytest.mark.parametrize("level", ["01", "o1", "O8", "", "O", None, 1])
-def test_an_unknown_level_is_told_the_letter_o(level):
+def test_an_unknown_level_s_error_names_the_letter_o(level):
     with pytest.raises(ValueError, match="letter O") as error:
         resolve(level)
     for known in OPT_LEVELS:
@@ -89,7 +89,7 @@ def test_another_word_for_a_level_is_answered_by_the_level(word, meant):
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "nvfp4", torch.float8_e4m3fn])
-def test_a_format_of_products_is_refused_at_other_levels_with_those_that_take_it(dtype):
+def test_a_format_of_products_at_other_levels_is_refused_and_the_error_names_its_levels(dtype):
     with pytest.raises(ValueError, match=r"dtype is .*; formats of products .* are for O6 and O7"):
         resolve("O2", dtype=dtype)
     with pytest.raises(ValueError, match=r"wanted torch\.float16 or torch\.bfloat16$"):
@@ -166,5 +166,5 @@ def test_outputs_can_only_be_cast_to_floating_types():
         resolve("O2", cast_model_outputs=torch.int64)
 
 
-def test_a_policy_prints_what_it_decided():
+def test_a_policy_prints_its_decisions():
     assert str(Policy("O0")).startswith("O0 (torch.float16): cast_model_type=None")

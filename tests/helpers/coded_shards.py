@@ -9,12 +9,12 @@ import torch.distributed as dist
 from coded_states import LEVELS, OPTIM, coded, die_in_the_next_step, in_eight_bits, loss_of, opened
 from coded_states import MAKERS as CODED_MAKERS
 from coded_states import state_of as whole_state_of
-from fsdp_trainings import full, fully_shard, load_checkpoint, save_checkpoint
+from fsdp_trainings import fully_shard, load_checkpoint, save_checkpoint
 from torch import Tensor, nn
 from training import backward, iterate
 
 from amp_patch import amp, multi_tensor
-from amp_patch.training.coded_state import codes_of
+from amp_patch.storage.coded_state import codes_of
 
 MAKERS = {**CODED_MAKERS, "SGD, not fused": lambda params: OPTIM.SGD(params, lr=0.05, momentum=0.9)}
 SHARDED = {name: LEVELS[name] for name in ("O0", "O1", "O2", "O4", "O5", "stochastic")}  # split masters are refused
@@ -150,66 +150,3 @@ def overflows(make: Any, options: Any) -> dict[str, Any]:
     end = [*here(model.parameters()), *state_of(optimizer)]
     found = {"before": before, "after": after, "end": end}
     return found | {"skipped": skipped, "amp": of_amp, "coded": coded(optimizer)}
-
-
-def numbers_of(optimizer: Any) -> list[Any]:
-    """The settings of its groups, and its count of calls."""
-    groups = [
-        {name: value for name, value in group.items() if name not in ("params", "fused")}
-        for group in optimizer.param_groups
-    ]
-    return [groups, getattr(optimizer, "calls", None)]
-
-
-def on_one_process(make: Any, level: str, kept: dict[str, torch.dtype]) -> dict[str, Any]:
-    """Four steps of whole parameters with the same gradients, by an optimizer of their own.
-
-    After each step its state is rounded as the ranks round their parts.
-
-    Args:
-        kept: of the states that are kept in codes, the type of these.
-    """
-    model, scaled = start(make, **SHARDED[level], optimizer_state=None)
-    shards = list(model.parameters())
-    wholes = [nn.Parameter(full(shard.detach()).float().clone()) for shard in shards]
-    optimizer = make(wholes)
-    losses = []
-    for step in range(4):
-        scaled.zero_grad()
-        loss = loss_of(model, 2 * step + dist.get_rank())
-        backward(loss, scaled)
-        for whole, shard in zip(wholes, shards, strict=True):
-            whole.grad = full(shard.grad).float()
-        optimizer.step()
-        losses.append(loss.item())
-        for number, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
-            give_back_whole(whole, shard, number << 40 | step)
-        for state in optimizer.state.values():
-            for name, codes in kept.items():
-                for part in state[name].chunk(2):
-                    if part.numel() >= 4096:
-                        part.copy_(in_eight_bits(part, codes))
-    return {
-        "losses": losses,
-        "weights": here(shards),
-        "state": parts_of(whole_state_of(optimizer)),
-        "numbers": numbers_of(optimizer),
-    }
-
-
-@torch.no_grad()
-def give_back_whole(whole: Tensor, shard: Any, draw: int) -> None:
-    """The FP32 values of a parameter into what is here of its shard; into BF16 by chance, which they then have."""
-    if shard.dtype is torch.bfloat16:
-        low = torch.empty_like(whole, dtype=torch.bfloat16)
-        multi_tensor.multi_tensor_stochastic_round([whole.detach()], [low], 0, [draw])
-        whole.copy_(low)
-    shard.to_local().copy_(parts_of([whole])[0])
-
-
-def parts_of(tensors: Any) -> list[Tensor]:
-    """What a process holds of them."""
-    rank = dist.get_rank()
-    return [
-        t.detach().clone() if not t.dim() else [*t.detach().chunk(2), t.detach()[:0]][rank].clone() for t in tensors
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from training import iterate
 
 from amp_patch import amp, multi_tensor, optimizers
-from amp_patch.training.coded_state import Coded, CodedState
+from amp_patch.storage.coded_state import Coded, CodedState
 
 OPTIM = torch.optim
 
@@ -106,7 +107,7 @@ def die_in_the_next_step(optimizer: Any) -> None:
     optimizer.register_step_pre_hook(killed)
 
 
-OURS = ("amp_patch.training.coded_s", "amp_patch.training.stand_ins")  # how the modules' names begin
+OURS = ("amp_patch.storage.coded_s", "amp_patch.storage.stand_ins")  # how the modules' names begin
 
 
 def interrupt(place: int, call: Callable[[], Any]) -> int:
@@ -135,3 +136,10 @@ def interrupt(place: int, call: Callable[[], Any]) -> int:
     finally:
         sys.settrace(None)
     return count
+
+
+def through_file(states: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    return torch.load(file)  # weights alone: there is no class of ours in it

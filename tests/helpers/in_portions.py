@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.training import per_parameter
-from amp_patch.training.per_parameter import same
-from amp_patch.training.trial import _give_gradients, wave
+from amp_patch.ways.partial_step import PartialStep, same
+from amp_patch.ways.trial import _give_gradients, wave
 
 Group = dict[str, Any]
 
@@ -63,7 +62,7 @@ def why_not_in_portions(base: Any, settings: Group) -> str | None:
                 for part in portioned.param_groups:
                     params = [param for param in part["params"] if param.grad is not None]
                     for start in range(0, len(params), 2):
-                        plain(per_parameter.shell_of(portioned, part, params[start : start + 2]))
+                        plain(PartialStep(portioned, [(part, params[start : start + 2])]).shell)
                 if not _agree(whole, portioned):
                     return "a portion by itself is stepped differently"
     except Exception as error:

@@ -12,7 +12,7 @@ from training import iterate
 
 from amp_patch import amp, optimizers
 from amp_patch.masters.closed_master import ClosedMaster, form_of
-from amp_patch.masters.split_master import HALVES
+from amp_patch.storage.split_master import HALVES
 
 OPTIM = torch.optim
 

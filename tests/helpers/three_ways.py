@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from amp_patch import amp, multi_tensor
 from amp_patch.optimizers import FusedAdam, FusedSGD
 from amp_patch.optimizers.common import FusedOptimizer
-from amp_patch.training import one_pass, portions
+from amp_patch.ways import one_pass, portions
 
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}
 both_levels = pytest.mark.parametrize("level", HALF)
@@ -116,8 +116,8 @@ def start_with(level: str, way: OnePass, model: Any, optimizer: Any, **options: 
         options.setdefault("loss_scale", 128.0)
     with pytest.MonkeyPatch.context() as patch:
         if isinstance(way, Eager):
-            patch.setattr(one_pass, "knows", lambda optimizer: False)
-            patch.setattr(portions, "knows", lambda optimizer, stash: False)
+            patch.setattr(one_pass.InOnePass, "knows", lambda *_: False)
+            patch.setattr(portions.InPortions, "knows", lambda *_: False)
         return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 

@@ -249,7 +249,7 @@ def with_lightning(
 
 @every_model
 @every_training
-def test_lightning_has_the_bits_of_the_model_in_fp32_and_gives_back_what_came(training, name, folder):
+def test_lightning_has_the_bits_of_the_fp32_model_and_restores_the_incoming_type(training, name, folder):
     wide = with_lightning(folder, name, training, widen=True)
     module = with_lightning(folder, name, training)
     assert module.losses == wide.losses and len(module.losses) == 4
@@ -275,7 +275,7 @@ def test_lightning_resumes_to_the_same_bits(training, name, folder, tmp_path):
 
 
 @every_training
-def test_lightning_gives_back_what_came_to_each_fit(training, folder):
+def test_lightning_restores_the_incoming_type_after_each_fit(training, folder):
     module = Lit(loaded(written("Llama", folder), "Llama"))
     for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
         module.to(dtype)

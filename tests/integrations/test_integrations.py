@@ -227,7 +227,7 @@ def test_a_checkpoint_of_the_trainer_is_fp32_and_loads_in_another(tmp_path):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_what_the_trainer_saves_says_that_it_is_fp32_and_comes_back_as_that(level, tmp_path):
+def test_the_trainer_s_saved_files_say_fp32_and_load_as_fp32(level, tmp_path):
     trainer = hf_trainer(tmp_path, level, save_strategy="steps", save_steps=2, max_steps=2)
     before = {**vars(trainer.model.config), "architectures": ["GPT2LMHeadModel"]}  # which transformers writes in
     trainer.train()

@@ -217,7 +217,7 @@ def test_lightning_keeps_a_child_in_fp32():
     assert module.dtypes == {torch.float16}
 
 
-def test_lightning_trains_what_was_frozen_at_first():
+def test_lightning_trains_parameters_that_were_frozen_at_first():
     class Thawed(Classifier):
         def on_train_start(self):
             self.unfreeze()

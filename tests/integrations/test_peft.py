@@ -132,7 +132,7 @@ def test_gradient_checkpointing_changes_nothing(training, reentrant):
 
 
 @every_training
-def test_generate_and_the_base_by_itself_between_steps_change_nothing(training):
+def test_generate_and_a_call_of_the_base_between_steps_change_nothing(training):
     bare = amp.initialize(base_model("BF16").requires_grad_(False), **TRAININGS[training], verbosity=0)
     alone = logits(bare)
     amp.restore()

@@ -100,7 +100,7 @@ def test_the_trainer_ends_with_the_best_adapters_exactly(training, tmp_path):
 
 
 @every_training
-def test_lightning_trains_adapters_and_gives_back_what_came(training):
+def test_lightning_trains_adapters_and_restores_the_incoming_type(training):
     modules = [Lit(lora().float(), LR), Lit(lora(), LR)]
     before = [types(module) for module in modules]
     for module in modules:

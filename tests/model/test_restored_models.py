@@ -58,11 +58,11 @@ BROKEN = {
     other_class_of_the_optimizer: "restore: the class of this Changed was changed after initialize() (parametrizations "
     "and fully_shard do so) and stays, though everything else is undone; undo such a change before restore()",
     other_shape: "restore: parameter 'weight' of this Linear became torch.float16 of shape [2, 3] on cpu after "
-    "initialize(), and its master is [1, 1] on cpu; it has the master's value again, and what was written into it "
-    "meanwhile is lost: call restore() first, then model.double() and the like",
+    "initialize(), and its master is [1, 1] on cpu; it has the master's value again, and later writes into it "
+    "are lost: call restore() first, then model.double() and similar conversions",
     other_type: "restore: parameter 'weight' of this Linear became torch.float64 of shape [1, 1] on cpu after "
-    "initialize(), and its master is [1, 1] on cpu; it has the master's value again, and what was written into it "
-    "meanwhile is lost: call restore() first, then model.double() and the like",
+    "initialize(), and its master is [1, 1] on cpu; it has the master's value again, and later writes into it "
+    "are lost: call restore() first, then model.double() and similar conversions",
     broken_group: "restore: this SGD could not be restored whole (TypeError: 'int' object is not iterable), everything "
     "else is; it was changed after initialize() in a way from which none is known back: call restore() first",
     broken_handle: "restore: this SGD could not be restored whole (ZeroDivisionError: no handle), everything else is; "

@@ -127,6 +127,14 @@ def test_error_in_the_body_of_scale_loss_is_explained() -> None:
         scaled.backward()
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_part_of_a_model_called_in_the_body_is_named_with_the_way_out(level: str) -> None:
+    model, optimizer = trained(lambda x: None, level)
+    way_out = "call the model, or move the call into a method and name it"
+    with pytest.raises(RuntimeError, match=way_out), amp.scale_loss(model(torch.randn(4, 4)).sum(), optimizer):
+        model[0].layer(torch.randn(4, 4))
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_other_errors_are_raised_as_they_are(level: str) -> None:
     error = RuntimeError("planted")

@@ -172,7 +172,7 @@ def test_a_capture_takes_no_memory_of_the_host_and_refuses_steps_there(gpu):
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("sizes", [[3, 70], [3, 0, 70, 0], [0, 0]], ids=str)
 @pytest.mark.parametrize("route", ["arguments", "buffer"])
-def test_what_fails_half_way_has_made_no_step(gpu, host, sizes, route):
+def test_a_failure_half_way_makes_no_step(gpu, host, sizes, route):
     """No memory for one of the allocations, or a kernel that is not launched."""
     gpu.steps_on_host(host)
     gpu.cuda_metadata(route)

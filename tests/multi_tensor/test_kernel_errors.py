@@ -185,7 +185,7 @@ def test_factors_are_checked(factor, error):
     assert tensors[0].tolist() == [1.0] * 3
 
 
-def test_a_subclass_without_memory_of_its_own_is_refused():
+def test_a_subclass_without_memory_is_refused():
     class Wrapper(torch.Tensor):
         @staticmethod
         def __new__(cls):

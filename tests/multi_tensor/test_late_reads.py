@@ -50,7 +50,7 @@ def call(name, late, number_of):
 
 @pytest.mark.parametrize("where", [0, 7, SIZE - 1])
 @pytest.mark.parametrize("name", ["scale", "unscale", "axpby", "adam", "sgd"])
-def test_it_is_what_it_was_before_the_first_write(late, name, where):
+def test_a_late_read_returns_the_value_before_the_first_write(late, name, where):
     assert torch.equal(call(name, late, lambda out: out[where]), call(name, late, lambda out: 3.0))
 
 

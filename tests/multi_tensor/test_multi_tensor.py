@@ -47,7 +47,7 @@ def test_scale_is_torch_s_product_and_rounding(device, source, target, factor):
     assert found == reference.is_bad(*expected)
 
 
-def test_scale_by_hand():
+def test_scale_equals_plain_torch():
     src = [torch.tensor([1.0, -2.0, 65504.0]), torch.tensor([[4.0]], dtype=torch.bfloat16)]
     dst = [torch.zeros(3, dtype=torch.float16), torch.zeros(1, 1)]
     mt.multi_tensor_scale(src, dst, 0.5)
@@ -304,7 +304,7 @@ def test_found_inf_is_never_reset(device):
 @on_every_set
 @device
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
-def test_l2norm_by_hand(device, dtype):
+def test_l2norm_equals_plain_torch(device, dtype):
     tensors = [torch.tensor([3.0, 4.0]), torch.empty(0), torch.full((144,), 1.0), torch.tensor(0.0)]
     total, norms = mt.multi_tensor_l2norm([t.to(device, dtype) for t in tensors], per_tensor=True)
     assert norms.tolist() == [5.0, 0.0, 12.0, 0.0]
@@ -391,7 +391,7 @@ def test_adopt_takes_edits_and_keeps_precision(device, dtype):
 
 
 @on_every_set
-def test_adopt_by_hand():
+def test_adopt_equals_plain_torch():
     master = torch.tensor([1 + 2.0**-20, 1 + 2.0**-20, 5.0])
     mt.multi_tensor_adopt([torch.tensor([1.0, 2.0, 5.0], dtype=torch.float16)], [master])
     assert master.tolist() == [1 + 2.0**-20, 2.0, 5.0]

@@ -45,7 +45,7 @@ def test_nothing_and_only_empties_launch_nothing():
     assert plan([0] * 200) == []  # more empties than slots: Apex wrote slot 199 of a 110-slot array
 
 
-def test_by_hand():
+def test_a_plan_equals_the_hand_made_one():
     assert plan([8, 17, 0, 3]) == [([0, 1, 3], [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)])]
 
 

@@ -214,7 +214,7 @@ def test_adopt(case: Case, edited: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_a_factor_that_lies_in_an_output_is_read_before(dtype: torch.dtype) -> None:
+def test_a_factor_inside_an_output_is_read_before_the_write(dtype: torch.dtype) -> None:
     x = torch.full((40_000,), 3.0, dtype=dtype)
     for name in everywhere():
         for call, expected in [

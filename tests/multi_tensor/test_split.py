@@ -66,7 +66,7 @@ def test_all_patterns(backend):
 
 
 @device
-def test_what_a_user_writes_into_a_weight(backend, device):
+def test_a_write_into_a_weight_sets_the_master(backend, device):
     wrote = torch.tensor([0.0, -0.0, 1.0, -3.5, math.inf, -math.inf, math.nan], dtype=torch.bfloat16, device=device)
     for half in (-32768, -1, 0, 1, 32767):
         (master,) = join([wrote], [torch.full_like(wrote, half, dtype=torch.int16)])
@@ -79,7 +79,7 @@ def test_what_a_user_writes_into_a_weight(backend, device):
 
 @device
 @pytest.mark.parametrize("flushes", [False, True])
-def test_a_weight_of_zero_is_zero_whatever_half_lies_beside_it(backend, device, flushes):
+def test_a_weight_of_zero_is_zero_with_any_low_half(backend, device, flushes):
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device)
     smallest = torch.tensor([0, -(2**15), 1, 1 - 2**15], dtype=torch.int16, device=device).view(torch.bfloat16)
     if not torch.set_flush_denormal(flushes) and flushes:
@@ -156,7 +156,7 @@ def test_memory_orders(backend):
         mt.multi_tensor_join(weights, [halves[0].contiguous()], [x])
 
 
-def test_what_is_refused_before_the_first_write(backend):
+def test_wrong_arguments_are_refused_before_the_first_write(backend):
     x = torch.randn(9)
     (weight,), (half,) = split([x])
     with pytest.raises(TypeError, match=r"tensor 0 of weights is torch\.float16, bfloat16 is wanted"):

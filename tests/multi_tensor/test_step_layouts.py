@@ -35,7 +35,7 @@ def test_memory_orders(backend, device, layout):
 
 
 @device
-def test_versions_of_what_is_written_go_up(backend, device):
+def test_versions_of_written_tensors_increase(backend, device):
     state = State([4, 5], F16, device)
     state.gradients(1)
     written = [*state.params, *state.m, *state.v, *state.low, *state.steps]

@@ -101,7 +101,7 @@ def test_the_mean_of_a_million_roundings_is_the_number(device, value):
 
 
 @device
-def test_what_has_no_two_neighbours_stays(device):
+def test_values_without_two_neighbours_stay(device):
     beyond = torch.tensor([0x7F7FFFFF], dtype=torch.int32).view(torch.float32).item()  # FP32's largest number
     values = [math.inf, -math.inf, 0.0, -0.0, LARGEST, -LARGEST, beyond, -beyond]
     wanted = [*values[:6], LARGEST, -LARGEST]
@@ -191,7 +191,7 @@ def test_a_step_of_a_part_has_the_bits_of_the_step_of_the_whole(device, optimize
     assert not torch.equal(step(parts, []), whole)
 
 
-def test_elements_are_counted_as_they_lie_in_memory():
+def test_elements_are_counted_in_memory_order():
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     (weight,) = rounded(x, draws=[2])
     flat = x.permute(0, 2, 3, 1).contiguous().flatten()
@@ -201,7 +201,7 @@ def test_elements_are_counted_as_they_lie_in_memory():
         mt.multi_tensor_stochastic_round([x.contiguous()], [weight], 0, [0])
 
 
-def test_what_is_refused_before_the_first_write():
+def test_wrong_arguments_are_refused_before_the_first_write():
     x = torch.randn(9)
     weight = x.bfloat16()
     before = weight.clone()

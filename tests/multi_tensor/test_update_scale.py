@@ -104,7 +104,7 @@ def test_hysteresis_tells_a_story(device):
         assert [scale.item(), tracker.item(), patience.item()] == expected
 
 
-def test_update_scale_names_what_is_wrong():
+def test_update_scale_names_the_wrong_argument():
     scale, tracker = scaler(8.0)
     found = torch.tensor(0.0)
     for arguments, options, error, message in [

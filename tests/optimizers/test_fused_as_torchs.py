@@ -147,7 +147,7 @@ def test_resume_is_bit_exact(make, flags, through, dtype):
 
 
 @every
-def test_loading_runs_the_hooks_of_others_and_reads_what_they_return(make):
+def test_loading_runs_other_hooks_and_reads_their_results(make):
     params = parameters(torch.float16)
     optimizer = make(params, **required(make))
     run_steps(optimizer, params)

@@ -74,7 +74,7 @@ def test_the_copies_step_as_the_oracle_in_fp64(dtype, make_scaler, how, device):
 
 
 @HALVES
-def test_without_a_scaler_the_bits_are_those_of_fused_lamb_on_fp32_weights(dtype):
+def test_without_a_scaler_the_bits_equal_fused_lamb_on_fp32_weights(dtype):
     params, plain = parameters(dtype), [nn.Parameter(p.detach().float()) for p in parameters(dtype)]
     optimizer, other = FusedMixedPrecisionLamb(params, reduced_precision_dtype=dtype), FusedLAMB(plain)
     for step in range(10):
@@ -91,7 +91,7 @@ def test_without_a_scaler_the_bits_are_those_of_fused_lamb_on_fp32_weights(dtype
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("how", ["scaler.step", "step(grad_scaler=)"])
 @SCALERS
-def test_an_overflow_changes_nothing_and_nobody_waits(make_scaler, how, first, flags, device):
+def test_an_overflow_changes_nothing_without_a_sync(make_scaler, how, first, flags, device):
     params = parameters(torch.float16, device)
     optimizer = FusedMixedPrecisionLamb(params, reduced_precision_dtype=torch.float16, **flags)
     scaler = make_scaler(device, init_scale=64.0)
@@ -219,7 +219,7 @@ def test_a_closure_comes_before_the_scaler():
     assert optimizer.param_groups[0]["step"].item() == 1
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_arguments_are_refused():
     params = parameters(torch.float32)
     with pytest.raises(ValueError, match=r"reduced_precision_dtype=torch.float32, torch.float16, torch.bfloat16 or"):
         FusedMixedPrecisionLamb(params, reduced_precision_dtype=torch.float32)

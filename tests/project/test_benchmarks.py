@@ -124,7 +124,7 @@ def test_a_row_keeps_its_columns(timing):
     assert timing.line(("ours", None, 0), columns) == "ours             -      0"
 
 
-def test_json_holds_the_rows_and_what_they_depend_on(timing, tmp_path):
+def test_json_holds_the_rows_and_their_settings(timing, tmp_path):
     options = argparse.Namespace(device="cpu", threads=1, repeats=3, json=tmp_path / "out" / "figures.json")
     timing.write_json(options, [{"rival": "ours", "ratio": 0.5}])
     written = json.loads(options.json.read_text())
@@ -218,7 +218,7 @@ def test_norms_are_weighed_timed_and_trained_beside_each_other(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_optimizers_half_of_a_step_is_the_same_training_by_hand(tmp_path):
+def test_the_optimizers_half_of_a_step_equals_plain_training(tmp_path):
     output, rows = run_benchmark("optimizer", tmp_path, "--size", "tiny")
     assert len(rows) == len({(row["work"], row["dtype"]) for row in rows}) == 36
     for row in rows:
@@ -237,7 +237,7 @@ def test_the_optimizers_half_of_a_step_is_the_same_training_by_hand(tmp_path):
             assert row["torch bytes"] >= row["amp_patch bytes"] - 0.1
 
 
-def test_the_most_bytes_are_those_of_the_last_block_with_what_was_there_before(timing):
+def test_peak_bytes_include_the_memory_from_before_the_last_block(timing):
     def call():
         kept = [torch.empty(1000, dtype=torch.uint8)]
         for size in (50_000, 8000):

@@ -130,7 +130,7 @@ def test_an_isolated_build_is_for_the_torch_beside_pip_and_fetches_none(sources,
 
 
 @pytest.mark.parametrize(("local", "name"), [("", "1.2.3"), ("torch2.13", "1.2.3+torch2.13"), ("2.13/cpu", None)])
-def test_a_wheel_says_in_its_name_what_it_is_kept_for(sources, local, name):
+def test_a_wheel_s_name_has_its_torch_and_device(sources, local, name):
     command = [sys.executable, "setup.py", "--version"]
     result = run_in(sources, command, AMP_PATCH_NO_EXT="1", AMP_PATCH_LOCAL_VERSION=local)
     if name is None:
@@ -377,7 +377,7 @@ def test_a_wrapper_of_nvcc_is_asked_for_its_toolkit(toolkit):
     assert [home for home, _, _ in chosen(toolkit, *on_path, *by_cuda_home)] == [str(toolkit / "cuda")] * 4
 
 
-def test_without_a_gpu_it_is_compiled_for_those_that_the_compiler_knows(toolkit):
+def test_without_a_gpu_it_is_compiled_for_the_compiler_s_architectures(toolkit):
     """An image is built on a machine without a GPU; torch would raise `IndexError: list index out of range`."""
     home = {"CUDA_HOME": str(toolkit / "cuda")}
     shutil.copytree(toolkit / "cuda", toolkit / "older")

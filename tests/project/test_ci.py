@@ -75,7 +75,7 @@ def test_a_stage_that_fails_ends_the_run_and_fails_it(name, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("ruff", path=Path(sys.executable).parent) is None, reason="needs ruff")
-def test_ruff_passes_over_what_is_written_by_tools_in_a_folder_without_git(tmp_path):
+def test_ruff_ignores_generated_files_in_a_folder_without_git(tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for name in ("amp_patch/_build.py", "out/sanitize/setup.py"):
         (tmp_path / name).parent.mkdir(parents=True)

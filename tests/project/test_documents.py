@@ -12,8 +12,8 @@ from paths import ROOT
 from torch import nn
 
 from amp_patch import __version__, amp, apex
-from amp_patch.training.one_pass import KERNELS
-from amp_patch.training.portions import BY_CLASS
+from amp_patch.ways.one_pass import KERNELS
+from amp_patch.ways.portions import BY_CLASS
 
 TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")]
 PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,7 +61,7 @@ def test_the_index_has_each_page_and_the_readme_has_the_index():
 
 
 @each_page
-def test_each_source_that_a_page_names_is_there(page):
+def test_each_source_that_a_page_names_exists(page):
     """Named by its path in the repository, in amp_patch/, in tests/ or in its folder's row; `path/*.py` is any such.
 
     Headers of torch are not ours.
@@ -80,7 +80,7 @@ def test_the_first_pages_are_read_in_a_minute(name, lines):
     assert len((ROOT / name).read_text().splitlines()) <= lines
 
 
-def test_the_floors_of_the_architecture_are_those_that_lint_holds():
+def test_the_floors_of_the_architecture_equal_lint_s():
     contract = re.search(r"^layers = \[.*?\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
     floors = re.findall(r"^\| (\d+) \| (.*?) \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
     held = [set(re.findall(r"\w+", line)) for line in re.findall(r'"(.*)"', contract[1])]
@@ -106,7 +106,7 @@ def test_the_words_of_the_architecture_are_few():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
-def test_the_python_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch, capsys):
+def test_the_python_of_a_page_runs_and_prints_its_output(page, tmp_path, monkeypatch, capsys):
     """In order, in one namespace that has what the pages leave to the reader's script."""
     monkeypatch.chdir(tmp_path)  # some write files
     torch.manual_seed(0)

@@ -111,7 +111,7 @@ def test_ddp_trains_what_one_process_trains_and_resumes_to_the_same_bits(level, 
 
 
 @pytest.mark.parametrize("level", [SLOW["O1"], "O2"])
-def test_gan_draws_what_is_closer_to_digits_than_noise(level, tmp_path):
+def test_gan_s_images_are_closer_to_digits_than_noise(level, tmp_path):
     printed = run_example("gan", "--opt-level", level, "--steps", "600", cwd=tmp_path)
     drawn, held_out, noise = (
         number(pattern, printed) for pattern in (r"drawn ([\d.]+)", r"held-out digits ([\d.]+)", r"noise ([\d.]+)")

@@ -89,7 +89,7 @@ def test_an_nvcc_that_is_not_there_is_named_with_where_it_was_looked_for(preflig
     assert preflight.nvcc({})[2].startswith("not on PATH, and CUDA_HOME is unset: ")
 
 
-def test_what_a_python_and_a_path_lack_is_named_with_the_way_out(preflight, machine, monkeypatch):
+def test_missing_packages_and_tools_are_named_with_the_way_out(preflight, machine, monkeypatch):
     monkeypatch.setattr(preflight.sysconfig, "get_path", lambda name: "/nowhere")
     lacking = [
         preflight.package("no-such-package", 1),
@@ -129,7 +129,7 @@ def check(*options, **environment):
     )
 
 
-def test_a_machine_that_lacks_something_is_told_all_of_it_and_nothing_runs(tmp_path):
+def test_a_machine_that_lacks_packages_prints_all_of_them_and_runs_nothing(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
     out = tmp_path / "figures.json"
     done = check("--only", "build", "--out", str(out), PYTHONPATH=str(tmp_path), PATH="/nowhere", CUDA_HOME="")
@@ -142,7 +142,7 @@ def test_a_machine_that_lacks_something_is_told_all_of_it_and_nothing_runs(tmp_p
     assert "===" not in done.stdout and not out.exists()
 
 
-def test_what_to_bring_to_a_machine_without_a_network_is_said(preflight):
+def test_files_to_bring_to_a_machine_without_a_network_are_named(preflight):
     ways = [preflight.Finding(what, what == "ninja", "") for what in ("setuptools", "ninja", "pytest", "nvcc")]
     _, fetch, install = preflight.to_bring(ways)
     assert fetch.endswith(
@@ -166,7 +166,7 @@ def test_what_to_bring_to_a_machine_without_a_network_is_said(preflight):
         ("tests", "pytest", False, "", {"tests": "pytest"}),
     ],
 )
-def test_a_stage_is_left_out_for_what_it_lacks_and_the_build_is_made_where_it_is_needed(
+def test_a_stage_without_its_packages_is_skipped_and_the_build_is_made_once_needed(
     asked, lacking, built, runs, left_out, gpu_check, monkeypatch
 ):
     monkeypatch.setattr(gpu_check, "is_built", lambda: built)
@@ -272,7 +272,7 @@ MACHINE = {
 }
 
 
-def test_figures_are_written_after_each_stage_and_those_of_others_stay(
+def test_figures_are_written_after_each_stage_and_other_stages_figures_stay(
     gpu_check, preflight, tmp_path, monkeypatch, capsys
 ):
     out = tmp_path / "results" / "figures.json"
@@ -347,7 +347,7 @@ def test_the_table_has_each_stage_and_the_worst_figure_beside_each_goal(gpu_chec
     ]
 
 
-def test_what_is_printed_last_has_the_table_the_first_failures_and_the_warnings_and_is_short(gpu_check):
+def test_the_last_output_is_short_and_has_the_table_failures_and_warnings(gpu_check):
     def counts(name):
         failed = {f"tests/{name}.py::test_{i}[{'x' * 500}]": f"reason {'y' * 300}" for i in range(15)}
         warned = {f"UserWarning: {i} {'z' * 300}": {"tests": i, "first": f"tests/{name}.py::test"} for i in range(9)}
@@ -374,13 +374,13 @@ def test_what_is_printed_last_has_the_table_the_first_failures_and_the_warnings_
     assert len(lines) == at + 31
 
 
-def test_nothing_is_said_of_failures_and_warnings_where_there_are_none(gpu_check):
+def test_without_failures_and_warnings_none_are_printed(gpu_check):
     fine = {"passed": True, "why": "", "seconds": 1.0, "counts": {"passed": 9, "failed": 0, "failures": {}}}
     assert len(gpu_check.report({"tests": fine}, {})) == 2
 
 
 @pytest.mark.parametrize("given", ["figures.json", "."])
-def test_the_figures_lie_in_the_file_or_the_folder_that_is_named(given, gpu_check, preflight, tmp_path, monkeypatch):
+def test_the_figures_are_written_to_the_named_file_or_folder(given, gpu_check, preflight, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "STAGES", {"step": gpu_check.Stage(60, {"x": ["-c", WRITES]})})
     monkeypatch.setattr(gpu_check, "is_built", lambda: True)
     monkeypatch.setattr(gpu_check, "preflight", lambda: ([preflight.Finding("GPU", True, "made up")], MACHINE))
@@ -402,12 +402,12 @@ def test_each_command_of_a_stage_takes_its_options(gpu_check):
                 assert all(f'"{option}"' in known for option in options if option.startswith("--"))
 
 
-def test_logs_lie_where_gpu_check_has_its_own(gpu_check, tmp_path):
+def test_logs_are_written_next_to_gpu_check_s(gpu_check, tmp_path):
     asks = "import sys; sys.path.insert(0, 'benchmarks'); import gpu_tests; print(gpu_tests.LOGS)"
     assert gpu_check.run(["-c", asks], 60, tmp_path / "x.log") == ("", [str(tmp_path)])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is missing")
-def test_this_machine_is_told_that_it_has_no_gpu():
+def test_a_machine_without_a_gpu_is_reported():
     done = check("--only", "build")
     assert done.returncode == 1 and re.search(r"^  GPU +MISSING: ", done.stdout, re.MULTILINE)

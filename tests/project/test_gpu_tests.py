@@ -17,9 +17,9 @@ def gpu_tests(monkeypatch):
     return gpu_tests
 
 
-def test_the_files_with_cuda_cases_are_found_by_what_they_use(gpu_tests):
+def test_the_files_with_cuda_cases_are_found_by_their_fixtures(gpu_tests):
     files = {str(path.relative_to(TESTS)) for path in gpu_tests.with_cuda_cases(TESTS)}
-    assert files >= {"multi_tensor/test_cuda.py", "training/test_cuda_graphs.py", "training/test_syncs.py"}
+    assert files >= {"multi_tensor/test_cuda.py", "around/test_cuda_graphs.py", "training/test_syncs.py"}
     assert files.isdisjoint({"project/test_documents.py", "multi_tensor/test_plan.py"})
 
 
@@ -80,7 +80,7 @@ def test_counts_are_summed_and_failures_named_of_crashes_and_hangs_too(suite):
     }
 
 
-def test_what_no_time_was_left_for_is_named(suite):
+def test_files_without_time_left_are_named(suite):
     status, result = suite("--processes", "1", "--limit", "5", "test_fails.py", "test_hangs.py")
     assert status == 1 and result["not_run"] == ["test_fails.py"]
     assert result["failures"] == {"test_hangs.py::test_hang": "stopped: the time for all tests is over"}

@@ -247,7 +247,7 @@ def test_a_norm_that_is_not_finite_tells_of_the_overflow(level, runs):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_skipped_by_hand_changes_nothing_but_the_scale(level, runs):
+def test_a_step_that_the_script_skips_changes_only_the_scale(level, runs):
     program = PROGRAMS["bert"]
     result = runs.ours(program, "--opt-level", level, "--init_loss_scale", str(2**24))
     skips = [step for step, norm in enumerate(result["norms"]) if not math.isfinite(norm)]

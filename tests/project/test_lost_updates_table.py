@@ -16,7 +16,7 @@ def benchmark_fixture():
 
 
 @pytest.mark.slow
-def test_what_is_lost_without_masters_grows_with_smaller_steps_and_rungs_lose_nothing(benchmark, monkeypatch):
+def test_the_lost_share_without_masters_grows_with_smaller_steps_and_rungs_lose_nothing(benchmark, monkeypatch):
     monkeypatch.setattr(benchmark, "LEVELS", ("O5+split", "O5+stochastic", "O3"))
     steps, start = 150, benchmark.starting_weights(300)
     rows = [benchmark.measure(case, 1, steps, start) for case in benchmark.CASES]

@@ -22,7 +22,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rows_say_what_has_caught_a_mutation_and_the_source_stays_as_it_was(tree):
+def test_rows_name_the_catching_test_and_the_source_is_unchanged(tree):
     rows: list[str] = []
     caught = Mutation("it doubles", "2 * x", "3 * x", ("test_double.py",))
     assert mutations.run([caught], tree, rows.append)
@@ -42,7 +42,7 @@ def test_rows_say_what_has_caught_a_mutation_and_the_source_stays_as_it_was(tree
         ("def double(x):", "def double(x:", "test_double.py", "pytest gave"),
     ],
 )
-def test_what_is_no_catch(tree, text, instead, tests, why):
+def test_errors_and_passing_tests_are_no_catch(tree, text, instead, tests, why):
     with pytest.raises(Broken, match=why):
         mutations.outcome(tree, Mutation("it doubles", text, instead, (tests,)))
     assert (tree / "amp_patch" / "__init__.py").read_text() == CODE
@@ -56,7 +56,7 @@ def test_words_choose_mutations(monkeypatch, capsys):
         mutations.main(["xyzzy"])
 
 
-def test_the_tests_that_are_to_catch_one_are_there():
+def test_the_tests_of_each_mutation_exist():
     assert len(MUTATIONS) == len({m.breaks for m in MUTATIONS}) >= 20
     for mutation in MUTATIONS:
         assert all(mutations.file_of(name, ROOT) for name in mutation.tests)

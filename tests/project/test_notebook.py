@@ -31,7 +31,7 @@ def test_it_is_kept_as_it_comes_from_an_editor_without_outputs():
 
 
 @pytest.mark.slow
-def test_its_cells_run_and_show_what_they_end_with(monkeypatch, tmp_path):
+def test_its_cells_run_and_show_their_results(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     shown = [value for cell in CELLS if (value := run_cell(cell, names)) is not None]

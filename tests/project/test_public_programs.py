@@ -21,7 +21,7 @@ def harness():
         sys.path.remove(str(BENCHMARKS))
 
 
-def test_each_program_has_a_name_of_its_own_and_a_commit_or_a_script(harness):
+def test_each_program_has_a_unique_name_and_a_commit_or_a_script(harness):
     labels = [program.label for program in harness.PROGRAMS]
     assert len(set(labels)) == len(labels)
     for program in harness.PROGRAMS:
@@ -59,7 +59,7 @@ def test_generated_data_are_always_the_same_and_small(harness, tmp_path):
         ([{"event": "end", "error": "this script cannot be taken unedited: why"}], ..., "refused"),
     ],
 )
-def test_what_became_of_a_level(harness, events, said, cell, tmp_path):
+def test_outcome_names_a_level_s_end(harness, events, said, cell, tmp_path):
     record = tmp_path / "record.jsonl"
     record.write_text("".join(json.dumps(event) + "\n" for event in events))
     outcome = harness.outcome(record)

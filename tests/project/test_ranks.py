@@ -40,7 +40,7 @@ def test_every_rank_runs_the_function_and_the_next_one_too(ranks):
 
 
 @pytest.mark.parametrize(("how", "told"), [("raised", "this rank's own"), ("killed", "exit code -9")])
-def test_a_failure_is_told_and_the_next_call_has_new_processes(ranks, how, told):
+def test_a_failure_is_raised_and_the_next_call_has_new_processes(ranks, how, told):
     before = ranks(who)
     with pytest.raises(RankError, match=f"rank 1: [^@]*{told}"):
         ranks(fail_on, 1, how)
@@ -48,7 +48,7 @@ def test_a_failure_is_told_and_the_next_call_has_new_processes(ranks, how, told)
     assert not set(before) & set(ranks(who))
 
 
-def test_a_hang_is_told(ranks):
+def test_a_hang_is_raised(ranks):
     with pytest.raises(RankError, match=r"rank 0: not done after 0\.5 s"):
         ranks(never, timeout=0.5)
     assert ranks(total, 1.0) == [torch.tensor(3.0)] * 2

@@ -149,7 +149,7 @@ def test_a_resumed_native_run_has_the_bits_of_one_that_never_stopped(dtype):
 
 
 @pytest.mark.parametrize("form", ["native", "O2"])
-def test_a_checkpoint_that_is_there_is_whole(form, monkeypatch):
+def test_a_checkpoint_is_replaced_whole(form, monkeypatch):
     """A run that is killed while it saves leaves the file that it resumes from as it was."""
     saved, loaded, save, read = [], [], torch.save, torch.load
     monkeypatch.setattr(torch, "save", lambda states, path: saved.append(path) or save(states, path))
@@ -266,7 +266,7 @@ def test_loss_scale_is_the_one_that_scale_loss_uses_now():
         assert scaled_loss == loss * amp.loss_scale(optimizer)
 
 
-def test_loss_scale_is_one_where_nothing_is_scaled():
+def test_loss_scale_is_one_without_scaling():
     for settings in ({"opt_level": "O0"}, {"opt_level": "O5"}, {"enabled": False}):
         model = nn.Linear(1, 1)
         model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), **settings)

@@ -85,7 +85,7 @@ def test_each_tensor_is_made_of_a_type_and_on_a_device_that_are_written_down():
         ("numpy.zeros(3)", False),
     ],
 )
-def test_what_is_made_by_default(source, is_found):
+def test_objects_made_in_a_default_are_found(source, is_found):
     assert bool(list(made_by_default(ast.parse(source)))) is is_found
 
 
@@ -108,7 +108,7 @@ def test_no_assert_does_anything():
         ("len(a) == len(b) and not c", False),
     ],
 )
-def test_what_an_assert_may_not_do(test, is_found):
+def test_asserts_with_a_side_effect_are_found(test, is_found):
     assert bool(list(asserts(ast.parse(f"assert {test}")))) is is_found
 
 

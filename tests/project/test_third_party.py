@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import coded_shards
 import coded_states
 import numpy
 import pytest
@@ -35,8 +34,7 @@ ema_pytorch = pytest.importorskip("ema_pytorch", reason=EXTRAS)
 transformers_optimizers = pytest.importorskip("transformers.optimization", reason=EXTRAS)
 
 from amp_patch import amp  # noqa: E402
-from amp_patch.training import gradient_release, per_parameter, portions  # noqa: E402
-from amp_patch.training.trial_of_parts import reason_against_parts  # noqa: E402
+from amp_patch.ways import gradient_release, partial_step, portions  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -173,7 +171,7 @@ def test_no_optimizer_of_pytorch_optimizer_is_left_out():
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 @every_optimizer
-def test_it_does_to_the_masters_what_it_does_to_the_weights_of_the_fp32_script(name, level):
+def test_it_steps_masters_like_the_weights_of_the_fp32_script(name, level):
     (model, optimizer), (plain, plain_optimizer) = start_of(name, level), start_of(name, None)
     for number in range(STEPS):
         step(model, optimizer, number)
@@ -234,28 +232,6 @@ NOT_BY_THEMSELVES = {
     *("prodigy", "ranger21", "scalableshampoo", "shampoo", "spam"),
     *("prodigyopt", "Lookahead", "TRAC", "OrthoGrad", "schedulefree wrapper"),
 }
-# Of the others, those that take more of a parameter than an element (norms, means, products, estimates of rows), or
-# keep state that is neither a number nor of the parameter's shape.
-NOT_EACH_ELEMENT = {
-    *("a2grad", "adafactor", "adago", "adalite", "adammini", "adamp", "adamuon", "adanorm", "adatam", "aggmo", "aida"),
-    *("alice", "amos", "apollodqn", "came", "emofact", "fromage", "lamb", "lars", "mars", "muon", "muonclip", "nero"),
-    *(
-        "normuon",
-        "novograd",
-        "qhadam",
-        "racs",
-        "ranger",
-        "rose",
-        "scion",
-        "scionlight",
-        "sgdp",
-        "sgdsai",
-        "sm3",
-        "soap",
-    ),
-    *("splus", "stableadamw", "stablespam", "swats", "tam"),
-    *("transformers Adafactor", "transformers Adafactor momentum"),
-}
 TORCHS_OWN = {"adam", "adamw", "nadam", "rmsprop", "sgd"}  # classes of torch.optim, which need no registration
 # With their default settings these do not train `coded_states.net` in FP32 either.
 UNSTABLE = {"adammini", "schedulefreesgd"}
@@ -282,19 +258,19 @@ def registered(name: str, model: nn.Module, **options: Any) -> tuple[nn.Module, 
     return amp.initialize(model, optimizer, **options)
 
 
-def test_the_names_of_what_is_refused_are_of_optimizers():
+def test_the_names_in_the_refused_list_are_optimizers():
     assert len(REFUSED) == len(NOT_BY_THEMSELVES)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_one_that_does_not_step_each_parameter_by_itself_is_refused_though_registered(name, registrations):
+def test_a_registered_one_that_reads_several_parameters_is_refused(name, registrations):
     with pytest.raises(ValueError, match="was registered by register_per_parameter_optimizer, but tried on small"):
         registered(name, network())
 
 
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("name", BY_THEMSELVES)
-def test_one_that_is_registered_steps_in_portions_and_in_backward_to_the_bit(name, release, registrations, monkeypatch):
+def test_a_registered_one_steps_in_portions_and_in_backward_to_the_bit(name, release, registrations, monkeypatch):
     monkeypatch.setattr(portions, "PORTION", 1)
     monkeypatch.setattr(gradient_release, "TOGETHER", 1)
     model, optimizer = registered(name, network(), gradient_release=release)
@@ -305,47 +281,11 @@ def test_one_that_is_registered_steps_in_portions_and_in_backward_to_the_bit(nam
         step(plain, plain_optimizer, number, plain=True)
         check("O5", model, optimizer, plain, plain_optimizer)
     settings = [[{**group, "params": ()} for group in one.param_groups] for one in (optimizer, plain_optimizer)]
-    assert per_parameter.same(*settings)
-
-
-@pytest.mark.parametrize("name", BY_THEMSELVES)
-def test_one_that_is_registered_is_taken_for_shards_where_it_steps_each_element_by_itself(name, registrations):
-    model = network()
-    optimizer = OPTIMIZERS[name](model)
-    mode(optimizer, "train")
-    amp.register_per_parameter_optimizer(type(optimizer))
-    assert (reason_against_parts(optimizer) is None) is (SHORT[name] not in NOT_EACH_ELEMENT)
-
-
-def lion(params: Any) -> Any:
-    optimizer = lion_pytorch.Lion(params, lr=1e-3, weight_decay=0.1)
-    amp.register_per_parameter_optimizer(lion_pytorch.Lion)
-    return optimizer
-
-
-def schedule_free(params: Any) -> Any:
-    optimizer = schedulefree.AdamWScheduleFree(params, lr=1e-2, warmup_steps=2)
-    optimizer.train()
-    amp.register_per_parameter_optimizer(schedulefree.AdamWScheduleFree, fp32_state=["z"])
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("make", "kept"),
-    [(lion, {"exp_avg": torch.int8}), (schedule_free, {"exp_avg_sq": torch.uint8})],
-    ids=["Lion", "schedule-free"],
-)
-def test_it_trains_in_eight_bits_on_shards_to_the_bits_of_whole_parameters(ranks, make, kept):
-    ours = ranks(coded_shards.trained, make, coded_shards.SHARDED["O2"])
-    for rank, wanted in zip(ours, ranks(coded_shards.on_one_process, make, "O2", kept), strict=True):
-        assert rank["losses"] == wanted["losses"] and rank["coded"].keys() == kept.keys()
-        assert not rank["plain"]
-        assert per_parameter.same(rank["weights"], wanted["weights"])
-        assert per_parameter.same(rank["state"], wanted["state"])
+    assert partial_step.same(*settings)
 
 
 @pytest.mark.parametrize("name", [name for name in BY_THEMSELVES if SHORT[name] not in UNSTABLE])
-def test_one_that_is_registered_trains_in_eight_bits_as_in_fp32(name, registrations):
+def test_a_registered_one_trains_in_eight_bits_like_in_fp32(name, registrations):
     def train(state: str | None) -> list[float]:
         model, optimizer = registered(name, coded_states.net(), master_weights="split", optimizer_state=state)
         losses = []

@@ -17,14 +17,14 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_counts_are_those_of_pytests_report(tmp_path):
+def test_counts_equal_pytests_report(tmp_path):
     (tmp_path / "report.xml").write_text(REPORT)
     found = versions.counts(tmp_path / "report.xml")
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
     assert found["failures"] == ["tests/casts/test_regions.py::test_two", "tests/model/test_model.py::test_three"]
 
 
-def test_what_cannot_be_tried_is_a_row_and_earlier_rows_stay(tmp_path, capsys, monkeypatch):
+def test_an_untried_version_is_a_row_and_earlier_rows_stay(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(versions, "VERSIONS", [versions.pair("2.13.0@9.9")])
     (tmp_path / "versions.json").write_text('{"2.6.0@3.11": {"passed": 3, "failed": 0, "skipped": 0}}')
     with pytest.raises(SystemExit) as ended:

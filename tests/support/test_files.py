@@ -11,7 +11,7 @@ from amp_patch.support.files import fresh, write_whole
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "file", "nothing"])
-def test_what_is_there_is_replaced_and_what_a_link_stands_for_stays(kind, tmp_path):
+def test_a_file_is_replaced_and_a_link_s_target_path_stays(kind, tmp_path):
     other, path = tmp_path / "elsewhere", tmp_path / "folder" / "report.json"
     path.parent.mkdir()
     if kind != "dangling link":
@@ -31,7 +31,7 @@ def test_what_is_there_is_replaced_and_what_a_link_stands_for_stays(kind, tmp_pa
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
 
-def test_an_error_leaves_what_was_there(tmp_path, monkeypatch):
+def test_an_error_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "report.json"
     path.write_text("old")
     with pytest.raises(TypeError):

@@ -140,7 +140,7 @@ def test_a_model_of_any_class_trains_copies_and_comes_back(kind, level):
     assert type(model) is own
 
 
-def test_what_is_found_first_is_ours_then_the_class_s_own_in_its_order():
+def test_generated_classes_come_first_then_the_class_s_order():
     for kind in (Plain, Concrete, AfterGeneric, Registered):
         model = amp.initialize(kind(), opt_level="O1")
         order = type(model).__mro__
@@ -148,7 +148,7 @@ def test_what_is_found_first_is_ours_then_the_class_s_own_in_its_order():
         assert [cls.__name__ for cls in order[: -len(kind.__mro__)]] == [kind.__name__, "AmpModel", "Generated"]
 
 
-def test_a_metaclass_of_the_user_s_makes_none_of_ours():
+def test_a_metaclass_of_the_user_s_makes_no_generated_class():
     before = list(made)
     trained(Registered, "O2")
     assert made == before

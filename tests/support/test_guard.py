@@ -66,7 +66,7 @@ def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="nothing tells of processes outside of the group")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_what_is_watched_ends_with_its_owner(how):
+def test_watched_processes_end_with_their_owner(how):
     with started() as (owner, pids):
         owner.send_signal(how)
         wait_until(lambda: not any(map(lives, pids)))
@@ -80,7 +80,7 @@ def test_a_scheduler_may_send_its_signal_to_all_of_them():
         wait_until(lambda: not any(map(lives, pids)))
 
 
-def test_what_was_released_goes_on():
+def test_released_processes_continue():
     with started("released") as (owner, pids):
         wait_until(lambda: sum(map(lives, pids)) == 3)
         owner.kill()

@@ -90,7 +90,7 @@ def test_each_place_is_replaced_and_put_back(holder: Any) -> None:
     assert holder.PARTIAL.args == ("ij->ji",)
 
 
-def test_what_somebody_assigned_meanwhile_stays(holder: Any) -> None:
+def test_a_value_assigned_meanwhile_stays(holder: Any) -> None:
     patches = Patches()
     replace_in_modules(patches, REPLACED)
     holder.einsum, holder.ACTS["a"], holder.Net.act = 1, 2, 3
@@ -99,7 +99,7 @@ def test_what_somebody_assigned_meanwhile_stays(holder: Any) -> None:
     assert (holder.einsum, holder.ACTS["a"], holder.Net.act) == (1, 2, 3)
 
 
-def test_lazy_modules_and_those_of_torch_are_left_alone(holder: Any) -> None:
+def test_lazy_modules_and_torch_s_modules_are_not_read(holder: Any) -> None:
     class Lazy(types.ModuleType):
         def __getattribute__(self, name: str) -> Any:
             raise AssertionError(f"{name} of a lazy module was looked at")

@@ -47,7 +47,7 @@ def test_who_waits_is_called_when_the_code_of_the_module_has_run_and_before_its_
     assert sys.modules[name].value == 1, "once"
 
 
-def test_what_is_imported_is_not_waited_for(name: str) -> None:
+def test_an_imported_module_calls_back_at_once(name: str) -> None:
     module, seen = importlib.import_module(name), []
     when_imported(name, seen.append)
     assert seen == [module] and name not in imports._waiting

@@ -195,7 +195,7 @@ def test_an_installation_is_made_once_and_undone_as_a_whole(installation: Instal
     assert calls == ["change", "undone"] * 2
 
 
-def test_what_is_added_goes_with_the_rest(installation: Installation) -> None:
+def test_an_added_attribute_is_removed_with_the_rest(installation: Installation) -> None:
     installation.install(lambda patches: patches.set(Derived, "own", 1))
     installation.add(lambda patches: patches.set(Derived, "own", 2))
     assert Derived.own == 2
@@ -220,7 +220,7 @@ def test_an_installation_that_fails_half_way_is_undone(
     assert Derived.own == "own" and Derived.static() == "static"
 
 
-def test_the_newest_installation_is_undone_first_and_those_of_the_process_by_themselves() -> None:
+def test_the_newest_installation_is_undone_first_and_process_ones_only_on_request() -> None:
     old, new, lasting = Installation(), Installation(), Installation(of_process=True)
     for made in (old, new, lasting):
         made.install(lambda patches: patches.on_remove(lambda: None))

@@ -136,7 +136,7 @@ def test_unchanged_container_is_itself(value: Any) -> None:
     assert map_tensors(lambda tensor: tensor, [value])[0] is value
 
 
-def test_what_containers_carry_besides_tensors() -> None:
+def test_containers_keep_their_other_attributes() -> None:
     assert map_tensors(twice, Pair(ones(), "right")).note == "kept"
     stack = Stack("kept")
     stack.append(ones())

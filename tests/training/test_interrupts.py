@@ -19,8 +19,9 @@ from amp_patch import amp
 from amp_patch.casts import install, regions, thread_state
 from amp_patch.casts import state as casts_state
 from amp_patch.model import state as model_state
+from amp_patch.storage import coded_state
 from amp_patch.support import generated_class, held_names
-from amp_patch.training import coded_state, one_pass, portions
+from amp_patch.ways import one_pass, portions
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Raising at the n-th call.

@@ -91,7 +91,7 @@ def train_shards(level: str, bad: float, on: bool) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.skipif(torch.__version__.startswith(("2.6.", "2.8.")), reason="fully_shard over gloo: model/test_fsdp.py")
+@pytest.mark.skipif(torch.__version__.startswith(("2.6.", "2.8.")), reason="fully_shard over gloo: around/test_fsdp.py")
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
 def test_shards_are_checked_where_a_micro_batch_was_held_back(ranks, level):
     for seen in ranks(train_shards, level, math.nan, True):

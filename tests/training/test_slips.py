@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -123,6 +124,44 @@ def test_backward_of_another_loss_in_the_body_warns(level):
 
 @SCALED
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first", [True, False])
+def test_backward_of_another_loss_beside_the_scaled_one_warns_in_the_first_body(level, device, first):
+    model, optimizer = start(level, device)
+    with (
+        pytest.warns(UserWarning, match=r"went past the scaled loss.* give each a scale_loss of its own") as told,
+        amp.scale_loss(loss_of(model), optimizer) as scaled,
+    ):
+        for loss in (loss_of(model), scaled) if first else (scaled, loss_of(model)):
+            loss.backward()
+    assert told[0].filename == __file__
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+def checkpointed(model: nn.Module, scaled: Tensor) -> None:
+    scaled.backward()
+
+
+def several(model: nn.Module, scaled: Tensor) -> None:
+    (scaled / 2).backward(retain_graph=True)
+    torch.autograd.backward([scaled / 4, scaled / 4])
+
+
+@SCALED
+@pytest.mark.parametrize("body", [checkpointed, several])
+def test_backward_passes_of_the_scaled_loss_alone_are_not_warned_of(level, body):
+    """A reentrant checkpoint runs a backward pass of its own inside of that of the scaled loss."""
+    model, optimizer = start(level)
+    row = torch.tensor([[4.0, 1.0]], requires_grad=True)
+    reentrant = body is checkpointed
+    out = torch.utils.checkpoint.checkpoint(model, row, use_reentrant=True) if reentrant else model(row)
+    with amp.scale_loss(out.float().sum(), optimizer) as scaled:
+        body(model, scaled)
+    optimizer.step()
+    assert weight(optimizer) == [[0.0, 2.5]]
+
+
+@SCALED
+@pytest.mark.parametrize("device", DEVICES)
 def test_backward_after_the_block_is_an_error(level, device):
     model, optimizer = start(level, device)
     with amp.scale_loss(loss_of(model), optimizer) as scaled:
@@ -157,6 +196,32 @@ def test_a_step_with_gradients_of_no_scale_loss_warns_once():
         with catching:
             optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_micro_batch_outside_of_scale_loss_is_warned_of_where_it_is_dropped(level, device, first):
+    model, optimizer = start(level, device)
+    if not first:
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_of(model).backward()
+    with pytest.warns(UserWarning, match=r"weight has a gradient of .* dropped; .*call optimizer\.zero_grad"):
+        backward(loss_of(model), optimizer)
+    optimizer.zero_grad()
+    backward(loss_of(model), optimizer)
+
+
+def test_what_another_models_loss_has_left_is_dropped_without_a_warning():
+    (model, optimizer), (other, its) = start("O2"), start("O2")
+    for _ in range(2):
+        backward(loss_of(other) + loss_of(model), its)
+        backward(loss_of(model), optimizer)
+        its.step()
+        optimizer.step()
+    assert weight(optimizer) == weight(its) == [[-2.0, 2.0]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -271,6 +336,59 @@ def test_torchs_grad_scaler_over_masters_says_which_scaler_to_take(level, unscal
 def test_a_grad_scaler_whose_scale_is_the_only_one_trains(level, how, options):
     model, optimizer = start(level, loss_scale=None)
     scaled_by(torch.amp.GradScaler("cpu", init_scale=4.0, **options), model, optimizer, how)
+    assert weight(optimizer) == [[0.0, 2.5]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("keeps_the_loss", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5", "O5+split"])
+def test_a_plain_step_after_a_grad_scalers_backward_says_to_step_by_the_scaler(level, keeps_the_loss, device):
+    model, optimizer = start(level, device, loss_scale=None)
+    scaler = amp.GradScaler(device, init_scale=4.0)
+    loss = loss_of(model)
+    scaler.scale(loss).backward()
+    if not keeps_the_loss:
+        del loss
+    with pytest.warns(UserWarning, match=r"write `scaler\.step\(optimizer\)` and `scaler\.update\(\)`") as told:
+        optimizer.step()
+    assert len(told) == 1 and told[0].filename == __file__
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_clipping_of_what_a_grad_scaler_has_scaled_says_to_unscale_first(level, unscaled):
+    model, optimizer = start(level, loss_scale=None)
+    scaler = amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model)).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    with nullcontext() if unscaled else pytest.warns(UserWarning, match=r"scaler\.unscale_\(optimizer\)`.*that first"):
+        nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+    scaler.step(optimizer)
+    assert weight(optimizer) == [[0.0, 2.5]]
+
+
+@pytest.mark.parametrize("level", ["O3", "O4"])
+def test_a_plain_step_beside_another_models_grad_scaler_is_not_warned_of(level):
+    (model, optimizer), (other, plain) = start("O2", loss_scale=None), start(level, loss_scale=None)
+    scaler = amp.GradScaler("cpu", init_scale=4.0)
+    loss = loss_of(model)
+    scaler.scale(loss).backward()
+    loss_of(other).backward()
+    plain.step()
+    scaler.step(optimizer)
+    assert weight(plain) == weight(optimizer) == [[0.0, 2.5]]
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_plain_step_with_gradients_that_a_grad_scaler_has_unscaled_trains(level):
+    model, optimizer = start(level, loss_scale=None)
+    scaler = amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model)).backward()
+    scaler.unscale_(optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "SGD.step: its gradients came through no scale_loss")
+        optimizer.step()
     assert weight(optimizer) == [[0.0, 2.5]]
 
 

@@ -20,8 +20,8 @@ from amp_patch.frontend import master_params
 from amp_patch.masters.masters import master_of, publish
 from amp_patch.policy import LOW_PRECISION, boolean, scale_number
 from amp_patch.support.blocks import block
+from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.stash import stash_of
-from amp_patch.training.wrappers import as_list, innermost
 
 _DTYPES: dict[str, torch.dtype | None] = {
     "float16": torch.float16,

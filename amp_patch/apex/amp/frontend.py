@@ -18,9 +18,9 @@ from amp_patch.frontend import initialize_as
 from amp_patch.frontend import load_state_dict as load_scales
 from amp_patch.frontend import state_dict as scales
 from amp_patch.policy import OPT_LEVELS, Options, Policy, resolve
+from amp_patch.training.innermost import as_list
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import newest_training
-from amp_patch.training.wrappers import as_list
 
 _CASTS_FUNCTIONS = ("O1", "O4")
 # Options that a level sets, in the order of reported contradictions.

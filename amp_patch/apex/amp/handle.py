@@ -22,10 +22,10 @@ from amp_patch.environment import LEVEL, overridden
 from amp_patch.model import forward as model_forward
 from amp_patch.policy import OPT_LEVELS, Options, Policy, resolve
 from amp_patch.training import optimizer as optimizer_side
+from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.scale_loss import scale_loss as scale_loss_of
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import Dialect, Training, begin_training
-from amp_patch.training.wrappers import as_list, innermost
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 

@@ -1,7 +1,7 @@
-"""Files that a script writes, and processes that it starts, announced before that.
+"""Callbacks before a script writes a file, or starts a process that may write one.
 
-Seen are writes by Python's and torch's functions, and safetensors'; processes that the script starts are taken for
-writers. An audit hook would see a few more, but is called for each `id()` too, some 35 microseconds a step.
+They see writes by functions of Python, torch and safetensors. An audit hook would see a few more writes, but Python
+also calls it for each `id()`: about 35 microseconds a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from amp_patch.support.patches import Patches
 
-# Packages whose processes (compilers, probes) write nothing that a training reads back.
+# Packages whose processes (compilers, probes) write no file that the training reads.
 _HARMLESS = ("torch", "triton", "platform", "ctypes", "uuid")
 _NOT_HARMLESS = ("torch.multiprocessing", "torch.distributed")
 _STARTERS = ("subprocess", "multiprocessing", "concurrent", "os", __name__)
@@ -33,7 +33,7 @@ _NAMELESS = getattr(os, "O_TMPFILE", -1)
 
 
 class _Announced:
-    """Calls `before` and then `original` with its arguments. As an attribute of a class it binds to no instance."""
+    """A function that calls `before` and then `original` with the same arguments. It does not bind as a method."""
 
     def __init__(self, original: Callable[..., Any], before: Callable[..., None]) -> None:
         functools.update_wrapper(self, original)
@@ -45,7 +45,7 @@ class _Announced:
         return self._original(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
-        return _itself, (self._original,)  # a spawned process takes no turns: the original
+        return _itself, (self._original,)  # a spawned process gets the original: it takes no turns
 
 
 def _itself(value: Any) -> Any:
@@ -58,13 +58,13 @@ def announce(
     on_process: Callable[[str], None],
     on_temporary: Callable[[Any], None],
 ) -> None:
-    """Replace the functions that write files and start processes by ones that call back first.
+    """Replace the functions that write files or start processes by ones that call back first.
 
     Args:
-        patches: takes the replacements, and undoes them.
+        patches: holds the replacements; removing it restores the originals.
         on_write: called with the paths that are about to be written, renamed or removed.
-        on_process: called before a process starts or joins others, with a phrase that says so.
-        on_temporary: called with a path that `tempfile` is about to make, in place of `on_write`.
+        on_process: called before a process starts or joins others, with a phrase such as "starts processes".
+        on_temporary: called instead of `on_write` with a path that `tempfile` is about to create.
     """
 
     def announced(owner: Any, name: str, before: Callable[..., None]) -> None:
@@ -87,7 +87,7 @@ def announce(
             on_temporary(path)
 
     def first(path: Any = None, *_: Any, dir_fd: Any = None, **__: Any) -> None:
-        if dir_fd is None:  # relative to `dir_fd`: shutil.rmtree calls so, and was announced itself
+        if dir_fd is None:  # a path relative to `dir_fd` comes from shutil.rmtree, which is announced itself
             on_write(path)
 
     def second(_: Any = None, path: Any = None, *__: Any, **named: Any) -> None:
@@ -105,7 +105,7 @@ def announce(
         announced(os, name, first)
     for name in _OF_TWO:
         announced(os, name, both)
-    if (accessor := getattr(pathlib, "_NormalAccessor", None)) is not None:  # holds the originals, in Python 3.10
+    if (accessor := getattr(pathlib, "_NormalAccessor", None)) is not None:  # Python 3.10: has the originals
         patches.set(accessor, "open", opened)
         for name in ("mkdir", "unlink", *_OF_TWO):
             patches.set(accessor, name, getattr(os, name))
@@ -149,7 +149,7 @@ def _announce_processes(patches: Patches, on_process: Callable[[str], None]) -> 
 
 
 def _caller(*beyond: str) -> str:
-    """The name of the module that called the announced function: the first that is none of `beyond`, nor ours."""
+    """Return the name of the calling module: the first on the stack that is neither this one nor in `beyond`."""
     frame = sys._getframe(1)
     while frame is not None and _is_of(frame.f_globals.get("__name__") or "", (__name__, *beyond)):
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,6 +1,6 @@
-"""What becomes of a name of Apex here: served as it was, otherwise than by Apex, or missing.
+"""The status of a name of Apex in amp_patch: served, served with a difference, or missing.
 
-It is asked of the modules of `amp_patch.apex` themselves, and of the table in apex_surface.py.
+Whether a name is served is looked up in the modules of `amp_patch.apex`; the differences are in apex_surface.py.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ SERVED, DIFFERS, MISSING = "served", "differs", "missing"
 ELEMENT = "[]"
 CALL = "()"
 
-# Compiled modules of Apex that are top-level modules, beside the package.
+# Apex's compiled modules, which are top-level modules next to the package `apex`.
 EXTENSIONS = re.compile(r"(fused_layer_norm|fused_adam|fused_dense|mlp|xentropy|syncbn|.*masked_softmax)_cuda$")
 
 
 @cache
 def modules() -> dict[str, ModuleType]:
-    """Every module that install() registers, under Apex's name for it."""
+    """Return Apex's name -> module for every module that `amp_patch.apex.install` registers."""
     return dict(amp_patch.apex.modules())
 
 
 @cache
 def _known() -> dict[str, Any]:
-    """Attribute of Apex's state object or of the optimizer -> the instance or class of ours that it holds."""
+    """Return an attribute of Apex's state or of the optimizer -> the object, or class, that amp_patch holds there.
+
+    Without this, `resolve` could not look below such an attribute: before the first `initialize` it is empty or absent.
+    """
     amp = modules()
     return {
         "_amp_state": vars(amp["apex.amp._amp_state"])["_amp_state"],
-        "loss_scalers": amp["apex.amp.scaler"].LossScaler(1.0),  # stands for each element
+        "loss_scalers": amp["apex.amp.scaler"].LossScaler(1.0),  # an example of the elements
         "opt_properties": amp["apex.amp.frontend"].Properties(),
         "handle": amp["apex.amp.handle"].AmpHandle,
         "_amp_stash": amp["apex.amp._process_optimizer"].AmpOptimizerState,
@@ -43,9 +46,14 @@ def _known() -> dict[str, Any]:
 
 
 def resolve(name: str) -> Any:
-    """What `name` is here, e.g. of "apex.amp._amp_state.loss_scalers[]._loss_scale".
+    """Return the object that amp_patch serves under a name of Apex.
 
-    None for an attribute that only instances have; of "apex.amp.initialize().combine_grad" the argument.
+    Args:
+        name: for example "apex.amp.initialize"; "apex.amp._amp_state.loss_scalers[]._loss_scale", where `[]` means an
+            element; or "apex.amp.initialize().combine_grad", which is an argument of a function.
+
+    Returns:
+        The object; the `inspect.Parameter` of an argument; None for an attribute that only instances have.
 
     Raises:
         AttributeError: amp_patch does not serve it.
@@ -78,26 +86,29 @@ def _attribute(found: Any, parts: list[str]) -> Any:
 
 
 def _declares(found: Any, name: str) -> bool:
-    """Whether instances have an attribute that need not be there now."""
+    """Return whether the class of `found` has or annotates an attribute, even if `found` itself has none yet."""
     kind = found if isinstance(found, type) else type(found)
     return hasattr(kind, name) or any(name in inspect.get_annotations(base) for base in kind.__mro__)
 
 
 @cache
 def _differences() -> tuple[dict[str, str], dict[int, str]]:
-    """The rows' `difference`, by name, and by the id of a function or class that may have other names."""
+    """Return the differences of all rows twice: name -> difference, and id of the function or class -> difference.
+
+    The ids find a function by an alias without a row, for example an import in another module of Apex.
+    """
     by_name, by_id = {}, {}
     for row in apex_surface.ROWS:
         for path in row.paths():
             by_name[path] = row.difference
-            if callable(found := resolve(path)):  # an equal number or list elsewhere may be another one
+            if callable(found := resolve(path)):  # a number or a list may be shared by unrelated names
                 by_id[id(found)] = row.difference
     return by_name, by_id
 
 
 @dataclass
 class Finding:
-    """One name of Apex: where it is used, and what becomes of it here."""
+    """A name that the checked files use: its status in amp_patch, a note on it, and the places of use."""
 
     name: str
     status: str
@@ -106,7 +117,7 @@ class Finding:
 
 
 def finding(name: str, places: list[str]) -> Finding:
-    """Whether amp_patch serves this name of Apex, and with which difference; `places` are where it is used."""
+    """Return the status of a name of Apex, with its difference or, if it is missing, where to find it today."""
     try:
         found = resolve(name.removesuffix(".*"))
     except AttributeError:
@@ -119,5 +130,5 @@ def finding(name: str, places: list[str]) -> Finding:
 def _elsewhere(name: str) -> str:
     first, _, rest = name.partition(".")
     if EXTENSIONS.match(first):
-        return "a compiled part of NVIDIA's apex, which scripts use through apex"
+        return "a compiled module of NVIDIA's apex, which scripts use through the package apex"
     return amp_patch.apex.ELSEWHERE.get(rest.partition(".")[0], "") if first == "apex" else ""

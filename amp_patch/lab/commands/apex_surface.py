@@ -1,7 +1,8 @@
-"""The surface of Apex as data: what serves each name here, and what differs. `check` and docs/apex.md show it.
+"""The names of Apex as a table: which object of amp_patch serves each, and how it differs. `check` and docs/apex.md
+print it.
 
-A difference is something that a script could notice. The rows hold every public name of `amp_patch.apex` and the
-private names that scripts use; the names themselves are asked of the modules (apex_served.py).
+A difference is one that a script could notice. The rows list every public name of `amp_patch.apex`, and the private
+names that scripts use. Whether a name is served is not read from here: apex_served.py looks it up in the modules.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """One name or family: `names` of `owner`, which is a module or, as scripts reach it, an object."""
+    """One or more names of one owner. The owner is a module, or the path on which scripts reach an object."""
 
     owner: str
-    names: str  # separated by blanks
+    names: str  # separated by spaces
     served_by: str
     difference: str = ""
 
     def paths(self) -> list[str]:
-        """The full names, as in `apex.amp.initialize`."""
+        """Return the full names, for example "apex.amp.initialize"."""
         return [f"{self.owner}.{name}" for name in self.names.split()]
 
 
@@ -66,7 +67,7 @@ ROWS = (
         "amp_patch.scale_loss",
         "where gradients add up, only the first overflow before a step moves the scale; a static one skips steps too",
     ),
-    Row("apex.amp", "disable_casts", "amp_patch.disable_casts", "of its thread; at every level"),
+    Row("apex.amp", "disable_casts", "amp_patch.disable_casts", "acts on its own thread only; works at every level"),
     Row("apex.amp", "master_params state_dict load_state_dict", "amp_patch, functions of these names"),
     Row(
         "apex.amp",
@@ -148,7 +149,7 @@ ROWS = (
         "all_fp16_params all_fp32_params all_fp32_from_fp16_params all_fp32_from_fp32_params "
         "fp16_groups fp32_from_fp16_groups fp32_from_fp32_groups",
         "amp_patch.training.stash.Stash",
-        "made anew when read: edit the tensors, not the lists",
+        "rebuilt at each read: edit the tensors, not the lists",
     ),
     Row(
         "apex.parallel",
@@ -238,13 +239,16 @@ ROWS = (
 )
 
 _AUTOCAST = (
-    "the casts of O1, by CUDA's op lists on every device; torch.is_autocast_enabled() speaks of torch's, and is False "
-    "inside"
+    "the casts of O1, by CUDA's op lists on every device; inside it torch.is_autocast_enabled(), which reports torch's "
+    "own autocast, is False"
 )
-_SCALER = "takes half gradients too; no gradient at all is no error; what another scaler or scale_loss brought is one"
+_SCALER = (
+    "takes half gradients too; no gradient at all is no error; a gradient that another scaler or "
+    "scale_loss has scaled is one"
+)
 
-# torch's own mixed precision, for scripts that never had Apex: the same names with amp_patch in place of torch. Names
-# of torch's without a counterpart here have no row.
+# torch's own mixed precision, for scripts that never used Apex: amp_patch has the same names under its own package.
+# A name of torch that amp_patch does not have gets no row.
 NATIVE = (
     Row("torch", "autocast", "amp_patch.autocast", _AUTOCAST),
     Row("torch", "GradScaler", "amp_patch.GradScaler", _SCALER),
@@ -261,6 +265,6 @@ NATIVE = (
         "is_autocast_enabled set_autocast_enabled get_autocast_dtype set_autocast_dtype get_autocast_gpu_dtype "
         "set_autocast_gpu_dtype is_autocast_cache_enabled set_autocast_cache_enabled clear_autocast_cache",
         "torch",
-        "stays torch's, and knows nothing of amp_patch's autocast",
+        "stays torch's: it does not see amp_patch's autocast",
     ),
 )

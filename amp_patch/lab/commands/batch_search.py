@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, plan: Plan, interrupts: Interrupts) -> int:
-    """Search, print the table, and write batch_search.json; the exit status. What is noted by `interrupts` ends it."""
+    """Search, print the table, write batch_search.json, and return the exit status; `interrupts` ends the search."""
     try:
         limit = _limit(args)
     except ValueError as error:
@@ -64,10 +64,10 @@ def run(args: argparse.Namespace, plan: Plan, interrupts: Interrupts) -> int:
 
 
 def _limit(args: argparse.Namespace) -> int:
-    """The memory that a batch may take, in bytes.
+    """Return the memory limit of a batch in bytes.
 
     Raises:
-        ValueError: what is missing, or is no size.
+        ValueError: an option is missing, or its value is no size.
     """
     if not args.batch_flag:
         raise ValueError(
@@ -76,7 +76,7 @@ def _limit(args: argparse.Namespace) -> int:
         )
     if args.batch_search != "free":
         return batch_search.size_in_bytes(args.batch_search)
-    # In a process of its own: a CUDA context of this one would take some of the free memory.
+    # In a child process: a CUDA context of this process would take some of the free memory.
     asked = subprocess.run([sys.executable, "-c", _FREE], capture_output=True, text=True)
     if args.device == "cpu" or not asked.stdout.strip().isdigit():
         raise ValueError("compare: --batch-search is free, and there is no GPU: give a size, as --batch-search 8GiB")
@@ -101,11 +101,11 @@ def _report(searches: list[Search], args: argparse.Namespace) -> None:
 
 
 class _Trials:
-    """Runs the script at one level.
+    """Trials of the script at one level.
 
     Attributes:
-        failed: whether a run has failed, other than for want of memory.
-        refusal: what to tell whose script cannot be taken unedited; None where it can.
+        failed: whether a run failed for another reason than lack of memory.
+        refusal: the message for a script that needs an edit; None without a refusal.
     """
 
     def __init__(self, args: argparse.Namespace, plan: Plan, level: str, limit: int, interrupts: Interrupts) -> None:
@@ -115,7 +115,7 @@ class _Trials:
         self.refusal: str | None = None
 
     def run(self, batch: int) -> tuple[Trial, str | None]:
-        """Train for a few steps with this batch: what it took, and the level's type."""
+        """Train for a few steps with this batch, and return the trial and the level's type."""
         run = self._train(batch)
         memory = measures.memory_bytes(run) if run.error is None else None
         error = None if run.error is None else run.error_in_full

@@ -1,11 +1,12 @@
-"""`python -m amp_patch check train.py folder`: which names of Apex do these files use, and does amp_patch serve them?
-Which of torch's own mixed precision, and what changes if they are amp_patch's? Of a script in FP32: would `compare`
-take it as it is?
+"""`python -m amp_patch check train.py folder`: the names of Apex that files use, and whether amp_patch serves them.
 
-The files are read, not run. Followed are imports under any name, wherever they stand, `importlib.import_module` with a
-literal, `hasattr` and `getattr` with a literal, attribute chains, a name that is set to one, and the arguments by name
-of `amp.initialize`. What a function was given, or a call returned, is not followed, save the optimizer's private names,
-which are recognised on any object.
+It also lists the names of torch's own mixed precision, each with its name in amp_patch. If the files use neither, it
+says whether `compare` would accept them as an FP32 script.
+
+The files are parsed, never run. Names are found in imports under any alias, in `import_module`, `hasattr` and `getattr`
+with a string literal, in chains of attributes, in variables that are set to one of these, and in keyword arguments.
+Arguments and results of functions are not tracked. Only the private names that Apex puts on optimizers are recognised
+on any object.
 """
 
 from __future__ import annotations
@@ -37,30 +38,35 @@ from amp_patch.lab.commands.apex_served import (
     finding,
     modules,
 )
+from amp_patch.lab.commands.check_run import check_run
 from amp_patch.lab.text_table import in_columns
 
 WIDTH = 80
-_STATUS_WIDTH = 7  # of "missing", the longest
+_STATUS_WIDTH = 7  # len("missing"), the longest status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `check`."""
-    parser.add_argument("paths", nargs="+", metavar="path", help="a Python file, a notebook, or a folder of them")
+    parser.add_argument("paths", nargs="+", metavar="path", help="a Python file, a notebook, or a folder of these")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    words = "run the first step of a script in FP32 (its arguments follow --), and list the lines that a level breaks"
+    parser.add_argument("--run", action="store_true", help=words)
 
 
 def check(args: argparse.Namespace) -> None:
-    """list the names of Apex and of torch's mixed precision that files use, without running them, or say what `compare`
-    would do with a script in FP32; exit code 1 if a name of Apex is missing, 2 if a file is bad"""
+    """list the names of Apex and of torch's mixed precision that files use, without running them; for an FP32 script,
+    say whether `compare` accepts it; exit code 1 if a name of Apex is missing, 2 if a file cannot be read"""
+    if args.run:
+        check_run(args.paths[0], args.paths[1:], args.json)
     paths = [Path(path) for path in args.paths]
     uses, errors = read(paths)
     findings = [finding(name, places) for name, places in sorted(uses.items())]
     natives = native(paths)
     fp32 = None if findings or natives else check_fp32.trained(_readable(paths))
     if args.json:
-        told = {"names": [asdict(found) for found in findings], "native": [asdict(found) for found in natives]}
-        of_fp32 = {} if fp32 is None else {"fp32": asdict(fp32)}
-        print(json.dumps({**told, **of_fp32, "errors": errors}, indent=2))
+        names = {"names": [asdict(found) for found in findings], "native": [asdict(found) for found in natives]}
+        script = {} if fp32 is None else {"fp32": asdict(fp32)}
+        print(json.dumps({**names, **script, "errors": errors}, indent=2))
     else:
         lines = [] if fp32 is None else [*check_fp32.report(fp32)]
         print("\n".join([*report(findings, errors, quiet=bool(natives)), *native_report(natives), *lines]))
@@ -76,8 +82,9 @@ class Native(Finding):
     """One name of torch's mixed precision.
 
     Attributes:
-        becomes: the name in amp_patch; None where torch's is used as it is.
-        imported, in_full: those of its places where it is imported, and where it is reached through `torch` by name.
+        becomes: the name in amp_patch; None if torch's own name keeps being used.
+        imported: the places that import the name itself, such as `from torch.amp import autocast`.
+        in_full: the places that write out the name from `torch` on, such as `torch.amp.autocast`.
     """
 
     becomes: str | None
@@ -90,7 +97,7 @@ _NATIVE_MODULES = {row.owner for row in apex_surface.NATIVE} - {"torch"}
 
 
 def native(paths: list[Path]) -> list[Native]:
-    """The names of torch's mixed precision in the files, and what becomes of each."""
+    """List the names of torch's mixed precision in the files, each with its name in amp_patch."""
     uses, imported, in_full = (read(paths, kind)[0] for kind in (Natives, Imported, InFull))
     found = []
     for name, places in sorted(uses.items()):
@@ -111,7 +118,10 @@ def _ours(name: str) -> str:
 
 
 def read(paths: list[Path], kind: type[Names] | None = None) -> tuple[dict[str, list[str]], list[str]]:
-    """The names of Apex, or of another kind, in the files, each with its places; what could not be read, and why."""
+    """Collect name -> places ("train.py:3") of all names of a kind, and an error message for each unreadable file.
+
+    `kind` None means Apex's names.
+    """
     uses: dict[str, list[str]] = {}
     errors = []
     for path in _files(paths):
@@ -142,14 +152,14 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 
 
 def _readable(paths: list[Path]) -> Iterator[tuple[str, ast.AST]]:
-    """`_trees` of all files; nothing of one that cannot be read."""
+    """Yield the `_trees` of all files. A file that cannot be parsed is skipped; `read` reports it."""
     for path in _files(paths):
         with suppress(OSError, SyntaxError, ValueError):
             yield from _trees(path)
 
 
 def _trees(path: Path) -> Iterator[tuple[str, ast.AST]]:
-    """The file, or each cell of a notebook: how its lines are called, and its syntax tree."""
+    """Yield the prefix of its places ("a.py:", "b.ipynb[2]:") and the syntax tree of a file, or of each code cell."""
     if path.suffix != ".ipynb":
         yield f"{path}:", _parsed(path.read_bytes(), path)
         return
@@ -157,8 +167,8 @@ def _trees(path: Path) -> Iterator[tuple[str, ast.AST]]:
     for number, cell in enumerate(cells, 1):
         if cell.get("cell_type") == "code":
             source = "".join(cell.get("source", ""))
-            if not source.startswith("%%"):  # another language, or a timing
-                # Lines for the shell become `pass`: such a line may be the only one of a block.
+            if not source.startswith("%%"):  # a cell magic: the cell may hold another language
+                # A shell line or line magic becomes `pass`. Deleting it could leave a block without a statement.
                 source = re.sub(r"^(\s*)[%!].*", r"\1pass", source, flags=re.MULTILINE)
                 yield f"{path}[{number}]:", _parsed(source, path)
 
@@ -181,11 +191,11 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 class Import(NamedTuple):
-    """What one clause of an import statement says: the name that it binds, to what, and what it asks for."""
+    """One clause of an import statement, for example `a.b` of `import a.b`."""
 
-    bound: str
-    to: str
-    asked: str
+    bound: str  # the name that it binds in the file: "a"
+    to: str  # the full name of the object that is bound: "a"
+    asked: str  # the full name that must exist: "a.b"
 
 
 def _imported(node: ast.AST) -> Iterator[Import]:
@@ -216,26 +226,26 @@ def _optimizers_own() -> set[str]:
 
 
 class Names:
-    """The names of one file that stand for something of Apex, whatever the scope."""
+    """The names that one file, or notebook, binds to objects of Apex. Scopes are ignored: a file is one namespace."""
 
-    follows = staticmethod(_is_apex)  # whether a full name is one of Apex, or may lead to one
+    follows = staticmethod(_is_apex)  # whether a full name belongs to Apex, or is a package on the way to one
 
     @staticmethod
     def own() -> set[str]:
-        """Attributes that are recognised on any object."""
+        """List the attributes that are recognised on any object."""
         return _optimizers_own()
 
     @staticmethod
     def knows(path: str) -> bool:
-        """Whether ours serves this full name."""
+        """Return whether amp_patch serves this full name."""
         return finding(path, []).status != MISSING
 
     def __init__(self) -> None:
-        self.paths: dict[str, str] = {}
-        self.others: set[str] = set()  # names that are bound to something else too, perhaps in another branch
+        self.paths: dict[str, str] = {}  # a name of the file -> the full name of the object of Apex
+        self.others: set[str] = set()  # names that are also bound to other objects, for example in an `except` branch
 
     def collect(self, tree: ast.AST) -> None:
-        """Follow imports, and what is set to something of Apex."""
+        """Record the names that imports, and assignments of a followed name, bind in `tree`."""
         for node in ast.walk(tree):
             for clause in _imported(node):
                 if self.follows(clause.to):
@@ -251,7 +261,7 @@ class Names:
                     self.others.add(target.id)
 
     def path(self, node: ast.AST) -> str | None:
-        """The name of Apex that an expression stands for."""
+        """Return the full name of the object of Apex that an expression evaluates to; None for any other."""
         if isinstance(node, ast.Name):
             return self.paths.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -272,7 +282,7 @@ class Names:
         return None
 
     def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
-        """Every use of something of Apex in `tree`: its name, and its line."""
+        """Yield the full name and the line of each use of an object of Apex in `tree`."""
         for clause in _imported(tree):
             if self.follows(clause.asked):
                 yield clause.asked, tree.lineno  # type: ignore[attr-defined]
@@ -289,8 +299,8 @@ class Names:
                 yield from self.uses(root.slice)
             root = root.value
         path = path.removesuffix(ELEMENT)
-        # A question, an attribute that is only written, or what another package has under a name that is one of Apex's
-        # elsewhere, need not be there.
+        # A name that is not served is reported only if the script needs it. A script that asks first (`hasattr`, or
+        # `getattr` with a default), only writes it, or also binds the root name to another package, may not need it.
         written = isinstance(getattr(tree, "ctx", None), ast.Store)
         asks = isinstance(root, ast.Call) and (getattr(root.func, "id", "") == "hasattr" or len(root.args) == 3)
         if self.knows(path) or not (asks or written or getattr(root, "id", "") in self.others):
@@ -301,7 +311,7 @@ class Names:
 
 
 class Natives(Names):
-    """The names of one file that stand for something of torch's mixed precision."""
+    """The names that one file, or notebook, binds to objects of torch's mixed precision."""
 
     @staticmethod
     def own() -> set[str]:
@@ -320,7 +330,7 @@ class Natives(Names):
 
 
 class Imported(Natives):
-    """As `Natives`; of the import statements alone that bind the name itself, as `import torch.cuda.amp` does not."""
+    """The uses of `Natives` in imports that bind the name itself; `import torch.cuda.amp` binds only "torch"."""
 
     def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
         for clause in _imported(tree):
@@ -331,7 +341,7 @@ class Imported(Natives):
 
 
 class InFull(Natives):
-    """As `Natives`; of chains that begin with torch alone, which no import of theirs changes."""
+    """The uses of `Natives` that are written out, as `torch.cuda.amp.autocast`: no edited import changes them."""
 
     def collect(self, tree: ast.AST) -> None:
         super().collect(tree)
@@ -342,12 +352,12 @@ class InFull(Natives):
 
 
 def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
-    """Name and line of each keyword argument of the call that the table has, or that ours does not take."""
+    """Yield the name and the line of each keyword argument that the table lists or amp_patch's function lacks."""
     owner = called + CALL
-    told = {name for row in apex_surface.ROWS if row.owner == owner for name in row.names.split()}
-    for keyword in call.keywords if told else ():
+    listed = {name for row in apex_surface.ROWS if row.owner == owner for name in row.names.split()}
+    for keyword in call.keywords if listed else ():
         name = f"{owner}.{keyword.arg}"
-        if keyword.arg in told or (keyword.arg is not None and finding(name, []).status == MISSING):
+        if keyword.arg in listed or (keyword.arg is not None and finding(name, []).status == MISSING):
             yield name, keyword.value.lineno
 
 
@@ -356,7 +366,7 @@ def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
 
 
 def report(findings: list[Finding], errors: list[str], quiet: bool = False) -> Iterator[str]:
-    """Lines of at most 80 columns where names and paths allow it: what is missing first."""
+    """Yield the report on Apex, missing names first. If there are no names, `quiet` omits "no names of Apex"."""
     column = _column(findings)
     for status in MISSING, DIFFERS, SERVED:
         for found in findings:
@@ -366,7 +376,7 @@ def report(findings: list[Finding], errors: list[str], quiet: bool = False) -> I
         yield from _wrapped(error, "", "  ")
     counts = [sum(found.status == status for found in findings) for status in (SERVED, DIFFERS, MISSING)]
     if findings:
-        yield "{} names of Apex: {} served, {} of them otherwise than by Apex, {} missing".format(
+        yield "{} names of Apex: {} served, {} of them with differences, {} missing".format(
             len(findings), counts[0] + counts[1], *counts[1:]
         )
     elif not quiet:
@@ -374,7 +384,7 @@ def report(findings: list[Finding], errors: list[str], quiet: bool = False) -> I
 
 
 def native_report(natives: list[Native]) -> Iterator[str]:
-    """What becomes of a script that never had Apex: its names, and in the last lines all that there is to change."""
+    """Yield the report on torch's mixed precision: a line for each name, then all edits that move it to amp_patch."""
     column = _column(natives)
     for found in natives:
         yield from _lines(found, column)
@@ -387,15 +397,15 @@ def native_report(natives: list[Native]) -> Iterator[str]:
                 imports.setdefault(module, []).append(name)
         if imports:
             lines = [f"from {module} import {', '.join(names)}" for module, names in imports.items()]
-            words.append(f"to use amp_patch's, its imports become {', and '.join(lines)}")
+            words.append(f"to use amp_patch's, change the imports to: {', and '.join(lines)}")
         for found in natives:
             if found.becomes is not None and found.in_full:
-                words.append(f"{found.name} in full becomes {found.becomes}: {_places(found.in_full)}")
+                words.append(f"change {found.name} to {found.becomes}: {_places(found.in_full)}")
         yield from _wrapped("; ".join(words), "", "  ")
 
 
 def _column(findings: Sequence[Finding]) -> int:
-    """The width of the names' column: a few long names would push all places to the right."""
+    """Return the width of the names' column, at most 42: a few long names would push all places to the right."""
     return min(max((len(found.name) for found in findings), default=0), 42)
 
 
@@ -412,7 +422,7 @@ def _lines(found: Finding, column: int) -> Iterator[str]:
 
 
 def _places(places: list[str], most: int = 4) -> str:
-    """`a.py:1, 5, b.py:3 and 4 more`."""
+    """Format places, the file once for neighbours: "a.py:1, 5, b.py:3 and 4 more"."""
     shown, last = "", ""
     for place in places[:most]:
         file, _, line = place.rpartition(":")

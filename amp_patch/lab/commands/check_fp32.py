@@ -1,6 +1,7 @@
-"""What `check` says of a script in FP32, which knows neither Apex nor torch's mixed precision: would `compare` take it?
+"""The part of `check` on FP32 scripts, which use neither Apex nor torch's mixed precision: would `compare` accept them?
 
-Files are read, not run, and what they import is not: what is not seen here may be there all the same.
+The files are parsed, never run, and their imports are not followed. A training that is built in an imported module is
+therefore not found.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-# What a script has -> why it is not compared as it is. docs/unedited.md has the table with the ways out.
+# A call in the script -> the reason why `compare` refuses it. docs/unedited.md has a table with the ways out.
 _REFUSED = {
-    "torch.optim.LBFGS": "LBFGS evaluates its closure inside of step(): compare --levels O0,O4, with lines of ours",
+    "torch.optim.LBFGS": "LBFGS evaluates its closure inside of step(): call initialize, then compare --levels O0,O4",
     "torch.distributed.fsdp.FullyShardedDataParallel": "FullyShardedDataParallel is refused: shard with fully_shard",
-    "torch.multiprocessing.spawn": "it trains in processes of its own; run trains them, compare does not see them",
-    "torch.multiprocessing.Process": "it may train in processes of its own; run trains them, compare does not see them",
+    "torch.multiprocessing.spawn": "it trains in child processes: run trains these, compare does not see them",
+    "torch.multiprocessing.Process": "it may train in child processes: run trains these, compare does not see them",
 }
 _LOOPS = {
     "lightning": "Lightning's", "pytorch_lightning": "Lightning's", "transformers": "transformers'",
@@ -28,15 +29,15 @@ _OURS = ("amp_patch", "apex")
 
 @dataclass
 class Trained:
-    """What a set of files has of a training in FP32.
+    """The traces of an FP32 training in a set of files. A place is "train.py:3".
 
     Attributes:
-        scripts: the files that train, as far as they show it.
-        optimizers: name -> places.
-        losses: places of calls of `backward`.
-        refused: why `compare` does not take it as it is -> places.
-        loops: whose training loop it uses.
-        of_ours: whether it imports amp_patch, or Apex.
+        scripts: the files that hold an optimizer, a call of `backward` or an import of a training loop.
+        optimizers: class name of torch.optim -> places that construct it.
+        losses: places that call `backward`.
+        refused: reason why `compare` would refuse the script -> places.
+        loops: owners of training loops that the files import, such as "Lightning's".
+        of_ours: whether the files import amp_patch or Apex.
     """
 
     scripts: list[str]
@@ -47,12 +48,12 @@ class Trained:
     of_ours: bool = False
 
     def size(self) -> int:
-        """How many places of a training were found."""
+        """Count the traces of a training that were found."""
         return len(self.losses) + sum(map(len, self.optimizers.values())) + len(self.loops)
 
 
 def trained(trees: Iterable[tuple[str, ast.AST]]) -> Trained:
-    """What these files, or cells, have: how their lines are called, and their syntax trees."""
+    """Search files, or notebook cells, for a training. Each comes as a prefix for its places and a syntax tree."""
     found = Trained([], {}, [], {}, [])
     for prefix, tree in trees:
         before, names = found.size(), _bound(tree, found)
@@ -66,7 +67,7 @@ def trained(trees: Iterable[tuple[str, ast.AST]]) -> Trained:
 
 
 def _bound(tree: ast.AST, found: Trained) -> dict[str, str]:
-    """The names that import statements bind, and to what."""
+    """Return name -> full name of all imports in `tree`; note in `found` the training loops and amp_patch."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -102,20 +103,20 @@ def _note_call(path: str, call: ast.Call, place: str, found: Trained) -> None:
 
 
 def report(found: Trained) -> Iterator[str]:
-    """What `compare` would do with the script; nothing where there is no training."""
+    """Yield what `compare` would do with the script; nothing if the files do not train or import amp_patch."""
     if found.of_ours or not found.scripts:
         return
     script = shlex.quote(found.scripts[0]) if len(found.scripts) == 1 else "SCRIPT"
     command = f"python -m amp_patch compare {script}"
     if found.refused:
-        yield f"an FP32 script, which {command} does not take as it is:"
+        yield f"an FP32 script, which {command} refuses:"
         for why, places in found.refused.items():
             yield f"  {', '.join(places)}: {why}"
     elif found.losses and not (found.optimizers or found.loops):
-        yield f"an FP32 script. Here is no optimizer of torch.optim, which {command} wants:"
-        yield "  in place of updates by hand, optimizer = torch.optim.SGD(model.parameters(), lr=lr), and its step()"
+        yield f"an FP32 script without an optimizer of torch.optim, which {command} needs:"
+        yield "  replace its own updates by optimizer = torch.optim.SGD(model.parameters(), lr=lr) and optimizer.step()"
     else:
-        yield f"an FP32 script: {command} trains it as it is, at O0, O1, O2, O4 and O5, and says which to use"
+        yield f"an FP32 script: {command} trains it unedited at O0, O1, O2, O4 and O5, and recommends a level"
     for name, places in found.optimizers.items():
         yield f"  optimizer {name}: {', '.join(places)}"
     if found.losses:

@@ -1,4 +1,4 @@
-"""`python -m amp_patch compare`: a script once per opt level and seed, each in a process of its own, and the report."""
+"""`python -m amp_patch compare`: a process for each opt level and seed of a script, and the report."""
 
 from __future__ import annotations
 
@@ -56,9 +56,10 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def _checked(args: argparse.Namespace) -> Plan:
-    """
+    """Return the plan of the arguments.
+
     Raises:
-        ValueError: arguments that cannot be, or no script.
+        ValueError: the arguments are invalid, or there is no script.
     """
     plan = plan_of(args)
     check_script(args, "compare", "a comparison's")
@@ -68,14 +69,14 @@ def _checked(args: argparse.Namespace) -> Plan:
 def _measure(
     plan: Plan, args: argparse.Namespace, interrupts: Interrupts, found: list[Run]
 ) -> tuple[list[Run], int, int, OtherWork]:
-    """The runs that were begun, how many there should be, the exit status of what has cut them, and other work."""
+    """Return the runs, their planned number, the exit status of an interrupt (else 0), and other work."""
     scheduler = TurnScheduler(plan, args, interrupts, found)
     cut = scheduler.train()
     return scheduler.runs, scheduler.asked, cut, scheduler.load
 
 
 def _tell_what_the_processor_lacks(plan: Plan) -> None:
-    """Print a line for each type that is emulated here: the levels' speed is then FP32's, and no property of theirs."""
+    """Print a line for each type that is emulated here, because its levels then have about FP32's speed."""
     if torch.cuda.is_available():
         return
     for dtype in lacking():

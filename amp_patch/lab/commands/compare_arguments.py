@@ -1,4 +1,4 @@
-"""The arguments of `python -m amp_patch compare`, and what they ask for."""
+"""The arguments of `python -m amp_patch compare`, and the plan that they describe."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_judging_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare by what the runs of a level are judged."""
+    """Declare the arguments by which the runs of a level are judged."""
     add = parser.add_argument
     add("--seed-flag", metavar="FLAG", help="the script's own option for a seed")
     add("--metric", default="loss", help="compare by this name of amp.log's (default: the training loss)")
@@ -96,7 +96,7 @@ def add_judging_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the script that is run, and where."""
+    """Declare the arguments that name the script and its device."""
     add = parser.add_argument
     add("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
     add("-m", dest="module", action="store_true", help="script is a module, as in python -m")
@@ -104,16 +104,16 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def defaults(declare: Callable[[argparse.ArgumentParser], None] = add_arguments) -> dict[str, Any]:
-    """The arguments of `compare`, or of the command whose arguments `declare` declares, without any given."""
+    """Return the default arguments of `compare`, or of the command whose arguments `declare` declares."""
     parser = argparse.ArgumentParser()
     declare(parser)
     return {**vars(parser.parse_args([])), "arguments": []}
 
 
 def again(args: argparse.Namespace) -> str:
-    """The options of a comparison but its levels and seeds, its script and the script's arguments, as a shell has them.
+    """Return the options of a comparison without levels and seeds, its script, and the script's arguments, for a shell.
 
-    What is as it is without being given is left out.
+    Options that have their default are left out.
     """
     options = []
     for name, usual in defaults().items():
@@ -128,7 +128,7 @@ def again(args: argparse.Namespace) -> str:
 def check_script(args: argparse.Namespace, command: str, resumes: str) -> None:
     """
     Args:
-        resumes: what `--resume` goes on with, in words.
+        resumes: the name of the work that `--resume` continues.
 
     Raises:
         ValueError: there is no script to run.
@@ -140,20 +140,21 @@ def check_script(args: argparse.Namespace, command: str, resumes: str) -> None:
 
 
 def split(given: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments that are ours, and those after `--`, the script's."""
+    """Return our own arguments, and the script's, which follow `--`."""
     end = given.index("--") if "--" in given else len(given)
     own = given[:end]
     for flag in ("--seed-flag", "--batch-flag"):
-        if flag in own[:-1]:  # argparse would take `--seed` for an option of ours, not for the value
+        if flag in own[:-1]:  # argparse would parse `--seed` as an option, not as the value
             at = own.index(flag)
             own[at : at + 2] = ["=".join(own[at : at + 2])]
     return own, given[end + 1 :]
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """
+    """Return the plan of a comparison.
+
     Raises:
-        ValueError: what cannot be compared, or flags that contradict --quick.
+        ValueError: the arguments cannot be compared, or contradict --quick.
     """
     own = {"--levels": args.levels, "--seeds": args.seeds, "--batch-search": args.batch_search}
     for flag, value in own.items():

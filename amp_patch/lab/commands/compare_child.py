@@ -1,4 +1,4 @@
-"""One run of a comparison as `compare` sees it: a process that trains when it is its turn."""
+"""A run of a comparison in the process of `compare`: the handle of a child that trains in turns."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from amp_patch.lab.wording import without_control_codes
 from amp_patch.support.files import fresh
 from amp_patch.support.guard import Guard
 
-_END = 8.0  # seconds to wait for the guard, which ends a run in less
-_POLL = 0.2  # seconds between two looks at what a run has recorded
-_BEHIND = 10.0  # seconds that a script has behind the steps asked for: one that catches its end would go on for ever
+_END = 8.0  # seconds to wait for the guard, which needs less to end a run
+_POLL = 0.2  # seconds between two reads of a record
+_BEHIND = 10.0  # seconds after the last step: a script that catches the exit would never end
 
 
 class Child:
-    """A script at the level and seed of `run`, which fills up as it trains, and says at the end what went wrong.
+    """A process that runs the script at the level and seed of `run`, and fills `run` with its events and its failure.
 
     Its first turn begins with the process itself: imports, data and model are made in it.
 
     Args:
-        in_turns: whether it hands its turns on; else its first one lasts until it ends.
-        load: reads how busy the machine is while it trains.
-        more: further arguments of the script, in a run whose files have this name.
+        in_turns: whether it hands its turns on; else its first turn lasts until its end.
+        load: measures other work on the machine while the process trains.
+        more: a name for the files of the run, and further arguments of the script.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Child:
         self._enough_since: float | None = None
         self._load = load
         name, arguments = more or (record_of(args.out, run).stem, ())
-        self._name = Path("runs") / f"{name}.log"
-        self._log = fresh(args.out / self._name)  # removes an earlier comparison's file, or a link to elsewhere
+        # `fresh` removes an earlier comparison's file, or a link to elsewhere.
+        self._log = fresh(args.out / "runs" / f"{name}.log")
         self._record = fresh(self._log.with_suffix(".jsonl").absolute())  # absolute: the script may change directory
         self._record.open("xb").close()
         self._lines = self._record.open("rb")
@@ -83,7 +83,7 @@ class Child:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     pass_fds=channel,
-                    start_new_session=True,  # a process group of its own: `_signal` reaches all that the script starts
+                    start_new_session=True,  # `_signal` reaches the group, with the children of the script
                 )
             self._guard.watch(-self._process.pid)
         except BaseException:
@@ -95,9 +95,10 @@ class Child:
         self._is_waiting = False
 
     def train(self, look: Callable[[Run], Any], turn: bytes = TURN) -> dict[str, Any] | None:
-        """Let the process train: its message when it hands the turn on, or None when it has ended.
+        """Let the process train, and return its message when it hands the turn on, or None when it has ended.
 
-        `look` is called meanwhile, with the run so far; what it raises leaves the process as it is."""
+        `look` is called repeatedly with the run so far. An exception of `look` leaves the process running.
+        """
         self._load.watch(self.pid)
         if self._is_waiting and self._socket is not None:
             with suppress(OSError):  # the process was ended by a signal
@@ -117,30 +118,30 @@ class Child:
                 return None
             if self._goes_on_behind_its_steps():
                 self.kill()
-                self.run.log = str(self._name)
+                self.run.log = str(self._log)
                 self.run.notes.append(f"the script went on behind the {self._steps} steps asked for, and was ended")
                 return None
 
     def signal_interrupt(self) -> None:
-        """Send SIGINT to the process group: in a session of its own no terminal does."""
+        """Send SIGINT to the process group, which has no terminal to send it."""
         if self._socket is not None:
             self._socket.close()
         self._signal(signal.SIGINT)
 
     def interrupt(self, until: float, hurried: Callable[[], bool]) -> None:
-        """End the process, which has until then (`time.monotonic`) to end by `signal_interrupt`, unless `hurried`."""
+        """Wait until `until` (`time.monotonic`) for an interrupted process, unless `hurried`, and end it then."""
         while not (hurried() or self._has_ended(min(_POLL, until - time.monotonic()))) and time.monotonic() < until:
             pass
         self.kill()
         self.run.error, self.run.error_kind, self.run.error_where = interrupted(self.run)
 
     def keep_outcome(self) -> None:
-        """Write what became of the run behind what it has recorded. Called once it has ended."""
+        """Append the outcome of the run to its record, after its end."""
         with suppress(OSError):  # a full disk: the report still has it
             keep_outcome(self._record, self.run)
 
     def kill(self) -> None:
-        """End the process and all that it has started, in other sessions too."""
+        """End the process and all its descendants, in other sessions too."""
         if not self._has_ended(0):
             self._guard.end()
             if not self._has_ended(_END):
@@ -157,7 +158,7 @@ class Child:
                 self._process.send_signal(number)
 
     def _read_message(self, seconds: float) -> dict[str, Any] | None:
-        """A whole line from the socket within so many seconds, parsed; None where none came."""
+        """Return a parsed line from the socket, or None if no whole line arrives within `seconds`."""
         if self._socket is None:
             self._has_ended(seconds)
             return None
@@ -199,16 +200,16 @@ class Child:
         return self._steps is not None and self.run.steps >= self._steps
 
     def _goes_on_behind_its_steps(self) -> bool:
-        """Whether the process has had a while to end in since it has taken the steps asked for."""
+        """Return whether the process is still running `_BEHIND` seconds after the steps asked for."""
         if self._enough_since is None and self._has_enough():
             self._enough_since = time.monotonic()
         return self._enough_since is not None and time.monotonic() - self._enough_since > _BEHIND
 
     def _conclude(self) -> None:
         run, code = self.run, self._process.returncode
-        run.log = str(self._name)
+        run.log = str(self._log)
         if run.error is not None and run.error_kind == EXITED and (last := _last_line(self._log)):
-            run.error = f"{run.error}: {last}"[:300]  # argparse, say, prints the reason before it exits
+            run.error = f"{run.error}: {last}"[:300]  # argparse prints the reason before it exits
         elif run.error is None and code and not self._has_enough():
             run.error, run.error_kind, run.error_where = _died(code, self._log)
         elif run.error is None and not _is_whole(self._record):
@@ -220,7 +221,7 @@ class Child:
 
 
 def was_out_of_memory(run: Run) -> bool:
-    """Whether the run ended for want of memory, or by SIGKILL, which the system sends for that."""
+    """Return whether the run ended for lack of memory, or by SIGKILL, which the system sends for that."""
     return run.error_kind in (OUT_OF_MEMORY, KILLED)
 
 
@@ -254,7 +255,7 @@ def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, chann
 
 
 def _died(code: int, log: Path) -> Failure:
-    """The failure of a process that recorded none, by its exit status and the last line that it printed."""
+    """Return the failure of a process that recorded none, from its exit status and the last line of its log."""
     if code < 0:
         name = signal.Signals(-code).name if -code in list(signal.Signals) else ""
         words = f"killed by signal {-code} ({name})"

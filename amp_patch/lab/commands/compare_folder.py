@@ -1,9 +1,8 @@
-"""The folder of a comparison: what was asked for, and what each run has recorded.
+"""The folder of a comparison: its arguments, and the record of each run.
 
-`compare.json` has the arguments, and what else must be as it was for runs to be compared: the script, torch, the
-processor. Each run has a file of events in `runs/`; the last one, its "outcome", is written by `compare` when the run
-has ended. So a comparison that was cut, by kill -9 or a power cut too, can be gone on with, and what there is of it can
-be shown.
+`compare.json` has the arguments and the surroundings that all runs must share: the script, torch, the processor. Each
+run has a file of events in `runs/`. `compare` appends the last event, the "outcome", after the end of the run. A
+comparison that was cut, even by kill -9 or a power cut, can therefore be resumed, and its runs can be reported.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from amp_patch.support.files import fresh, write_whole
 
 _ASKED = "compare.json"
 _RUN = re.compile(r"(O\d[\w+.-]*|native)-seed\d+\.(jsonl|log)")
-# Of the arguments those that change no run.
+# Arguments that change no run.
 _OF_THE_CALL = ("command", "out", "resume", "trials")
 
 
 class NoComparison(ValueError):
-    """The folder has no comparison, or one that cannot be gone on with; the message says why."""
+    """The folder has no comparison, or none that can be resumed; the message says why."""
 
 
 def prepare(out: Path) -> None:
-    """Make the folder of the runs.
+    """Create the folder of the runs.
 
     Raises:
         OSError: it cannot be made.
@@ -52,7 +51,7 @@ def prepare(out: Path) -> None:
 
 
 def begin(args: argparse.Namespace) -> None:
-    """Note what is asked for, and take away what an earlier comparison has recorded in the folder."""
+    """Store the arguments, and remove the records of an earlier comparison in the folder."""
     for path in (args.out / "runs").iterdir():
         if _RUN.fullmatch(path.name):
             fresh(path)
@@ -61,15 +60,15 @@ def begin(args: argparse.Namespace) -> None:
 
 
 def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Namespace:
-    """The arguments of the comparison in the folder `args.resume`.
+    """Return the arguments of the comparison in the folder `args.resume`.
 
     Args:
-        defaults: of all arguments: those of `args` that differ were given beside --resume. More seeds may be: the
-            folder's comparison is then one of so many.
+        defaults: the default of each argument. Other values in `args` were given beside --resume. A larger number of
+            seeds is allowed, and is stored in the folder.
 
     Raises:
-        NoComparison: there is none, or one with other arguments, another script, torch or processor.
-        OSError: more seeds cannot be noted.
+        NoComparison: there is none, or it has other arguments, another script, torch or processor.
+        OSError: the larger number of seeds cannot be stored.
     """
     if args.out not in (defaults["out"], args.resume):
         raise NoComparison(
@@ -98,7 +97,7 @@ def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Name
 
 
 def _with_more_seeds(asked: dict[str, Any], seeds: int | None) -> dict[str, Any]:
-    """What was asked for, of `seeds` seeds if those are more; a first look is then a comparison of its levels."""
+    """Return the arguments with `seeds`, if it is larger; --quick then becomes a comparison of its levels."""
     quick, before = asked.get("quick"), asked.get("seeds")
     if seeds is None or seeds <= (1 if quick else SEEDS if before is None else before):
         return asked
@@ -107,7 +106,7 @@ def _with_more_seeds(asked: dict[str, Any], seeds: int | None) -> dict[str, Any]
 
 
 def asked_in(folder: Path, defaults: dict[str, Any]) -> argparse.Namespace:
-    """The arguments with which the comparison in the folder was begun.
+    """Return the arguments of the comparison in the folder.
 
     Raises:
         NoComparison: there is none.
@@ -116,7 +115,7 @@ def asked_in(folder: Path, defaults: dict[str, Any]) -> argparse.Namespace:
 
 
 def keep_machine(folder: Path, told: dict[str, str]) -> dict[str, str]:
-    """Note what the runs ran on; with what an earlier call has noted of other work, if this one has none."""
+    """Store and return the description of the machine, with the other work that an earlier call measured."""
     try:
         kept = _told(folder)
         load = kept.get("machine", {}).get("load")
@@ -128,12 +127,12 @@ def keep_machine(folder: Path, told: dict[str, str]) -> dict[str, str]:
 
 
 def machine_in(folder: Path) -> dict[str, str] | None:
-    """What `keep_machine` has noted; None while the comparison runs for the first time."""
+    """Return the description that `keep_machine` stored; None if the comparison has not ended yet."""
     return _told(folder).get("machine")
 
 
 def runs_in(folder: Path, plan: Plan) -> list[Run]:
-    """Those of the plan that were begun, and those that `TurnScheduler` has added, in order."""
+    """Return the runs that have a record, of the plan and of `TurnScheduler`'s additions, in order."""
     more = [level for level in (NATIVE, *OPT_LEVELS) if level not in plan.levels]
     runs = [*plan.runs(), *(Run(level, seed) for level in more for seed in range(plan.seeds))]
     found = [run for run in runs if _read(run, record_of(folder, run))]
@@ -141,17 +140,17 @@ def runs_in(folder: Path, plan: Plan) -> list[Run]:
 
 
 def record_of(folder: Path, run: Run) -> Path:
-    """The file of the run's events."""
+    """Return the path of the run's events."""
     return folder / "runs" / f"{run.level}-seed{run.seed}.jsonl"
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the run needs not be made again: it ended well, or failed by itself."""
+    """Return whether the run needs no repetition: it ended well, or failed by an error of the script."""
     return run.error_kind not in (INTERRUPTED, KILLED)
 
 
 def keep_outcome(record: Path, run: Run) -> None:
-    """Write what `compare` says of a run behind the events that the run has recorded itself.
+    """Append the outcome of a run to the events that the run has recorded.
 
     Raises:
         OSError: it cannot be written.
@@ -163,7 +162,7 @@ def keep_outcome(record: Path, run: Run) -> None:
 
 
 def add_events(run: Run, recorded: bytes) -> bytes:
-    """Add the events of the lines that are complete, and return the rest."""
+    """Add the events of the complete lines, and return the rest."""
     *lines, rest = recorded.split(b"\n")
     for line in filter(None, lines):
         with suppress(json.JSONDecodeError):  # a line that a full disk has cut off
@@ -172,13 +171,15 @@ def add_events(run: Run, recorded: bytes) -> bytes:
 
 
 def _read(run: Run, record: Path) -> bool:
-    """Fill `run` with its events; whether there are any."""
+    """Fill `run` with its events, and return whether there are any."""
     try:
         recorded = record.read_bytes()
     except OSError:
         return False
     asked = Run(run.level, run.seed)
     add_events(run, recorded + b"\n")
+    if run.log:  # it was recorded relative to the working directory of `compare`
+        run.log = str(record.with_suffix(".log"))
     if b'\n{"event": "outcome"' not in recorded:
         name_as_asked(run, asked)
         run.error, run.error_kind, run.error_where = interrupted(run)
@@ -194,7 +195,7 @@ def _told(folder: Path) -> dict[str, Any]:
 
 
 def _surroundings(args: argparse.Namespace) -> dict[str, str]:
-    """What must be the same for runs to be compared."""
+    """Return the surroundings that all runs of a comparison must share."""
     arithmetic = [name for name in ("bfloat16", "float16") if has_arithmetic(getattr(torch, name))]
     return {
         "the script": f"{args.script} (sha256 {_digest(args)[:12]})",
@@ -207,7 +208,7 @@ def _surroundings(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _digest(args: argparse.Namespace) -> str:
-    """Of the script's bytes; of a folder its Python files; nothing of what it imports."""
+    """Return a digest of the script, or of the Python files of a folder, without imported modules."""
     path = _path(args)
     if path is None:
         return "unknown"
@@ -229,7 +230,7 @@ def _path(args: argparse.Namespace) -> Path | None:
 
 
 def _named(name: str, value: Any) -> str:
-    """ "--seeds 3"; without the option's value "no --seeds"."""
+    """Return "--seeds 3", or "no --seeds" without a value."""
     if name == "script":
         return str(value)
     if name == "arguments":

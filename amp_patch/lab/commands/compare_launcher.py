@@ -1,11 +1,11 @@
-"""Launchers around `compare`: torchrun, mpirun and srun start it once a rank, and each would compare by itself."""
+"""Checks for launchers around `compare`: torchrun, mpirun and srun start a copy for each rank, which all compare."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
-# The variables by which launchers tell a process its rank, and how many there are.
+# Environment variables of launchers: (rank, number of ranks).
 _RANKS = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -16,7 +16,7 @@ _TORCHRUN, _PORT = "TORCHELASTIC_RUN_ID", "MASTER_PORT"
 
 
 def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise in a process that is one of several, or whose rendezvous a launcher keeps for one training.
+    """Raise in a process that is one of several ranks, or that torchrun has started.
 
     Raises:
         ValueError: names the variables.
@@ -31,7 +31,7 @@ def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def shares_port(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the script's runs would listen on one port: `init_process_group` of a single rank reads it."""
+    """Return whether the runs would listen on one port, which `init_process_group` of a single rank reads."""
     return bool(environment.get(_PORT)) and _number(environment.get("WORLD_SIZE")) == 1
 
 

@@ -1,8 +1,8 @@
-"""What a comparison costs, and how far it is.
+"""The progress of a comparison, and its expected time.
 
-A line says how many runs there will be, one how long they will take, and one what became of each run that has ended. In
-a terminal a bar shows the run that trains; elsewhere a line does, every half minute. Where nothing says how many steps
-a run has, the first ten tell what a number of them would take.
+A line has the number of runs, a line their expected time, and a line follows the end of each run. A terminal has a bar
+with the run that trains; other outputs get a line every half minute. If the number of steps is unknown, a line after
+ten steps has the time of several numbers of steps.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from amp_patch.lab.comparison.plan import newest_figures, progress_line
 from amp_patch.lab.recording.run import Run
 from amp_patch.lab.wording import about, counted, short
 
-_SECONDS = 0.2  # between two looks of the terminal's line
-_SILENT = 25.0  # seconds without a line where there is no terminal: a look can take a few more
+_SECONDS = 0.2  # between two updates of the terminal's line
+_SILENT = 25.0  # seconds between lines without a terminal; an update can be a few seconds late
 _BAR = 16  # letters
 _NO_STEPS = "; how long they take without --steps is known when the first has ended"
-_FIRST = 10  # steps of the first run, which tell what a number of them would take
-_LONG = 600.0  # seconds: what takes longer is told what fewer steps would take
-_FEWER = (1000, 300, 100, 30)  # numbers of steps, of which the largest is named that takes less
+_FIRST = 10  # steps of the first run before an estimate
+_LONG = 600.0  # seconds: for a longer comparison, a line has the time of fewer steps
+_FEWER = (1000, 300, 100, 30)  # candidates; the line has the largest that takes less than `_LONG`
 _CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """Prints to sys.stdout, until that is gone: a terminal that was closed.
+    """A printer of progress to sys.stdout, until that is closed.
 
     Args:
-        runs: those that are made; the list may grow.
-        steps: of a run, if that is known.
-        finished: how many of the comparison's runs there are already.
-        tells_time: whether to tell what a step takes, and all of them.
-        clock: in seconds.
+        runs: the runs to make; the list may grow.
+        steps: the number of steps of a run, if it is known.
+        finished: the number of runs that earlier calls finished.
+        tells_time: whether to print the time of a step and of all runs.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -57,11 +57,12 @@ class Progress:
         self._shown = 0.0
         self._alive = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._is_gone = False
+        self._errors: dict[str, str] = {}  # an error -> the first run that had it
         self._times = RunTimes(runs, steps, clock)
         self._total_told = self._rate_told = not tells_time
 
     def begin(self, levels: int, seeds: int) -> None:
-        """Tell how many runs there will be; the time of a step is not known before the first ones were taken."""
+        """Print the number of runs; their time is unknown before the first steps."""
         seeds_each = f"{counted(seeds, 'seed')}{' each' if seeds > 1 else ''}"
         there = f", of which {self._finished} have finished" if self._finished else ""
         line = f"{len(self._runs) + self._finished} runs: {counted(levels, 'level')}, {seeds_each}{there}"
@@ -69,8 +70,10 @@ class Progress:
         self.say(line + (known if self._runs else ""))
 
     def show(self, run: Run) -> None:
-        """How far the run is whose turn it is: in a terminal in one line, elsewhere in a line now and then. Once: how
-        long all runs will take."""
+        """Update the line of the run that trains, in a terminal, or print it every half minute.
+
+        The expected time of all runs is printed once.
+        """
         self._times.look(run)
         self._tell_rate(run)
         self._tell_total()
@@ -83,7 +86,7 @@ class Progress:
         self._put_words(_CLEAR + self.line(run)[: columns - 1], end="")
 
     def line(self, run: Run) -> str:
-        """The line for a run that trains: which of how many runs, and its newest figures."""
+        """Return the line of a run that trains: the bar, its number among the runs, and its newest figures."""
         of = "" if self._steps is None else f" of {self._steps}"
         loss, ms = newest_figures(run)
         figures = [f"loss {loss}"] * bool(loss) + [f"{ms} ms a step"] * bool(ms)
@@ -93,38 +96,44 @@ class Progress:
         return ", ".join([*parts, f"{run.level} seed {run.seed}", f"step {run.steps}{of}", *figures])
 
     def end(self, run: Run) -> None:
-        """Tell how the run went; why one was refused comes once, and whole."""
+        """Print the result of a run, and each error once; the caller prints the reason of a refusal."""
         self._ended += 1
         self._times.end(run)
         self._tell_total()
         if self._steps is None and run.error is None:
             self._steps = run.steps  # the other runs are expected to take as many
-        if not run.refused:
-            self.say("; ".join([progress_line(run, self._asked), *self._left()]))
+        if run.refused:
+            return
+        name, first = f"{run.level} seed {run.seed}", ""
+        if run.error is not None:
+            first = self._errors.get(run.error, "")
+            self._errors.setdefault(run.error, name)
+        line = f"{name}: failed as {first} did" if first else progress_line(run, self._asked)
+        self.say("; ".join([line, *self._left()]))
 
     def say(self, line: str) -> None:
-        """Print a line that stays, in the place of the terminal's."""
+        """Replace the terminal's line by a permanent one."""
         self.close()
         self._put_words(line)
 
     def close(self) -> None:
-        """Take the terminal's line away."""
+        """Clear the terminal's line."""
         if self._alive:
             self._put_words(_CLEAR, end="")
 
     def _left(self) -> list[str]:
-        """The time left, in words; empty where it is not known, or nothing is left."""
+        """Return the remaining time in words; empty if it is unknown, or zero."""
         left = self._times.left() if self._ended < len(self._runs) else None
         return [] if left is None else [f"{about(left)} left"]
 
     def _bar(self) -> str:
-        """ "[####............]": the share of the time where what is left is known, else of the runs."""
+        """Return "[####............]": the elapsed share of the time, or of the runs if the time is unknown."""
         spent, left = self._clock() - self._begun, self._times.left()
         share = self._ended / max(1, len(self._runs)) if left is None else spent / (spent + left) if spent else 0.0
         return f"[{'#' * int(_BAR * share):.<{_BAR}}]"
 
     def _tell_rate(self, run: Run) -> None:
-        """Where nothing says how many steps there will be: what a number of them would take."""
+        """Print the time of several numbers of steps once, if the number of steps is unknown."""
         if self._rate_told or self._steps is not None or run.steps < _FIRST:
             return
         a_step = self._times.seconds_a_step(run)
@@ -145,7 +154,7 @@ class Progress:
         self.say(f"{counted(len(self._runs), 'run')}, {about(total)}{condition}{f'; {fewer}' if fewer else ''}")
 
     def _fewer(self, runs: int) -> str:
-        """ "--steps 300 would take about 6 minutes for all 15 runs"; "" where nothing tells."""
+        """Return "--steps 300 would take about 6 minutes for all 15 runs"; "" if it is unknown."""
         times = [(steps, self._times.total_of(steps)) for steps in _FEWER]
         known = [(steps, total) for steps, total in times if total is not None]
         if not known:

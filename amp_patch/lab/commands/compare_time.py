@@ -1,4 +1,4 @@
-"""How long a comparison takes, from what its runs have taken so far."""
+"""Estimates of the time of a comparison, from the steps so far."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 from amp_patch.lab.recording.run import Run
 
-_STEPS = 3  # behind the first that were seen: fewer say little of a step
-_ALONE = 2.0  # seconds of steps, where other levels have not begun
+_STEPS = 3  # after the first observed ones; fewer give a poor estimate
+_ALONE = 2.0  # seconds of steps before an estimate from a single level
 
 
 @dataclass
 class _Timed:
-    """The times of a run: the seconds of its process, and when it was seen to have taken how many steps.
+    """The times of a run.
 
     Attributes:
-        level: as asked for.
+        level: the requested level.
         spent: the seconds of its turns so far.
-        first_at, first_steps: `spent`, and the steps taken, when the first of them were seen: its start-up.
-        last_at, last_steps: the same of the newest steps.
+        first_at, first_steps: `spent` and the number of steps at the first observation of steps, after the start-up.
+        last_at, last_steps: the values at the newest observation.
     """
 
     run: Run
@@ -46,7 +46,7 @@ class _Timed:
         return (self.last_at - self.first_at) / steps if steps >= _STEPS else None
 
     def whole(self, steps: int, end: float) -> float | None:
-        """The seconds of a run of so many steps that takes `end` seconds behind them; None where nothing tells."""
+        """Return the seconds of a run of `steps` steps and `end` seconds after them; None if they are unknown."""
         if self.ended:
             return self.spent
         a_step = self.seconds_a_step
@@ -54,12 +54,12 @@ class _Timed:
 
 
 class RunTimes:
-    """Times the runs of a comparison, one of which trains at a time.
+    """A timer of the runs of a comparison, of which one trains at a time.
 
     Args:
-        runs: all of the comparison; the list may grow.
-        steps: after which each run is ended; None lets it end by itself.
-        clock: in seconds.
+        runs: all runs of the comparison; the list may grow.
+        steps: the number of steps after which each run is ended; None if the script decides.
+        clock: returns seconds.
     """
 
     def __init__(self, runs: list[Run], steps: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,19 +71,19 @@ class RunTimes:
 
     @property
     def steps(self) -> int | None:
-        """Of a run: those of the longest that has ended well, else those asked for; None where nothing tells."""
+        """The steps of a run: of the longest run that ended well, else the requested number; None if unknown."""
         taken = [timed.run.steps for timed in self._timed if timed.ended and timed.run.error is None]
         return max(taken, default=self._asked)
 
     @property
     def only_level(self) -> str | None:
-        """The level of all runs that were begun, where others are to come."""
+        """The level of all runs so far, if runs of other levels have not begun."""
         begun = {timed.level for timed in self._timed}
         others = {run.level for run in self._runs if self._of(run) is None} - begun
         return next(iter(begun)) if others and len(begun) == 1 else None
 
     def look(self, run: Run) -> None:
-        """Count the time since the last look for this run."""
+        """Add the time since the last call to this run."""
         now = self._clock()
         timed = self._of(run)
         if timed is None:
@@ -93,14 +93,14 @@ class RunTimes:
         self._since = now
 
     def end(self, run: Run) -> None:
-        """The same, of a run that has ended."""
+        """Add the time since the last call to this run, which has ended."""
         self.look(run)
         for timed in self._timed:
             if timed.run is run:
                 timed.ended = True
 
     def left(self) -> float | None:
-        """The seconds until all runs have ended.
+        """Return the seconds until all runs have ended.
 
         None where the number of steps is not known, or a run that was begun has not taken enough of them.
         """
@@ -128,14 +128,14 @@ class RunTimes:
         return left + sum(map(statistics.mean, known)) if all(known) else None
 
     def seconds_a_step(self, run: Run) -> float | None:
-        """Of a run, where enough of its steps were seen."""
+        """Return the seconds of a step of a run, if enough steps were observed."""
         timed = self._of(run)
         return None if timed is None else timed.seconds_a_step
 
     def total_of(self, steps: int) -> float | None:
-        """The seconds of all runs if each were ended after so many steps; None where nothing tells.
+        """Return the seconds of all runs with `steps` steps each; None if they are unknown.
 
-        Levels that have taken too few steps are taken for the mean of those that have not.
+        A level with too few steps counts as the mean of the other levels.
         """
         of_level: dict[str, list[float]] = {}
         for timed in self._timed:
@@ -148,12 +148,12 @@ class RunTimes:
         return sum(statistics.mean(of_level.get(self._level_of(run), [mean])) for run in self._runs)
 
     def total(self) -> float | None:
-        """The seconds of all runs, from the first's begin."""
+        """Return the seconds from the start of the first run to the end of the last."""
         left = self.left()
         return None if left is None else self._since - self._begun + left
 
     def _level_of(self, run: Run) -> str:
-        """As asked for: while a run trains, its level is the recording's."""
+        """Return the requested level: while a run trains, `run.level` is the recorded one."""
         timed = self._of(run)
         return run.level if timed is None else timed.level
 

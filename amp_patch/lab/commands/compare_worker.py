@@ -1,4 +1,4 @@
-"""One run of a comparison, in a process of its own: `python -m amp_patch run`, recorded."""
+"""The process of one run of a comparison: `python -m amp_patch run`, recorded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from amp_patch.lab.commands import run as runner
 from amp_patch.lab.commands.turn_client import TurnClient
 from amp_patch.lab.comparison.outcome import failure
 from amp_patch.lab.comparison.seeds import seeded
+from amp_patch.lab.recording.epoch_size import EpochSize
 from amp_patch.lab.recording.recorder import Recorder
 from amp_patch.lab.recording.run import Event, Failure, Run
 from amp_patch.lab.recording.sinks import JsonLines
@@ -31,13 +32,14 @@ def recorded(
     batch_dim: int = 0,
     modules: bool = False,
 ) -> Iterator[None]:
-    """Write the events of the training in the body to `path`, and last why it failed, if it did.
+    """Write the events of the training in the body to `path`, and then its failure, if any.
 
-    The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED. `turns`: number of the socket by
-    which the process takes turns with those of other levels.
+    The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED. `turns` is the number of the
+    socket for the turns of this process.
     """
     run, recorder, error = Run(os.environ[LEVEL], int(os.environ["AMP_PATCH_SEED"])), None, None
     script = UneditedScript(asked_level() or run.level, native=native)
+    epoch = EpochSize(lambda: 0 if recorder is None else recorder.steps)
     client = None
     if turns is not None:
         client = TurnClient(turns, path, lambda: script.native.seen, lambda: 0 if recorder is None else recorder.steps)
@@ -51,7 +53,7 @@ def recorded(
                 modules=modules,
                 between_steps=None if client is None else client.between_steps,
             )
-            with recorder, script, client or nullcontext():
+            with recorder, script, epoch, client or nullcontext():
                 yield
     except BaseException as raised:
         error = raised
@@ -67,6 +69,8 @@ def recorded(
             turn_note = None if client is None else client.note()
             notes = [*([] if turn_note is None else [turn_note]), *script.notes]
             last: list[Event] = [{"event": "note", "text": note} for note in notes]
+            if epoch.samples and run.samples and run.samples[0] % epoch.batch == 0:  # else the loader is another's
+                last.append({"event": "end", "epoch_samples": epoch.samples})
             if failed is not None or notes or script.native.seen:
                 words, kind, where = failed or (None, "", "")
                 told = {"refused": refused is not None, "native": script.native.seen}
@@ -75,7 +79,7 @@ def recorded(
 
 
 def main() -> None:
-    """Run a script, recorded, with the options that `compare` has put on the command line."""
+    """Run a script, recorded, with the options from the command line of `compare`."""
     parser = argparse.ArgumentParser(prog="python -m amp_patch.lab.commands.compare_worker", allow_abbrev=False)
     parser.add_argument("--record", required=True)
     parser.add_argument("--steps", type=int)

@@ -1,4 +1,7 @@
-"""Which amp_patch is in use: an installed one or a clone, which Python finds first in the working directory."""
+"""The lines of `info` that say which amp_patch runs: an installed one, or a clone that shadows it.
+
+`python -m` looks in the working directory first, so in the folder of a clone the clone is imported.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ _BUILD = "`pip install --no-build-isolation -e .`"
 
 
 class Installed(NamedTuple):
-    """What pip has installed: its version, the package's folder, and whether that is a clone's (`pip install -e`)."""
+    """An amp_patch that pip has installed."""
 
     version: str
-    package: Path
-    editable: bool
+    package: Path  # the folder of the package, which is in a clone if `editable`
+    editable: bool  # installed by `pip install -e`
 
 
 def package_in_words(package: Path | None = None, installed: list[Installed] | None = None) -> str:
-    """The folder that this amp_patch is in, what it is, and what is installed elsewhere.
+    """Return the folder of the amp_patch that runs, its kind (installed, clone, copy), and installed ones elsewhere.
 
     Args:
-        package: the folder; default: of the amp_patch that runs.
-        installed: what pip has installed, on the paths that this Python looks for modules in; default: found.
+        package: the folder; default: the folder of this file's package.
+        installed: the installations of pip; default: all on this Python's sys.path.
     """
     package = _own() if package is None else package.resolve()
     installed = [*_installed()] if installed is None else installed
@@ -37,7 +40,7 @@ def package_in_words(package: Path | None = None, installed: list[Installed] | N
     if same:
         kind = "a clone, installed by pip install -e" if same[0].editable else "installed"
         return f"{package} ({kind}{f'; another: {elsewhere}' if elsewhere else ''})"
-    kind, first = "a clone" if _is_clone(package) else "a copy", "stands behind it on sys.path"
+    kind, first = "a clone" if _is_clone(package) else "a copy", "comes later on sys.path"
     if package.parent == Path.cwd().resolve():
         kind, first = f"{kind} in the working directory, where `python -m` looks first", "is used in other directories"
     rest = f"NOT the installed one: {elsewhere} {first}" if elsewhere else "none is installed"
@@ -45,7 +48,7 @@ def package_in_words(package: Path | None = None, installed: list[Installed] | N
 
 
 def extension_in_words(package: Path | None = None) -> str:
-    """The file of the extension, and whether its sources, where they are beside it, have changed since it was built."""
+    """Return the path of the extension; in a clone, also whether a source file is newer than it."""
     package = _own() if package is None else package
     file = next(iter(sorted(each for each in package.glob("_C.*") if each.suffix in (".so", ".pyd"))), None)
     if file is None:
@@ -71,7 +74,7 @@ def _is_clone(package: Path) -> bool:
 def _installed() -> Iterator[Installed]:
     for found in importlib.metadata.distributions(name=_NAME):
         if found.read_text("RECORD") is None:
-            continue  # an .egg-info that a build has left in a clone
+            continue  # an .egg-info that a build left in a clone: nothing is installed
         origin = json.loads(found.read_text("direct_url.json") or "{}")
         editable = bool(origin.get("dir_info", {}).get("editable"))
         folder = Path(url2pathname(urlsplit(origin["url"]).path)) if editable else Path(str(found.locate_file("")))

@@ -1,4 +1,4 @@
-"""What ends a command before its end: Ctrl-C, and the signals of `timeout`, schedulers and terminals that close."""
+"""Signals that interrupt a command: Ctrl-C, SIGTERM of `timeout` and schedulers, SIGHUP of a closed terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Ended(KeyboardInterrupt):
-    """One of the signals has come; a KeyboardInterrupt, so that what Ctrl-C leaves in order stays so."""
+    """A received signal of `_SIGNALS`.
+
+    It is a KeyboardInterrupt, so that code which cleans up after Ctrl-C does the same after the other signals.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -19,19 +22,19 @@ class Ended(KeyboardInterrupt):
 
     @property
     def status(self) -> int:
-        """The exit status of a process that the signal ends, as a shell has it."""
+        """The exit status that a shell reports for a process ended by this signal."""
         return 128 + self.number
 
 
 class Interrupts:
-    """In its `with` block these signals are noted, and raised where `check` is called: nothing is left half done.
+    """A `with` block that defers signals: each is counted, and `check` raises the first, between two units of work.
 
-    Signals that are ignored (nohup) or somebody else's stay so. So does all outside of the main thread, where Ctrl-C
-    goes to the other one.
+    A signal that is ignored (nohup), or that other code handles, keeps its handler. Outside the main thread, where
+    Python cannot set handlers, all do.
 
     Attributes:
-        count: how many have come.
-        number: the first one's; 0 before.
+        count: the signals received so far.
+        number: the number of the first one; 0 if none was received.
     """
 
     def __init__(self) -> None:
@@ -54,9 +57,10 @@ class Interrupts:
         self._taken.clear()
 
     def check(self) -> None:
-        """
+        """Raise the first signal received, if there is one. Later calls do not raise it again.
+
         Raises:
-            Ended: once, if one of the signals has come.
+            Ended: a signal was received.
         """
         if self.number and not self._raised:
             self._raised = True
@@ -64,7 +68,7 @@ class Interrupts:
 
     @property
     def hurried(self) -> bool:
-        """Whether another one has come behind the first: what still ends by itself is not waited for."""
+        """Whether a second signal was received: the caller then kills its runs, and does not wait for their end."""
         return self.count > 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""`python -m amp_patch report amp_compare`: the table and the page of what a comparison has recorded so far."""
+"""`python -m amp_patch report amp_compare`: the table and the page of the records of a comparison."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pathlib import Path
 
 from amp_patch.lab.commands import compare_folder
 from amp_patch.lab.commands.compare_arguments import again, defaults, plan_of
-from amp_patch.lab.comparison import page, table
+from amp_patch.lab.comparison import page, table, what_next
 from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.comparison.headline import how_to_use
 from amp_patch.lab.comparison.machine import machine
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.recording.run import Run
@@ -26,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    """make the table and the page of a comparison again, of what its folder has: also of one that was cut, or runs"""
+    """make the table and the page of a comparison again from its folder, also while it runs, or after a cut"""
     print_any_letter()
     try:
         asked = compare_folder.asked_in(args.folder, defaults())
@@ -48,11 +47,11 @@ def report(args: argparse.Namespace) -> None:
 def comparison_of(
     args: argparse.Namespace, plan: Plan, runs: Sequence[Run], asked: int, told: dict[str, str]
 ) -> Comparison:
-    """What the runs of a plan say.
+    """Return the comparison of the runs of a plan.
 
     Args:
-        asked: how many runs there should be.
-        told: of the machine, as `machine()` tells it.
+        asked: the planned number of runs.
+        told: the description of the machine from `machine()`.
     """
     script = ["-m", args.script] if args.module else [args.script]
     title = shlex.join([*script[:-1], script[-1] if args.module else Path(args.script).name, *args.arguments])
@@ -69,24 +68,15 @@ def comparison_of(
         min_gain=plan.min_gain / 100,
         margin=plan.margin / 100,
         command=shlex.join([*device, *script, *args.arguments]),
+        folder=str(args.out),
     )
 
 
 def show(comparison: Comparison, folder: Path) -> int:
-    """Write the report and print the table; 1 if that failed, or nothing can be compared."""
+    """Write the report and print the table; return 1 if that failed, or nothing can be compared."""
     failure, where = _write(comparison, folder)  # before the table: its reader may close the pipe
     lines = table.lines(comparison, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    _, command = how_to_use(comparison)
-    if command:
-        lines.append(f"To use it without an edit: {command}")
-    folder_named = shlex.quote(str(folder))
-    if comparison.to_be_sure:
-        lines.append(f"To be sure: {comparison.to_be_sure}")
-    if comparison.cut:
-        lines.append(f"To make the runs that are missing: python -m amp_patch compare --resume {folder_named}")
-    elif comparison.seeds_to_tell is not None:
-        more = f"python -m amp_patch compare --resume {folder_named} --seeds {comparison.seeds_to_tell}"
-        lines.append(f"To be sure of the {comparison.metric_in_words}: {more}")
+    lines += [f"To {purpose}: {command}" for purpose, command in what_next.commands(comparison)]
     try:
         print("\n".join([*lines, f"report: {where}"]), flush=True)
     except OSError:  # the terminal was closed, or the pipe's reader has read enough
@@ -95,13 +85,13 @@ def show(comparison: Comparison, folder: Path) -> int:
 
 
 def print_any_letter() -> None:
-    """Have sys.stdout print a question mark for a letter that its encoding lacks, which else would raise."""
+    """Print a question mark for a character that the encoding of sys.stdout lacks; without this, print would raise."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def _write(comparison: Comparison, folder: Path) -> tuple[OSError | None, str]:
-    """Write the report: why that failed, and where it is or why it is not."""
+    """Write the report; return the error, if any, and its path or the error in words."""
     try:
         return None, str(page.write(comparison, folder))
     except OSError as error:

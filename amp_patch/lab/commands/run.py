@@ -1,14 +1,14 @@
-"""`python -m amp_patch run train.py`: a script written for Apex runs as it is.
+"""`python -m amp_patch run train.py`: run a script that was written for Apex, unedited.
 
-The script cannot tell `python -m amp_patch run train.py` from `python train.py`, save that `import apex` works and that
-torch is imported already. It becomes `sys.modules["__main__"]` itself, so what it pickles is found again; a module, a
-folder and a zip file go through the function of runpy that the interpreter calls for them.
+For the script, this differs from `python train.py` in two points: `import apex` works, and torch is imported already.
+The script itself becomes `sys.modules["__main__"]`, so that objects of its classes can be
+unpickled. A module, a folder or a zip file is run by the function of runpy that the interpreter uses for it.
 
-Child processes: a forked one has everything. One that multiprocessing spawns (torch.multiprocessing, DataLoader
-workers) imports the script anew and needs the install before that; it is told in the data that multiprocessing sends
-ahead of the script's name. The alternative, PYTHONPATH with a `sitecustomize`, would reach every Python that the script
-starts, other people's tools too, and hide the machine's own `sitecustomize`. A launcher names us itself: `torchrun
---nproc-per-node 2 -m amp_patch run train.py`.
+Child processes: a forked process inherits the installation. A spawned one (torch.multiprocessing, DataLoader workers)
+imports the script again and needs amp_patch's apex before that. It installs it while it unpickles the data that
+multiprocessing sends ahead of the script's name. A `sitecustomize` on PYTHONPATH would reach every Python process that
+the script starts, unrelated tools included, and would hide the machine's own `sitecustomize`. A launcher is given the
+module to run: `torchrun --nproc-per-node 2 -m amp_patch run train.py`.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from amp_patch.training import observers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `run`, also for a compared run."""
+    """Declare the arguments of `run`, which the runs of `compare` have too."""
     options = "[--level LEVEL] [--device cpu] [--methods NAMES] [--allow-banned]"
     parser.usage = f"python -m amp_patch run [-h] {options} [-m] script ..."
-    words = "train at this level, O2 or O5+split; sets AMP_PATCH_OPT_LEVEL for this run and what it starts"
+    words = "train at this level, for example O2 or O5+split; sets AMP_PATCH_OPT_LEVEL for it and its children"
     parser.add_argument("--level", type=_level, metavar="LEVEL", help=words)
-    parser.add_argument("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
+    parser.add_argument("--device", choices=["cpu"], help="cpu: use the CPU wherever the script asks for CUDA")
     add_cast_arguments(parser)
-    parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module, as in python -m")
-    parser.add_argument("script", help="a script, or a folder or zip file with a __main__.py, or after -m a module")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument("script", help="a script, a folder or zip file with a __main__.py, or after -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, --help included")
 
 
 def _level(name: str) -> str:
-    """Return the name of a level.
+    """Return `name` if it is the name of a level.
 
     Raises:
-        argparse.ArgumentTypeError: it names no level.
+        argparse.ArgumentTypeError: there is no level of this name.
     """
     try:
         named_level(name).policy(torch.bfloat16)  # O2's type may be the script's
@@ -65,17 +65,15 @@ def _level(name: str) -> str:
 
 
 def add_cast_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of what `initialize` is given beside the level; `environment.py` reads them."""
-    words = "cast these methods of the models too, encode,decode say; sets AMP_PATCH_METHODS"
+    """Declare the flags for arguments of `initialize` other than the level; `environment.py` reads their variables."""
+    words = "comma-separated methods of the models to cast too, for example encode,decode; sets AMP_PATCH_METHODS"
     parser.add_argument("--methods", metavar="NAMES", help=words)
-    words = (
-        "run functions that are refused in low precision (binary_cross_entropy) in FP32; sets AMP_PATCH_ALLOW_BANNED"
-    )
+    words = "run banned functions (binary_cross_entropy) in FP32, not refuse them; sets AMP_PATCH_ALLOW_BANNED"
     parser.add_argument("--allow-banned", action="store_true", help=words)
 
 
 def set_casts(args: argparse.Namespace) -> None:
-    """Have this process and those that it starts follow the flags of `add_cast_arguments`."""
+    """Set the environment variables of the flags of `add_cast_arguments`, for this process and its children."""
     if args.methods is not None:
         os.environ[METHODS] = args.methods
     if args.allow_banned:
@@ -83,12 +81,12 @@ def set_casts(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = None) -> None:
-    """run a script as it is: its `import apex` finds amp_patch; --level trains it, or plain torch, at a level"""
+    """run a script unedited: `import apex` imports amp_patch; --level trains it at a level, with Apex or without"""
     main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins  # a module, as in `python train.py`; exec would set a dict
+    main.__dict__["__builtins__"] = builtins  # the module, as in `python train.py`; exec would set its dict
     execute: Callable[[], Any]
     if args.module:
-        # `python -m` has put the working directory first in sys.path, as a module wants it.
+        # sys.path is as a module needs it: `python -m` has put the working directory first.
         execute = partial(_run_module, args.script)
     elif pkgutil.get_importer(args.script) is not None:  # a folder or a zip file
         _leave_working_directory()
@@ -108,10 +106,10 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
     if args.level is not None:
         os.environ[LEVEL] = args.level
     sys.argv = ["-m" if args.module else args.script, *args.arguments]
-    begin(args.device)  # after the change of sys.path: `install` looks for a real Apex beside the script
+    begin(args.device)  # after the change of sys.path: `install` looks there for a real Apex
     if args.device == "cpu":
         print("amp_patch: CUDA is the CPU for this process (--device cpu)", file=sys.stderr)
-    # Spawned processes unpickle from `__mp_main__`, which multiprocessing has set to the main module of amp_patch.
+    # Spawned processes unpickle from `__mp_main__`. Without this line it is the main module of amp_patch.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     try:
         with as_asked("--level " if args.level else f"{LEVEL}=") if around is None else around:
@@ -123,17 +121,19 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
 
 @contextmanager
 def as_asked(by: str) -> Iterator[None]:
-    """`at_asked_level`, and at the end a line of what was trained."""
+    """Train as `at_asked_level` does, and print the summary of `RunSummary` at the end."""
     with told(), at_asked_level(by):
         yield
 
 
 @contextmanager
 def at_asked_level(by: str = f"{LEVEL}=") -> Iterator[None]:
-    """Train what torch alone would train in the body at AMP_PATCH_OPT_LEVEL, if that is set; say so if nothing was.
+    """Train the torch models and optimizers of the body at AMP_PATCH_OPT_LEVEL, if that is set.
+
+    If the body trains nothing, a message says so.
 
     Args:
-        by: what stands before the level where the user has given it.
+        by: the option or variable by which the user gave the level, for example "--level "; it starts the message.
     """
     try:
         script = None if (level := asked_level()) is None else UneditedScript(level)
@@ -147,16 +147,16 @@ def at_asked_level(by: str = f"{LEVEL}=") -> Iterator[None]:
         yield
     missing, asked = script.missing(), f"amp_patch: {by}{level}"
     if missing is not None and script.processes.started:
-        others = f"each of the {script.processes.started} that it has started says what it trained"
+        others = f"each of the {script.processes.started} that it started reports its own training"
         tell(f"{asked}: this process trained nothing; {others}")
     elif missing is not None:
         tell(f"{asked} has changed nothing: {missing.why}{missing.way_out}")
 
 
 def begin(device: str | None) -> None:
-    """Install amp_patch's apex in this process and in those that multiprocessing will start from it.
+    """Install amp_patch's apex in this process, and in all that multiprocessing starts from it.
 
-    With `device="cpu"`, what the script does on CUDA happens on the CPU (the folder no_cuda).
+    With `device="cpu"`, calls for CUDA use the CPU (the folder no_cuda).
     """
     amp_patch.apex.install()
     if device == "cpu":
@@ -166,7 +166,7 @@ def begin(device: str | None) -> None:
 
 
 def _begin_spawned(device: str | None) -> None:
-    """`begin`, and train this process at AMP_PATCH_OPT_LEVEL, if that is set, until it ends."""
+    """Call `begin` in a spawned process; if AMP_PATCH_OPT_LEVEL is set, train at that level until the process ends."""
     begin(device)
     observers.add(RunSummary())
     if (level := asked_level()) is not None:
@@ -174,7 +174,7 @@ def _begin_spawned(device: str | None) -> None:
 
 
 def _leave_working_directory() -> bool:
-    """Take from sys.path what `python -m` put first; False if it was told to put nothing there (`python -P`)."""
+    """Remove the entry that `python -m` put first in sys.path; False if there is none (`python -P`)."""
     if getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
         return False
     del sys.path[0]
@@ -182,9 +182,9 @@ def _leave_working_directory() -> bool:
 
 
 def _run_module(name: str) -> None:
-    """As `python -m name`."""
+    """Run a module as `python -m name` does."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
-    if spec is not None and spec.name != name:  # a module of our apex: runpy finds it by its name in amp_patch only
+    if spec is not None and spec.name != name:  # a module of amp_patch's apex: runpy finds it by its real name only
         name = spec.name
         del sys.modules[name]  # runpy warns of a module that is imported already
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
@@ -196,7 +196,8 @@ def _run_file(loader: SourceFileLoader, source: bytes, main: ModuleType) -> None
 
 
 def wanted_cuda(error: str) -> bool:
-    """Whether an error's words say that there is no CUDA here; the last is what a CPU's torch says to set_device."""
+    """Return whether the message of an error means that this machine has no CUDA."""
+    # The last is the error of torch.cuda.set_device in a build for the CPU.
     words = ("not compiled with CUDA", "Found no NVIDIA driver", "module 'torch._C' has no attribute '_cuda_")
     return any(each in error for each in words)
 
@@ -208,7 +209,7 @@ def _report(
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    """Call `hook` with the part of the traceback that the script would have had without `run`."""
+    """Call `hook` without the frames of amp_patch above the script, as if the script ran without `run`."""
     found = traceback
     while found is not None and found.tb_frame.f_globals is not namespace:
         found = found.tb_next
@@ -220,7 +221,7 @@ def _report(
 
 
 class _Call:
-    """Unpickled, it is the result of `function(*arguments)`."""
+    """An object that calls `function(*arguments)` when it is unpickled, and becomes the result."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.function = function
@@ -231,14 +232,14 @@ class _Call:
 
 
 def _preparation_data(original: Callable[[str], dict[str, Any]], device: str | None, name: str) -> dict[str, Any]:
-    """multiprocessing's data for a new process, with calls in it that do there what `run` does, before the import."""
+    """Add calls to the data for a new process: as it unpickles them, before it imports the script, it calls `begin`."""
     data = original(name)
     if name == "ignore":
-        # A fork server gets only the script's path, and would import it without Apex. Its children get all of the data,
-        # and import the script themselves.
+        # A fork server is sent the path of the script alone, and would import it without Apex. Without the path it does
+        # not. Its children receive all of the data, and import the script themselves.
         return {key: value for key, value in data.items() if not key.startswith("init_main")}
-    # The child unpickles this with its first sys.path, on which amp_patch need not be: `prepare` extends it now, and
-    # sets it again from the rest of the data.
+    # The child unpickles this before it sets sys.path from the data, so amp_patch may not be importable yet. `prepare`
+    # extends sys.path first; the child then sets it again from the rest of the data.
     ours = os.path.dirname(os.path.dirname(os.path.abspath(amp_patch.apex.__path__[0])))
     data["amp_patch"] = (
         _Call(multiprocessing.spawn.prepare, {"sys_path": [*data["sys_path"], ours]}),

@@ -1,7 +1,7 @@
-"""The line with which `run` ends: the level, what it has trained, the steps that were skipped, memory beside FP32's.
+"""The last line of `run`: the level, the models and optimizers trained, the steps skipped, memory next to FP32's.
 
-It goes to stderr, of the first process of a distributed job alone. A process that the script has started, and that
-trains, has a line of its own when it ends, if it ends by itself.
+It is printed to stderr, in a distributed job by the first rank only. A child process of the script that trains prints
+its own line when it exits; a child that is killed prints none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from amp_patch.environment import name_of
 from amp_patch.lab import wording
 from amp_patch.lab.recording.activations import WeighedStep
-from amp_patch.lab.recording.peak_memory import PeakMemory
+from amp_patch.lab.recording.peak_memory import PeakMemory, process_peak
 from amp_patch.lab.recording.sizes import Sizes, alive
 from amp_patch.lab.unedited.processes import tell
 from amp_patch.support.distributed import is_first_rank
@@ -27,13 +27,13 @@ from amp_patch.training.observers import Observer
 from amp_patch.training.stash import enabled_stash, stash_of
 from amp_patch.training.training import Training
 
-_WEIGHED = 2  # steps before the one whose activations are counted
-_NAMES = 3  # models, or optimizers, that are named
-_EXIT_PRIORITY = 10  # before multiprocessing closes what it has made itself
+_WEIGHED = 2  # the activations of the step after these are counted
+_NAMES = 3  # models, and optimizers, named at most
+_EXIT_PRIORITY = 10  # at 0 or more, before multiprocessing ends the children of this process
 
 
 class RunSummary(Observer):
-    """Listens to the trainings of a process, for the line at its end."""
+    """Observes the trainings of a process and builds the line at its end."""
 
     def __init__(self) -> None:
         self._begin()
@@ -49,14 +49,14 @@ class RunSummary(Observer):
         self._first_rank = True
         self._sizes = Sizes(self._trainings)
         self._weighed: WeighedStep | None = None
-        self._activations: tuple[int, int] | None = None  # as they are, and in FP32
+        self._activations: tuple[int, int] | None = None  # bytes, as they are and in FP32
         self._peak: PeakMemory | None = None
 
     def training_begun(self, training: Training | None) -> None:
         if training is None:
             return
         self._take_over_fork()
-        # A model that comes to an optimizer later is initialized again with those before it.
+        # A model that joins an optimizer later is initialized together with the earlier models: count only new ones.
         known = {id(model) for earlier in self._trainings for model in alive(earlier.models)}
         steppers = {id(optimizer) for earlier in self._trainings for optimizer in alive(earlier.optimizers)}
         self._models.update(_name(model) for model in alive(training.models) if id(model) not in known)
@@ -78,7 +78,7 @@ class RunSummary(Observer):
     def step_ends(self, optimizer: Any) -> None:
         stash = enabled_stash(optimizer)
         if stash is None or stash.step is not None:
-            return  # with a `step` set this is the parent's, called by that of a subclass
+            return  # an inner step: a subclass's `step` has called `super().step()`
         self._take_over_fork()
         self._steps += 1
         if self._steps == 1 and multiprocessing.parent_process() is not None:
@@ -87,7 +87,7 @@ class RunSummary(Observer):
             self._look(changes=not stash.policy.changes_nothing)
 
     def _look(self, *, changes: bool) -> None:
-        """Measure between two of the first steps; at O0 there is nothing to set beside FP32."""
+        """Measure after one of the first steps. At O0 (`changes` false) leave activations out: they are FP32."""
         if self._weighed is not None:
             event = self._weighed.leave()
             if event["activations"] is not None and self._weighed.in_fp32 is not None:
@@ -99,14 +99,14 @@ class RunSummary(Observer):
             self._weighed = WeighedStep(self._sizes.at_rest(), self._steps, cuda if cuda.type == "cuda" else None)
 
     def _take_over_fork(self) -> None:
-        """In a fork begin anew: what was seen is its parent's."""
+        """Clear the records if this process is a fork: they describe the parent."""
         if os.getpid() != self._process:
             if self._weighed is not None:
                 self._weighed.abandon()
             self._begin()
 
     def tell(self) -> None:
-        """Print the line, if a step was made."""
+        """Print the line, if there was a step."""
         if self._weighed is not None:
             self._weighed.abandon()
         line = self.line()
@@ -115,7 +115,7 @@ class RunSummary(Observer):
             tell(f"amp_patch:{who} {line}")
 
     def line(self) -> str | None:
-        """The line without whose it is; None where no step was made."""
+        """Return the line, without the name of amp_patch and the process; None if there was no step."""
         if not self._steps:
             return None
         for training in self._trainings:
@@ -137,14 +137,15 @@ class RunSummary(Observer):
         elif self._activations is None:
             return ""
         unit, (figure, in_fp32) = wording.sizes([own, wide])
-        return (
-            f"peak memory {figure} {unit}, in FP32 about {in_fp32}" if wide != own else f"peak memory {figure} {unit}"
-        )
+        what = "memory of weights, gradients, state and activations" if peak is None else "peak memory of the GPU"
+        said = f"{what} {figure} {unit}" + (f", in FP32 about {in_fp32}" if wide != own else "")
+        whole = process_peak() if peak is None else None
+        return said if whole is None else f"{said}; peak of the process {_size(whole)}"
 
 
 @contextmanager
 def told() -> Iterator[None]:
-    """End the script in the body with the line, unless it ends with an error."""
+    """Print the line of `RunSummary` after the body, unless the body ends with an error."""
     summary = RunSummary()
     observers.add(summary)
     try:
@@ -159,12 +160,17 @@ def told() -> Iterator[None]:
         observers.remove(summary)
 
 
+def _size(count: int) -> str:
+    unit, (figure,) = wording.sizes([count])
+    return f"{figure} {unit}"
+
+
 def _name(value: Any) -> str:
     return base_class(value).__name__
 
 
 def _listed(names: Counter[str]) -> str:
-    """ "Net, Head (2) and 3 others"."""
+    """Format names and their counts: "Net, Head (2) and 3 others"."""
     shown = [name if count == 1 else f"{name} ({count})" for name, count in names.most_common(_NAMES)]
     others = len(names) - len(shown)
     return ", ".join(shown) + (f" and {others} others" if others else "")

@@ -1,4 +1,4 @@
-"""`python -m amp_patch search`: which modules a level must keep in a higher precision to be as good as FP32."""
+"""`python -m amp_patch search`: find the modules that a level must keep in a higher precision to match FP32."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from amp_patch.support.files import write_whole
 
 _LEVEL = "O5"
 _EPILOG = """
-A trial trains the level from each seed with some modules kept in FP32 (at O6 and O7, whose products are FP8 or FP4, in
-BF16), and is judged by its gap to O0 at the same seeds, as in compare. Halving finds which modules must be kept, in at
-most 2 log2(modules) + 3 trials, O0's own among them. Nothing of the script is changed: AMP_PATCH_KEEP_FP32 and
-AMP_PATCH_KEEP_HIGH tell its runs what to keep. `search --resume FOLDER` goes on with a search that was cut.
+A trial trains the level from each seed with some modules kept in FP32. At O6 and O7, whose products are FP8 or FP4,
+they are kept in BF16. A trial is judged by its gap to O0 at the same seeds, as in compare. Halving the set of modules
+finds those to keep, in at most 2 log2(modules) + 3 trials, O0's included. The script is not edited: its runs read
+AMP_PATCH_KEEP_FP32 and AMP_PATCH_KEEP_HIGH. `search --resume FOLDER` continues an interrupted search.
 
-It ends at the first trial that fails for a reason which no module mends, as an optimizer's eps that is 0 in FP16.
-An answer that keeps every module is none.
+The search ends at the first trial that fails for a reason which no kept module can mend, for example an optimizer's eps
+that rounds to 0 in FP16. If all modules would have to be kept, there is no answer.
 
-The exit status is 0 if there is an answer, 1 if not or if the script fails, 130 if Ctrl-C has cut it, and 2 for
-arguments that cannot be.
+The exit status is 0 if there is an answer, 1 if there is none or the script fails, 2 for invalid arguments, and 130
+after Ctrl-C.
 """
 
 
@@ -41,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--level", default=_LEVEL, help="as compare's: O1, O2, O4, O5, O6+nvfp4 ... (default %(default)s)")
-    add("--dtype", help="float16 or bfloat16 at O1, O2 and O3 (default: as the script has it)")
-    add("--steps", type=int, help="end each run after so many optimizer steps")
+    add("--level", default=_LEVEL, help="one level, for example O2 or O6+nvfp4 (default %(default)s)")
+    add("--dtype", help="float16 or bfloat16 at O1, O2 and O3 (default: the script's)")
+    add("--steps", type=int, help="end each run after this many optimizer steps")
     add("--seeds", type=int, help=f"repetitions of each trial (default {SEEDS})")
     compare_arguments.add_judging_arguments(parser)
-    add("--trials", type=int, metavar="N", help="make at most so many trials, O0's own among them")
+    add("--trials", type=int, metavar="N", help="make at most N trials, O0's included")
     add("--out", type=Path, default=Path("amp_search"), help="folder of the runs (default %(default)s)")
-    add("--resume", type=Path, metavar="FOLDER", help="go on with the search in this folder")
+    add("--resume", type=Path, metavar="FOLDER", help="continue the search in this folder")
     compare_arguments.add_script_arguments(parser)
 
 
@@ -68,7 +68,7 @@ def search(args: argparse.Namespace) -> None:
         if args.resume is None:
             compare_folder.prepare(args.out)
             compare_folder.begin(args)
-    except (ValueError, OSError) as error:  # those of what `compare` and this share are signed by that
+    except (ValueError, OSError) as error:  # code shared with `compare` signs its errors "compare: "
         print(f"search: {str(error).removeprefix('compare: ').removeprefix('search: ')}", file=sys.stderr)
         sys.exit(2)
     with Interrupts() as interrupts:
@@ -77,7 +77,7 @@ def search(args: argparse.Namespace) -> None:
             with ended_by_failures("search", args.script):
                 found = module_search.search(trials.run, trials.modules, args.trials)
         except _Cut as cut:
-            print(f"To go on: python -m amp_patch search --resume {shlex.quote(str(args.out))}")
+            print(f"To continue: python -m amp_patch search --resume {shlex.quote(str(args.out))}")
             sys.exit(cut.status)
     _report(args, trials.level, found)
     sys.exit(0 if found.answer is not None else 1)
@@ -93,7 +93,7 @@ def _report(args: argparse.Namespace, level: str, found: Found) -> None:
 
 
 class _Cut(Exception):
-    """Carries the exit status of a signal that has ended a trial."""
+    """A signal has ended a trial; `status` is the exit status of `search`."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -101,35 +101,35 @@ class _Cut(Exception):
 
 
 class _Trials:
-    """Trains the script at the level, each trial in a folder of its own; the first one's has O0's runs.
+    """Trains the script at one level, each trial in its own folder. The folder of the first trial has O0's runs too.
 
     Attributes:
-        level: its name.
-        interrupts: ends the runs by what it has noted.
+        level: the name of the level.
+        interrupts: a signal noted there ends the runs.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         own = {**compare_arguments.defaults(), **vars(args), "levels": args.level, "one_by_one": False}
         if args.level.strip() == BASELINE:
-            raise ValueError(f"search: level is {BASELINE}; wanted one level that is not O0, as O5")
+            raise ValueError(f"search: level is {BASELINE}; wanted one level that is not O0, for example O5")
         self._args = argparse.Namespace(**own)
         self._plan = replace(compare_arguments.plan_of(self._args), keep=())
         self._made = 0
         self._runs: list[Run] = []
         levels = [level for level in self._plan.levels if level != BASELINE]
         if len(levels) != 1:
-            raise ValueError(f"search: level is {args.level}; wanted one level that is not O0, as O5")
+            raise ValueError(f"search: level is {args.level}; wanted one level that is not O0, for example O5")
         if self._plan.seeds < 2:
-            raise ValueError(f"search: seeds is {self._plan.seeds}; wanted 2 or more: one has no interval")
+            raise ValueError(f"search: seeds is {self._plan.seeds}; wanted 2 or more: one seed gives no interval")
         self.level = levels[0]
         self.interrupts = Interrupts()
 
     def run(self, kept: Kept) -> Trial:
-        """Train with these modules kept, unless an earlier call has done so.
+        """Train with the modules `kept` in higher precision, and judge the runs. Finished runs are not trained again.
 
         Raises:
-            ComparisonRefused, ScriptFailed: as `TurnScheduler.train` raises them.
-            _Cut: a signal has come.
+            ComparisonRefused, ScriptFailed: from `TurnScheduler.train`.
+            _Cut: a signal was received.
         """
         self._made += 1
         plan = replace(self._plan, keep=kept)
@@ -146,19 +146,19 @@ class _Trials:
         return done
 
     def modules(self) -> list[str]:
-        """The names of the script's modules, as the runs before have told them."""
+        """Return the names of the script's modules, which the runs of the last trial have recorded."""
         return [*dict.fromkeys(name for run in self._runs if run.level != BASELINE for name in run.modules)]
 
     def _folder(self, args: argparse.Namespace, plan: Plan) -> list[Run]:
-        """Make the folder of a trial: the runs that it has already."""
-        told = args.out / "kept.json"
-        asked = dumps([self.level, *(plan.keep or ())])
-        there = told.exists() and told.read_text() == asked and self._args.resume is not None
+        """Prepare the folder of a trial. Return its finished runs: O0's, and after `--resume` earlier ones."""
+        record = args.out / "kept.json"
+        kept = dumps([self.level, *(plan.keep or ())])
+        resumable = record.exists() and record.read_text() == kept and self._args.resume is not None
         compare_folder.prepare(args.out)
-        if not there:
+        if not resumable:
             compare_folder.begin(args)
-            write_whole(told, asked)
+            write_whole(record, kept)
         if self._made > 1:
-            for record in (self._args.out / "trial1" / "runs").glob(f"{BASELINE}-seed*"):
-                shutil.copyfile(record, args.out / "runs" / record.name)
+            for run in (self._args.out / "trial1" / "runs").glob(f"{BASELINE}-seed*"):
+                shutil.copyfile(run, args.out / "runs" / run.name)
         return compare_folder.runs_in(args.out, plan)

@@ -1,11 +1,11 @@
-"""The turns of a run that is compared: its process trains for a while at a time, and waits for the others meanwhile.
+"""The turns of a compared run: its process trains during its turn, and waits during the turns of other runs.
 
-turn_scheduler.py decides which process trains, and has a socket to each. A turn is handed on in `between_steps` alone,
-which the recorder calls when it has flushed its sinks. So a process that dies, forks, or becomes another program blocks
-nobody: its turn is over when it ends.
+turn_scheduler.py decides which process trains, and has a socket to each. Only `between_steps`, which the recorder calls
+after flushing its sinks, hands a turn on. The end of a process ends its turn. A process that dies, forks or executes
+another program therefore blocks no other run.
 
-A script that writes a file may read it back: its best weights, its last checkpoint. All levels of a seed run in one
-folder, so before the first write the process takes its turn for good, and the others wait until it has ended.
+A script that writes a file may read it back, as its best weights or its last checkpoint. All levels of a seed run in
+one folder, so before its first write a process keeps its turn until its end, and the others wait.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR",
 
 
 class TurnClient:
-    """The turns of this process. In its `with` block a write to a file, and a process started, keep the turn for good.
+    """The turns of this process. In its `with` block, a write to a file or a started process keeps the turn for good.
 
     Args:
-        channel: number of the socket to the process that gives the turns.
-        own: a file that is no other run's.
-        native: tells whether the script has mixed precision of torch's own.
-        steps: tells how many steps it has taken.
+        channel: the number of the socket to the scheduler.
+        own: a file of this run alone.
+        native: returns whether the script uses torch's mixed precision.
+        steps: returns the number of steps so far.
 
     Attributes:
-        kept_for: why the process takes no turns any more, in words; None while it does.
+        kept_for: the reason why the process keeps its turn, in words; None while it takes turns.
     """
 
     def __init__(self, channel: int, own: str, native: Callable[[], bool], steps: Callable[[], int]) -> None:
-        os.set_inheritable(channel, False)  # closed by exec: a program in place of this process keeps the turn
+        os.set_inheritable(channel, False)  # closed by exec: an executed program keeps the turn
         self.kept_for: str | None = None
         self._kept_at = 0
         self._native = native
@@ -55,9 +55,9 @@ class TurnClient:
         self._process = os.getpid()
         self._socket = socket.socket(fileno=channel)
         self._inode = os.fstat(channel).st_ino
-        self._lock = threading.RLock()  # held while this process waits: other threads must not write meanwhile
+        self._lock = threading.RLock()  # held during a wait, in which other threads must not write
         self._begun = time.monotonic()
-        self._waits = False  # whether the turn is handed on and no other has come
+        self._waits = False  # whether the turn is handed on and the next has not begun
         self._is_last = False  # whether the turn lasts until the process ends
         caches = [os.path.expanduser("~/.cache"), *(os.environ[name] for name in _CACHES if os.environ.get(name))]
         self._ours = {os.path.abspath(path) for path in (own, *caches)}
@@ -74,7 +74,7 @@ class TurnClient:
         """Hand the turn on, and wait for the next one, if this one was long enough.
 
         Raises:
-            SystemExit: `compare` has ended, so no turn will come.
+            SystemExit: `compare` has ended, so there are no more turns.
         """
         if self.kept_for is not None or self._is_last or time.monotonic() - self._begun < _SECONDS:
             return
@@ -83,7 +83,7 @@ class TurnClient:
                 raise SystemExit("compare, which started this process, has ended")
 
     def keep(self, why: str) -> None:
-        """Let this process run until it ends, from now on or, should it wait, from its next turn on."""
+        """Keep the turn until the end of this process; during a wait, from its next turn on."""
         if self.kept_for is not None or os.getpid() != self._process:
             return
         with self._lock:
@@ -93,26 +93,26 @@ class TurnClient:
                 self.kept_for, self._kept_at = why, self._steps()
 
     def note(self) -> str | None:
-        """What the reader should know of the run, once it has ended."""
+        """Return the note for the report of a run that kept its turn; None for other runs."""
         if self.kept_for is None or self._steps() == self._kept_at:
             return None
         return f"the script {self.kept_for}: from the first time on it ran to its end, while the other levels waited"
 
     def write_begins(self, *paths: Any) -> None:
-        """`keep`, if one of these paths can be another run's file too."""
+        """Call `keep` if one of these paths can be a file of another run."""
         if self.kept_for is None and os.getpid() == self._process and any(map(self._is_shared, paths)):
             self.keep("writes files")
 
     def process_begins(self, why: str) -> None:
-        """`keep`: the process may write files."""
+        """Call `keep`, because the started process may write files."""
         self.keep(why)
 
     def temporary_made(self, path: Any) -> None:
-        """Do not `keep` for this path: a temporary file or folder has a name that no other process has."""
+        """Exclude this path from `keep`: the name of a temporary file or folder is unique."""
         self._ours.add(os.path.abspath(os.fsdecode(path)))
 
     def _wait(self) -> bool:
-        """Hand the turn on, and wait for the next one; False where `compare` has closed the socket."""
+        """Hand the turn on, and wait for the next one; return False if `compare` has closed the socket."""
         try:
             if os.fstat(self._socket.fileno()).st_ino != self._inode:
                 raise OSError("the script has closed the socket, and opened something else by its number")
@@ -129,7 +129,7 @@ class TurnClient:
         return bool(given)
 
     def _is_shared(self, path: Any) -> bool:
-        """Whether a file of this name may be one that the script reads in another run."""
+        """Return whether the script may read a file of this name in another run."""
         if not isinstance(path, str | bytes | os.PathLike):
             return False  # a file descriptor: `open` was announced
         text = os.path.abspath(os.fsdecode(path))

@@ -1,11 +1,11 @@
-"""Which run trains now, among those that are compared.
+"""The scheduler of compared runs.
 
-The levels of a seed train in turns of half a second, or a step where that takes longer: load that comes and goes falls
-on all of them alike. One trains at a time. The first level begins, and the others when it has taken a step: a script
-that cannot be compared is refused by then, and one that fails by itself has failed.
+The levels of a seed train in turns of half a second, or of one step if that is longer, so that changes of the machine's
+load affect all levels alike. One run trains at a time. The other levels begin after the first step of the first level:
+a script that cannot be compared is refused by then, and a script with an error of its own has failed.
 
-On a GPU, and where the memory would not do for all, each run ends before the next begins. What a GPU has left decides
-how cuDNN computes and how large a batch some scripts take: beside others a run would not be what it is alone.
+On a GPU, and if the memory is too small for all levels, each run ends before the next begins. The free memory of a GPU
+decides the algorithms of cuDNN, and the batch of some scripts: beside other runs the results would differ.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.comparison.processes import free_bytes, private_bytes
 from amp_patch.lab.recording.run import EXITED, INTERRUPTED, NATIVE, Run
 
-_PATIENCE = 5.0  # seconds that interrupted scripts have to end by themselves
-_FILLED = 0.8  # of the free memory, which first steps may fill: later steps can take more
+_PATIENCE = 5.0  # seconds for interrupted scripts to end
+_FILLED = 0.8  # the share of the free memory for first steps; later steps can take more
 
 
 class ComparisonRefused(Exception):
@@ -39,13 +39,12 @@ class ComparisonRefused(Exception):
 
 
 class ScriptFailed(Exception):
-    """The script has failed by itself before its first step, at the first level; the message says why and where."""
+    """The script failed at the first level before its first step; the message has the error and its place."""
 
 
 @contextmanager
 def ended_by_failures(command: str, script: str) -> Iterator[None]:
-    """End the process, saying why, where a `TurnScheduler` in the body raises: 2 if it refuses the script, 1 if that
-    has failed."""
+    """End the process with a message if a `TurnScheduler` in the body raises: status 2 if it refuses, 1 if it fails."""
     try:
         yield
     except ComparisonRefused as error:
@@ -57,18 +56,18 @@ def ended_by_failures(command: str, script: str) -> Iterator[None]:
 
 
 class TurnScheduler:
-    """The runs of a plan, made: all levels of a seed, then the next seed.
+    """A scheduler that makes the runs of a plan: all levels of a seed, then the next seed.
 
     Args:
-        interrupts: ends the runs by what it has noted.
-        found: runs of an earlier call; those that have finished are not made again.
-        tells_time: whether to print what a step takes, and what a number of them would: once is enough of a search.
+        interrupts: the signals that end the runs.
+        found: runs of an earlier call; finished ones are kept.
+        tells_time: whether to print the time of a step, and of a number of steps. A search prints them once.
 
     Attributes:
-        runs: those of the plan, as far as it is known: a script with mixed precision of its own gets one more a seed.
-            So does one whose weights come in low precision, if no level of the plan has masters of that type.
-        asked: how many of them there should be.
-        load: what other work took of the machine meanwhile.
+        runs: the runs of the plan. A script with torch's mixed precision gets another run for each seed, and so does a
+            script with low-precision weights, if no level of the plan has masters of that type.
+        asked: the planned number of runs.
+        load: the other work on the machine during the runs.
     """
 
     def __init__(
@@ -98,20 +97,21 @@ class TurnScheduler:
         self._alive: list[Child] = []
 
     def train(self) -> int:
-        """Make the runs; the exit status of an interrupt that has ended them, else 0.
+        """Make the runs; return the exit status of an interrupt, else 0.
 
-        After an interrupt `runs` has those that ended and those that took steps.
+        After an interrupt `runs` has the runs that ended or took steps.
 
         Raises:
             ComparisonRefused: the script cannot be compared.
-            ScriptFailed: the script fails by itself.
+            ScriptFailed: the script has an error of its own.
         """
         self._progress.begin(len(self._plan.levels), self._plan.seeds)
         try:
             for seed in range(self._plan.seeds):
                 self._train_seed(seed)
                 if self._all_failed(seed):
-                    self._progress.say(f"every level has failed with seed {seed}: other seeds are not tried")
+                    if self._plan.seeds > 1:
+                        self._progress.say(f"every level has failed with seed {seed}: other seeds are not tried")
                     self.runs = [run for run in self.runs if run.seed <= seed]
                     self.asked = len(self.runs)
                     break
@@ -139,7 +139,7 @@ class TurnScheduler:
                 self._progress.end(child.run)
 
     def _all_failed(self, seed: int) -> bool:
-        """Whether the first seed has shown that the script fails by itself at each level."""
+        """Return whether the first seed failed at each level by an error of the script."""
         return seed == 0 and all(_failed_by_itself(run) for run in self.runs if run.seed == seed)
 
     def _look(self, run: Run) -> None:
@@ -173,7 +173,7 @@ class TurnScheduler:
         return child
 
     def _use_message(self, message: dict[str, Any], child: Child) -> None:
-        """Add the runs that a finished turn asks for; the first one decides if turns go on."""
+        """Add the runs that a finished turn requires; the first turn decides whether turns continue."""
         self._add_runs(child.run, native=message["native"])
         if not self._memory_checked:
             self._memory_checked = True
@@ -201,7 +201,7 @@ class TurnScheduler:
             raise ComparisonRefused(run.error)  # any other level and seed would be refused alike
 
     def _add_runs(self, run: Run, native: bool = False) -> None:
-        """Add runs of the levels beside the plan's that this run asks for, for each seed from its own on."""
+        """Add runs of the further levels that this run requires, for its seed and later ones."""
         for level in self._more_levels(run, native=native) - self._added:
             self._added.add(level)
             added = [Run(level, seed) for seed in range(run.seed, self._plan.seeds)]
@@ -212,7 +212,7 @@ class TurnScheduler:
             self._queue.append(added[0])
 
     def _more_levels(self, run: Run, native: bool = False) -> set[str]:
-        """NATIVE, of a script with mixed precision of its own; the level with masters, of one without FP32 weights."""
+        """Return NATIVE if the script uses torch's mixed precision, and a level with masters if its weights are low."""
         if self._plan.keep is not None:
             return set()
         more = {NATIVE} if native or run.native or run.level == NATIVE else set()
@@ -224,5 +224,5 @@ def _has_failed(run: Run) -> bool:
 
 
 def _failed_by_itself(run: Run) -> bool:
-    """Whether the run would fail again, whatever the machine has free."""
+    """Return whether the run would fail again with any amount of free memory."""
     return run.error is not None and run.error_kind in ("", EXITED)

@@ -1,4 +1,4 @@
-"""The largest batch of a training that fits a given memory: which batches to try, and what the trials say."""
+"""Search for the largest batch of a training that fits a given memory: the batches to try, and their results."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from amp_patch.lab.comparison.plan import BASELINE
 from amp_patch.lab.text_table import in_columns
 from amp_patch.lab.wording import figure, level_name, listed
 
-_FIRST = 8  # small enough for most, large enough for a batch norm
-_GROWTH = 8  # a line through two batches is not trusted further than this
-_STRAIGHT = 0.01  # a line that meets a third trial as well as this is trusted
-_MOST = 16  # trials of a level
+_FIRST = 8  # the batch of the first trial: it fits for most models, and batch norm has enough samples
+_GROWTH = 8  # the next trial has at most this many times the best batch, unless a third trial confirms the line
+_STRAIGHT = 0.01  # a line that misses a third trial by less than this share of its memory range is trusted
+_MOST = 16  # the most trials of a level
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 def size_in_bytes(text: str) -> int:
-    """ "8GiB" is 8 * 2**30, "8GB" 8 * 10**9.
+    """Read a size with a unit: "8GiB" is 8 * 2**30 bytes, "8GB" is 8 * 10**9 bytes.
 
     Raises:
-        ValueError: anything else than a positive number with such a unit.
+        ValueError: `text` is not a positive number with such a unit.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is not None:
@@ -40,14 +40,14 @@ class Trial:
     """A short run with one batch.
 
     Attributes:
-        batch: what the script was given.
-        memory: bytes, by `measures.memory_bytes`; None where the run failed.
-        samples: what a step gave the model, in all its micro-batches; 0 where that is not known.
-        samples_per_second: of these few steps; None where that is not known.
-        error: why there are no figures.
-        ran_out: whether that is for want of memory.
-        given: the sizes of the model's first tensor, of which `samples` counts the first; nothing where it is known
-            which one has the samples.
+        batch: the value of the script's batch flag.
+        memory: bytes, by `measures.memory_bytes`; None if the run failed.
+        samples: the samples of one step, over all its micro-batches; 0 if unknown.
+        samples_per_second: the rate over the few steps of the run; None if unknown.
+        error: the reason why the run has no figures; None if it has.
+        ran_out: whether the run failed because memory ran out.
+        given: the sizes of the model's first tensor if the batch dimension is unknown (`samples` then counts
+            dimension 0); empty if it is known.
     """
 
     batch: int
@@ -65,9 +65,9 @@ class Search:
 
     Attributes:
         dtype: the level's low-precision type; None at O0.
-        limit: bytes.
-        tried: in the order in which they ran.
-        first: the batch to begin with.
+        limit: the memory that a batch may take, in bytes.
+        tried: the trials, in the order of their runs.
+        first: the batch of the first trial.
     """
 
     level: str
@@ -83,17 +83,17 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """The largest that fits; None if none does."""
+        """The trial with the largest batch that fits; None if no batch fits."""
         return max((t for t in self.tried if self._fits(t)), key=lambda t: t.batch, default=None)
 
     @property
     def over(self) -> Trial | None:
-        """The smallest that does not."""
+        """The trial with the smallest batch that does not fit; None if every batch fits."""
         return min((t for t in self.tried if not self._fits(t)), key=lambda t: t.batch, default=None)
 
     @property
     def problem(self) -> str | None:
-        """Why the search has no answer, or only a lower bound, in words; None if all is well."""
+        """The reason why the search has no answer, or only a lower bound, in words; None if it has an exact answer."""
         failed = next((t for t in self.tried if t.error is not None and not t.ran_out), None)
         if failed is not None:
             return f"failed with {failed.batch}: {failed.error}"
@@ -111,9 +111,10 @@ class Search:
 
     @property
     def batch_dim(self) -> int | None:
-        """The dimension of the model's first tensor that moves with the batch; None where none does, or it is known.
+        """The dimension of the model's first tensor that changes with the batch.
 
-        Of several the first that moves in proportion: lengths of padded sequences move too, and are not the batch.
+        If several change, the first that is proportional to the batch is taken: lengths of padded sequences change
+        too. None if no dimension changes, or if the runs know the batch dimension (`Trial.given` is then empty).
         """
         shaped = [t for t in self.tried if t.given]
         first = min(shaped, key=lambda t: t.batch, default=None)
@@ -126,14 +127,14 @@ class Search:
 
     @property
     def rate(self) -> float | None:
-        """Samples per second of the best trial."""
+        """Samples per second of the best trial; None if unknown."""
         best = self.best
         if best is None or best.samples_per_second is None or not best.samples:
             return None
         return best.samples_per_second * self._samples(best) / best.samples
 
     def following(self) -> int | None:
-        """The batch to try next; None: there is nothing more to learn."""
+        """Return the batch to try next; None if another trial would not change the answer, or a run has failed."""
         best, over = self.best, self.over
         if len(self.tried) >= _MOST or any(t.error is not None and not t.ran_out for t in self.tried):
             return None
@@ -143,22 +144,22 @@ class Search:
         if self._data_ended or self._flat or top <= best.batch:
             return None
         line = self._line
-        if line is None:  # too few trials, or something else than the batch takes most of the memory
+        if line is None:  # fewer than two trials have a size, or memory does not grow with the batch
             return min((2 if len(self.tried) == 1 else _GROWTH) * best.batch, top)
         if over is None and self._straight:
             top = line.batch_at(self.limit)
         guess = line.batch_at(self.limit)
         if guess <= best.batch:
-            return None  # by the line, the next one does not fit
-        # A trial that ran out of memory has no size, so no line predicts that end: bisect.
+            return None  # by the line, one sample more does not fit
+        # If the trial that did not fit ran out of memory, it has no size for the line to predict: bisect.
         return min(guess, top if over is None or over.memory is not None else (best.batch + over.batch) // 2)
 
     def next_memory(self) -> int | None:
-        """The bytes of one batch more than the best, reckoned from two trials; None without two."""
+        """Return the memory of the next larger batch, by the line through two trials; None if there is no line."""
         return None if self.best is None or self._line is None else self._line.memory_at(self.best.batch + 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """For batch_search.json."""
+        """Return the entry of batch_search.json."""
         best = self.best
         return {
             "level": self.level,
@@ -178,7 +179,10 @@ class Search:
 
     @property
     def _line(self) -> _Line | None:
-        """The line through the best trial and its neighbour, the larger if there is one; None unless memory grows."""
+        """The line through the best trial and the next larger one, or else the next smaller one.
+
+        None if fewer than two trials have a size, or if the larger batch does not take more memory.
+        """
         known = sorted((t for t in self.tried if t.memory is not None), key=lambda t: t.batch)
         if self.best is None or len(known) < 2:
             return None
@@ -188,7 +192,7 @@ class Search:
 
     @property
     def _straight(self) -> bool:
-        """Whether the line through two trials meets a third one, measured by what lies between them."""
+        """Whether a third trial is on the line, within `_STRAIGHT` of the memory between it and the larger batch."""
         line = self._line
         if line is None:
             return False
@@ -198,21 +202,21 @@ class Search:
 
     @property
     def _flat(self) -> bool:
-        """Whether the batch changes nothing: neither the memory nor, where that is known, the model's samples."""
+        """Whether all trials have the same memory and as many samples. If samples are unknown, it takes four trials."""
         known = [t for t in self.tried if t.memory is not None]
         enough = 2 if any(t.samples for t in known) else 4
         return len(known) >= enough and len({(t.memory, self._samples(t)) for t in known}) == 1
 
     @property
     def _data_ended(self) -> bool:
-        """Whether the best trial got fewer samples than the smallest one's part of its batch."""
+        """Whether the data ran out: the best trial got fewer samples per unit of batch than the smallest trial."""
         first, best = min(self.tried, key=lambda t: t.batch), self.best
         if best is None or len({self._samples(t) for t in self.tried if t.memory is not None}) == 1:
-            return False  # no dimension has moved: what was counted is not the batch
+            return False  # no dimension changes with the batch, so `samples` does not count the batch
         return self._samples(best) * first.batch < self._samples(first) * best.batch
 
     def _samples(self, trial: Trial) -> int:
-        """Of a step: the part of its samples that `batch_dim` says."""
+        """Return the samples of a step, counted in dimension `batch_dim` instead of dimension 0."""
         dim = self.batch_dim
         if not dim or len(trial.given) <= dim:
             return trial.samples
@@ -221,14 +225,14 @@ class Search:
 
 @dataclass(frozen=True)
 class _Line:
-    """Bytes over the batch, through two trials."""
+    """The straight line through two trials: memory in bytes as a function of the batch."""
 
     low: Trial
     high: Trial
 
     @property
     def slope(self) -> tuple[int, int]:
-        """(bytes, batches) as whole numbers: a float would round memory that is exactly linear."""
+        """The rise of the line, as the integers (bytes, batches): a float would round exactly linear memory."""
         assert self.low.memory is not None and self.high.memory is not None
         return self.high.memory - self.low.memory, self.high.batch - self.low.batch
 
@@ -244,7 +248,7 @@ class _Line:
 
 
 def lines(searches: Sequence[Search], flag: str) -> list[str]:
-    """The table for a terminal, and under it what was measured and what was not."""
+    """Return the lines of the table for a terminal, followed by remarks: problems, and how sure each answer is."""
     limit = searches[0].limit
     unit = _unit(limit)
     rows = [("level", "batch", f"memory, {unit}", "samples/s")]
@@ -259,7 +263,7 @@ def lines(searches: Sequence[Search], flag: str) -> list[str]:
 
 
 def in_unit_of(limit: int, memory: int) -> str:
-    """ "7.93 GiB": all sizes of a search have the unit of its limit."""
+    """Format a size in the unit of the limit, so that all sizes of a search share it: "7.93 GiB"."""
     unit = _unit(limit)
     return f"{wording.in_unit(memory, unit)} {unit}"
 
@@ -291,12 +295,12 @@ def _sure(searches: Sequence[Search]) -> list[str]:
 def search(
     level: str, limit: int, trial: Callable[[int], tuple[Trial, str | None]], near: Search | None = None
 ) -> Search:
-    """Try batches until the largest is known.
+    """Try batches until the largest that fits is known.
 
     Args:
-        level, limit: of the `Search`.
-        trial: runs a batch, and gives the level's low-precision type, too.
-        near: of another level, whose answer is where this one begins.
+        level, limit: the attributes of `Search`.
+        trial: runs the script with a batch, and returns the trial and the level's low-precision type.
+        near: the finished search of another level. This search starts at half of its answer.
     """
     first = _FIRST if near is None or near.best is None else max(1, near.best.batch // 2)
     found = Search(level, None, limit, [], first)

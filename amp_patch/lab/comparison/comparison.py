@@ -1,4 +1,4 @@
-"""Comparison: trainings at several opt levels side by side, and what they say about each level, by a stated test."""
+"""Comparison: trainings at several opt levels, and a finding for each level by the test that it states in words."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from amp_patch.lab.comparison.verdict import failures_in_words, verdict
 from amp_patch.lab.recording.run import INTERRUPTED, NATIVE, Run
 from amp_patch.lab.wording import counted, fine_percent, lacks, listed, metric_in_words, type_name, whole_percent
 
-_MOST_TO_TELL = 20  # seeds
-FEW_STEPS = 30  # fewer tell little of a loss, of a loss scale that finds its height, or of a step's time
+_MOST_TO_TELL = 20  # seeds; no command asks for more than these to decide
+FEW_STEPS = 30  # with fewer steps, losses, step times and a dynamic loss scale have not become steady
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Trainings at several levels, and what they say. What is computed from the runs is computed once, when asked for.
+    """Trainings at several levels, with the figures and findings of each level.
 
-    How a level is judged is in `test`, in words; `measures` has the sums.
+    Figures are computed from the runs once, at the first access. `test` says in words how a level is judged; `measures`
+    has the formulas.
 
     Attributes:
-        title: what was trained: the script's name.
-        runs: in the order in which the levels were asked for.
+        title: the name of the script or function that was trained.
+        runs: the runs, in the order of the levels that were asked for.
         metric: "loss", or a name given to `amp.log`.
         maximize: whether more of the metric is better.
-        asked_steps: how many steps each run should have trained, if that was said.
-        machine: what it ran on, as `machine()` tells.
-        again: what `compare` was given, but levels and seeds, as a shell has it; "" where that was no command.
-        asked_runs: how many runs there should be, if that was said.
+        asked_steps: the number of steps that the caller asked of each run, if it asked.
+        machine: the hardware and versions, as `machine()` returns them.
+        again: the shell arguments of `compare` without levels and seeds; "" if no command made the comparison.
+        asked_runs: the number of runs that the caller asked for, if it asked.
         min_gain: the share of the memory that a level must save to be recommended for it.
-        margin: the share of the baseline's result by which a level may be worse and is as good.
-        command: what `python -m amp_patch run` is given to train the same; "" where that is no script.
+        margin: a level counts as good if it is worse by at most this share of the baseline's result.
+        command: the arguments of `python -m amp_patch run` for the same training; "" if it was no script.
+        folder: the report's folder, as `compare --resume` takes it; "" if no command made the comparison.
 
     Raises:
         ValueError: two runs of one level that went well have the same seed.
@@ -55,6 +57,7 @@ class Comparison:
     command: str = ""
     min_gain: float = MIN_GAIN
     margin: float = MARGIN
+    folder: str = ""
 
     def __post_init__(self) -> None:
         for level in self._groups:
@@ -67,18 +70,18 @@ class Comparison:
 
     @property
     def cut(self) -> int:
-        """How many of the runs asked for are missing, or were interrupted."""
+        """The number of runs that are missing or were interrupted, of those asked for."""
         ended = sum(run.error_kind != INTERRUPTED for run in self.runs)
         return 0 if self.asked_runs is None else max(0, self.asked_runs - ended)
 
     @cached_property
     def steps(self) -> int:
-        """How many steps all runs that went well trained: the losses are compared over these."""
+        """The number of steps that every successful run trained: losses are compared over these."""
         return measures.common_steps([run for run in self.runs if went_well(run)])
 
     @cached_property
     def levels(self) -> list[LevelResult]:
-        """In the order in which the runs name them."""
+        """The levels with their figures and findings, in the order of the runs."""
         levels = [measured(level, self._base) for level in self._groups]
         base = self._same_level(levels, self._base)
         terms = Terms(self.metric, self.maximize, self.margin, self.steps)
@@ -90,17 +93,17 @@ class Comparison:
 
     @cached_property
     def baseline(self) -> LevelResult | None:
-        """O0 if it has figures, else the first level that does; None if none does."""
+        """O0 if it has figures, else the first level that has figures; None if no level has."""
         return self._same_level(self.levels, self._base)
 
     @cached_property
     def comparable(self) -> bool:
-        """Whether there are two levels with runs that went well, and figures of at least one of them."""
+        """Whether two levels or more have successful runs, and at least one level has figures."""
         return self._base is not None and sum(bool(level.runs) for level in self._groups) > 1
 
     @property
     def test(self) -> str:
-        """How it was decided, in words."""
+        """The rules for judging and recommending levels, in words."""
         base = self._base.name if self._base is not None else "the baseline"
         what = (
             f"the mean training loss over the last tenth of the {self.steps} steps that all runs trained"
@@ -112,42 +115,42 @@ class Comparison:
             [
                 f"The result of a run is {what}; {better} is better. The gap of a level is the mean of the",
                 f"differences between its runs and {base}'s with the same seeds, with Student's interval at",
-                f"{whole_percent(CONFIDENCE)}; each level is tested by itself. As good: the whole interval lies",
-                f"below the margin, by which a level may be worse: {fine_percent(self.margin)} of {base}'s result.",
-                f"Worse: it lies above, and above {fine_percent(self.margin)} of what {base}'s training gained, as",
-                "of a loss that ends next to 0 every difference is many per cent. Better: it lies as far on the",
-                "other side. Else it cannot be told yet: how many more seeds would tell is reckoned from the spread",
-                f"seen. As good so far: the mean lies between the lowest and the highest result of {base}'s seeds,",
-                "and the interval has 0 in it or better. No worse: the mean lies beyond them on the better side.",
-                "Undecided: neither, or there is only one seed, and so no interval: a level that gains something",
-                "and is not worse by more than the margin is named so far. Where the differences spread as",
-                f"much as {base}'s seeds do, the runs have decorrelated: the same seed tells no more than",
-                "another. Then, and where a gap is more than the margin and little of what the training gained, the",
-                f"range of {base}'s seeds decides: as good inside of it; worse or better outside, if Student's",
-                f"paired t-test (two-sided) rejects chance at {whole_percent(SIGNIFICANCE)}. Better is held to the",
-                "test that worse is. A level of which a run diverged (its result is missing or not finite) or",
-                "collapsed is not to be used, whatever the test says: collapsed is one whose result is worse than",
-                f"all of {base}'s by more than {COLLAPSED_RANGES} times their range and by more than half of what",
-                f"{base}'s training gained, from where it began to its worst result (of a metric that is logged once",
-                "by more than 10 % of it; with one seed, by its training loss: by more than that loss ever moved).",
-                "Losses that a model returns in BF16 or FP16 are rounded to steps before they are recorded: a mean",
-                "that is off by less than a step is within. Not recommended is a level of which a run skipped more",
-                f"than half of its steps, or more than {whole_percent(SKIPPED_SHARE)} and {SKIPPED_STEPS} of them.",
-                "Times: the median step of each run, without the first tenth of the steps; the speed is the ratio",
-                "of the runs' medians, its range that of the ratios of each seed. A level is faster or slower only",
-                "if it is with all seeds (with one: if the quartiles of its step times are), slower only by more",
-                f"than {whole_percent(ALIKE - 1)} in the median; within that memory counts more than time. Memory",
-                f"counts where every run saves more than {fine_percent(self.min_gain)} of the training's memory, and",
-                "where the speed is not clear, more than the share of time that the level may cost. O3, which keeps",
-                "no FP32 weights, is recommended only where it is compared alone. A level that is surely better is",
-                "recommended before any that is faster or smaller; of several whose results lie within the margin of",
-                "the best, it is the one that takes the least memory.",
+                f"{whole_percent(CONFIDENCE)}; each level is tested separately. As good: the whole interval is below",
+                f"the margin, {fine_percent(self.margin)} of {base}'s result. Worse: the whole interval is above the",
+                f"margin, and above the same share of what {base}'s training gained: if a loss ends near 0, every",
+                "difference is many per cent of it. Better: the whole interval is as far on the other side. If the",
+                "interval allows several of these, more seeds are needed, and their number is estimated from the",
+                "spread so far. Until then, a level is as good so far if its mean is between the lowest and the",
+                f"highest result of {base}'s seeds and its gap is not surely worse than 0; no worse if its mean is",
+                "beyond these results on the better side; else undecided. With one seed there is no interval: every",
+                "level is undecided, and one that gains something and is not worse by more than the margin is named",
+                f"so far. If the differences spread as much as {base}'s seeds do, the runs have decorrelated: the",
+                "same seed tells no more than another. Then, and if a gap is above the margin but small against what",
+                f"the training gained, the range of {base}'s seeds decides: as good inside it; worse or better",
+                f"outside it, if Student's paired t-test (two-sided) rejects chance at {whole_percent(SIGNIFICANCE)}.",
+                "A level with a run that diverged (its result is missing or not finite) or collapsed is not to be",
+                f"used, whatever the test says. A run has collapsed if its result is worse than all of {base}'s by",
+                f"more than {COLLAPSED_RANGES} times their range and by more than half of what {base}'s training",
+                "gained, from its start to its worst result. If a metric is logged once, 10 % of it replace that",
+                "half; with one seed, a training loss must be worse by more than it ever moved. Losses that a model",
+                "returns in BF16 or FP16 are rounded to steps before they are recorded: a mean that differs by less",
+                "than a step is as good. A level is not recommended if a run skipped more than half of its steps, or",
+                f"more than {whole_percent(SKIPPED_SHARE)} and {SKIPPED_STEPS} of them. Times: the time of a run is",
+                "its median step, without the first tenth of the steps; the speed is the ratio of the medians of the",
+                "runs, and its range that of the seeds. A level is faster or slower only if it is with every seed",
+                "(with one seed: by the quartiles of its step times), and slower only by more than",
+                f"{whole_percent(ALIKE - 1)} in the median; within that, memory counts more than time. Memory counts",
+                f"if every run saves more than {fine_percent(self.min_gain)} of the training's memory, and, where the",
+                "speed is not clear, more than the share of time that the level may cost. O3, which keeps no FP32",
+                "weights, is recommended only if it is compared alone. A level that is surely better is recommended",
+                "before any that is faster or smaller. If several have results within the margin of the best, it is",
+                "the one that takes the least memory.",
             ]
         )
 
     @cached_property
     def recommendation(self) -> Recommendation | None:
-        """None where there is nothing to compare."""
+        """The recommended level with its reasons; None if there is nothing to compare."""
         base = self.baseline
         return (
             None
@@ -157,8 +160,10 @@ class Comparison:
 
     @property
     def seeds_to_tell(self) -> int | None:
-        """How many seeds in all would tell of the levels by which the recommendation might change; None where that is
-        told, or no number of seeds that somebody runs would."""
+        """The number of seeds, in all, that would decide the levels that the recommendation depends on.
+
+        None if they are decided already, or if more than `_MOST_TO_TELL` seeds would be needed.
+        """
         found = self.recommendation
         if found is None:
             return None
@@ -169,12 +174,12 @@ class Comparison:
 
     @property
     def recommended(self) -> LevelResult | None:
-        """The level to use: the baseline where no other is better; None where there is nothing to compare."""
+        """The level to use: the baseline if no other is better; None if there is nothing to compare."""
         return None if self.recommendation is None else self.recommendation.level
 
     @cached_property
     def summary(self) -> str:
-        """What to use, and why, in one or two sentences."""
+        """The level to use and the reason, in one or two sentences, followed by the notes that limit them."""
         if self.baseline is not None and self.recommendation is not None:
             words = summary(self.recommendation, self.baseline)
             notes = [note for note in (self.losing_note, self.kernels_note, self.few_steps_note) if note]
@@ -183,33 +188,34 @@ class Comparison:
         if self.only is not None:
             return f"Only {self.only.name} has results: there is nothing to compare it with.{failed}"
         what = f" {self.baseline.name} with" if self.baseline is not None else ""
-        return f"Nothing to compare{what}: {self.why_nothing()}{failed}"
+        why = self.why_nothing()
+        return f"Nothing to compare{what}: {why}" + failed * (not why.startswith("all "))
 
     @property
     def only(self) -> LevelResult | None:
-        """The one level with results, where others were asked for or not."""
+        """The level with successful runs, if it is the only one, and has figures; else None."""
         return self.baseline if sum(bool(level.runs) for level in self._groups) == 1 else None
 
     @property
     def few_steps_note(self) -> str:
-        """Of short runs: how little they decide, without a full stop; else ""."""
+        """A warning that runs this short decide little, without a full stop; "" if they are long enough."""
         if not self.comparable or self.steps >= FEW_STEPS:
             return ""
         return f"{counted(self.steps, 'step')} decide{'s' if self.steps == 1 else ''} little: train for more"
 
     @property
     def metric_in_words(self) -> str:
-        """ "loss on held-out data"."""
+        """The metric as a reader would name it: "loss on held-out data"."""
         return metric_in_words(self.metric)
 
     @property
     def losing_note(self) -> str:
-        """Of a script whose weights come in low precision: how many of its updates it loses, without a full stop."""
+        """The share of updates that a script with low-precision weights loses, without a full stop; else ""."""
         return "" if self.baseline is None else lost_without_masters.by_script(self.baseline, self.levels)
 
     @property
     def kernels_note(self) -> str:
-        """Of a script whose weights come in a type that this CPU has no arithmetic for: what speeds beside it tell."""
+        """A warning about speedups over a script whose weights have a type without arithmetic on this CPU; else ""."""
         base = self._base
         runs = [run for run in base.runs if run.weights_type and run.device == "cpu"] if base is not None else []
         slow = next((run.weights_type for run in runs if run.weights_type in self.machine.get("lacks", "").split()), "")
@@ -222,7 +228,10 @@ class Comparison:
 
     @property
     def to_be_sure(self) -> str:
-        """Where one seed has been seen: the command that judges what it speaks for, or what it leaves open; else ""."""
+        """The command that runs more seeds of the levels that one seed recommends or leaves undecided.
+
+        "" if the baseline has more seeds, or if there is no command or no such level.
+        """
         found, base = self.recommendation, self.baseline
         if not self.again or found is None or base is None or len(base.finite) > 1:
             return ""
@@ -231,10 +240,12 @@ class Comparison:
         return f"python -m amp_patch compare --levels {names} --seeds {SEEDS} {self.again}" if names else ""
 
     def why_nothing(self) -> str:
-        """Why there is nothing to compare, in words."""
+        """Return the reason why there is nothing to compare, with a full stop."""
         if not self.runs:
             return "there is no run."
         well = [level for level in self._groups if level.runs]
+        if not well and len({(run.error, run.error_where) for run in self.runs}) == 1 < len(self.runs):
+            return f"all {len(self.runs)} runs failed: {self.runs[0].error_in_full}."
         if not well:
             return "no run went well."
         if self._base is None and self.metric != LOSS and not any(self.metric in run.logged for run in self.runs):
@@ -249,7 +260,7 @@ class Comparison:
 
     @cached_property
     def notes(self) -> list[str]:
-        """What the reader should know of the runs: what they noted, and where they are not alike."""
+        """Remarks on the runs: the notes that they made, and differences between them that limit the comparison."""
         notes: dict[str, list[str]] = {}
         well = [run for run in self.runs if went_well(run)]
         for run in well:
@@ -279,7 +290,7 @@ class Comparison:
 
     @property
     def _rounded_losses(self) -> list[str]:
-        """Of the levels whose losses were rounded before they were recorded: to which type, and to which steps."""
+        """One line per level whose losses were recorded in a low-precision type: the type and its step."""
         lines = []
         for level in self._groups:
             dtype = measures.loss_type(level.runs)
@@ -290,7 +301,7 @@ class Comparison:
 
     @property
     def lack_note(self) -> str:
-        """What the processor lacks that levels here would be faster with, without a full stop; "" if nothing."""
+        """The levels whose type has no arithmetic on this CPU, without a full stop; "" if there are none."""
         levels: dict[str, list[str]] = {}
         for level in self._groups:
             if level.runs and level.dtype is not None and all(run.device == "cpu" for run in level.runs):
@@ -300,7 +311,7 @@ class Comparison:
 
     @cached_property
     def load_note(self) -> str:
-        """What other work on the machine does to the figures; "" if nothing to speak of."""
+        """A warning about speeds that other work on the machine has disturbed; "" if it took little."""
         if "load" not in self.machine:
             return ""
         ranges = [level.speedup for level in self.levels if level.speedup is not None]
@@ -309,7 +320,7 @@ class Comparison:
         return f"{self.machine['load']}: {sure}, the losses are not touched by it"
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure, for `run.dumps`."""
+        """Return every figure, for `run.dumps`."""
         return {
             "title": self.title,
             "metric": self.metric,
@@ -321,6 +332,7 @@ class Comparison:
             "command": self.command,
             "min_gain": self.min_gain,
             "margin": self.margin,
+            "folder": self.folder,
             "comparable": self.comparable,
             "summary": self.summary,
             "test": self.test,
@@ -332,15 +344,15 @@ class Comparison:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Comparison:
-        """The comparison of which `to_dict` gave `values`; what is computed is computed again, from the runs."""
+        """Load a comparison from the result of `to_dict`. All figures are computed from its runs again."""
         given = {name: values[name] for name in ("title", "metric", "maximize", "asked_steps", "machine")}
-        later = ("again", "asked_runs", "command", "min_gain", "margin")  # which reports of before do not have
+        later = ("again", "asked_runs", "command", "min_gain", "margin", "folder")  # missing in old reports
         given.update((name, values[name]) for name in later if name in values)
         return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
 
     @cached_property
     def _groups(self) -> list[LevelResult]:
-        """The levels with their runs and figures. A run that failed before its dtype was known joins its level."""
+        """The levels with their runs and results. A run that failed before its dtype was known joins its level."""
         keys: dict[tuple[str, str | None], list[Run]] = {}
         of_level: dict[str, tuple[str, str | None]] = {}
         for run in sorted(self.runs, key=lambda run: run.dtype is None):
@@ -365,7 +377,7 @@ class Comparison:
 
     @staticmethod
     def _same_level(levels: list[LevelResult], wanted: LevelResult | None) -> LevelResult | None:
-        """The one of `levels` that has the level and the dtype of `wanted`; its other figures may be known by now."""
+        """Find the entry of `levels` with the level and dtype of `wanted`, which may have fewer figures."""
         if wanted is None:
             return None
         return next(each for each in levels if (each.level, each.dtype) == (wanted.level, wanted.dtype))

@@ -1,8 +1,8 @@
-"""How a report draws: its colours, and small SVG pictures made by hand.
+"""The colours of a report, and functions that write small SVG pictures.
 
-A picture takes its colours from the page that it stands in, by CSS variables, so that light and dark are one picture.
-A cell of a table or of the card has no viewBox: shares of its width are percentages, so that it fits any width while
-its letters keep their size. A `Plot` has axes, and a fixed shape that grows with its width.
+A picture reads its colours from CSS variables of its page, so one picture serves light and dark. A cell of a table or
+of the card has no viewBox, and its positions are percentages: it fits any width, and its letters keep their size. A
+`Plot` has axes and a fixed aspect ratio.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from amp_patch.lab.wording import figure, raised
 
-# Name of a colour -> on white, on black. Blue stands for time, violet for memory, green for the recommended level.
+# Name of a colour -> (on white, on black). Blue is time, violet memory, green the recommended level.
 COLOURS = {
     "paper": ("#ffffff", "#14171b"),
     "card": ("#f6f7f9", "#1b2026"),
@@ -45,39 +45,39 @@ _POINTS = 200  # of a curve: a picture of this width shows no more
 
 
 class Picture(NamedTuple):
-    """One picture: an <svg> element for inside of a page that has the colours, and what it shows, in words."""
+    """An <svg> element for a page that defines the colours, and its text alternative."""
 
     svg: str
     alt: str
 
 
 def var(colour: str) -> str:
-    """A CSS reference to a colour of the page, by its name in COLOURS."""
+    """Return a CSS reference to a colour of COLOURS."""
     return f"var(--{colour})"
 
 
 def rect(x: str | float, y: str | float, width: str | float, height: str | float, colour: str, more: str = "") -> str:
-    """An SVG rectangle; `more` are attributes, as they stand."""
+    """Return an SVG rectangle; `more` has attributes, unescaped."""
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" style="fill: {var(colour)}"{more}/>'
 
 
 def line(x1: str | float, y1: str | float, x2: str | float, y2: str | float, colour: str, more: str = "") -> str:
-    """An SVG line; `more` are attributes, as they stand."""
+    """Return an SVG line; `more` has attributes, unescaped."""
     return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" style="stroke: {var(colour)}"{more}/>'
 
 
 def text(x: str | float, y: str | float, words: str, colour: str = "ink", *, size: float = 13, more: str = "") -> str:
-    """An SVG text, escaped; `more` are attributes, as they stand."""
+    """Return an SVG text with escaped words; `more` has attributes, unescaped."""
     return f'<text x="{x}" y="{y}" font-size="{size}" style="fill: {var(colour)}"{more}>{escape(words)}</text>'
 
 
 def share(value: float) -> str:
-    """A part of the width."""
+    """Return a share of the width as a percentage."""
     return f"{100 * value:.2f}%"
 
 
 def stack(parts: dict[str, float], longest: float) -> str:
-    """A bar in parts: name of a colour -> its length."""
+    """Return a stacked bar of {name of a colour: length}."""
     left, made = 0.0, ""
     for colour, length in parts.items():
         if length > 0:
@@ -87,7 +87,7 @@ def stack(parts: dict[str, float], longest: float) -> str:
 
 
 class Plot:
-    """A picture with two axes, `WIDTH` wide: what is added lies in the order of the additions, cut at the axes.
+    """A picture with two axes, `WIDTH` wide. Later additions cover earlier ones, and all are clipped at the axes.
 
     Args:
         title: above the axes.
@@ -126,11 +126,11 @@ class Plot:
             self.outer.append(text(_short(place), self.HEIGHT - 7, label, "soft", size=10, more=middle))
 
     def x(self, value: float) -> float:
-        """Pixels from the left."""
+        """Return pixels from the left."""
         return (value - self._x[0]) / ((self._x[1] - self._x[0]) or 1) * self.width
 
     def y(self, value: float) -> float:
-        """Pixels from the top; values far outside of the axis are clamped."""
+        """Return pixels from the top; values far outside of the axis are clamped."""
         low, high = self._y
         if self._log:
             value = math.log(value) if value > 0 else low
@@ -140,7 +140,7 @@ class Plot:
     def curve(
         self, points: Iterable[tuple[float, float | None]], colour: str, *, width: float = 1.6, dash: str = ""
     ) -> None:
-        """A line through the points, with a gap where there is None."""
+        """Draw a line through the points, with a gap at each None."""
         path, pen = [], "M"
         for x, y in points:
             if y is None:
@@ -155,7 +155,7 @@ class Plot:
     def area(
         self, edges: Iterable[tuple[float, float | None, float | None]], colour: str, opacity: float = 1.0
     ) -> None:
-        """What lies between two lines: (x, lower, upper), with a gap where there is None."""
+        """Fill the area between two lines of (x, lower, upper), with a gap at each None."""
         shapes: list[list[tuple[float, float, float]]] = [[]]
         for x, low, high in edges:
             if low is None or high is None:
@@ -171,7 +171,7 @@ class Plot:
             self.inner.append(f'<path d="{path}" style="fill: {var(colour)}; fill-opacity: {opacity}"/>')
 
     def columns(self, heights: Iterable[tuple[float, float]], colour: str) -> None:
-        """One from the foot up to each (x, y), as wide as one unit of x to the right of it."""
+        """Draw a column from the foot up to each (x, y), one unit of x wide."""
         wide = _short(max(0.5, self.x(self._x[0] + 1) - 0.4))
         path = "".join(
             f"M{_short(self.x(x))} {self.height}V{_short(self.y(y))}h{wide}V{self.height}Z" for x, y in heights
@@ -180,18 +180,18 @@ class Plot:
             self.inner.append(f'<path d="{path}" style="fill: {var(colour)}"/>')
 
     def foot(self, places: Sequence[float], colour: str) -> None:
-        """Marks at the foot of the axes."""
+        """Draw marks at the foot of the axes."""
         marks = "".join(f"M{_short(self.x(x))} {self.height}v-9" for x in thin(places))
         if marks:
             self.inner.append(f'<path d="{marks}" style="stroke: {var(colour)}; stroke-width: 1.4"/>')
 
     def note(self, words: str, colour: str) -> None:
-        """Words at the lower right end inside of the axes."""
+        """Write words at the lower right end inside of the axes."""
         place, end = self.WIDTH - self.RIGHT - 2, ' text-anchor="end"'
         self.outer.append(text(place, self.TOP + self.height - 14, words, colour, size=10.5, more=end))
 
     def picture(self, alt: str) -> Picture:
-        """The whole picture, with `alt` for who cannot see it."""
+        """Return the picture with its text alternative."""
         box = f"0 0 {self.WIDTH:g} {self.HEIGHT + self._below:g}"
         head = text(2, 14, self.title, size=11.5, more=' font-weight="600"')
         axes = f'<svg x="{self.LEFT}" y="{self.TOP}" width="{self.width}" height="{self.height}">'
@@ -202,7 +202,7 @@ class Plot:
 
 
 def ticks(low: float, high: float, count: int = 4) -> dict[float, str]:
-    """Round values within a range, some `count`, with labels that tell them apart."""
+    """Return about `count` round values within a range, with distinct labels."""
     span = high - low
     if not span or not math.isfinite(span):
         return {low: figure(low)}
@@ -219,18 +219,18 @@ def ticks(low: float, high: float, count: int = 4) -> dict[float, str]:
 
 
 def step_ticks(last: int) -> dict[float, str]:
-    """Of an axis of steps from 1 on."""
+    """Return the ticks of an axis of steps, from 1 on."""
     return {value: label for value, label in ticks(0, last).items() if value >= 1 and value == int(value)} or {1: "1"}
 
 
 def power_ticks(low: int, high: int, count: int = 8) -> dict[float, str]:
-    """Of an axis of exponents."""
+    """Return the ticks of an axis of exponents."""
     stride = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, 1 << 20) if (high - low) / s <= count)
     return {exponent: f"2{raised(exponent)}" for exponent in range(low, high + 1) if exponent % stride == 0}
 
 
 def thin(values: Sequence[float]) -> Sequence[float]:
-    """At most `_POINTS` of the values, evenly chosen, the first and the last among them."""
+    """Return at most `_POINTS` of the values, evenly spaced, with the first and the last."""
     if len(values) <= _POINTS:
         return values
     return [values[round(index * (len(values) - 1) / (_POINTS - 1))] for index in range(_POINTS)]

@@ -1,4 +1,4 @@
-"""Time to equal loss: when the baseline had the result with which a worse level ends, from the recorded curves."""
+"""Time to equal loss: the step after which the baseline had the final result of a worse level."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from amp_patch.lab.recording.run import Run
 
 
 class Reached(NamedTuple):
-    """The baseline had this result after `step` of its `of` steps.
+    """The step after which the baseline had a level's final result: `step` of its `of` steps.
 
-    A level that ends with it has trained all of them: of what it is faster by, the share `step / of` is left.
+    The level needs all `of` steps for that result. Its speedup to equal loss is therefore `step / of` times its speedup
+    per step.
     """
 
     step: int
@@ -23,24 +24,29 @@ class Reached(NamedTuple):
 
 
 def reached(base: Sequence[Run], metric: str, result: float, steps: int, sign: int) -> Reached | None:
-    """
-    Args:
-        base: the baseline's runs, of the seeds with which the level trained.
-        result: what the level ends with.
-        steps: how many are compared.
-        sign: 1 where more of the metric is worse, -1 where less is.
+    """Find the step after which the baseline's mean curve had `result`.
 
-    The curve is the mean over the seeds: of the loss a running mean over a tenth of the steps, as the result of a run
-    is. None where there is no curve: of a metric that was logged fewer than three times, or at other steps by each run.
+    The curve of a run is its loss as a running mean over a tenth of the steps (as the result of a run is), or the
+    values that it logged. The mean over the seeds is used.
+
+    Args:
+        base: the baseline's runs with the seeds of the level.
+        result: the level's final result.
+        steps: the number of steps that are compared.
+        sign: 1 if more of the metric is worse, -1 if less is.
+
+    Returns:
+        None if the baseline ends no better than `result`, if the metric was logged fewer than three times or at
+        different steps by each run, or if a value is not finite.
     """
     curve = _of_loss(base, steps) if metric == measures.LOSS else _logged(base, metric)
     if len(curve) < 3 or not all(math.isfinite(value) for _, value in curve):
         return None
     of = curve[-1][0]
     worse = [sign * value > sign * result for _, value in curve]
-    if worse[-1]:  # it is not worse than where the baseline ends
+    if worse[-1]:  # the level ends better than the baseline
         return None
-    # A noisy curve passes the result several times: those of its points that are worse count as if they came first.
+    # A noisy curve crosses the result several times. Counting its worse points gives one step for all crossings.
     return Reached(curve[sum(worse)][0], of)
 
 

@@ -1,4 +1,4 @@
-"""What the figures of a level say beside the baseline's, as data and in words."""
+"""Findings: a level's figures compared with the baseline's, as data (`Finding`) and in words (`Verdict`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from amp_patch.lab.recording.run import Run
 
 
 class Lost(NamedTuple):
-    """Runs without a figure, for one reason.
+    """Runs without a figure, all for the same reason.
 
     Attributes:
-        kind: "diverged"; "not finite", of a metric that was logged; "missing".
-        step: of the first loss that is not finite, where they diverged.
-        as_base: whether the baseline's runs of these seeds have none, too.
-        eps: `Run.lost_eps`.
-        seeds: of these runs.
+        kind: "diverged" (a loss is not finite), "not finite" (a logged metric is not), or "missing" (no value).
+        step: the step of the first loss that is not finite; None for the other kinds.
+        as_base: whether the baseline's runs with these seeds have no figure either.
+        eps: `Run.lost_eps` of these runs.
+        seeds: the seeds of these runs.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class Lost(NamedTuple):
 
 
 class Skips(NamedTuple):
-    """Of the run that skipped the largest share of its steps."""
+    """The skipped steps of the run that skipped the largest share of its steps."""
 
     skipped: int
     steps: int
@@ -37,11 +37,12 @@ class Skips(NamedTuple):
 
 
 class Collapse(NamedTuple):
-    """Runs whose results are finite and beyond what chance or rounding explain (`judge.COLLAPSED_RANGES`).
+    """Runs with finite results that are too bad for chance or rounding (`judge.COLLAPSED_RANGES`).
 
     Attributes:
-        seeds, figures: of these runs.
-        of_seeds: whether that was judged by the range of the baseline's seeds; else, with one seed, by its curve.
+        seeds, figures: the seeds and results of these runs.
+        of_seeds: whether the bound comes from the range of the baseline's seeds. With one seed it comes from the
+            baseline's loss curve.
     """
 
     seeds: list[int]
@@ -51,29 +52,34 @@ class Collapse(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """What is found of a level, by the test that `Comparison.test` puts in words.
+    """The result of the test of a level. `Comparison.test` describes the test in words.
 
     Attributes:
-        kind: "baseline"; "within", as good; "differs" (`better`, or not to be used). Where the gap at the same seed
-            decides neither, by the range of the baseline's seeds: as good "so far" inside of it, if nothing says that
-            it is worse at all, "no worse" beyond it on the better side, else "undecided", as with one seed.
-            "unjudged", where the loss is a sum over several optimizers, as a GAN's, and tells nothing of quality;
-            "failed", without a run that went well; "alone", with nothing to compare it with.
-        better: whether it differs on the better side: by the test that "worse" is held to.
-        by_range: whether the range of the baseline's seeds is what decides, and not the gap.
-        to_the_bit: whether every loss is the baseline's.
+        kind: one of these:
+            "baseline": the level that the others are compared with.
+            "within": as good as the baseline.
+            "differs": better than the baseline (`better`), or not to be used.
+            "so far": as good so far. The gap at the same seeds decides nothing yet, the mean is inside the range of
+            the baseline's seeds, and the gap is not surely a loss.
+            "no worse": the gap decides nothing yet, and the mean is beyond that range on the better side.
+            "undecided": none of these, or there is only one seed.
+            "unjudged": the loss is a sum over several optimizers, for example a GAN's, and measures no quality.
+            "failed": no run went well.
+            "alone": there is no other level to compare it with.
+        better: whether the level differs on the better side. The test is as strict as that for worse.
+        by_range: whether the range of the baseline's seeds decides, instead of the gap.
+        to_the_bit: whether every loss equals the baseline's.
         diverged: the runs without a figure.
-        collapsed: None unless runs ended with a finite figure that no chance explains.
-        rounding: the steps in which losses recorded in a low-precision type lie apart, where these are what the mean
-            is "within": it is off by less than one.
-        skips: None unless a run skipped more than a dynamic loss scale does that looks for its height.
-        fallen_scale: what the loss scale ended at, where it fell below 1.
-        faults: the runs that failed by themselves.
-        lost_updates: of a level without masters (O3) the share of updates that its weights lose; None where that is
-            not known.
-        p: of the paired t-test; None for fewer than two pairs.
-        gap: to the baseline at the same seeds; None without a pair, and for the baseline.
-        reached: when the baseline had the result with which a worse level ends; None where no curve tells.
+        collapsed: the runs with a finite result that chance does not explain; None if there are none.
+        rounding: if the losses were recorded in a low-precision type and the gap is at most one step of that type, the
+            size of the step (the kind is then "within" or, with one seed, "undecided"); else None.
+        skips: the skipped steps, if a run skipped more than a dynamic loss scale needs to find its height; else None.
+        fallen_scale: the final loss scale, if it fell below 1; else None.
+        faults: the runs that failed. A run that the user interrupted is not one of them.
+        lost_updates: the share of updates that the weights lose, at a level without masters (O3); None if unknown.
+        p: the p-value of the paired t-test; None for fewer than two pairs.
+        gap: the gap to the baseline at the same seeds; None without a pair, and for the baseline.
+        reached: the step after which the baseline had the final result of a worse level; None if no curve tells.
     """
 
     kind: str
@@ -93,7 +99,7 @@ class Finding:
 
     @property
     def promising(self) -> bool:
-        """Whether one seed shows nothing against the level: no interval tells, and the gap is not beyond the margin."""
+        """Whether there is no interval yet (one seed), and the gap is not worse than the margin allows."""
         gap = self.gap
         if self.kind != "undecided" or gap is None or gap.low is not None:
             return False
@@ -101,17 +107,17 @@ class Finding:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing found speaks against the level's accuracy."""
+        """Whether the level's accuracy allows its use: no finding shows that it is worse than the baseline."""
         return self.kind in ("baseline", "within", "so far", "no worse") or self.better
 
     @property
     def rejected(self) -> bool:
-        """Whether the level is not to be used: it diverged or collapsed, or is worse than chance would make it."""
+        """Whether the level is not to be used: it diverged, collapsed, or is worse by more than chance explains."""
         return self.kind == "differs" and not self.better
 
     @property
     def sound(self) -> bool:
-        """Whether nothing speaks against the level but, perhaps, its skips."""
+        """Whether the level is usable and no run failed. Skipped steps are not considered."""
         return self.usable and not self.faults
 
 
@@ -119,10 +125,10 @@ class Verdict(NamedTuple):
     """A finding in words.
 
     Attributes:
-        kind, better: as of `Finding`.
-        text: a sentence without the level's name, without a full stop.
-        reason: of the text what does not tell of speed and memory; nothing where all is as it should be.
-            Errors are cut: the page, whose table it is for, has them in full elsewhere.
+        kind, better: the attributes of `Finding`.
+        text: a sentence without the level's name and without a full stop.
+        reason: the parts of the text that are not about speed or memory; "" if the level is simply as good. Errors are
+            shortened: this is for the page's table, and the page has the full errors in another place.
     """
 
     kind: str
@@ -132,5 +138,5 @@ class Verdict(NamedTuple):
 
     @property
     def usable(self) -> bool:
-        """As of `Finding`."""
+        """The property of `Finding`."""
         return Finding(self.kind, self.better).usable

@@ -1,4 +1,4 @@
-"""Gap: how far a level's results lie from the baseline's at the same seeds, and how surely."""
+"""Gap: the difference between a level's results and the baseline's at the same seeds, with its interval."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import Any
 from amp_patch.lab.comparison import measures
 
 CONFIDENCE = 0.95
-_ROUNDING = 1e-12  # a mean this near to 0 is what FP64 rounds its sum to
-_MOST_MORE = 100  # so many seeds more nobody runs: the gap is about the margin
+_ROUNDING = 1e-12  # a mean below this share of the results is taken for FP64 rounding of 0
+_MOST_MORE = 100  # a gap that needs more seeds than this is practically at the margin
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Differences between a level's results and the baseline's of the same seeds, in the metric's unit.
+    """Differences between a level's results and the baseline's at the same seeds, in the metric's unit.
 
     Attributes:
-        level, base: the means over the seeds that both have a result of.
-        seeds: how many those are.
-        mean: of the differences, level less baseline.
-        low, high: Student's interval of that mean at CONFIDENCE; None where there is no spread to tell it by: with one
-            seed, or a script that does not use its seeds.
-        sign: 1 where more of the metric is worse, -1 where less is.
-        margin: up to which worse counts as good.
-        worse_from: beyond which it counts as worse: the margin, or more where the baseline's result is next to nothing
-            beside what its training gained.
-        decorrelated: whether the differences spread as much as the baseline's own seeds do: two runs of one seed are
-            then as far apart as runs of two.
-        more_seeds: how many more would tell, if they spread as these do; None where so many would not, or it is told.
+        level, base: the mean results over the seeds that both have a result for.
+        seeds: the number of these seeds.
+        mean: the mean difference, level minus baseline.
+        low, high: Student's interval of that mean at CONFIDENCE; None if there is no spread to compute it from, because
+            there is one seed or the script does not use its seeds.
+        sign: 1 if more of the metric is worse, -1 if less is.
+        margin: a level that is worse by at most this counts as good.
+        worse_from: a level that is worse by more than this counts as worse: the margin, or more if the baseline's
+            result is very small compared with the improvement over its training.
+        decorrelated: whether the differences spread as much as the baseline's own results: two runs with the same
+            seed then differ as much as two runs with different seeds.
+        more_seeds: the number of additional seeds that would decide, if their spread is the same; None if the gap is
+            decided, or if `_MOST_MORE` would not be enough.
     """
 
     level: float
@@ -47,8 +48,10 @@ class Gap:
 
     @property
     def told(self) -> str | None:
-        """ "as good" where the whole interval lies below the margin, "worse" where it lies above `worse_from`, "better"
-        where it lies as far on the other side; else None.
+        """The decision of the interval; None if there is no interval, or if it allows several decisions.
+
+        "as good" if the whole interval is at most the margin, "worse" if it is beyond `worse_from`, "better" if it is
+        beyond the same distance on the other side.
         """
         if self.low is None or self.high is None:
             return None
@@ -61,20 +64,20 @@ class Gap:
 
     @property
     def is_slight(self) -> bool:
-        """Whether it is surely beyond the margin, and not surely beyond `worse_from`."""
+        """Whether the whole interval is beyond the margin, but not beyond `worse_from`."""
         return self.told is None and self._least > self.margin
 
     @property
     def is_loss(self) -> bool:
-        """Whether it is surely worse than the baseline, by how much so ever."""
+        """Whether the whole interval is on the worse side of 0."""
         return self._least > 0
 
     def share(self, value: float | None) -> float | None:
-        """Of the baseline's mean; None where that is 0."""
+        """Return `value` as a share of the baseline's mean; None if that mean is 0."""
         return None if value is None or not self.base else value / abs(self.base)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: with what is told, and with mean, low, high and margin in per cent of the baseline's mean."""
+        """Return all fields for JSON, with the decision, and with four figures in per cent of the baseline's mean."""
         keys = {"mean_percent": self.mean, "low_percent": self.low, "high_percent": self.high}
         percents = {}
         for key, value in {**keys, "margin_percent": self.margin}.items():
@@ -84,20 +87,22 @@ class Gap:
 
     @property
     def _least(self) -> float:
-        """The end of the interval on the better side; 0 without an interval."""
+        """The end of the interval on the better side; 0 if there is no interval."""
         return min(self.sign * (self.low or 0.0), self.sign * (self.high or 0.0))
 
 
 def gap(
     ours: Sequence[float], theirs: Sequence[float], *, sign: int, margin: float, gained: float, has_spread: bool
 ) -> Gap:
-    """
+    """Compute the gap between a level and the baseline.
+
     Args:
-        ours, theirs: the results of the level and of the baseline, of the same seeds in the same order.
-        margin: as a share of the baseline's mean.
-        gained: what the baseline's training gained; 0 where that is not known. A gap counts as worse only where it is
-            also beyond this share of it: of a loss that ends next to 0 every difference is many per cent.
-        has_spread: whether the seeds tell how far chance moves a result.
+        ours, theirs: the results of the level and of the baseline, with the same seeds in the same order.
+        sign: the attribute of `Gap`.
+        margin: the margin as a share of the baseline's mean, and of `gained`.
+        gained: how much the baseline's training improved the metric; 0 if unknown. A gap counts as worse only if it is
+            also larger than `margin * gained`: if a loss ends near 0, every difference is many per cent of it.
+        has_spread: whether the baseline's results with different seeds show how far chance moves a result.
     """
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     level, base, mean = (statistics.mean(each) for each in (ours, theirs, differences))
@@ -114,7 +119,10 @@ def gap(
 
 
 def _more(found: Gap, differences: Sequence[float]) -> int | None:
-    """The fewest seeds more of which the interval would lie on one side of the margin."""
+    """Return how many more seeds would decide: the interval then excludes the limit next to the mean.
+
+    The limit is `worse_from` for a mean beyond it, else the margin. None if more than `_MOST_MORE` would be needed.
+    """
     worse = found.sign * found.mean
     distance = abs(worse - (found.margin if worse <= found.worse_from else found.worse_from))
     spread = measures.spread(differences)

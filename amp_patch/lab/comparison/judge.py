@@ -1,4 +1,4 @@
-"""What is found of each level, by the test that `Comparison.test` puts in words."""
+"""The test of a level against the baseline. `Comparison.test` describes it in words."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from amp_patch.lab.comparison.measures import LOSS
 from amp_patch.lab.recording.run import INTERRUPTED, Run
 
 SIGNIFICANCE = 0.05
-# A level is not recommended if a run skipped more than half of its steps, or more than this share and this number: as
-# many halvings take the largest dynamic scale, 2**24, to 1.
+# A level is not recommended if a run skipped more than half of its steps, or more than this share of them and more than
+# this number: 24 halvings reduce the largest dynamic scale, 2**24, to 1.
 SKIPPED_SHARE, SKIPPED_STEPS = 0.1, 24
-# A run has collapsed if its result is worse than that of every seed of the baseline, by more than so many times the
-# range of these and by more than COLLAPSED_SHARE of what the baseline's training gained. Seeds of one normal
-# distribution are so far apart in a few of a thousand comparisons where a training gains nothing, and in none where
-# it gains much.
+# A run has collapsed if its result is worse than the baseline's worst seed by more than COLLAPSED_RANGES times the
+# range of the baseline's seeds, and by more than COLLAPSED_SHARE of the improvement over the baseline's training. For
+# results that are all drawn from one normal distribution, that happens in a few of 1000 comparisons if the training
+# improves nothing, and in none if it improves much.
 COLLAPSED_RANGES, COLLAPSED_SHARE = 10, 0.5
-# Of a metric that is logged once it is not known where the training began: this share of the baseline's mean counts.
+# If a metric is logged once, its value at the start of the training is unknown. This share of the baseline's mean then
+# replaces COLLAPSED_SHARE of the improvement.
 _COLLAPSED_BY = 0.1
-_CURVE = 10  # so many losses tell how far a loss moves at all
+_CURVE = 10  # the fewest losses whose range is a bound for a run with one seed
 
 
 class Terms(NamedTuple):
-    """On which levels are compared: as of `Comparison`."""
+    """The terms of a comparison: attributes of `Comparison`."""
 
     metric: str
     maximize: bool
@@ -39,15 +40,16 @@ class Terms(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """1 where more of the metric is worse, -1 where less is."""
+        """1 if more of the metric is worse, -1 if less is."""
         return -1 if self.maximize else 1
 
 
 def judge(level: LevelResult, base: LevelResult | None, terms: Terms, comparable: bool) -> Finding:
-    """
+    """Test a level against the baseline.
+
     Args:
         base: the level that the others are compared with; None if no level has figures.
-        comparable: whether there is anything to compare: two levels with runs that went well, figures of one of them.
+        comparable: `Comparison.comparable`.
     """
     found = Finding(
         "failed" if not level.runs else "baseline" if comparable and level is base else "alone",
@@ -102,7 +104,11 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
 
 
 def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:
-    """By the gap where its interval decides; else by the range of the baseline's seeds, finally or for now."""
+    """Decide by the gap if its interval decides, else by the range of the baseline's seeds.
+
+    If the runs have decorrelated or the gap is slight (`by_range`), more seeds would not make the gap decide, so the
+    range decides finally. Otherwise it decides for now.
+    """
     if apart.told is not None:
         return replace(found, kind="within" if apart.told == "as good" else "differs", better=apart.told == "better")
     by_range = apart.decorrelated or apart.is_slight
@@ -116,14 +122,15 @@ def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:
 
 
 def has_no_spread(base: LevelResult) -> bool:
-    """Whether the baseline's seeds do not tell how far chance alone moves a result."""
+    """Return whether the baseline's seeds do not show how far chance moves a result: there is one, or all are alike."""
     return len(base.finite) < 2 or seeds_change_nothing(base)
 
 
 def _collapsed(level: LevelResult, base: LevelResult, metric: str, sign: int) -> Collapse | None:
-    """
+    """Find the runs whose results are finite, and worse than chance or rounding explains.
+
     Args:
-        sign: 1 where more of the metric is worse, -1 where less is.
+        sign: 1 if more of the metric is worse, -1 if less is.
     """
     of_seeds, bound = not has_no_spread(base), None
     if not of_seeds and metric == LOSS:
@@ -145,20 +152,20 @@ def _collapsed(level: LevelResult, base: LevelResult, metric: str, sign: int) ->
 
 
 def _gained(base: LevelResult, metric: str, sign: int) -> float | None:
-    """How far its worst result lies from where its training began; None of a metric that is logged once."""
+    """Return the improvement from the start of the training to its worst result; None if the start is unknown."""
     starts = [run.loss[:1] if metric == LOSS else _first_logged(run, metric) for run in base.runs]
     known = [sign * value for start in starts for value in start if math.isfinite(value)]
     return statistics.median(known) - max(sign * figure for figure in base.finite.values()) if known else None
 
 
 def _bound_of_curve(base: LevelResult, sign: int) -> float | None:
-    """With one seed: as far beyond the worst loss of any step as that is from the best."""
+    """Return the bound for one seed: the worst loss of any step, plus the range from the best to the worst."""
     losses = [sign * loss for run in base.runs for loss in run.loss if math.isfinite(loss)]
     return 2 * max(losses) - min(losses) if len(losses) >= _CURVE and max(losses) > min(losses) else None
 
 
 def _first_logged(run: Run, metric: str) -> list[float]:
-    """The first of the values that a run has logged, where there are several."""
+    """Return the first value that a run has logged, in a list; an empty list if it has logged fewer than two."""
     values = [value for _, value in run.logged.get(metric, [])]
     return values[:1] if len(values) > 1 else []
 

@@ -1,4 +1,4 @@
-"""One level of a comparison: its runs, its figures beside the baseline's, and what is said of it."""
+"""One level of a comparison: its runs, its figures relative to the baseline's, its finding and verdict."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from amp_patch.policy import OPT_LEVELS
 
 @dataclass(frozen=True)
 class LevelResult:
-    """The runs of one level. Ratios are to the baseline's, None where one of the two is not known.
+    """The runs of one level. A ratio is relative to the baseline; None if one of the two values is unknown.
 
     Attributes:
-        level, dtype: "O2" (or "O5+split"), "float16"; the dtype is None at O0.
-        runs: those that went well, by seed.
-        failed: the others.
-        final: a figure for each of `runs`; NaN if the run diverged or has none.
-        step_ms: milliseconds a step: the median over the runs of each one's median.
-        speedup: how many times faster than the baseline; with one seed, the range is the step times' quartiles'.
+        level, dtype: for example "O2" (or "O5+split") and "float16"; the dtype is None at O0.
+        runs: the successful runs, sorted by seed.
+        failed: the failed runs.
+        final: the result of each of `runs`; NaN if the run diverged or has none.
+        step_ms: milliseconds per step: the median over the runs of each run's median.
+        speedup: the baseline's step time over the level's. With one seed, its range is from quartiles of step times.
         activations: bytes that a step saves for its backward: the median over the runs that know them.
-        memory_bytes: what the training takes at its peak (`measures.memory_bytes`): the median likewise.
-        memory_ratio: of `memory_bytes`.
-        bytes_ratio: of weights, masters, gradients and the optimizer's state.
+        memory_bytes: the peak memory of the training (`measures.memory_bytes`): the median, likewise.
+        memory_ratio: the ratio of `memory_bytes`.
+        bytes_ratio: the ratio of the bytes of weights, masters, gradients and optimizer state.
         samples_per_second: the median over the runs.
-        skips: how many steps each of `runs` skipped.
-        scales: the loss scale at the end of each of `runs`.
-        lost_updates: the share of updates that weights of this type would lose without masters (BF16 at O0), as the
-            runs' FP32 values tell; where they have none, the baseline's. None where neither was measured.
-        finding, verdict: what they say beside the baseline's, as data and in words.
+        epoch_seconds: the time of an epoch at that rate; None if the number of its samples is unknown.
+        skips: the number of skipped steps of each of `runs`.
+        scales: the final loss scale of each run that has one.
+        lost_updates: the share of updates that weights of this type (BF16 at O0) would lose without masters, measured
+            on the runs' FP32 values, or on the baseline's if they have none. None if neither was measured.
+        finding, verdict: the comparison with the baseline, as data and in words.
     """
 
     level: str
@@ -52,6 +53,7 @@ class LevelResult:
     memory_ratio: float | None = None
     bytes_ratio: float | None = None
     samples_per_second: float | None = None
+    epoch_seconds: float | None = None
     skips: list[int] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     lost_updates: float | None = None
@@ -60,70 +62,70 @@ class LevelResult:
 
     @property
     def name(self) -> str:
-        """ "O2 FP16"; "O0"; "O6+mxfp8"."""
+        """The level with its type: "O2 FP16", "O0", "O6+mxfp8"."""
         return self.level if self.emulated else level_name(self.level, self.dtype)
 
     @property
     def type_name(self) -> str:
-        """ "FP16"; "" at O0."""
+        """The type as a reader knows it: "FP16"; "" at O0."""
         return type_name(self.dtype) if self.dtype else ""
 
     @property
     def low_weights(self) -> str:
-        """ "BF16, no masters", of a script whose weights come in BF16; "" of any other, and of levels that cast."""
+        """ "BF16, no masters" if the script itself made BF16 weights; "" otherwise, and at levels that cast weights."""
         return next((f"{type_name(run.weights_type)}, no masters" for run in self.runs if run.weights_type), "")
 
     @property
     def other_dtype(self) -> str | None:
-        """Its type, if it is not the one that the level has by itself."""
+        """The type, if it differs from the level's default type; else None."""
         policy = OPT_LEVELS.get(self.level.partition("+")[0])
         return self.dtype if policy is not None and self.dtype != str(policy.dtype).removeprefix("torch.") else None
 
     @property
     def loses_updates(self) -> bool:
-        """Whether small updates of its weights change nothing, as at O3."""
+        """Whether the level's weights lose small updates, as at O3."""
         policy = OPT_LEVELS.get(self.level.partition("+")[0])  # torch's own mixed precision has FP32 weights
         return policy is not None and policy.loses_updates
 
     @property
     def emulated(self) -> bool:
-        """Whether it is computed otherwise than its hardware would: times and memory are no property of it."""
+        """Whether products are emulated (FP8, FP4): times and memory then say nothing about real FP8 hardware."""
         policy = OPT_LEVELS.get(self.level.partition("+")[0])
         return policy is not None and policy.product_format is not None
 
     @property
     def advice(self) -> list[str]:
-        """On sizes of layers: what any of the runs said, each line once."""
+        """The advice of all runs on sizes of layers, each line once."""
         return [*dict.fromkeys(line for run in self.runs for line in run.advice)]
 
     @property
     def memory(self) -> float | None:
-        """`memory_ratio`, or where that is not known the ratio of the tensors alone."""
+        """`memory_ratio`; if that is unknown, the ratio of the tensors alone (`bytes_ratio`)."""
         return self.memory_ratio if self.memory_ratio is not None else self.bytes_ratio
 
     @property
     def seeds(self) -> list[int]:
-        """Of the runs that went well."""
+        """The seeds of the successful runs."""
         return [run.seed for run in self.runs]
 
     @property
     def finite(self) -> dict[int, float]:
-        """Seed -> figure, of the runs that have one."""
+        """Seed -> result, for the runs whose result is finite."""
         return {run.seed: figure for run, figure in zip(self.runs, self.final, strict=True) if math.isfinite(figure)}
 
     @property
     def all_runs(self) -> list[Run]:
-        """Those that went well, then the failed ones."""
+        """The successful runs, followed by the failed ones."""
         return [*self.runs, *self.failed]
 
     @property
     def mean(self) -> float | None:
-        """Of the finite figures."""
+        """The mean of the finite results; None if there are none."""
         return statistics.mean(self.finite.values()) if self.finite else None
 
 
 def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
-    """The level with its times, sizes and skips, and the ratios to those of `base`."""
+    """Return the level with its times, sizes and skips, and with their ratios to the baseline's."""
     runs = level.runs
     step = median(median(measures.step_times(run)) for run in runs)
     found: dict[str, Any] = {
@@ -134,6 +136,9 @@ def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
         "activations": median(run.activations for run in runs),
         "memory_bytes": median(map(measures.memory_bytes, runs)),
     }
+    epoch = median(run.epoch_samples or None for run in runs)
+    if epoch is not None and found["samples_per_second"]:
+        found["epoch_seconds"] = epoch / found["samples_per_second"]
     found["lost_updates"] = _lost_updates(runs, level.dtype)
     if base is not None and not level.emulated:
         if found["lost_updates"] is None:
@@ -144,7 +149,9 @@ def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
         found["memory_ratio"] = _ratio(map(measures.memory_bytes, runs), map(measures.memory_bytes, base.runs))
         found["bytes_ratio"] = _ratio(map(measures.held_bytes, runs), map(measures.held_bytes, base.runs))
     if level.emulated:
-        found |= dict.fromkeys(("step_ms", "samples_per_second", "activations", "memory_bytes", "lost_updates"))
+        found |= dict.fromkeys(
+            ("step_ms", "samples_per_second", "epoch_seconds", "activations", "memory_bytes", "lost_updates")
+        )
     return replace(level, **found)
 
 
@@ -153,12 +160,12 @@ def _lost_updates(runs: Sequence[Run], dtype: str | None) -> float | None:
 
 
 def went_well(run: Run) -> bool:
-    """Whether the run ended without an error and recorded something."""
+    """Return whether the run ended without an error and recorded a loss or a metric."""
     return run.error is None and bool(run.loss or run.logged)
 
 
 def failures(level: LevelResult, *, short: bool = False) -> list[str]:
-    """The errors of a level, each once, behind the seeds that had it; in full of the first of these, or cut."""
+    """List the errors of a level, each once, as "seeds: error". The text is the first run's, in full or shortened."""
     errors: dict[str, list[Run]] = {}
     for run in level.failed:
         errors.setdefault(run.error or "recorded no step", []).append(run)
@@ -168,25 +175,26 @@ def failures(level: LevelResult, *, short: bool = False) -> list[str]:
 
 
 def seeds_in_words(seeds: Sequence[int]) -> str:
-    """ "seed 0", "seeds 0 and 2"."""
+    """Format seeds: "seed 0", "seeds 0 and 2"."""
     return f"seed{'s' if len(seeds) > 1 else ''} {listed([str(seed) for seed in seeds])}"
 
 
 def same_losses(run: Run, other: Run) -> bool:
-    """Whether all losses are finite, and the same to the bit."""
+    """Return whether all losses of the two runs are finite and equal to the bit."""
     return bool(run.loss) and run.loss == other.loss and all(map(math.isfinite, run.loss))
 
 
 def seeds_change_nothing(base: LevelResult) -> bool:
-    """Whether its runs, two or more, gave the same losses to the bit: the script does not use the seeds."""
+    """Return whether two runs or more gave the same losses to the bit: the script does not use its seeds."""
     return len(base.runs) > 1 and len(set(base.final)) == 1 and all(same_losses(run, base.runs[0]) for run in base.runs)
 
 
 def saved_memory(level: LevelResult, base: LevelResult) -> float:
-    """What the run that saves least takes less than any of the baseline's, as a share of what those take.
+    """Return the share of the baseline's memory that the level saves at least.
 
-    Of the training's own memory: what Python and torch take beside it does not grow with the model. Where a size is not
-    known of one of the runs, it is the share of what they hold between steps. Less than 0 where one takes more.
+    The largest run of the level is subtracted from the smallest of the baseline, so the share is below 0 if any run
+    of the level takes more. Memory is the training's own, since that of Python and torch does not grow with the model.
+    If the memory of a run is unknown, the share is that of the tensors between steps (`bytes_ratio`).
     """
     sizes = [[measures.memory_bytes(run) for run in each.runs] for each in (level, base)]
     ours, theirs = ([size for size in each if size is not None] for each in sizes)
@@ -196,7 +204,7 @@ def saved_memory(level: LevelResult, base: LevelResult) -> float:
 
 
 def level_dict(level: LevelResult) -> dict[str, Any]:
-    """What `Comparison.to_dict` says of a level."""
+    """Return the entry of a level in `Comparison.to_dict`."""
     plain = {
         name: value
         for name, value in vars(level).items()
@@ -215,6 +223,6 @@ def level_dict(level: LevelResult) -> dict[str, Any]:
 
 
 def _ratio(ours: Iterable[int | None], theirs: Iterable[int | None]) -> float | None:
-    """Of the medians of the known sizes; None where a side has none, or the divisor is 0."""
+    """Divide the medians of the known sizes; None if a side has no known size, or if the divisor is 0."""
     one, other = median(ours), median(theirs)
     return one / other if one is not None and other else None

@@ -1,4 +1,4 @@
-"""Which updates weights without masters would lose, in words, and which rung of a level loses none."""
+"""Notes on the updates that weights without masters lose, and on the levels and rungs that lose none."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from amp_patch.lab.comparison.level_result import LevelResult
 from amp_patch.lab.wording import listed, type_name, whole_percent
 from amp_patch.policy import OPT_LEVELS, SPLIT
 
-# Of less than this share of lost updates no advice is made: weights rounded to nearest have trained as FP32's do there,
-# and worse from 0.59 on (docs/ladder.md, "How many updates are lost").
+# Below this share of lost updates there is no advice: weights that were rounded to nearest then trained as well as FP32
+# weights. From a share of 0.59 on they trained worse (docs/ladder.md, "How many updates are lost").
 FEW = 0.25
 
 
 def lost_by_weights(share: float | None) -> str:
-    """ "its weights lose 89 % of their updates", of a level without masters; "" where they lose few."""
+    """Say what a level without masters loses: "its weights lose 89 % of their updates"; "" below FEW."""
     return "" if share is None or share < FEW else f"its weights lose {whole_percent(share)} of their updates"
 
 
 def by_script(base: LevelResult, levels: Iterable[LevelResult]) -> str:
-    """ "your script loses 81 % of its updates: ...", of one whose weights come in low precision; "" where it loses few.
+    """Say what a script with low-precision weights loses: "your script loses 81 % of its updates: ..."; "" below FEW.
 
-    The levels' FP32 values tell: its own weights have lost what they lost."""
+    The share is measured on the FP32 values of a level. The script's own weights no longer have the lost updates."""
     kind = next((run.weights_type for run in base.runs if run.weights_type), "")
     known = (level.lost_updates for level in levels if level.dtype == kind and level.lost_updates is not None)
     share = next(known, 0.0) if kind else 0.0
@@ -33,10 +33,10 @@ def by_script(base: LevelResult, levels: Iterable[LevelResult]) -> str:
 
 
 def notes(levels: Iterable[LevelResult], by_script: str = "") -> list[str]:
-    """For each low-precision type among the levels: what its weights would lose without masters, and what to take.
+    """Write a line for each low-precision type: the updates lost without masters, and the levels that lose none.
 
     Args:
-        by_script: what the function of this name says.
+        by_script: the result of the function of this name; it comes first.
     """
     found: dict[str, LevelResult] = {}
     for level in levels:
@@ -50,29 +50,32 @@ def _note(dtype: str, share: float) -> str:
     lost = f"without masters {whole_percent(share)} of the updates would be lost in {type_name(dtype)} weights"
     if share < FEW:
         return lost
-    whole, same, by_chance = _safe(dtype)
+    whole, same, stochastic = _safe(dtype)
     safe = f"take masters ({listed([whole, *same])})"
-    return f"{lost}: {safe}" + (f", or rounding by chance ({listed(by_chance)})" if by_chance else "")
+    return f"{lost}: {safe}" + (f", or stochastic rounding ({listed(stochastic)})" if stochastic else "")
 
 
 def with_masters(dtype: str) -> str:
-    """The level of this type that has masters."""
+    """Return the level with masters whose weights have this type."""
     return next(
         name for name, each in OPT_LEVELS.items() if each.master_weights and str(each.dtype) == f"torch.{dtype}"
     )
 
 
 def _safe(dtype: str) -> tuple[str, list[str], list[str]]:
-    """The level with masters of this type, and its rungs: those with the same numbers, and those that are right on the
-    mean."""
+    """Return the level with masters, and two lists of its rungs.
+
+    Rungs of the first list store the same numbers as masters do. Rungs of the second list round stochastically, so that
+    they are right on average.
+    """
     level = with_masters(dtype)
     same: list[str] = []
-    by_chance: list[str] = []
+    stochastic: list[str] = []
     for rung, (option, value) in RUNGS.items():
         if option == "master_weights":
             try:
                 named_level(f"{level}+{rung}").policy()
             except ValueError:  # FP16 weights have no rungs
                 continue
-            (same if value == SPLIT else by_chance).append(f"{level}+{rung}")
-    return level, same, by_chance
+            (same if value == SPLIT else stochastic).append(f"{level}+{rung}")
+    return level, same, stochastic

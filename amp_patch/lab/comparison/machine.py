@@ -1,4 +1,4 @@
-"""What a comparison ran on."""
+"""The machine of a comparison: versions, processor, devices, and the speed of low-precision products."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from amp_patch.lab.comparison.other_work import OtherWork
 
 _SIZE, _TURNS = 256, 5  # size and count of the timed products: a second with the slowest kernels
 _LIMITING = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
-_STEADY = 1.5  # how far apart the turns of one figure may be
-SLOW = 1.3  # times the time of the other way, above which the clock disagrees with the decision
+_STEADY = 1.5  # if the slowest turn takes more than this times the fastest, the words give a range
+SLOW = 1.3  # if the chosen way takes more than this times the other way's time, the words say so
 
 
 class ProductTime(NamedTuple):
@@ -29,9 +29,12 @@ class ProductTime(NamedTuple):
 
 
 def machine(load: OtherWork | None = None) -> dict[str, str]:
-    """What this process runs on. Asks CUDA for its devices' names, which starts it where there is one; times a product.
+    """Describe the machine of this process.
 
-    With a "load" where other work took so much of it that the speeds are less sure.
+    Initializes CUDA if there is a device, and times products of matrices.
+
+    Args:
+        load: the readings of other work; if it took enough time to disturb the speeds, the result has a "load".
     """
     busy = load.words() if load is not None else None
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -49,12 +52,12 @@ def machine(load: OtherWork | None = None) -> dict[str, str]:
 
 
 def lacking() -> list[str]:
-    """The types below FP32 that this CPU has no arithmetic for."""
+    """List the low-precision types that this CPU has no arithmetic for."""
     return [name for name in ("bfloat16", "float16") if not has_arithmetic(getattr(torch, name))]
 
 
 def low_precision() -> dict[str, str]:
-    """What FP16 and BF16 are on this machine. Times products of matrices, up to a second where they are slow."""
+    """Describe FP16 and BF16 on this machine. Times products of matrices: up to a second if they are slow."""
     found = {"bfloat16": products_in_words(torch.bfloat16), "float16": products_in_words(torch.float16)}
     capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     if capabilities:
@@ -88,7 +91,7 @@ def time_of_products(dtype: torch.dtype, emulated: bool = False) -> ProductTime:
 
 
 def products_in_words(dtype: torch.dtype) -> str:
-    """What `cpu_half="auto"` decides here for a type, and the clock's word on it. Times products of matrices."""
+    """Say what `cpu_half="auto"` chooses here for a type, and whether the measured times agree."""
     name = wording.type_name(str(dtype).removeprefix("torch."))
     native, emulated = time_of_products(dtype), time_of_products(dtype, emulated=True)
     torchs = f"torch's own products take {_in_words(native)} FP32's time"
@@ -110,12 +113,12 @@ def _in_words(time: ProductTime) -> str:
 
 
 def _limits() -> list[str]:
-    """The variables of the environment that keep torch from instructions which the CPU has, as they are set."""
+    """List the set environment variables that keep torch from using instructions of the CPU, as NAME=value."""
     return [f"{name}={os.environ[name]}" for name in _LIMITING if os.environ.get(name)]
 
 
 def processor() -> str:
-    """The processor's name, and the vector instructions that torch uses of it."""
+    """Return the processor's name with the vector instructions that torch uses."""
     return f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
 
 

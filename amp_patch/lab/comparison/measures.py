@@ -1,4 +1,4 @@
-"""What a run comes to in single figures, and the statistics of a few of them: no words."""
+"""The figures of a run, and statistics of a few runs, without words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from amp_patch.lab.recording.run import LOW_TYPES, PARTS, Look, Run
 
 T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has
-ALIKE = 1.05  # the ratio of times up to which a level is "as fast": what memory it takes counts more then
+ALIKE = 1.05  # up to this ratio of times a level is "as fast", and its memory counts more
 
 # Field of `Run` -> its name in tables.
 KINDS = {
@@ -23,11 +23,11 @@ KINDS = {
     "activations": "activations",
 }
 
-_ROUNDED = 8  # so many different losses are all exact in BF16 once in 2**128 recordings in FP32
+_ROUNDED = 8  # this number of distinct FP32 losses is exact in BF16 once in 2**128 recordings
 
 
 class Ratio(NamedTuple):
-    """How many times faster than the baseline: above 1 is faster."""
+    """A speed relative to the baseline's; above 1 is faster."""
 
     median: float
     low: float
@@ -35,8 +35,8 @@ class Ratio(NamedTuple):
 
     @property
     def pace(self) -> str:
-        """ "faster" with all seeds; "slower" with all, by more than `ALIKE` in the median; "as fast", if by less, or
-        with none by more; else "not clear".
+        """Return "faster" if it is with all seeds; "slower" if it is with all, and by more than `ALIKE` in the median;
+        "as fast" if it is slower by less, or differs by at most `ALIKE` with each seed; else "not clear".
         """
         if self.low > 1:
             return "faster"
@@ -47,18 +47,18 @@ class Ratio(NamedTuple):
 
     @property
     def gains_much(self) -> bool:
-        """Whether it is faster with all seeds, and by more than `ALIKE` in the median."""
+        """Return whether it is faster with all seeds, and by more than `ALIKE` in the median."""
         return self.pace == "faster" and self.median > ALIKE
 
 
 def common_steps(runs: Sequence[Run]) -> int:
-    """How many steps all of `runs` trained, not counting those that ended with a loss that is not finite."""
+    """Return the number of steps that all of `runs` trained, except runs whose last loss is not finite."""
     finite = [run.steps for run in runs if run.loss and math.isfinite(run.loss[-1])]
     return min(finite or [run.steps for run in runs], default=0)
 
 
 def final(run: Run, metric: str, steps: int) -> float:
-    """The figure of a run: NaN if it has none, or one that is not finite.
+    """Return the figure of a run: NaN if it has none, or one that is not finite.
 
     For "loss" the mean over the last tenth (at least one) of the first `steps` steps, if the run's last loss, too, is
     finite; for any other metric the last value that the run gave to `amp.log`.
@@ -74,13 +74,13 @@ def final(run: Run, metric: str, steps: int) -> float:
 
 
 def spread(values: Sequence[float]) -> float:
-    """The standard deviation of a sample of two or more."""
+    """Return the standard deviation of a sample of two or more."""
     largest = max(map(abs, values))
     return largest * statistics.stdev([v / largest for v in values]) if largest else 0.0  # Python 3.10 squares
 
 
 def half_width(deviation: float, count: int, confidence: float) -> float:
-    """Of Student's interval of the mean of `count` values with this standard deviation: t * deviation / sqrt(count).
+    """Return half of Student's interval of a mean: t * deviation / sqrt(count).
 
     Source: Student, The probable error of a mean, Biometrika 6 (1908).
     """
@@ -88,23 +88,23 @@ def half_width(deviation: float, count: int, confidence: float) -> float:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """The median of those that are known; None without one."""
+    """Return the median of the known values; None without one."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def warm(values: Sequence[T]) -> Sequence[T]:
-    """Without the first tenth of the steps, and without the first, which warm up."""
+    """Return the values without the first tenth of the steps (one step at least), which warm up."""
     return values[max(1, len(values) // 10) :]
 
 
 def step_times(run: Run) -> list[float]:
-    """Seconds of the `warm` steps that were measured."""
+    """Return the seconds of the `warm` steps that were measured."""
     return [seconds for seconds in warm(run.seconds) if math.isfinite(seconds) and seconds > 0]
 
 
 def part_ms(runs: Sequence[Run], step_ms: float | None) -> dict[str, float]:
-    """Name in PARTS -> milliseconds of a step: `step_ms`, shared out as the medians of the `warm` steps' parts are."""
+    """Return {name in PARTS: milliseconds}: `step_ms`, divided in proportion to the medians over the `warm` steps."""
     medians = dict.fromkeys(PARTS, 0.0)
     for run in runs:
         for part, seconds in run.parts.items():
@@ -114,17 +114,17 @@ def part_ms(runs: Sequence[Run], step_ms: float | None) -> dict[str, float]:
 
 
 def samples_per_second(run: Run) -> float | None:
-    """The median over the `warm` steps that were measured; None where the batch is not known."""
+    """Return the median over the `warm` steps that were measured; None if the batch is not known."""
     pairs = zip(warm(run.samples), warm(run.seconds), strict=False)
     return median(samples / time for samples, time in pairs if samples > 0 and math.isfinite(time) and time > 0)
 
 
 def speedup(pairs: Sequence[tuple[Run, Run]]) -> Ratio | None:
-    """Of pairs (baseline's run, the level's run of the same seed): their ratio of median step times.
+    """Return the ratio of median step times of pairs (the baseline's run, the level's run with the same seed).
 
-    The ratio of the medians over the pairs, as the table has them, and the lowest and highest of a pair, between which
-    it lies. Of one pair, `low` and `high` are what the quartiles of its step times leave possible: the baseline's lower
-    one over the level's upper one, and the reverse. None without times.
+    `median` is the ratio of the medians over the pairs, as in the table; `low` and `high` are the extremes of single
+    pairs. With one pair they come from the quartiles of its step times: the baseline's lower quartile over the level's
+    upper one, and the reverse. None without times.
     """
     times = [(step_times(base), step_times(run)) for base, run in pairs]
     times = [(base, run) for base, run in times if base and run]
@@ -140,9 +140,9 @@ def speedup(pairs: Sequence[tuple[Run, Run]]) -> Ratio | None:
 
 
 def loss_type(runs: Sequence[Run]) -> str | None:
-    """The low-precision type in which all losses of the runs were recorded: "bfloat16" or "float16"; None if in FP32.
+    """Return the type to which all losses of the runs were rounded: "bfloat16" or "float16"; None for FP32.
 
-    It takes as many different losses as chance does not round.
+    With fewer than `_ROUNDED` distinct losses the type is unknown, and the result is None.
     """
     several = {loss for run in runs for loss in run.loss if math.isfinite(loss) and loss}
     if len(several) < _ROUNDED:
@@ -151,7 +151,7 @@ def loss_type(runs: Sequence[Run]) -> str | None:
 
 
 def loss_step(runs: Sequence[Run], loss: float) -> float:
-    """How far apart the losses near `loss` lie in the type in which those of the runs were recorded; 0 for FP32."""
+    """Return the distance of adjacent losses near `loss` in the `loss_type` of the runs; 0 for FP32."""
     dtype = loss_type(runs)
     if dtype is None or not loss:
         return 0.0
@@ -159,12 +159,12 @@ def loss_step(runs: Sequence[Run], loss: float) -> float:
 
 
 def held_bytes(run: Run) -> int:
-    """Weights, masters, gradients and the optimizer's state together."""
+    """Return the bytes of weights, masters, gradients and the optimizer's state."""
     return run.weights + run.masters + run.gradients + run.state
 
 
 def errors(looks: Iterable[Look]) -> dict[str, float]:
-    """Name of a module -> the largest relative error of all looks, the worst first; NaN is infinite, 0 left out."""
+    """Return {name of a module: its largest relative error}, the worst first; NaN is infinite, 0 is left out."""
     worst: dict[str, float] = {}
     for look in looks:
         for name, error in look.errors.items():
@@ -173,10 +173,10 @@ def errors(looks: Iterable[Look]) -> dict[str, float]:
 
 
 def memory_bytes(run: Run) -> int | None:
-    """What a training takes at once, at most; None where it is not known.
+    """Return the largest memory of a training; None if it is not known.
 
-    On CUDA the most that was allocated. Elsewhere what is held between steps, and the activations beside it: what a
-    process came to hold would tell of its libraries and data, and of an allocator that gives nothing back.
+    On CUDA it is the largest amount allocated. On a CPU it is the sum of the tensors between steps and the
+    activations: the size of the process includes libraries, data, and memory that the allocator does not free.
     """
     if run.device == "cuda":
         return run.peak_memory
@@ -184,10 +184,10 @@ def memory_bytes(run: Run) -> int | None:
 
 
 def batch_in_memory_of(runs: Sequence[Run], others: Sequence[Run]) -> tuple[int, int] | None:
-    """(the batch that `others` take, the one that `runs` could take in their memory), if that is larger.
+    """Return (the batch of `others`, the batch of `runs` in the memory of `others`), if the second is larger.
 
-    By what a sample's activations take: those of a step over its samples. None on CUDA, where the peak is not made of
-    such parts, and where a figure is not known.
+    The estimate divides the activations of a step by its samples. None on CUDA, whose peak has other parts, and if a
+    figure is not known.
     """
     held, activations = median(map(held_bytes, runs)), median(run.activations for run in runs)
     samples, before = median(map(batch, runs)), median(map(batch, others))
@@ -199,12 +199,12 @@ def batch_in_memory_of(runs: Sequence[Run], others: Sequence[Run]) -> tuple[int,
 
 
 def batch(run: Run) -> float | None:
-    """The samples of a step: the median; None where they are not known."""
+    """Return the median of the samples of a step; None if they are not known."""
     return median(run.samples) or None
 
 
 def paired_t_test(first: Sequence[float], second: Sequence[float]) -> float:
-    """The p of Student's two-sided paired t-test that the two have the same mean; 1 for fewer than two pairs.
+    """Return the p of Student's two-sided paired t-test for equal means; 1 for fewer than two pairs.
 
     t = mean(d) / (s(d) / sqrt(n)) of the differences d, on n - 1 degrees of freedom.
     Source: Student, The probable error of a mean, Biometrika 6 (1908).
@@ -220,7 +220,7 @@ def paired_t_test(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def student(t: float, freedom: int) -> float:
-    """The probability that |T| <= t, for t >= 0, under Student's distribution with `freedom` degrees of freedom.
+    """Return the probability that |T| <= t, for t >= 0, under Student's distribution with `freedom` degrees of freedom.
 
     Source: the finite sums for whole degrees of freedom, 26.7.3 and 26.7.4 of Abramowitz and Stegun, Handbook of
     Mathematical Functions (1964).
@@ -238,7 +238,7 @@ def student(t: float, freedom: int) -> float:
 
 @cache
 def student_quantile(probability: float, freedom: int) -> float:
-    """The t of which `student` is `probability`, from 0 to below 1; to 50 bits."""
+    """Return t such that `student(t, freedom)` is `probability`, from 0 to below 1, to 50 bits."""
     high = 1.0
     while student(high, freedom) < probability:
         high *= 2

@@ -1,4 +1,4 @@
-"""Which modules must be kept in a higher precision for a level to be as good: which sets to try, and what comes out."""
+"""Search for few modules whose higher precision makes a level as good as O0: the sets to try, and the result."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Kept = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Trial:
-    """The level with some modules kept, beside O0.
+    """A comparison of O0 and the level with some modules kept in higher precision.
 
     Attributes:
-        kept: their names; what is inside of them is kept too.
-        level: its figures and finding; None where O0, or the level, has none.
-        why: in words, why there are none.
-        without_base: whether O0 is what has none.
-        same_seeds: whether O0's seeds give the same losses, so that nothing can be told.
+        kept: the names of these modules; all modules inside them are kept too.
+        level: the level's figures and finding; None if O0 or the level has no figures.
+        why: the reason why there are no figures, in words.
+        without_base: whether it is O0 that has no figures.
+        same_seeds: whether all seeds of O0 give the same losses, so that nothing can be decided.
     """
 
     kept: Kept
@@ -38,22 +38,22 @@ class Trial:
 
     @property
     def passes(self) -> bool:
-        """Whether nothing speaks against the level: by its gap to O0, failed runs and skips."""
+        """Whether the level is usable by its gap to O0, no run failed, and no run skipped too many steps."""
         return self.level is not None and self.level.finding.sound and self.level.finding.skips is None
 
     @property
     def hopeless(self) -> str:
-        """The reason for which it fails, and would with other modules kept; "" where others may pass."""
+        """The reason why the trial fails and any other set of modules would; "" if another set may pass."""
         if self.level is None:
             return self.why if self.without_base else ""
         found = self.level.finding
-        lost = any(each.eps is not None for each in found.diverged)  # each part that is not kept divides by 0
+        lost = any(each.eps is not None for each in found.diverged)  # every module that is not kept divides by 0
         untold = found.kind == "unjudged" or self.same_seeds
         return self.level.verdict.reason if not self.passes and (lost or untold) else ""
 
     @property
     def text(self) -> str:
-        """What came out, in words: without speed and memory."""
+        """The result in words, without speed and memory."""
         if self.level is None:
             return self.why
         found, reason = self.level.finding, self.level.verdict.reason
@@ -68,12 +68,14 @@ class Trial:
 
 @dataclass
 class Found:
-    """What a search has tried, in that order, and found.
+    """The state and the result of a search.
 
     Attributes:
-        answer: the last trial that passed, with the fewest modules; None where none passed.
-        complete: whether each module of `answer` is needed, as far as halving tells; else the trials were used up.
-        no_use: why no module that is kept would help; "" where that is not known.
+        tried: the trials, in the order of their runs.
+        answer: the last trial that passed, which has the fewest modules; None if no trial passed.
+        complete: whether the search ended with every module of `answer` needed, as far as halving shows; False if the
+            trials were used up.
+        no_use: the reason why keeping modules cannot help; "" if it may.
     """
 
     tried: list[Trial] = field(default_factory=list)
@@ -83,12 +85,12 @@ class Found:
 
 
 def most_trials(modules: int) -> int:
-    """How many a search makes at most, O0's own among them: 2 log2(modules) + 3."""
+    """Return the most trials of a search, including O0's own: 2 log2(modules) + 3."""
     return int(2 * math.log2(max(1, modules))) + 3
 
 
 def trial_of(kept: Kept, comparison: Comparison) -> Trial:
-    """Of a comparison of O0 and the level."""
+    """Make the trial from a finished comparison of O0 and the level."""
     base = comparison.baseline
     others = [level for level in comparison.levels if level is not base]
     if base is None or base.level != BASELINE or len(others) != 1 or not others[0].runs:
@@ -99,18 +101,20 @@ def trial_of(kept: Kept, comparison: Comparison) -> Trial:
 
 
 def search(trial: Callable[[Kept], Trial], modules: Callable[[], Sequence[str]], most: int | None = None) -> Found:
-    """Find few modules that, kept, make the level pass.
+    """Find few modules that make the level pass if they are kept.
 
     Args:
-        trial: trains the level with these modules kept, or has done so.
-        modules: the names of those that can be kept, each behind those inside it; asked after the first trial.
-        most: trials, O0's among them, in place of `most_trials`.
+        trial: trains the level with these modules kept, or loads such a training.
+        modules: returns the names of the modules that can be kept, each after the modules inside it. It is called
+            after the first trial.
+        most: the most trials, including O0's; None for `most_trials`.
 
-    With a set that passes, larger sets are taken to pass too. So the smallest number of modules, counted from the
-    front, that makes the level pass is found by halving, and the last of them is needed. If it does not pass alone,
-    the next one is sought in the same way among those in front of it.
+    The search assumes that if a set passes, every larger set passes too. Halving finds the shortest prefix of the list
+    that passes together with the modules already known to be needed. The last module of that prefix is needed. If the
+    needed modules do not pass alone, the next one is searched in the same way among the modules before it.
 
-    It ends at a trial that is `hopeless`. An answer that keeps every module is none: that is no longer the level.
+    The search ends at a `hopeless` trial. A result that keeps every module is no answer, since no module would be at
+    the level.
     """
     found, outcomes = Found(), dict[Kept, bool]()
     allowed = math.inf
@@ -118,14 +122,14 @@ def search(trial: Callable[[Kept], Trial], modules: Callable[[], Sequence[str]],
     def passes(names: Sequence[str]) -> bool:
         kept = outermost(names)
         if kept not in outcomes:
-            if len(found.tried) + 1 >= allowed:  # O0's own is one
+            if len(found.tried) + 1 >= allowed:  # O0's own trial counts
                 raise _UsedUp
             found.tried.append(trial(kept))
             found.no_use = found.tried[-1].hopeless
             if found.no_use:
                 raise _UsedUp
             outcomes[kept] = found.tried[-1].passes
-            if outcomes[kept]:  # a part of every set that has passed before
+            if outcomes[kept]:  # a subset of every set that passed before
                 found.answer = found.tried[-1]
         return outcomes[kept]
 
@@ -136,7 +140,7 @@ def search(trial: Callable[[Kept], Trial], modules: Callable[[], Sequence[str]],
         candidates, needed = list(modules()), list[str]()
         allowed = most_trials(len(candidates)) if most is None else most
         while candidates:
-            low, high = 0, len(candidates)  # so many fail, so many pass, or have not been tried
+            low, high = 0, len(candidates)  # a prefix of `low` modules fails; one of `high` passes or is untried
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (low, middle) if passes([*candidates[:middle], *needed]) else (middle, high)
@@ -145,23 +149,23 @@ def search(trial: Callable[[Kept], Trial], modules: Callable[[], Sequence[str]],
             if passes(needed):
                 found.complete = True
                 break
-            if found.answer is None and not passes([*before, *needed]):  # that all of them pass was not tried
+            if found.answer is None and not passes([*before, *needed]):  # the whole list was assumed to pass
                 break
             candidates = before
     except _UsedUp:
         pass
     if found.answer is not None and found.answer.kept and found.answer.kept == outermost(modules()):
-        found.no_use = "it takes every module kept, which leaves nothing at the level"
+        found.no_use = "all modules would have to be kept, which leaves none at the level"
         found.answer = None
     return found
 
 
 class _UsedUp(Exception):
-    """There is no trial left, or none that would tell more."""
+    """Signal that no trial is left, or that another trial cannot change the answer."""
 
 
 def outermost(names: Sequence[str]) -> Kept:
-    """Without the names of modules inside others of them; each once, in order."""
+    """Drop duplicates, and modules that are inside other modules of the list. The order stays."""
     every = set(names)
     return tuple(
         name
@@ -171,38 +175,38 @@ def outermost(names: Sequence[str]) -> Kept:
 
 
 def line(number: int, each: Trial) -> str:
-    """What is printed of a trial."""
+    """Format the line that is printed for a trial."""
     kept = "nothing kept" if not each.kept else f"kept {_named(each.kept)}"
     return f"trial {number}: {kept}: {'passes' if each.passes else 'fails'}: {each.text}"
 
 
 def _named(names: Kept, most: int = 6) -> str:
-    """All of few; of more how many, the first and the last, by which halving's sets differ."""
+    """List up to `most` names. A longer list becomes its count, first and last names: sets differ at their end."""
     if len(names) <= most:
         return ", ".join(names)
     return f"{len(names)} modules ({', '.join(names[:2])}, ... {', '.join(names[-3:])})"
 
 
 def argument(level: str) -> str:
-    """The argument of `initialize` that names what is kept: "keep_fp32", or "keep_high" at O6 and O7."""
+    """Return the argument of `initialize` that lists kept modules: "keep_fp32", or "keep_high" at O6 and O7."""
     return "keep_fp32" if OPT_LEVELS[named_level(level).level].product_format is None else "keep_high"
 
 
 def report(level: str, found: Found, command: str) -> list[str]:
-    """The end of what is printed: what to paste, the gap with and without, and what it costs in memory."""
+    """Return the last lines that are printed: the gaps without and with kept modules, the memory, the code to paste."""
     first, answer = found.tried[0], found.answer
     if found.no_use:
-        return [f"{level}: no module that is kept makes it as good as {BASELINE}: {found.no_use}."]
+        return [f"{level}: keeping modules does not make it as good as {BASELINE}: {found.no_use}."]
     if answer is None:
-        return [f"{level}: nothing is found to keep that would make it as good as {BASELINE}: {first.text}."]
+        return [f"{level}: no modules were found that make it as good as {BASELINE} if kept: {first.text}."]
     if not answer.kept:
-        return [f"{level} is as good as it is, nothing has to be kept: {answer.text}."]
+        return [f"{level} is as good as {BASELINE} with nothing kept: {answer.text}."]
     lines = [f"{name:8}{each.text}{_memory(each)}" for name, each in (("without", first), ("with", answer))]
     lines += [_costs(first, answer)]
     if first.level is not None and first.level.finding.kind == "undecided":
-        lines.append("That it is worse without is not shown: with more --seeds it may be as good, with nothing kept.")
+        lines.append("That it is worse with nothing kept is not shown: it may be as good with more --seeds.")
     if not found.complete:
-        lines.append("The trials were used up; fewer modules may do: --resume with more --trials goes on.")
+        lines.append("The trials were used up; fewer modules may be enough: continue with --resume and more --trials.")
     keep = f"{argument(level)}={list(answer.kept)!r}".replace("'", '"')
     other = None if answer.level is None else answer.level.other_dtype
     paste = f"amp.initialize(model, optimizer, {named_level(level).arguments(other)}, {keep})"
@@ -218,7 +222,7 @@ def _memory(each: Trial) -> str:
 
 
 def _costs(first: Trial, answer: Trial) -> str:
-    """What the kept modules add; "" where it is not known."""
+    """Say how much memory the kept modules add; "" if it is unknown."""
     sizes = [each.level.memory_bytes if each.level is not None else None for each in (first, answer)]
     if sizes[0] is None or sizes[1] is None:
         return ""
@@ -228,7 +232,7 @@ def _costs(first: Trial, answer: Trial) -> str:
 
 
 def to_dict(level: str, found: Found) -> dict[str, Any]:
-    """For search.json."""
+    """Return the content of search.json."""
 
     def told(each: Trial) -> dict[str, Any]:
         has = each.level

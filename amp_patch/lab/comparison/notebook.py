@@ -1,4 +1,4 @@
-"""amp.compare: what `python -m amp_patch compare` does to a script, for a function, inside this process."""
+"""amp.compare: `python -m amp_patch compare` for a function instead of a script, inside this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EVALUATION = "evaluation"
 
 
 class Compared(Comparison):
-    """A comparison that a notebook shows as its report, and a terminal as what it says of each level."""
+    """A comparison that a notebook shows as its report, and a terminal as a line per level."""
 
     def __repr__(self) -> str:
         levels = [f"{level.name}: {level.verdict.text}" for level in self.levels]
@@ -65,35 +65,34 @@ def compare(
 
         amp.compare(build, ["O2", "O4"], steps=200)
 
-    A notebook shows the result as a report; `.summary` and `.levels` are its words and figures. The runs follow each
-    other, every level of a seed before the next seed, and all levels of a seed start from the same random state; for
-    seed n, 1,000,003 n is added to the seeds that `build_fn` gives to `torch.manual_seed`, `random.seed` and
-    `numpy.random.seed`. Afterwards random states, torch's namespace and all earlier trainings are as they were. A run
-    that raises is a row with its error, and an interrupt keeps the rows until then. On a CPU the peak memory is not
-    known: one process has made all runs.
+    A notebook shows the result as a report; `.summary` and `.levels` have its words and figures. All levels of a
+    seed are trained one after the other, then all levels of the next seed. All levels of a seed start from the same
+    random state. For seed n, 1,000,003 n is added to each seed that `build_fn` passes to `torch.manual_seed`,
+    `random.seed` or `numpy.random.seed`. At the end, random states, torch's namespace and all earlier trainings are
+    restored. If a run raises, its row has the error. An interrupt keeps the rows so far. On a CPU the peak memory is
+    unknown, since one process makes all runs.
 
     Args:
-        build_fn: called once a run, makes everything new. It returns (model, optimizer, loss_fn, batches), which are
-            trained here: `loss_fn(model(*inputs), targets)` for each (inputs, ..., targets) of `batches`, once
-            through, or over and over until `steps`. Or it trains by itself, with `amp.initialize`, whose level is
-            overridden, and `amp.scale_loss`, and returns None.
-        levels: of "O0" to "O7". O0, with which the others are compared, is there without being named.
-        seeds: how many repetitions; the verdicts need three or more.
-        steps: after how many optimizer steps a run ends. A `build_fn` that trains by itself is left then.
+        build_fn: called once per run, to build everything new. If it returns (model, optimizer, loss_fn, batches),
+            they are trained here with `loss_fn(model(*inputs), targets)` for each (inputs, ..., targets) of `batches`,
+            once through, or repeatedly until `steps`. If it returns None, it has trained the model with
+            `amp.initialize`, whose level is overridden, and `amp.scale_loss`.
+        levels: levels from "O0" to "O7". O0 is the baseline, and is added if it is not named.
+        seeds: the number of repetitions; the verdicts need three or more.
+        steps: the number of optimizer steps after which a run ends, even inside `build_fn`.
         dtype: torch.float16 or torch.bfloat16 at O1 to O3.
-        metric: what is compared: "loss" of the training, or a name given to `amp.log`. Default: "loss", or the number
-            of `evaluate`.
+        metric: the figure that is compared: "loss" of the training, or a name given to `amp.log`. Default: the number
+            of `evaluate`, or else "loss".
         maximize: whether more of the metric is better.
         inspect: look at exponents, overflows and errors with `amp.inspect`.
-        min_gain: recommend no level for its memory that saves less of the training's, in per cent.
-        margin: by how much a level may be worse at the same seeds and is as good, in per cent of O0's result.
-        evaluate: called with the trained model, in eval mode, under no_grad: returns a number, which is logged as
-            "evaluation", or a dict of numbers, which are logged by their names. For models that are trained here.
-        verbosity: 0 prints no line when a run has finished.
+        min_gain: recommend a level for its memory only if it saves more than this, in per cent of the training's.
+        margin: a level counts as good if it is worse by at most this at the same seeds, in per cent of O0's result.
+        evaluate: called with the trained model, in eval mode, under no_grad. It returns a number, which is logged as
+            "evaluation", or a dict of numbers, which are logged by their names. Only for models that are trained here.
+        verbosity: if 0, no line is printed at the end of a run.
 
     Raises:
-        ValueError, TypeError: an argument that cannot be honoured, or a `build_fn` that returns something else, or
-        the same model twice.
+        ValueError, TypeError: an argument is invalid, or `build_fn` returns something else or the same model twice.
     """
     named = str(dtype).removeprefix("torch.") if dtype is not None else None
     if isinstance(levels, str):
@@ -123,7 +122,7 @@ def _train_all(
     verbosity: int,
     load: OtherWork,
 ) -> list[Run]:
-    """Make the runs of the plan; those that were begun when an interrupt came."""
+    """Make the runs of the plan. After an interrupt, return the runs that had begun."""
     runs = plan.runs()
     known: list[weakref.ref[nn.Module]] = []
     for index, run in enumerate(runs):
@@ -147,8 +146,8 @@ def _train_once(
     evaluate: Callable[[nn.Module], Any] | None,
     known: list[weakref.ref[nn.Module]],
 ) -> None:
-    """Fill `run`; an exception becomes its error, save a KeyboardInterrupt and what is wrong with `build_fn` itself."""
-    gc.collect()  # frees the model of the run before, which reference cycles may keep
+    """Train and fill `run`. An exception becomes its error, but KeyboardInterrupt and `_Misuse` propagate."""
+    gc.collect()  # free the previous run's model, which reference cycles may hold
     asked, error = Run(run.level, run.seed), None
     environment = Patches()
     recorder = Recorder([run], stop_after=plan.steps, inspect=plan.inspect)
@@ -167,7 +166,7 @@ def _train_once(
     finally:
         environment.remove()
         if run.device == "cpu":
-            run.peak_memory = None  # the process's peak may be an earlier run's
+            run.peak_memory = None  # the peak of the process may come from an earlier run
     name_as_asked(run, asked)
     if (failed := failure(recorder, run, error)) is not None:
         run.error, run.error_kind, run.error_where = failed
@@ -176,7 +175,7 @@ def _train_once(
 
 
 class _Misuse(Exception):
-    """Carries the error that ends the comparison."""
+    """Carrier of an error of `build_fn` that ends the comparison."""
 
 
 def _checked(built: Any, known: list[weakref.ref[nn.Module]]) -> Any:
@@ -198,8 +197,8 @@ def _train(
     steps: int | None,
     evaluate: Callable[[nn.Module], Any] | None,
 ) -> None:
-    model, optimizer = initialize(model, optimizer)  # the level comes from the environment
-    loss_fn = install.in_force(loss_fn)  # `build_fn` ran before O1's casts, and returned torch's own function
+    model, optimizer = initialize(model, optimizer)  # the level comes from the environment variables
+    loss_fn = install.in_force(loss_fn)  # `build_fn` returned torch's function before O1 installed its casts
     with suppress(Enough):
         if not _epoch(model, optimizer, loss_fn, batches):
             words = "nothing; an iterator is used up by one run: make a new one at each call"
@@ -216,7 +215,7 @@ def _train(
 
 
 def _epoch(model: nn.Module, optimizer: Any, loss_fn: Callable[..., Tensor], batches: Iterable[Any]) -> bool:
-    """Whether there was a batch: an iterator has none the second time."""
+    """Train over all batches. Return whether there was one: an iterator has none the second time."""
     batch = None
     for batch in batches:
         *inputs, targets = batch

@@ -1,4 +1,4 @@
-"""The pictures of what `amp.inspect` saw: the sizes of numbers, beside what a type can hold."""
+"""Histograms of the sizes of numbers that `amp.inspect` counted, beside the range of a type."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _KINDS = {
 
 
 def numbers(level: LevelResult) -> list[Picture]:
-    """What `amp.inspect` saw at a level: the sizes of the gradients, and of everything else.
+    """Return the histograms of a level: gradients first, then weights, activations and their gradients.
 
-    They are held against the type of the level; of O0's, which has none, against FP16.
+    The range drawn is that of the level's type; O0 has no type, and its range is FP16's.
     """
     looks = [look for run in level.all_runs for look in run.looks]
     of_type = level.dtype or "float16"
@@ -46,7 +46,7 @@ def numbers(level: LevelResult) -> list[Picture]:
 
 
 def _gradients(level: LevelResult, looks: list[Look], counts: dict[int, int], format_: str, held: Format) -> Picture:
-    """Figure 3 of Micikevicius et al. 2018: what of the gradients lies below FP16's range, at three loss scales."""
+    """Draw the gradients below FP16's range at three loss scales, as figure 3 of Micikevicius et al. 2018."""
     scales = {"without loss scaling": 1.0}
     if format_ == "FP16":
         in_use, best = looks[-1].scale, min(look.best_scale for look in looks)
@@ -78,7 +78,7 @@ def _gradients(level: LevelResult, looks: list[Look], counts: dict[int, int], fo
 
 
 def _histogram(title: str, counts: dict[int, int], low: int, high: int, format_: str, below: float = 0.0) -> Plot:
-    """Columns on a logarithmic axis; red are those of the numbers outside of [low, high], what the format can hold."""
+    """Return columns on a logarithmic axis; numbers outside of the range of the format, [low, high], are red."""
     also = {low, high + 1} if format_ == "FP16" else set()  # BF16's whole range would squeeze the bars
     left, right = min([*counts, *also]) - 2, max([*counts, *also]) + 3
     top = max(counts.values())
@@ -93,7 +93,7 @@ def _histogram(title: str, counts: dict[int, int], low: int, high: int, format_:
 
 
 def _exponents(looks: Iterable[Look], kind: str) -> dict[int, int]:
-    """exponent -> how many numbers, of all looks."""
+    """Return {exponent: count of numbers} over all looks."""
     counts: dict[int, int] = {}
     for look in looks:
         for exponent, count in look.counts.get(kind, {}).get("exponents", {}).items():

@@ -1,4 +1,4 @@
-"""How much of the cores other work took while a training ran."""
+"""Measure the time of the cores that other work took while a training ran."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from amp_patch.lab.comparison.processes import busy_seconds, cpu_seconds
 
 _SHORTEST = 0.5  # seconds between two readings: the system counts in hundredths
-_FULL = 0.9  # of the cores' time: below it, other work ran on idle cores and took nothing from the training
-_SHARE = 0.1  # of the time that the cores were full with other work among it: from here on `words` says so
-_LEAST = 0.1  # cores that other work must have to count
+_FULL = 0.9  # share of the cores' time; below it, other work ran on idle cores and took nothing from the training
+_SHARE = 0.1  # if other work crowded the cores for at least this share of the time, `words` says so
+_LEAST = 0.1  # other work on fewer cores than this does not count
 
 
 class OtherWork:
-    """Takes readings while trainings run: `watch` one, `read` as often as you like, and `watch` the next."""
+    """Readings of the cores' time while trainings run: `watch` a process, `read` often, `watch` the next one."""
 
     def __init__(self) -> None:
         self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -23,12 +23,12 @@ class OtherWork:
         self._seconds = self._taken = self._crowded = 0.0
 
     def watch(self, pid: int) -> None:
-        """From now on it is this process that trains, with its children."""
+        """Count this process and its children as the training, from now on."""
         self._pid = pid
         self._last = self._reading()
 
     def read(self) -> None:
-        """Add up what there was since the last reading, if that is a while ago."""
+        """Add the time since the last reading, unless that was less than `_SHORTEST` ago."""
         if self._last is None or time.monotonic() - self._last[0] < _SHORTEST:
             return
         now = self._reading()
@@ -38,7 +38,7 @@ class OtherWork:
             self._last = now
 
     def add(self, seconds: float, busy: float, own: float) -> None:
-        """In so many seconds the cores worked `busy` seconds, `own` of them for the training."""
+        """Add a period of `seconds`: the cores together worked `busy` seconds, `own` of them for the training."""
         other = max(0.0, busy - own)
         self._seconds += seconds
         self._taken += other
@@ -46,7 +46,7 @@ class OtherWork:
             self._crowded += seconds
 
     def words(self) -> str | None:
-        """What the reader of the speeds should know; None if nothing, or if nothing tells."""
+        """Return a warning about the measured speeds; None if other work took little or the system does not tell."""
         if not self._seconds or self._crowded < _SHARE * self._seconds:
             return None
         cores = f"{self.cores} cores" if self.cores > 1 else "the one core"

@@ -1,4 +1,4 @@
-"""What became of one run, in words."""
+"""The failure of a run in words."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from amp_patch.support.scripts_line import place
 
 
 def failure(recorder: Recorder, run: Run, error: BaseException | None) -> Failure | None:
-    """Why a recorded training gave no figures, or ended early; None if it ended well.
+    """Return why a recorded training gave no figures or ended early; None if it ended well.
 
     Args:
-        recorder: that has seen it.
-        run: what it recorded.
-        error: what the script ended with, a SystemExit too.
+        recorder: the recorder of the training.
+        run: the record of the training.
+        error: the exception that ended the script, for example a SystemExit; None if there was none.
     """
-    if isinstance(error, SystemExit) and error.code in (None, 0):  # among them the recorder's Enough
+    if isinstance(error, SystemExit) and error.code in (None, 0):  # the recorder's Enough is one of these
         error = None
-    if recorder.has_enough:  # what the script does behind the steps that were asked for is not the level's
+    if recorder.has_enough:  # errors after the last step that was asked for do not count against the level
         return None
     if isinstance(error, KeyboardInterrupt):
         return interrupted(run)
@@ -54,17 +54,17 @@ def failure(recorder: Recorder, run: Run, error: BaseException | None) -> Failur
 
 
 def interrupted(run: Run) -> Failure:
-    """Of a run that the user's Ctrl-C has ended."""
+    """Return the failure of a run that the user ended with Ctrl-C."""
     return Failure(f"interrupted after {run.steps} steps", INTERRUPTED)
 
 
 def _one_line(text: str) -> str:
-    # Our refusals end with the way out, within 500 characters.
+    # 500 characters hold the whole of our own errors, which end with the way out.
     return textwrap.shorten(without_control_codes(text), 500, placeholder=" ...")
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of the script's that has raised it; a SyntaxError names its own."""
+    """Return the innermost line of the script in the traceback; "" for a SyntaxError, whose message has its line."""
     if isinstance(error, SyntaxError):
         return ""
     places = [place(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
@@ -72,7 +72,7 @@ def _where(error: BaseException) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    # The CPU's allocator raises a RuntimeError, whose words differ between systems.
+    # The CPU's allocator raises a RuntimeError, with a text that differs between systems.
     words = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(each in str(error) for each in words)

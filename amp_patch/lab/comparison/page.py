@@ -1,4 +1,4 @@
-"""html, write: a comparison as one page that needs nothing but itself, and as JSON."""
+"""A comparison as a self-contained page, and as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
 
 from amp_patch.lab import wording
-from amp_patch.lab.comparison import headline, measures
+from amp_patch.lab.comparison import headline, measures, what_next
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import COLOURS
 from amp_patch.lab.comparison.level_result import LevelResult, failures
@@ -21,9 +21,9 @@ from amp_patch.support.files import write_whole
 
 
 def write(comparison: Comparison, folder: str | Path) -> Path:
-    """Write report.html and report.json into `folder`, which is made if it is not there; the page's path.
+    """Write report.html and report.json into `folder`, which is created if needed, and return the page's path.
 
-    Each is there whole or not at all; a symbolic link in its place is replaced.
+    Each file is written whole or not at all; a symbolic link at its path is replaced.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,9 +35,10 @@ def write(comparison: Comparison, folder: str | Path) -> Path:
 
 
 def html(comparison: Comparison) -> str:
-    """The page: pictures inline, no script, no request to anything; light and dark as the reader's system is."""
+    """Return the page, with inline pictures, without scripts and requests, light or dark as the reader's system."""
     base, cards = comparison.baseline, rows(comparison)
     of_machine = [note for note in (comparison.lack_note, comparison.kernels_note) if note]
+    *before, last = what_next.commands(comparison) or [("", "")]
     won = any(headline.state(level, comparison) == "best" for level in comparison.levels)
     return _template().render(
         comparison=comparison,
@@ -50,9 +51,13 @@ def html(comparison: Comparison) -> str:
         said={
             "Why": headline.why(comparison),
             "How sure": headline.how_sure(comparison),
+            "An epoch": f"{each}." if (each := headline.epoch(comparison)) else "",
             "This machine": " ".join(f"{note[0].upper()}{note[1:]}." for note in of_machine),
         },
-        use=headline.how_to_use(comparison),
+        edit=headline.how_to_use(comparison)[0],
+        before=before,
+        last=last,
+        in_words=what_next.advice(comparison),
         why_failed=headline.why_failed,
         rows=cards if any(row.speed for row in cards) else [],
         axis=axis(comparison),
@@ -78,7 +83,7 @@ def _template() -> Template:
 
 
 def _about(comparison: Comparison) -> str:
-    """Levels, seeds, steps, processor and torch of a comparison, in one line."""
+    """Return levels, seeds, steps, processor and torch of a comparison in one line."""
     machine = comparison.machine
     seeds = _finished_seeds(comparison)
     said = [f"{len(comparison.levels)} levels", wording.counted(seeds, "seed")]
@@ -90,7 +95,7 @@ def _about(comparison: Comparison) -> str:
 
 
 def _finished_seeds(comparison: Comparison) -> int:
-    """With how many seeds no run is missing, or was interrupted."""
+    """Return the number of seeds without a missing or interrupted run."""
     of_seed: dict[int, list[Run]] = {}
     for run in comparison.runs:
         of_seed.setdefault(run.seed, []).append(run)
@@ -135,7 +140,7 @@ def _finding(level: LevelResult, comparison: Comparison) -> Cell | str:
 
 
 def _gap(level: LevelResult) -> Cell | str:
-    """In per cent and in the metric's unit, with its interval."""
+    """Return the gap in per cent and in the metric's unit, with its interval."""
     gap = level.finding.gap
     if gap is None:
         return ""
@@ -154,6 +159,6 @@ def _speed(level: LevelResult) -> Cell | str:
 
 
 def _several(values: Sequence[float], words: Callable[[float], str] = number) -> str:
-    """One number a seed; one for all where they agree."""
+    """Return a number for each seed, or one number if all agree."""
     texts = [words(value) for value in values]
     return ", ".join(texts if len(set(texts)) > 1 else texts[:1])

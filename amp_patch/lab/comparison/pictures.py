@@ -42,9 +42,9 @@ class _Curves(NamedTuple):
 
 
 def losses(comparison: Comparison) -> list[Picture]:
-    """The baseline's training loss, and a panel a level with its distance to it, seed by seed, on the seeds' spread.
+    """Return the baseline's training loss, and for each level the difference to it by seed, on the spread of the seeds.
 
-    Where there is no baseline, or none of a level's seeds is the baseline's, the level's own loss.
+    Without a baseline, or without a seed in common with it, the picture has the level's own loss.
     """
     base = comparison.baseline
     pictures = []
@@ -60,7 +60,7 @@ def losses(comparison: Comparison) -> list[Picture]:
 
 
 def scales(comparison: Comparison) -> list[Picture]:
-    """The loss scale over time, a line a seed, and the skipped steps, of the levels that scale the loss."""
+    """Return the loss scale over time and the skipped steps, a line for each seed, of levels that scale the loss."""
     pictures = []
     for level in comparison.levels:
         runs = [run for run in level.all_runs if run.scale]
@@ -104,7 +104,7 @@ def _loss(level: LevelResult, runs: Sequence[Run]) -> Picture:
 
 
 def _difference(level: LevelResult, base: LevelResult, paired: Sequence[Run], of_base: dict[int, Run]) -> Picture:
-    """The runs' losses less those of the baseline's run of the same seed."""
+    """Draw the losses of the runs minus the losses of the baseline's run with the same seed."""
     longest = max(len(run.loss) for run in (*paired, *of_base.values()))
     ours = _smooth([run.loss for run in paired], longest)
     theirs = _smooth([of_base[run.seed].loss for run in paired], longest)
@@ -148,7 +148,7 @@ def _in_words(level: LevelResult, runs: Sequence[Run], what: str) -> str:
 
 
 def _smooth(several: Sequence[Sequence[float]], longest: int | None = None) -> _Curves:
-    """Running means over a 25th of the steps; where a loss in it is not finite, there is none."""
+    """Return running means over a 25th of the steps; a window with a loss that is not finite has none."""
     longest = longest or max(map(len, several))
     window = max(1, longest // 25)
     steps = [int(step) for step in thin(range(window, longest + 1))]
@@ -156,7 +156,7 @@ def _smooth(several: Sequence[Sequence[float]], longest: int | None = None) -> _
 
 
 def _mean(values: Sequence[float], window: int) -> _Value:
-    """The mean of the window; None where the run ended inside of it."""
+    """Return the mean of the window; None if the run ended inside of it."""
     if len(values) < window or not all(map(math.isfinite, values)):
         return None
     return statistics.fmean([max(-LARGEST, min(value, LARGEST)) for value in values])
@@ -167,7 +167,7 @@ def _less(value: _Value, other: _Value) -> _Value:
 
 
 def _stairs(values: Sequence[float]) -> list[tuple[float, float | None]]:
-    """(step, exponent) of the corners: where the value changes, and at the ends; a gap where it has no logarithm."""
+    """Return (step, exponent) at the ends and at each change of the value; None for a value without a logarithm."""
     places = [i for i in range(len(values)) if i == 0 or i == len(values) - 1 or values[i] != values[i - 1]]
     points: list[tuple[float, float | None]] = []
     for place in map(int, thin(places)):

@@ -1,4 +1,4 @@
-"""What is compared: levels, seeds, steps; and whether a script can be."""
+"""The plan of a comparison: its levels, seeds and steps, and the environment of each run."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from amp_patch.lab.recording.run import NATIVE, Run
 from amp_patch.lab.wording import figure, short
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 
-# The level that the others are compared with.
+# The level that the other levels are compared with.
 BASELINE = next(level for level, policy in OPT_LEVELS.items() if policy.changes_nothing)
 
-# Compared unless others are asked for. O3 shows what it costs to keep no FP32 weights, O6 and O7 what FP8 and FP4 do to
-# the numbers: they are asked for.
+# The default levels of a comparison. O3 shows the cost of having no FP32 weights, and O6 and O7 show the effect of FP8
+# and FP4 on the numbers: they are compared only if the caller names them.
 LEVELS = tuple(
     level for level, policy in OPT_LEVELS.items() if policy.keeps_fp32_weights and policy.product_format is None
 )
 
-# The level of FP8 and FP4 by which a script's weights stay as they are.
+# The first level with FP8 or FP4 products, which leaves the script's weights unchanged.
 EMULATED = next(level for level, policy in OPT_LEVELS.items() if policy.product_format is not None)
 
-# The share of the memory that a level must save to be recommended for it, unless another is asked for.
+# Default share of the memory that a level must save to be recommended for it.
 MIN_GAIN = 0.05
 
-# The share of the baseline's result by which a level may be worse and is as good, unless another is asked for.
+# Default margin: a level counts as good if it is worse by at most this share of the baseline's result.
 MARGIN = 0.002
 
-SEEDS = 3  # unless others are asked for
+SEEDS = 3  # default number of seeds
 _MOST_SEEDS = 1000
 
 
 def quick_levels(dtype: str | None) -> tuple[str, ...]:
-    """The likeliest two: those of FP16 if it is asked for, else BF16's, which wants no loss scale."""
+    """Return the two levels to try first: with FP16 if `dtype` says so, else with BF16, which needs no loss scale."""
     wanted = f"torch.{dtype or 'bfloat16'}"
     return tuple(level for level in LEVELS if str(OPT_LEVELS[level].dtype) == wanted)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to compare: each level from each seed.
+    """The plan of a comparison: each level is trained from each seed.
 
     Attributes:
-        levels: of "O0" to "O7", with rungs or without ("O5+split"), each once, and one at least beside O0, which comes
-            first where it is not named.
-        seeds: how many repetitions.
-        steps: after how many optimizer steps a run ends; None lets it end by itself.
-        dtype: "float16" or "bfloat16" for the levels O1 to O3; None leaves it to the script.
-        metric: what is compared: "loss", or a name that is given to `amp.log`.
-        maximize: whether more of it is better.
-        min_gain: what a level must save of the memory to be recommended for it, in per cent.
-        margin: by how much a level may be worse and is as good, in per cent of O0's result.
-        inspect: look at exponents and errors with `amp.inspect`.
-        keep: in a search the modules that the levels keep: in FP32, or where the products of others are FP8 or FP4 in
-            BF16; None outside of one.
+        levels: levels from "O0" to "O7", with or without rungs ("O5+split"), each once, and at least one besides O0. If
+            O0 is not named, it is added in front.
+        seeds: the number of repetitions.
+        steps: the number of optimizer steps after which a run ends; None if the script decides.
+        dtype: "float16" or "bfloat16" for the levels O1 to O3; None if the script decides.
+        metric: the figure that is compared: "loss", or a name given to `amp.log`.
+        maximize: whether more of the metric is better.
+        min_gain: the memory that a level must save to be recommended for it, in per cent.
+        margin: a level counts as good if it is worse by at most this, in per cent of O0's result.
+        inspect: whether to look at exponents and errors with `amp.inspect`.
+        keep: the modules that a module search keeps: in BF16 at levels with FP8 or FP4 products, in FP32 at others.
+            None if this is no module search.
     """
 
     levels: tuple[str, ...] = LEVELS
@@ -100,11 +100,11 @@ class Plan:
             raise ValueError(f"compare: seeds is {self.seeds}; wanted at most {_MOST_SEEDS} repetitions")
 
     def runs(self) -> list[Run]:
-        """Those to be made, in order: every level of a seed, then the next seed: levels share the machine's moods."""
+        """Return the runs: all levels of a seed, then the next seed, so that load on the machine slows all levels."""
         return [Run(level, seed) for seed in range(self.seeds) for level in self.levels]
 
     def type_of(self, level: str) -> str | None:
-        """The level's low-precision type, as far as the plan knows: a script may give O1 to O3 another."""
+        """Return the level's low-precision type; None at O0. A script may choose another type for O1 to O3."""
         policy = OPT_LEVELS[named_level(level).level]
         if policy.changes_nothing:
             return None
@@ -112,34 +112,36 @@ class Plan:
         return self.dtype if self.dtype is not None and own == "float16" else own
 
     def has_masters(self, dtype: str) -> bool:
-        """Whether a level keeps FP32 masters of weights of this type; True of "", which needs none."""
+        """Return whether a level of the plan has FP32 masters of weights of this type; True for "" (FP32 weights)."""
         kept = [level for level in self.levels if OPT_LEVELS[named_level(level).level].master_weights]
         return not dtype or any(self.type_of(level) == dtype for level in kept)
 
     def environment(self, run: Run) -> dict[str, str]:
-        """What tells a run's `initialize` its level."""
+        """Return the environment variables that set the level and the seed of a run."""
         level = BASELINE if run.level == NATIVE else run.level
         environment = {LEVEL: level, "AMP_PATCH_SEED": str(run.seed)}
         if any(named_level(each).options for each in self.levels):
-            environment.update(dict.fromkeys(RUNG_VARIABLES, ""))  # the names say it, of each level its own
+            environment.update(dict.fromkeys(RUNG_VARIABLES, ""))  # the level's name has its rungs
         if self.keep is not None and level != BASELINE:
             environment[keep_variable(level)] = ",".join(self.keep) or NONE_KEPT
         return environment if self.dtype is None else {**environment, DTYPE: self.dtype}
 
 
 def variables(level: str, dtype: str | None = None) -> str:
-    """Those of the environment that take a script to a level as it is, as a shell has them."""
+    """Return the environment variables that run an unedited script at a level, in shell form."""
     return f"{LEVEL}={level} {DTYPE}={dtype}" if dtype else f"{LEVEL}={level}"
 
 
 def keep_variable(level: str) -> str:
-    """The environment variable that names the modules which a level keeps: AMP_PATCH_KEEP_FP32, or at O6 and O7
-    AMP_PATCH_KEEP_HIGH."""
+    """Return the environment variable that lists the modules a level keeps.
+
+    AMP_PATCH_KEEP_FP32, or at O6 and O7 AMP_PATCH_KEEP_HIGH.
+    """
     return KEEP_FP32 if OPT_LEVELS[named_level(level).level].product_format is None else KEEP_HIGH
 
 
 def progress_line(run: Run, asked_steps: int | None) -> str:
-    """How a run went, in a line."""
+    """Format the line on a finished run: its error, or its steps, loss, time and notes."""
     if run.error is not None:
         return f"{run.level} seed {run.seed}: failed: {run.error_in_full}"
     loss, ms = newest_figures(run)
@@ -150,7 +152,7 @@ def progress_line(run: Run, asked_steps: int | None) -> str:
 
 
 def newest_figures(run: Run) -> tuple[str, str]:
-    """The newest loss, and the median time of the newest steps in milliseconds."""
+    """Format the latest loss, and the median milliseconds of the latest steps; both "" before the first step."""
     if not run.steps:
         return "", ""
     times = [seconds for seconds in run.seconds[-20:] if not math.isnan(seconds)]  # NaN: an inspected step
@@ -158,7 +160,7 @@ def newest_figures(run: Run) -> tuple[str, str]:
 
 
 def name_as_asked(run: Run, asked: Run) -> None:
-    """Give `run` the level and the seed of `asked`, and note it if the script trained at another level."""
+    """Copy level and seed of `asked` to `run`. Add a note if the script trained at another level."""
     if run.level != asked.level and asked.level != NATIVE:
         run.notes.append(f"asked for {asked.level}, the script trained at {run.level}")
     run.level, run.seed = asked.level, asked.seed

@@ -1,4 +1,4 @@
-"""What Linux tells of processes: their children, the time they took of the cores, the memory that is theirs alone."""
+"""Figures of processes from Linux' /proc and /sys: child processes, CPU time, private and free memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def tree(pid: int) -> list[int]:
-    """The process, its children, theirs, and so on; itself alone where the system does not tell."""
+    """List the process and all its descendants; without /proc the process alone."""
     found = [pid]
     for each in found:  # the loop appends to `found`
         with suppress(OSError):
@@ -23,12 +23,12 @@ def tree(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Of the `tree`, and of its processes that have ended; None where nothing tells, or the process has ended."""
+    """Return the CPU time of the `tree`, including ended children; None without /proc, or if `pid` has ended."""
     ticks = 0
     for each in tree(pid):
         try:
-            # Fields 14 to 17 of proc(5): utime, stime, cutime, cstime. Split at the last bracket: the name of a process
-            # may have blanks and brackets in it.
+            # Fields 14 to 17 of proc(5): utime, stime, cutime, cstime. Split at the last bracket, since
+            # the name of a process may contain blanks and brackets.
             fields = (_PROC / str(each) / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             if each == pid:
@@ -39,24 +39,25 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def busy_seconds() -> float | None:
-    """How long the cores that this process may run on have worked, for whomever; None where nothing tells."""
+    """Return how long the cores that this process may use have worked, for any process; None without /proc."""
     try:
         lines = (_PROC / "stat").read_text().splitlines()
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     except (OSError, AttributeError):
         return None
-    # Fields: user, nice, system, idle, iowait, irq, softirq, steal. Stolen time counts as busy: no process here had it.
+    # Fields: user, nice, system, idle, iowait, irq, softirq, steal. Stolen time counts as busy,
+    # since no process of this machine could use it.
     times = [list(map(int, line.split()[1:9])) for line in lines if line.split()[:1] and line.split()[0] in cores]
     return sum(sum(each) - each[3] - each[4] for each in times) / os.sysconf("SC_CLK_TCK") if times else None
 
 
 def private_bytes(pid: int) -> int:
-    """The memory of the `tree` that is in no file; what processes share is counted once. 0 where nothing tells."""
+    """Return the anonymous memory of the `tree`, with shared pages counted once; 0 without /proc."""
     return sum(listed_bytes(_PROC / str(each) / "smaps_rollup", "Pss_Anon") or 0 for each in tree(pid))
 
 
 def free_bytes() -> int | None:
-    """The memory that is left, of the system's or of what a container was given; None where nothing tells."""
+    """Return the free memory of the system, or of the container if that is less; None if neither is known."""
     available = listed_bytes(_PROC / "meminfo", "MemAvailable")
     found = [] if available is None else [available]
     with suppress(OSError, ValueError):  # ValueError: the limit is "max"

@@ -1,4 +1,4 @@
-"""Which level to use, and why, by one ordered list of rules: `standing`. Headline, card, summary and rows read it."""
+"""The level to use, and why, by an ordered list of rules, `standing`, which headline, card, summary and rows read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from amp_patch.lab.comparison.plan import MIN_GAIN
 from amp_patch.lab.comparison.verdict import UNJUDGED, memory_beside, more_seeds, percent_of
 from amp_patch.lab.wording import counted, fine_percent, listed, ratio, relative_size, signed, times
 
-# Standings for which a level is recommended, the strongest first.
+# Standings that recommend a level, the strongest first.
 GAINS = ("better", "faster", "smaller", "a little faster")
 
-# Why the baseline is recommended: a phrase for each other standing, in the order of the phrases.
+# Every other standing -> its phrase in a recommendation of the baseline, in the order of the phrases.
 _OF_OTHERS = {
     "slower": "{} would do as well",
     "not clear": "{} would do as well, but may cost more time than it saves memory",
@@ -34,17 +34,17 @@ _OF_OTHERS = {
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Of levels of which two at least can be compared.
+    """The result of `recommend` for two or more levels.
 
     Attributes:
-        level: the baseline where no other is better.
-        because: standing -> the levels that it is the reason of: one of GAINS with the level; of the baseline the names
-            in _OF_OTHERS -> the other levels of which this is so.
-        sure: whether no level is undecided, or cannot be judged.
-        so_far: whether the level is what one seed shows, which cannot tell chance from a difference.
-        what: is compared, in words.
-        standings: (level, dtype) -> `standing`, of each but the baseline.
-        min_gain: as of `recommend`.
+        level: the recommended level; the baseline if no other level gains anything.
+        because: for a level, one of GAINS -> [the level]; for the baseline, names of _OF_OTHERS -> the other levels
+            with this standing.
+        sure: whether every level is decided.
+        so_far: whether the recommendation rests on one seed, which cannot tell chance from a difference.
+        what: the name of the compared figure.
+        standings: (level, dtype) -> `standing`, for every level except the baseline.
+        min_gain: the argument of `recommend`.
     """
 
     level: LevelResult
@@ -56,17 +56,17 @@ class Recommendation:
     min_gain: float = MIN_GAIN
 
     def standing(self, level: LevelResult) -> str:
-        """Of one of the levels; "baseline" of that."""
+        """Return the standing of a level; "baseline" for the baseline."""
         return self.standings.get((level.level, level.dtype), "baseline")
 
 
 def standing(level: LevelResult, base: LevelResult, *, alone: bool, min_gain: float, so_far: bool = False) -> str:
-    """The first rule that holds: what speaks against the level, then what it gains.
+    """Return the first rule that holds: objections to the level come first, then gains.
 
     Args:
-        alone: whether no level but the baseline keeps FP32 weights: one without them (O3) is usable only then.
-        so_far: take what one seed shows for what is so. Better is the last of its gains then, as chance makes it, and
-            a speed that is not clear does not count against what is saved.
+        alone: whether no other level keeps FP32 weights. A level without them (O3) is usable only then.
+        so_far: judge by one seed. "better" is then the last gain, because chance can cause it, and an unclear speed
+            does not count against saved memory.
     """
     found, speed = level.finding, level.speedup
     so_far = so_far and found.promising
@@ -97,13 +97,13 @@ def standing(level: LevelResult, base: LevelResult, *, alone: bool, min_gain: fl
 def recommend(
     levels: Sequence[LevelResult], base: LevelResult, min_gain: float = MIN_GAIN, what: str = "loss"
 ) -> Recommendation:
-    """The level whose result is surely better; else the fastest sound one; where none is by much, the smallest that is
-    as fast; else the level for which one seed speaks; else the baseline, and why not the others.
+    """Recommend the level whose result is surely better; else the fastest sound level; else, if no level is much
+    faster, the smallest that is as fast; else a level by one seed; else the baseline, with the reasons of the others.
 
     Args:
-        min_gain: the share of all memory (`saved_memory`) that a level must save to be recommended for it. One whose
-            speed is not clear must save more than the share of time that it may cost.
-        what: is compared, in words.
+        min_gain: the share of memory (`saved_memory`) that a level must save to be recommended for its memory. A level
+            with an unclear speed must save more than the share of time that it may cost.
+        what: the name of the compared figure.
     """
     alone = not any(not level.loses_updates and level.level != base.level for level in levels)
     others = [level for level in levels if level is not base]
@@ -122,7 +122,7 @@ def recommend(
 
 
 def _best(levels: Sequence[LevelResult], gain: str) -> LevelResult:
-    """Of levels with the same gain: of better results that lie within the margin of the best the smallest."""
+    """Return the best of levels with the same gain; the smallest of better results within the margin of the best."""
     if gain == "smaller":
         return min(levels, key=_size)
     if gain != "better":
@@ -138,7 +138,7 @@ def _size(level: LevelResult) -> float:
 
 
 def summary(found: Recommendation, base: LevelResult) -> str:
-    """What to use, and why, in one or two sentences."""
+    """Return the recommendation and its reason in one or two sentences."""
     best = found.level
     as_fast = best.speedup is not None and best.speedup.pace in ("as fast", "faster")
     room = larger_batch(best, base) if "smaller" in found.because else ""
@@ -154,7 +154,7 @@ def summary(found: Recommendation, base: LevelResult) -> str:
 
 
 def gains(found: Recommendation) -> str:
-    """ "1.4x faster, 10 % less memory, same loss over 3 seeds": of a level that is recommended, its reason first."""
+    """Return "1.4x faster, 10 % less memory, same loss over 3 seeds", with the reason of the recommendation first."""
     best = found.level
     cost = [speed_in_words(best), memory_in_words(best)]
     if "smaller" in found.because:
@@ -165,7 +165,7 @@ def gains(found: Recommendation) -> str:
 
 
 def _loss_in_words(found: Recommendation) -> str:
-    """ "same loss within 0.2 %"; "loss +0.0007 %", so far."""
+    """Return "same loss within 0.2 %", or by one seed "loss +0.0007 %"."""
     of, what, gap = found.level.finding, found.what, found.level.finding.gap
     if found.so_far and gap is not None and gap.mean:
         return f"{what} {percent_of(gap) or signed(gap.mean)}"
@@ -180,7 +180,7 @@ def _loss_in_words(found: Recommendation) -> str:
 
 
 def speed_in_words(level: LevelResult) -> str:
-    """ "1.8x faster"; empty where the speed is not known."""
+    """Return "1.8x faster"; "" if the speed is not known."""
     if level.speedup is None:
         return ""
     median, pace = level.speedup.median, level.speedup.pace
@@ -190,7 +190,7 @@ def speed_in_words(level: LevelResult) -> str:
 
 
 def memory_in_words(level: LevelResult) -> str:
-    """The memory beside the baseline's; empty where it is not known."""
+    """Return the memory relative to the baseline's; "" if it is not known."""
     if level.memory is None:
         return ""
     percent = round(100 * (level.memory - 1))
@@ -199,12 +199,12 @@ def memory_in_words(level: LevelResult) -> str:
 
 
 def _may_cost(speed: Ratio | None) -> float:
-    """The share of time that a level whose speed is not clear may cost, by its slowest pair; else 0."""
+    """Return the share of time that a level with an unclear speed may cost, by its slowest pair; else 0."""
     return 1 / speed.low - 1 if speed is not None and speed.pace == "not clear" else 0.0
 
 
 def larger_batch(level: LevelResult, base: LevelResult) -> str:
-    """ "In the memory that O0 takes at batch 16, it has a batch of 29"; "" where nothing tells."""
+    """Return "In the memory that O0 takes at batch 16, O5 takes a batch of some 29"; "" if that is not known."""
     batch = measures.batch_in_memory_of(level.runs, base.runs)
     if batch is None:
         return ""
@@ -213,7 +213,7 @@ def larger_batch(level: LevelResult, base: LevelResult) -> str:
 
 
 def of_others(found: Recommendation, base: LevelResult) -> str:
-    """Why the baseline is the one to use, without a full stop."""
+    """Return the reasons for the baseline, without a full stop."""
 
     return "; ".join(
         _OF_OTHERS[why].format(
@@ -226,7 +226,7 @@ def of_others(found: Recommendation, base: LevelResult) -> str:
 
 
 def _with_promise(level: LevelResult, base: LevelResult, why: str, found: Recommendation) -> str:
-    """The name, and what the level would win: where its memory costs time, or where it may yet be recommended."""
+    """Return the name, with the gains of a level whose memory costs time or that may yet be recommended."""
     speed, gap, said = level.speedup, level.finding.gap, []
     if why == "slower" and speed is not None:
         said = [memory_beside(level), f"but {times(1 / speed.median)[0]}x slower"]

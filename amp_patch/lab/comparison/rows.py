@@ -1,7 +1,7 @@
-"""The rows of the card: for each level a bar of its speed, one of its memory by its parts, and its gap to the baseline.
+"""The rows of the card: for each level a bar of its speed, a bar of its memory by kinds, and its gap to the baseline.
 
-A cell is the inside of an <svg> of any size: shares of its width are percentages. So a page and a picture file show
-the same, each in boxes of its own.
+A cell is the content of an <svg> of any size, in which positions are percentages of the width. A page and a picture
+file can therefore show the same cell in boxes of different sizes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from amp_patch.lab.comparison.drawing import LARGEST, line, rect, share, text, t
 from amp_patch.lab.comparison.level_result import LevelResult
 from amp_patch.lab.comparison.verdict import gap_in_words, percent_of
 
-_NUMBER = 0.36  # of the narrowest cell's width, 150 pixels: what a number takes, with the gap before it
-_ZERO = 0.36  # where a gap of 0 lies
+_NUMBER = 0.36  # a number with its margin, as a share of the narrowest cell (150 pixels)
+_ZERO = 0.36  # the position of a gap of 0
 _END = ' text-anchor="end"'
-_BAR = 0.74  # of a cell's width: the rest is for the number behind the longest bar
+_BAR = 0.74  # the longest bar, as a share of the cell; a number follows it
 _INKS = {"best": "good", "base": "base", "bad": "lost", "unsure": "unsure", "plain": "ink"}
 
 
 class Row(NamedTuple):
-    """One level: how it is shown, what it is called, its cells, and all of it in words."""
+    """The row of a level: its style, its short text, its cells, and a text alternative."""
 
     state: str
     level: LevelResult
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 def rows(comparison: Comparison) -> list[Row]:
-    """In the order of the levels."""
+    """Return the rows in the order of the levels."""
     fastest = max([1.0, *(level.speedup.high for level in comparison.levels if level.speedup)])
     largest = max([1.0, *(level.memory for level in comparison.levels if level.memory)])
     reach = _reach(comparison)
@@ -56,7 +56,7 @@ def rows(comparison: Comparison) -> list[Row]:
 
 
 def axis(comparison: Comparison) -> str:
-    """The labels below the gaps."""
+    """Return the labels of the axis of gaps."""
     reach = _reach(comparison)
     if reach is None:
         return ""
@@ -94,7 +94,7 @@ def _memory(level: LevelResult, state: str, most: float) -> str:
 
 
 def _parts(level: LevelResult, state: str, most: float) -> str:
-    """What of the bar each kind takes, over it: on CUDA its end is what the peak has beside them."""
+    """Return the parts of the bar, a colour each; on CUDA the rest of the peak follows them."""
     sizes = {kind: measures.median(getattr(run, kind) for run in level.runs) or 0 for kind in measures.KINDS}
     whole = level.memory_bytes if level.memory_ratio is not None else sum(sizes.values()) - sizes["activations"]
     if not whole or not level.memory:
@@ -116,19 +116,19 @@ def _bar(part: float, state: str, colour: str) -> str:
 
 
 def _number(end: float, value: float, state: str, most: float) -> str:
-    """The value behind the end of its bar, or behind the baseline's line, which would strike it through."""
+    """Return the value right of its bar, or right of the baseline's line if that would cross the digits."""
     bold = ' font-weight="700"' if state == "best" else ""
     strikes = end < 1 and (1 - end) * _BAR / most < _NUMBER
     return text(share(_BAR * (1.0 if strikes else end) / most), 4.5, f"{wording.ratio(value)}x", more=f' dx="7"{bold}')
 
 
 def _reference(most: float) -> str:
-    """A line where the baseline's bar ends."""
+    """Return a line at the end of the baseline's bar."""
     return line(share(_BAR / most), 0, share(_BAR / most), "100%", "soft", ' stroke-dasharray="2 3"')
 
 
 def _gap(comparison: Comparison, level: LevelResult, reach: float | None) -> str:
-    """The mean of the differences to the baseline at the same seeds, with its interval, on the band of the margin."""
+    """Return the mean difference to the baseline at the same seeds, with its interval, on the band of the margin."""
     if reach is None:
         return _centred(text(0, 4, "not known", "soft"))
     base, gap = comparison.baseline, level.finding.gap
@@ -158,9 +158,9 @@ def _gap(comparison: Comparison, level: LevelResult, reach: float | None) -> str
 
 
 def _reach(comparison: Comparison) -> float | None:
-    """The end of the axis of the gaps: three margins, or where the farthest interval of a level ends that may be used.
+    """Return the end of the axis of gaps: three margins, or the end of the farthest interval of a usable level.
 
-    The gap of one that is not to be used is a number at the edge, if it is farther: else all others would be one dot.
+    A gap of an unusable level beyond that is a number at the edge. Without this, all other gaps would be one dot.
     """
     gaps = [(level, level.finding.gap) for level in comparison.levels if level.finding.gap is not None]
     if comparison.baseline is None:
@@ -177,12 +177,12 @@ def _reach(comparison: Comparison) -> float | None:
 
 
 def _place(value: float, reach: float) -> float:
-    """Of the width: the last third is for the number."""
+    """Return the position as a share of the width; the last third has the number."""
     return _ZERO + 0.33 * value / reach
 
 
 def _in_percent(comparison: Comparison) -> bool:
-    """Whether gaps are shares of the baseline's result: not where that is 0."""
+    """Return whether gaps are shares of the baseline's result, which must not be 0."""
     return comparison.baseline is not None and bool(comparison.baseline.mean)
 
 
@@ -192,7 +192,7 @@ def _unit(comparison: Comparison) -> float:
 
 
 def _margin(comparison: Comparison) -> float:
-    """In the unit of the axis; of a baseline of 0 something that can be seen."""
+    """Return the margin in the unit of the axis; if the baseline is 0, a share of the largest result."""
     if _in_percent(comparison):
         return comparison.margin
     means = [abs(level.mean) for level in comparison.levels if level.mean and abs(level.mean) < LARGEST]
@@ -200,5 +200,5 @@ def _margin(comparison: Comparison) -> float:
 
 
 def _centred(inside: str) -> str:
-    """An SVG around the parts, with y = 0 in the middle of its height."""
+    """Return an SVG around the parts, with y = 0 at half of its height."""
     return f'<svg y="50%" overflow="visible">{inside}</svg>'

@@ -1,4 +1,4 @@
-"""What a report has below its card: tables, pictures and lines, as templates/report.html shows them."""
+"""Tables, pictures and lines below the card of a report, for templates/report.html."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Cell(NamedTuple):
     """An entry of a table.
 
     Attributes:
-        words: the entry.
-        small: what stands below, in small letters.
-        colour: the one that stands for it.
-        finding, state: what stands in front, and how that is shown.
+        words: the text.
+        small: the text below it, in small letters.
+        colour: the name of a colour, for a swatch in front.
+        finding, state: a short text in front, and the name of its style.
         picture: an SVG.
     """
 
@@ -43,13 +43,14 @@ Entries = list[Cell | str]
 
 
 class Table(NamedTuple):
-    """
+    """A table of a report.
+
     Attributes:
-        title: what it is called where it is read aloud.
+        title: the name that screen readers announce.
         head: headings of the columns.
-        rows: the first entry of each is its heading.
-        named: whether these are names of the user's, which can be long: they are broken into lines.
-        texts: the headings of columns of words.
+        rows: the first entry of each row is its heading.
+        named: whether the headings of the rows are names from user code, which can be long and are wrapped.
+        texts: the headings of the columns that have text.
     """
 
     title: str
@@ -60,7 +61,7 @@ class Table(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What `amp.inspect` saw at a level."""
+    """Observations of `amp.inspect` at a level."""
 
     heading: str
     when: str
@@ -79,7 +80,7 @@ def table(
     named: bool = False,
     texts: Sequence[str] = (),
 ) -> Table | None:
-    """Without the columns that have no entry; None without a row."""
+    """Return the table without its empty columns; None without a row."""
     if not rows:
         return None
     kept = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
@@ -87,7 +88,7 @@ def table(
 
 
 def sections(comparison: Comparison) -> dict[str, Any]:
-    """By the names that the template has for them; what there is nothing to say of is empty."""
+    """Return the sections by their names in the template; a section without content is empty."""
     return {
         "failures": _failures(comparison),
         "losses": pictures.losses(comparison),
@@ -102,7 +103,7 @@ def sections(comparison: Comparison) -> dict[str, Any]:
 
 
 def number(value: float | None) -> str:
-    """Five significant digits; "" for None."""
+    """Return five significant digits; "" for None."""
     return "" if value is None else wording.digits(value, 5) if math.isfinite(value) else "not finite"
 
 
@@ -121,7 +122,7 @@ def _times(comparison: Comparison) -> Table | None:
 
 
 def _memory(comparison: Comparison) -> Table | None:
-    """What the training takes, by its kinds, and on CUDA its peak: means over the seeds."""
+    """Return the memory of each level by its kinds, and on CUDA the peak, as means over the seeds."""
     levels = [level for level in comparison.levels if level.runs]
     kinds = [{kind: _mean([getattr(run, kind) for run in level.runs]) for kind in measures.KINDS} for level in levels]
     peaks = [_mean([run.peak_memory for run in level.runs if run.device == "cuda"]) for level in levels]
@@ -140,14 +141,14 @@ def _memory(comparison: Comparison) -> Table | None:
 
 
 def _advice(comparison: Comparison) -> dict[str, list[str]]:
-    """Lines without a heading where all levels have the same, as they mostly do; else those of each level."""
+    """Return the lines of each level, or one group without a heading if all levels have the same lines."""
     of_level = {level.name: level.advice for level in comparison.levels}
     first = next(iter(of_level.values()), [])
     return {"": first} if all(lines == first for lines in of_level.values()) else of_level
 
 
 def _failures(comparison: Comparison) -> dict[str, list[str]]:
-    """The errors, each once and of the first run in full, with the runs that had it."""
+    """Return each error once, in full, with the names of its runs."""
     in_full: dict[str, str] = {}
     runs_of: dict[str, list[str]] = {}
     for level in comparison.levels:
@@ -187,7 +188,7 @@ def _errors(looks: Sequence[Look]) -> Table | None:
 
 
 def _lost(looks: Sequence[Look]) -> Table | None:
-    """Parameters of whose gradients FP16 loses most, with the largest shares of all looks."""
+    """Return the parameters whose gradients lose most in FP16, with the largest shares over all looks."""
     none = [0.0, 0.0, 0.0]
     shares: dict[str, list[float]] = {}
     for look in looks:
@@ -204,7 +205,7 @@ def _lost(looks: Sequence[Look]) -> Table | None:
 
 
 def _policies(comparison: Comparison) -> dict[str, str]:
-    """label of a level -> its policy, in words; O0 has no type, and is the script as it is."""
+    """Return {name of a level: its policy in words}; O0 has no type, and is the script as it is."""
     policies = {
         level.name: [*dict.fromkeys(run.policy for run in level.all_runs if run.policy)] for level in comparison.levels
     }
@@ -222,7 +223,9 @@ def _runs(comparison: Comparison) -> Table | None:
     unit, _ = wording.sizes([size for each in of_runs for size in each])
     logged = [metric] if metric != measures.LOSS else []
     head = ["level", "seed", "steps", "last loss", *logged, "median step, ms", "skipped steps"]
-    head += [f"{what}, {unit}" for what in ("weights", "activations", "peak")] + ["notes"]
+    on_cuda = any(run.device == "cuda" for _, run in pairs)
+    peak = "peak" if on_cuda else "peak of the process"
+    head += [f"{what}, {unit}" for what in ("weights", "activations", peak)] + ["notes"]
     rows: list[Entries] = []
     for (level, run), each in zip(pairs, of_runs, strict=True):
         sizes = [wording.in_unit(size, unit) if size else "" for size in each]
@@ -245,6 +248,6 @@ def _run(run: Run, metric: str) -> list[str]:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """The mean of the known sizes; 0 without one."""
+    """Return the mean of the known sizes; 0 without one."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else 0.0

@@ -1,4 +1,4 @@
-"""A script's seeds, shifted, so that its runs differ."""
+"""Shifted seeds: runs of one script with different seeds draw different random numbers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 from amp_patch.support.patches import Patches
 from amp_patch.support.random_states import restored_random_states
 
-_STRIDE = 1_000_003  # prime and large: seed 1 of a script that sets 42 must not be seed 0 of one that sets 43
+# Prime and large. With a stride of 1, seed 1 of a script that sets 42 would equal seed 0 of a script that sets 43.
+_STRIDE = 1_000_003
 
 
 @contextmanager
 def seeded(seed: int, *, shift: bool = True) -> Iterator[None]:
-    """Start Python's, numpy's and torch's random numbers where every run of this seed starts; put them back at the end.
+    """Seed Python's, numpy's and torch's random numbers for the body, and restore their states at the end.
 
-    Seed n starts all three at 1,000,003 n, and with `shift` adds that to every whole number that the body gives to
-    `torch.manual_seed`, `torch.cuda.manual_seed` and `manual_seed_all`, `random.seed` and `numpy.random.seed`: so the
-    seeds that a script sets itself hold at seed 0, and another n is another training. Generators of a script's own
-    stay: a split that they make must not move.
+    Seed n seeds all three with 1,000,003 n. With `shift`, that number is also added to every integer that the body
+    passes to `torch.manual_seed`, `torch.cuda.manual_seed` and `manual_seed_all`, `random.seed` or
+    `numpy.random.seed`. A script's own seeds are therefore unchanged at seed 0, and differ for every other n.
+    Generators that the script makes are not shifted, so that a data split that they draw stays the same.
     """
     offset = _STRIDE * seed
     numpy = importlib.import_module("numpy") if importlib.util.find_spec("numpy") is not None else None
@@ -52,7 +53,7 @@ def _shift(patches: Patches, offset: int, numpy: Any) -> None:
 
         return seed
 
-    # torch.manual_seed calls torch.cuda's function, so CUDA's seed is shifted twice: alike at every level.
+    # torch.manual_seed calls torch.cuda's function, so CUDA's seed is shifted twice. It is the same at every level.
     torch_seed = shifted(torch.manual_seed, 2**64)
     patches.set(torch, "manual_seed", torch_seed)
     patches.set(torch.random, "manual_seed", torch_seed)

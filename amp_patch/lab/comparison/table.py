@@ -1,4 +1,4 @@
-"""lines: a comparison for the terminal."""
+"""A comparison as lines for the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 
 from amp_patch.lab import wording
-from amp_patch.lab.comparison import measures
+from amp_patch.lab.comparison import headline, measures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.gap import CONFIDENCE
 from amp_patch.lab.comparison.level_result import LevelResult
@@ -18,8 +18,8 @@ from amp_patch.lab.text_table import in_columns
 
 _WIDTH = 80
 _NAMES = ("level", "module")
-_MODULES = 3  # of each level, the worst
-_COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}  # ECMA-48's numbers
+_MODULES = 3  # the worst modules of each level
+_COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}  # numbers of ECMA-48
 _STYLES = {
     "within": "green",
     "differs": "red",
@@ -32,11 +32,13 @@ _STYLES = {
 
 
 def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
-    """What to print: at most 80 columns, whatever the numbers; with `colours`, in the words of a terminal.
+    """Return lines of at most 80 columns; with `colours`, they have escape codes for a terminal.
 
-    The levels with their figures, the verdicts, where the time of a step and the memory went, what `amp.inspect` saw
-    (of the worst modules), the notes, sizes that a GPU would be faster with, and last the recommendation.
+    The order is: figures of the levels, gaps, verdicts, the time of a step and the memory by parts, the worst modules
+    of `amp.inspect`, the machine, notes, sizes that a GPU would be faster with, and the recommendation.
     """
+    if not any(level.runs for level in comparison.levels):
+        return [_coloured(comparison.summary, "bold", colours)]  # not wrapped: a path in it can be copied
     parts: list[list[str]] = []
     if comparison.levels:
         parts += [_overview(comparison), _gaps(comparison), _verdicts(comparison, colours)]
@@ -73,7 +75,7 @@ def _overview(comparison: Comparison) -> list[str]:
 
 
 def _gaps(comparison: Comparison) -> list[str]:
-    """How far the levels lie from the baseline with the same seeds, in the metric's unit and in per cent."""
+    """Return the gaps to the baseline with the same seeds, in the metric's unit and in per cent."""
     headings = ("level", "pairs", "gap", "low", "high", "gap, %", "low, %", "high, %", "told")
     rows: list[Sequence[str]] = []
     known = [(level, level.finding.gap) for level in comparison.levels if level.finding.gap is not None]
@@ -90,7 +92,7 @@ def _gaps(comparison: Comparison) -> list[str]:
 
 
 def _told(level: LevelResult) -> str:
-    """What the gap tells of the level, or how many seeds more would have it tell."""
+    """Return the finding of the gap, or how many more seeds would decide."""
     found, gap = level.finding, level.finding.gap
     if gap is None or found.by_range:
         return "by range"
@@ -119,21 +121,26 @@ def _times(comparison: Comparison) -> list[str]:
         split = measures.part_ms(level.runs, level.step_ms)
         parts = [wording.short(split[part] if level.step_ms is not None else None) for part in PARTS]
         rows.append((level.name, *parts, wording.short(level.samples_per_second)))
-    return _table("Time of a step, ms", ("level", *headings, "samples\nper second"), rows)
+    each = headline.epoch(comparison)
+    table = _table("Time of a step, ms", ("level", *headings, "samples\nper second"), rows)
+    return table + (_wrapped(f"An epoch takes {each}.") if each else [])
 
 
 def _sizes(comparison: Comparison) -> list[str]:
-    headings = ("level", "weights", "masters", "gradients", "optimizer\nstate", "activations", "peak")
+    on_cuda = any(run.device == "cuda" for level in comparison.levels for run in level.runs)
+    headings = ["level", "weights", "masters", "gradients", "optimizer\nstate", "activations"]
+    headings += ["peak"] if on_cuda else ["sum", "process\npeak"]  # the growth of the process has more in it
     rows: list[Sequence[str]] = []
     for level in filter(_went_well, comparison.levels):
         sizes = (_mib(level.runs, size) for size in ("weights", "masters", "gradients", "state", "activations"))
         peak = None if level.memory_bytes is None else level.memory_bytes / 2**20
-        rows.append((level.name, *map(wording.short, (*sizes, peak))))
+        process = [] if on_cuda else [_mib(level.runs, "peak_memory")]
+        rows.append((level.name, *map(wording.short, (*sizes, peak, *process))))
     return _table("Memory, MiB", headings, rows)
 
 
 def _machine(machine: dict[str, str]) -> list[str]:
-    """The processor, its threads, and how fast FP16 and BF16 are on it."""
+    """Return the processor, its threads, and the speed of FP16 and BF16 on it."""
     words = [machine["gpu"] if machine["gpu"] != "none" else machine["cpu"]] if machine else []
     said = {"threads": "threads", "bfloat16": "BF16", "float16": "FP16", "tensor_cores": "tensor cores"}
     words += [f"{name}: {machine[key]}" for key, name in said.items() if key in machine]
@@ -141,10 +148,10 @@ def _machine(machine: dict[str, str]) -> list[str]:
 
 
 def _looks(comparison: Comparison) -> list[str]:
-    """The worst modules of each level that was inspected, what FP16 would lose of their gradients, and what to do."""
+    """Return the worst modules of each inspected level, their losses of gradients in FP16, and advice."""
     headings = ("level", "module", "error", "at the\nscale", "at\nscale 1", "at the\nbest")
     rows: list[Sequence[str]] = []
-    said: dict[str, list[str]] = {}  # a line -> the levels of which it is true
+    said: dict[str, list[str]] = {}  # a line -> its levels
     for level in comparison.levels:
         looks = [look for run in level.all_runs for look in run.looks]
         errors = measures.errors(looks)
@@ -172,7 +179,7 @@ def _looks(comparison: Comparison) -> list[str]:
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns, those of names to the left; where lines would be too long, the widest cells take several."""
+    """Return columns, with names aligned to the left; the widest column is wrapped if lines would be too long."""
     widths = [max(map(len, (*heading.split("\n"), *cells))) for heading, *cells in zip(headings, *rows, strict=True)]
     widest = max(range(len(widths)), key=lambda i: widths[i])
     widths[widest] -= max(0, sum(widths) + len(widths) - 1 - _WIDTH)
@@ -193,7 +200,7 @@ def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -
 
 
 def _wrapped(text: str, width: int = _WIDTH) -> list[str]:
-    """The text in lines of at most `width`; a longer word is broken."""
+    """Return the text in lines of at most `width`; a longer word is broken."""
     return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
@@ -206,12 +213,12 @@ def _went_well(level: LevelResult) -> bool:
 
 
 def _gave_none(level: LevelResult, metric: str) -> bool:
-    """Whether a run of the level never gave the metric to `amp.log`."""
+    """Return whether a run of the level never gave the metric to `amp.log`."""
     return metric != measures.LOSS and any(metric not in run.logged for run in level.runs)
 
 
 def _with_range(values: list[float]) -> str:
-    """The mean of the figures and half of their range."""
+    """Return the mean of the figures and half of their range."""
     if not values:
         return ""
     if not all(map(math.isfinite, values)):
@@ -222,7 +229,7 @@ def _with_range(values: list[float]) -> str:
 
 
 def _against(level: LevelResult, base: LevelResult | None) -> str:
-    """How far the mean is from the baseline's."""
+    """Return the distance of the mean from the baseline's."""
     gap = level.finding.gap
     if base is None or gap is None or len(level.finite) < len(level.runs):
         return ""

@@ -1,4 +1,4 @@
-"""The words for what was found of a level."""
+"""Verdicts: the findings of levels in words."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ UNJUDGED = (
 
 
 def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric: str) -> Verdict:
-    """Of the level of which this was `found`."""
+    """Put the finding of a level into words.
+
+    Args:
+        base: the baseline; None if no level has figures.
+        metric: "loss", or a name given to `amp.log`.
+    """
     failed, cut = failures_in_words(level), failures_in_words(level, short=True)
     lost = "; ".join(_lost(each, metric, base) for each in found.diverged)
     what = f"final {metric_in_words(metric)}"
@@ -51,9 +56,9 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
     else:
         first = (accuracy, _cost(level, base)) if found.better else (_cost(level, base), accuracy)
         text = _joined(*first, without, skips, failed)
-    if found.collapsed:  # `Comparison.test` has the rule, which stands on the page
+    if found.collapsed:  # the rule of a collapse is in `Comparison.test`, which the page prints
         accuracy = _joined(lost, _collapsed_seeds(found.collapsed, what))
-    if found.kind in ("within", "so far"):  # the page has the gap in a column of its own
+    if found.kind in ("within", "so far"):  # the page has a column for the gap
         accuracy = f"every loss as {base.name}'s, to the bit" if found.to_the_bit else ""
         if found.gap is not None and (found.by_range or found.kind == "so far"):
             accuracy = _what_it_tells(found, found.gap)
@@ -61,12 +66,16 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
 
 
 def failures_in_words(level: LevelResult, *, short: bool = False) -> str:
-    """Which seeds failed, and with which error, in full or cut; empty where none did."""
+    """List the seeds that failed and their errors, in full or shortened; "" if none failed."""
     return "; ".join(f"failed with {each}" for each in failures(level, short=short))
 
 
 def more_seeds(base: LevelResult, undecided: Sequence[LevelResult] = ()) -> str:
-    """What to do where the seeds that there are do not decide, of these levels or of any."""
+    """Say what to do if the seeds do not decide.
+
+    Args:
+        undecided: the levels that need a decision; if empty, the advice has no number of seeds.
+    """
     if seeds_change_nothing(base):
         return "let the script use the seeds"
     more = [level.finding.gap.more_seeds for level in undecided if level.finding.gap is not None]
@@ -87,7 +96,7 @@ def _mean_and_spread(base: LevelResult) -> str:
 
 
 def _accuracy(found: Finding, level: LevelResult, base: LevelResult, figure: str) -> str:
-    """The accuracy of a level without a diverged run, in words."""
+    """Put the accuracy of a level into words. No run of it has diverged or collapsed."""
     gap = found.gap
     if gap is None:
         return f"no seed of it has a result of {base.name}'s to compare with"
@@ -113,7 +122,7 @@ def _accuracy(found: Finding, level: LevelResult, base: LevelResult, figure: str
 
 
 def _beside_the_range(found: Finding, gap: Gap, base: LevelResult, figure: str) -> str:
-    """Where the mean lies, by the range of the baseline's seeds."""
+    """Compare the mean with the range of the baseline's seeds."""
     low, high = min(base.finite.values()), max(base.finite.values())
     text, low_, high_ = shortest_distinct(gap.level, low, high)
     spread = f"the spread of {base.name}'s {len(base.finite)} seeds ({low_} to {high_})"
@@ -130,7 +139,7 @@ def _beside_the_range(found: Finding, gap: Gap, base: LevelResult, figure: str) 
 
 
 def _what_it_tells(found: Finding, gap: Gap) -> str:
-    """Of a gap that does not decide."""
+    """Say what a gap shows that does not decide by its interval."""
     if gap.decorrelated:
         said = "the runs have decorrelated, it tells no more than the spread"
         return said if found.kind != "undecided" else f"{said}; {_more_in_words(gap)}"
@@ -141,24 +150,24 @@ def _what_it_tells(found: Finding, gap: Gap) -> str:
 
 
 def _more_in_words(gap: Gap) -> str:
-    """ "4 more seeds would tell"."""
+    """Format the seeds that would decide: "4 more seeds would tell"."""
     return "run more seeds" if gap.more_seeds is None else f"{counted(gap.more_seeds, 'more seed')} would tell"
 
 
 def gap_in_words(gap: Gap, base: str) -> str:
-    """ "gap to O0 +0.0012 (+0.052 %, 95 %: -0.02 to +0.12 %)"."""
+    """Format a gap: "gap to O0 +0.0012 (+0.052 %, 95 %: -0.02 to +0.12 %)"."""
     interval = interval_of(gap) or "one seed, so without an interval"
     return f"gap to {base} {signed(gap.mean)} ({', '.join(filter(None, [percent_of(gap), interval]))})"
 
 
 def percent_of(gap: Gap) -> str:
-    """ "+0.052 %"; "" of a baseline of 0."""
+    """Format the gap in per cent of the baseline: "+0.052 %"; "" if the baseline is 0."""
     share = gap.share(gap.mean)
     return "" if share is None else f"{signed_percents(share)[0]} %"
 
 
 def interval_of(gap: Gap) -> str:
-    """ "95 %: -0.02 to +0.12 %": of the gap, in per cent if that can be; "" without an interval."""
+    """Format the interval: "95 %: -0.02 to +0.12 %", without per cent if the baseline is 0; "" without an interval."""
     if gap.low is None or gap.high is None:
         return ""
     low, high = gap.share(gap.low), gap.share(gap.high)
@@ -168,13 +177,13 @@ def interval_of(gap: Gap) -> str:
 
 
 def margin_in_words(gap: Gap) -> str:
-    """ "margin 0.2 %"."""
+    """Format the margin: "margin 0.2 %"."""
     share = gap.share(gap.margin)
     return f"margin {fine_percent(share)}" if share is not None else "margin 0"
 
 
 def _caught_up(found: Finding, level: LevelResult, base: LevelResult) -> str:
-    """What is left of the speed of a worse level that is faster, when it has come to the baseline's result."""
+    """Say how much faster a worse level is to equal loss; "" if it is not faster per step or no curve tells."""
     if found.reached is None or found.better or level.speedup is None or level.speedup.pace != "faster":
         return ""
     step, of = found.reached
@@ -209,7 +218,7 @@ def _lost(lost: Lost, metric: str, base: LevelResult | None) -> str:
 
 
 def _skips(found: Finding) -> str:
-    """Skips and loss scale in words; empty where both are as they should be."""
+    """Report skipped steps and a fallen loss scale; "" if the finding has neither."""
     words = []
     if found.skips is not None:
         words.append("{} of {} steps were skipped with seed {}".format(*found.skips))
@@ -236,7 +245,7 @@ def _cost(level: LevelResult, base: LevelResult) -> str:
 
 
 def memory_beside(level: LevelResult) -> str:
-    """ "0.58 of its memory", where "its" is the baseline's; empty where it is not known."""
+    """Format the memory relative to the baseline's: "0.58 of its memory"; "" if it is unknown."""
     memory = level.memory
     if memory is None:
         return ""

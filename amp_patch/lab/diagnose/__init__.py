@@ -1,3 +1,3 @@
-"""What somebody asks who looks for the cause: inspect, explain, find_loss_scale."""
+"""Diagnosis of one model: inspect, explain, find_loss_scale, compare_outputs, and the advice that they derive."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CallLog: the calls of torch's functions while a model runs, each with the module in whose forward it is made."""
+"""CallLog: the base of logs of torch's function calls, each with the module whose forward makes the call."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from amp_patch.support.compiled import eagerly
 
 @dataclass
 class Frame:
-    """A module whose forward runs.
+    """A running forward of a module.
 
     Attributes:
-        inputs: the tensors it was given, each with its version counter then; a subclass fills it.
-        calls_others: whether another module was called inside.
+        inputs: the tensors passed in, each with its version counter at that time. Filled by subclasses of `CallLog`.
+        calls_others: whether the forward has called another module.
     """
 
     name: str
@@ -28,10 +28,12 @@ class Frame:
 
 
 class CallLog(TorchFunctionMode):
-    """A mode, and hooks around forwards. A subclass overrides `log`, and what else it wants to be told.
+    """A torch function mode with hooks around the forwards of modules.
+
+    A subclass overrides `is_logging` and `log`, and the other callbacks that it needs.
 
     Attributes:
-        running: the modules whose forward runs, innermost last.
+        running: the forwards that are running, innermost last.
     """
 
     def __init__(self) -> None:
@@ -39,35 +41,35 @@ class CallLog(TorchFunctionMode):
         self.running: list[Frame] = []
 
     def is_logging(self) -> bool:
-        """Whether calls and forwards count now; False while the log itself computes."""
+        """Return whether calls and forwards are logged now; False while the log itself computes."""
         raise NotImplementedError
 
     def itself(self, func: Any) -> Any:
-        """The function, where `func` is something that was put in its place."""
+        """Return the function that `func` replaces; `func` itself if it replaces none."""
         return func
 
     def passes_over(self, func: Any) -> bool:
-        """Whether calls of this function are left out of the log."""
+        """Return whether calls of this function are left out of the log."""
         return False
 
     def log(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call the function, and give what it returns."""
+        """Call the function, log the call, and return the result."""
         raise NotImplementedError
 
     def forward_begins(self, frame: Frame, args: Any, kwargs: Any) -> None:
-        """`frame` is about to be the innermost of `running`."""
+        """Receive `frame` before it is appended to `running`."""
 
     def forward_ends(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """`frame` is about to leave `running`; `output` is None after an exception."""
+        """Receive `frame` before it is removed from `running`. After an exception `output` is None."""
 
     def module_name(self) -> str | None:
-        """Of the innermost module whose forward runs; None outside of them all."""
+        """Return the name of the module whose forward is innermost; None outside of all forwards."""
         return self.running[-1].name if self.running else None
 
     def hook(self, modules: Iterable[tuple[str, nn.Module]], stack: ExitStack) -> None:
-        """Hook the forwards of these modules, and run compiled code eagerly, until `stack` closes.
+        """Hook the forwards of these modules, and make compiled code run eagerly, until `stack` closes.
 
-        A compiled graph hides its functions from a mode, and would trace the hooks into itself, or not call them.
+        A compiled graph hides its functions from a mode. Hooks would be traced into it, or not be called.
         """
         stack.enter_context(eagerly())
         for name, module in modules:
@@ -76,7 +78,7 @@ class CallLog(TorchFunctionMode):
             stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
 
     def _hooks_of(self, name: str) -> tuple[Any, Any]:
-        # Functions, not bound methods or partials: a deepcopy of the model would copy the log along with those.
+        # Plain functions: a deepcopy of the model would copy the log with a bound method or a partial.
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self.is_logging():
                 frame = Frame(name)

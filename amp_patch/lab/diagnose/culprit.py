@@ -1,4 +1,4 @@
-"""Which call made the first number that is not finite, found in the log of one step."""
+"""Search in the log of one step for the call that made the first number that is not finite."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ CASTS = ("to", "half", "bfloat16", "float", "double", "type", "type_as", "ToCopy
 
 @dataclass
 class Call:
-    """One call of a function of torch's.
+    """One call of a function of torch.
 
     Attributes:
-        module: name of the module whose forward made it; None outside of the model's forward.
+        module: name of the module whose forward made the call; None outside of the model's forward.
         op: the function's name.
-        given, made: keys of the tensors that went in, and of those that came out.
-        harmless: what is not finite in its result was asked for (a mask's -inf), or is memory that nobody has written
-            yet (`torch.empty`).
+        given: keys of the tensors passed in.
+        made: keys of the tensors returned.
+        harmless: whether non-finite numbers in the result are no fault: user code asked for them (a mask's -inf), or
+            the memory is not initialized (`torch.empty`).
     """
 
     module: str | None
@@ -28,7 +29,7 @@ class Call:
 
     @property
     def casts(self) -> bool:
-        """Whether the function casts, by its name."""
+        """Whether the function casts, judged by its name."""
         return self.op in CASTS
 
 
@@ -37,9 +38,9 @@ class StepLog:
     """The calls of one step.
 
     Attributes:
-        calls: in order.
-        values: by key of a tensor its lowest and its highest value; NaN both if it holds one.
-        gradients: key of a tensor -> the same of its gradient.
+        calls: the calls in order.
+        values: the lowest and the highest value of each tensor, at the index of its key. Both are NaN if one value is.
+        gradients: key of a tensor -> the lowest and the highest value of its gradient.
         outside: keys of the tensors that no call of the model made.
     """
 
@@ -49,13 +50,13 @@ class StepLog:
     outside: set[int]
 
     def backward_culprit(self) -> Call | None:
-        """The call whose backward was the first to make numbers that are not finite out of finite ones.
+        """Return the call whose backward was the first to make non-finite numbers from finite ones.
 
-        Backward runs through the calls from the last to the first. If the call is a cast, the culprit is the call that
-        used what the cast made, where both are in one module.
+        Backward runs through the calls from the last to the first. If that call is a cast, and the call that used its
+        result is in the same module, the latter is returned.
         """
         users: dict[int, list[Call]] = {}
-        # The last call that made a tensor is its maker: an autograd function is logged behind the calls inside of it.
+        # The last call that made a tensor is its maker: an autograd function is logged after the calls inside of it.
         made_by = {key: call for call in self.calls for key in call.made}
         for call in self.calls:
             if any(made_by[key] is call for key in call.made):
@@ -74,11 +75,11 @@ class StepLog:
         return [self.gradients[key] for key in keys if key in self.gradients]
 
     def _is_maker(self, call: Call, key: int, users: dict[int, list[Call]]) -> bool:
-        """Whether the backward of `call` made the gradient of `key`, one of its inputs, not finite.
+        """Return whether the backward of `call` made the gradient of `key`, one of its inputs, not finite.
 
-        Where several calls use the tensor, its gradient is the sum of what each of them gave. If the gradients that
-        came to one of them were not finite before, that one explains the sum, and none of them is a maker. Else the
-        maker is the first of them: the later ones are such as a residual connection's addition, which makes nothing.
+        If several calls use the tensor, its gradient is a sum with one term from each. If one of these calls received
+        a non-finite gradient itself, it explains the sum, and none of them is a maker. Otherwise the first of them is
+        the maker: the later ones are additions of residual connections and the like, which pass gradients on.
         """
         if all(map(_finite, self._gradients_of([key]))):
             return False
@@ -88,16 +89,15 @@ class StepLog:
         return not others or others[0] is call
 
     def forward_culprit(self) -> Call | None:
-        """The first call that made numbers that are not finite out of finite ones.
+        """Return the first call that made non-finite numbers from finite ones.
 
-        If the call is a cast, the culprit is the call that made the number which overflows in it, where both are in
-        one module.
+        If that call is a cast, and the call that made its input is in the same module, the latter is returned.
         """
         made_by: dict[int, Call] = {}
         for call in self.calls:
             bad = not (call.harmless or all(_finite(self.values[key]) for key in call.made))
-            # An input without a maker that is not from outside comes from a cast of O1's, which is not logged. Such an
-            # input counts as finite: the culprit is the call that needed the cast.
+            # If an input has no maker and is not from outside, an unlogged cast of O1 made it. It counts as finite, so
+            # that the culprit is the call that needed the cast.
             if bad and all(
                 _finite(self.values[key]) or not (key in made_by or key in self.outside) for key in call.given
             ):
@@ -107,9 +107,10 @@ class StepLog:
         return None
 
     def touching(self, call: Call, direction: str) -> list[str | None]:
-        """The module of `call`, and the modules that its number touches; casts between them are passed through.
+        """Return the modules through which the non-finite numbers of `call` pass, its own first.
 
-        Forward: those that use what it made. Backward: those that made the inputs to which its gradients went.
+        "forward": the modules of the calls that use its result. "backward": the modules of the calls that made its
+        inputs, and so received its non-finite gradients. The search continues through casts.
         """
         touching = [call.module]
         if direction == "forward":

@@ -1,4 +1,4 @@
-"""explain: for one forward, the types that each function of torch's got, ran in and gave, and what decided them."""
+"""explain: for each function of torch in one forward, its types (received, computed in, returned) and their reason."""
 
 from __future__ import annotations
 
@@ -31,32 +31,31 @@ from amp_patch.support.patches import Patches
 
 
 def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None:
-    """What ran how: the resolved policy of `model`, and of one forward each function with its types::
+    """Report the resolved policy of `model` and, for one forward, each function with its types::
 
         print(amp.explain(model, images))
 
-    What torch.autocast casts is known too, where the call is in its block. The last lines name sizes of layers that
-    would better be multiples of 8; see `shapes.advice`.
+    If this is called in a torch.autocast block, its casts are reported too. The last lines name sizes of layers that
+    should be multiples of 8; see `shapes.advice`.
 
-    With inputs, `model(*inputs, **kwargs)` is run once without gradients, in the mode (train or eval) that the model
-    is in, and the result is an `Explanation`. Buffers and the random numbers that come next are as before; hooks of
-    the model are called.
+    With inputs, `model(*inputs, **kwargs)` runs once without gradients, in the model's present mode (train or eval),
+    and the result is an `Explanation`. Compiled code runs eagerly. Hooks of the model are called. Buffers and the
+    states of the random generators are restored.
 
-    Without any, nothing is run: the next forward of the model prints its explanation to stdout when it ends (on rank
-    0), and the one after is as ever. `initialize(..., verbosity=2)` asks for that. A forward that torch.compile runs is
-    passed over; with inputs, what is compiled runs eagerly meanwhile.
+    Without inputs, nothing runs now. The next forward of the model prints its explanation to stdout on rank 0; later
+    forwards do not. `initialize(..., verbosity=2)` does the same. A forward that torch.compile runs is skipped.
 
-    The numbers are those of a forward that nobody looks at, to the bit. It takes longer, and waits for nothing on the
-    device. While it runs torch's functions are replaced once more, in the whole process; nothing is left of that
-    afterwards. What is called by a name that was imported after `initialize` (`from torch import exp`), or through a
-    decorator such as `amp.half_function`, is shown with its casts done.
+    The forward computes the same bits as any other. It takes longer, and does not sync. While it runs, torch's
+    functions are replaced in the whole process. A function that the script imported by name after `initialize` (`from
+    torch import exp`), or that runs in a decorator such as `amp.half_function`, is shown with types after its casts.
 
     Args:
-        model: what `initialize` returned, at any level, or any module.
-        inputs, kwargs: of its forward.
+        model: the model that `initialize` returned, at any level, or any other module.
+        inputs, kwargs: the arguments of its forward.
 
     Raises:
-        ValueError: the model is sharded. RuntimeError: called within a forward that is being explained.
+        ValueError: the model is sharded.
+        RuntimeError: called within a forward that is being explained.
     """
     distributed.refuse(model, "explain")
     model = uncompiled(model)
@@ -69,7 +68,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None
 
 
 def at_next_forward(model: nn.Module) -> None:
-    """Let the next forward of `model` print its explanation."""
+    """Make the next forward of `model` print its explanation."""
     if not any(isinstance(hook, _AtNextForward) for hook in model._forward_pre_hooks.values()):
         _AtNextForward(model)
 
@@ -78,7 +77,7 @@ def at_next_forward(model: nn.Module) -> None:
 # Logging a forward
 
 
-_one_at_a_time = threading.Lock()  # held while functions are replaced, for the whole process
+_one_at_a_time = threading.Lock()  # held while torch's functions are replaced, which affects the whole process
 
 
 class _OfThread(threading.local):
@@ -122,7 +121,7 @@ class _Printing:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.type_log = model, _TypeLog(model)
-        self.found = sys.exc_info()[1]  # set where the caller handles an exception: not one of this forward
+        self.found = sys.exc_info()[1]  # an exception that the caller is handling is not one of this forward
         self.handle = model.register_forward_hook(self, always_call=True)
         try:
             self.type_log.start()
@@ -143,25 +142,26 @@ class _Printing:
 
 
 class _TypeLog(CallLog):
-    """Logs the calls of one forward, on this thread, and their types.
+    """Logs the calls of one forward on this thread, with their types.
 
-    A function on the op lists is replaced by a frame, which notes the call and follows the function's rule, with a spy
-    in place of the function itself. All other functions come to `__torch_function__`. What these call inside does not,
-    but a function on the op lists that they call there is a frame, and is noted.
+    A function on the op lists is replaced by a "frame". The frame logs the call and applies the function's rule to a
+    "spy", which records the types after the casts and calls the function. Every other function is logged by
+    `__torch_function__`. torch does not call that for the functions inside of it, so only those with a frame are
+    logged.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        # A wrapper (DistributedDataParallel) has no policy: the first module inside that has one gives it.
+        # A wrapper (DistributedDataParallel) has no policy: take that of the first module inside that has one.
         policy = next((found for inner in model.modules() if (found := policy_of(inner)) is not None), None)
         self.explanation = Explanation(policy, _kept(model, policy), autocast=native_autocast.state())
         self.calls, self.products = self.explanation.calls, self.explanation.products
         self.products_before: dict[int, int] = {}  # index of a call -> `len(self.products)` when it began
-        self.emulated_before: dict[int, int] = {}  # the same of `emulated_calls`
-        self.inside = False  # inside of a function whose own calls are not logged
-        self.expected: Any = None  # the function that a spy is about to call: the mode would log it once more
-        self.originals: dict[int, Any] = {}  # id of a frame -> the function in whose place it stands
+        self.emulated_before: dict[int, int] = {}  # index of a call -> `emulated_calls()` when it began
+        self.inside = False  # in a function whose inner calls are not logged
+        self.expected: Any = None  # the function that a spy is about to call: the mode must not log it a second time
+        self.originals: dict[int, Any] = {}  # id of a frame -> the function that it replaces
         self.stack = ExitStack()
 
     def start(self) -> None:
@@ -171,7 +171,7 @@ class _TypeLog(CallLog):
         patches = Patches()
         stack.callback(patches.remove)
         patches.set(tree, "cast_floats", self._casting(tree.cast_floats))
-        # Hides the mode from torch's encoder layers, which would leave their fused path: other kernels, other bits.
+        # Hides the mode from torch's encoder layers: with it they would leave their fused path and give other bits.
         patches.set(torch.overrides, "has_torch_function", _has_subclass)
         for place in install.places():
             patches.set(place.owner, place.name, self._frame(place))
@@ -207,7 +207,7 @@ class _TypeLog(CallLog):
         return result
 
     def _frame(self, place: install.Place) -> Any:
-        """The frame in place of a wrapper; it binds as the wrapper does."""
+        """Return the frame that replaces a wrapper; it is a static or class method if the wrapper is one."""
         wrapper, original = place.wrapper, place.wrapped.original
         call = wrapper.__func__ if isinstance(wrapper, (staticmethod, classmethod)) else wrapper
         function = original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
@@ -220,7 +220,7 @@ class _TypeLog(CallLog):
             rule = place.wrapped.rule_of(policy)
             if policy is None or rule is None:
                 return call(*args, **kwargs)
-            if rule.shown is None:  # functions under such a rule compute nothing
+            if rule.shown is None:  # a function with such a rule computes nothing
                 with self._unseen():
                     return call(*args, **kwargs)
             return self._follow(place, rule, policy, function, args, kwargs)
@@ -231,7 +231,7 @@ class _TypeLog(CallLog):
         return staticmethod(frame) if isinstance(wrapper, staticmethod) else frame
 
     def _follow(self, place: install.Place, rule: Rule, policy: Policy, function: Any, args: Any, kwargs: Any) -> Any:
-        """Do what the wrapper does: call `function` by its rule. See rules.py."""
+        """Call `function` by its rule, as the wrapper does (see rules.py), and log the call."""
         index = self._begin(_address_at(place), (args, kwargs))
 
         @functools.wraps(function)
@@ -248,7 +248,7 @@ class _TypeLog(CallLog):
         keeps_type = policy.low_precision_norms and rule.name == "norm"
         why = "low_precision_norms" if keeps_type else _decided(place, rule)
         call = self.calls[index]
-        if rule.name == PRODUCT and call.ran is call.got:  # a low-bit product calls no function of torch's
+        if rule.name == PRODUCT and call.ran is call.got:  # a low-bit product never calls the function itself
             why = f"{rule.shown} ({policy.product_format})"
             ran = tuple(policy.dtype if dtype.is_floating_point else dtype for dtype in call.got)
             self.calls[index] = replace(call, ran=ran)
@@ -283,7 +283,7 @@ class _TypeLog(CallLog):
         return casting
 
     def _kept_by(self) -> str | None:
-        """Why the module that runs stays FP32, if it does."""
+        """Return why the running module stays FP32; None if it does not."""
         names = ["", *(frame.name for frame in self.running)]
         return next((why for name in names if (why := self.explanation.kept.get(name)) is not None), None)
 
@@ -295,7 +295,7 @@ class _TypeLog(CallLog):
         return len(self.calls) - 1
 
     def _note_products(self, index: int, op: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Note the matrix products of a call, in place of those of the calls inside of it."""
+        """Record the matrix products of a call. They replace the products of the calls inside of it."""
         with torch._C.DisableTorchFunction():
             found = products.of_call(self.calls[index].module, op, args, kwargs, result)
             self.explanation.on_gpu |= any(tensor.is_cuda for tensor in tree.tensors(result))
@@ -303,10 +303,11 @@ class _TypeLog(CallLog):
             self.products[self.products_before[index] :] = found
 
     def _end(self, index: int, result: Any, decided: str | None = None, parts_count: bool = False) -> None:
-        """Log the types of the result, and drop the entries that the tables need not have.
+        """Log the types of the result of call `index`, and drop entries that would repeat others.
 
-        A call that nothing decided is dropped if there were decided ones inside of it; else those inside of it are.
-        With `parts_count` (of a function that a user registered) both stay. What has no floating tensors is dropped.
+        If a rule decided a call inside of this one, but none decided this one, this one is dropped. Otherwise the calls
+        inside are dropped. With `parts_count` (for a function that user code registered) all stay. A call without
+        floating tensors is dropped in any case.
         """
         by_none = (UNDECIDED, *self.explanation.kept.values())
         if not parts_count and decided is None and any(p.decided not in by_none for p in self.calls[index + 1 :]):
@@ -325,19 +326,19 @@ class _TypeLog(CallLog):
 
 
 def _has_subclass(values: Any) -> bool:
-    """torch.overrides.has_torch_function without the modes."""
+    """Replacement of torch.overrides.has_torch_function that ignores torch function modes."""
     return any(isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter) for value in values)
 
 
 def _types(value: Any) -> Types:
-    """The dtypes of the tensors in a value, in all its containers."""
-    with torch._C.DisableTorchFunction():  # else each `tensor.dtype` is a call that the mode logs
+    """Return the dtypes of the tensors in a value, nested containers included."""
+    with torch._C.DisableTorchFunction():  # without this the mode would log each `tensor.dtype`
         return tuple(tensor.dtype for tensor in tree.tensors(value))
 
 
 def _ran(rule: Rule, given: Any) -> Types:
     types = _types(given)
-    if rule.name == "rnn" and torch.is_autocast_enabled("cuda"):  # casts weights into cuDNN's buffer
+    if rule.name == "rnn" and torch.is_autocast_enabled("cuda"):  # autocast casts the weights into cuDNN's buffer
         low = torch.get_autocast_dtype("cuda")
         types = tuple(low if dtype.is_floating_point else dtype for dtype in types)
     return types
@@ -357,7 +358,7 @@ def _address_at(place: install.Place) -> str:
 
 
 def _address(function: Any) -> str:
-    """The path by which users call a function that `__torch_function__` was given."""
+    """Return the path that user code writes for a function that `__torch_function__` receives."""
     name = getattr(function, "__name__", str(function))
     module = getattr(function, "__module__", None)
     if module in ("torch.nn.functional", "torch._C._nn"):
@@ -368,11 +369,11 @@ def _address(function: Any) -> str:
 
 
 def _kept(model: nn.Module, policy: Policy | None) -> dict[str, str]:
-    """Names of the outermost modules that stay FP32 -> why."""
+    """Return the names of the outermost modules that stay FP32 -> the reason."""
     found: dict[str, str] = {}
     inner: set[int] = set()
     for name, module in model.named_modules():
-        # torch's batch norms take low-precision inputs beside FP32 weights: `initialize` leaves them torch's class.
+        # torch's batch norms accept low-precision inputs with FP32 weights: `initialize` does not change their class.
         cast = policy is not None and policy.cast_model_type is not None
         is_norm = cast and isinstance(module, nn.modules.batchnorm._BatchNorm)
         is_kept = isinstance(module, KeptModule) or (

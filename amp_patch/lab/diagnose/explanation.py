@@ -1,4 +1,4 @@
-"""What `explain` found: the calls of one forward with their types, and the table that shows them."""
+"""The result of `explain`: the calls of one forward with their types, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,25 @@ Types = tuple[torch.dtype, ...]
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of a function of torch's, or of one that was registered, that takes or gives floating tensors.
+    """One call of a function of torch, or of a registered function, with floating tensors.
 
     Attributes:
-        module: qualified name of the module whose forward made it; "" is the model itself.
-        op: where the function stands: "torch.nn.functional.linear", "torch.Tensor.__matmul__"; "cast" for what a cast
-            model does with its inputs and outputs, and a `keep_fp32` module with its own.
-        got: the dtypes of the tensors that were passed, in order.
-        ran: the dtypes of the tensors that the function was called with, after amp's casts.
-        gave: the dtypes of the tensors that came back.
-        decided: why. The rule of the op lists (oplists.py): "lower", "fp32", "widest", "match_self", "banned" (allowed,
-            it is fp32), with their special cases in brackets; "low_precision_norms" for a norm that gives its input's
-            type by that option; "your register_half_function", or a sibling of it;
-            "keep_fp32", "keep_batchnorm_fp32" or "buffers alone" in modules that are kept; for a "cast" the argument of
-            `initialize` that wants it; "torch.autocast"; else "none: torch's own promotion". "emulated FP16", alone or
-            behind a rule: a CPU multiplied the FP16 values in FP32, and rounded the result.
+        module: qualified name of the module whose forward made the call; "" is the model itself.
+        op: the path of the function: "torch.nn.functional.linear", "torch.Tensor.__matmul__"; "cast" for the casts of
+            inputs and outputs, by a cast model or a `keep_fp32` module.
+        got: the dtypes of the tensors passed, in order.
+        ran: the dtypes of the tensors that the function received, after amp's casts.
+        gave: the dtypes of the tensors returned.
+        decided: the reason for the types:
+            - the rule of the op lists (oplists.py): "lower", "fp32", "widest", "match_self", or "banned", which is FP32
+              if allowed; special cases in brackets;
+            - "low_precision_norms": a norm returns its input's type, by that option;
+            - "your register_half_function" and the like;
+            - "keep_fp32", "keep_batchnorm_fp32", "buffers alone": the module stays FP32;
+            - "cast_model_type", "cast_model_outputs": the argument of `initialize` behind a "cast";
+            - "torch.autocast";
+            - "none: torch's own promotion": nothing else.
+            "emulated FP16", alone or after a rule, means that a CPU computed in FP32 and rounded the result to FP16.
     """
 
     module: str
@@ -50,17 +54,17 @@ class OpCall:
 
 @dataclass
 class Explanation:
-    """What `explain` found. As a string it is tables, in which equal calls are one row; a notebook shows them as HTML.
+    """The result of `explain`. `str` gives tables, with one row for equal calls; notebooks show them as HTML.
 
     Attributes:
-        policy: what `initialize` resolved for the model; None for a model that never went through it.
-        kept: name of a module that stays FP32, with its children -> "keep_fp32" (what shares a weight with such a
-            module too), "keep_batchnorm_fp32", or "buffers alone" (it has no parameters). At O1 and O4 all weights are
-            FP32: no batch norm is here.
-        calls: in the order in which they began. Functions that torch calls inside of one on the lists are left out.
-        autocast: torch's own autocasts that were on around the forward, in words; "" for none.
+        policy: the model's policy; None for a model that was never initialized.
+        kept: name of a module that stays FP32 with its children -> the reason: "keep_fp32" (also for a module that
+            shares a weight with one), "keep_batchnorm_fp32", or "buffers alone" (it has no parameters). At O1 and O4
+            all weights are FP32, so batch norms are not listed.
+        calls: in the order of their beginning. Functions that a function of the op lists calls are left out.
+        autocast: the torch.autocast blocks around the forward, in words; "" if there is none.
         products: the matrix products and convolutions among the calls.
-        on_gpu: whether any of it ran on a GPU.
+        on_gpu: whether a call ran on a GPU.
     """
 
     policy: Policy | None
@@ -72,7 +76,7 @@ class Explanation:
 
     @property
     def advice(self) -> list[str]:
-        """Sizes of layers that would better be other ones on a GPU, a line each; see `shapes.advice`."""
+        """Lines on layer sizes that slow a GPU down, with better sizes; see `shapes.advice`."""
         return shapes.advice(self.products)
 
     def __str__(self) -> str:
@@ -90,8 +94,8 @@ class Explanation:
         yield from _call_parts(self.calls)
         if advice := self.advice:
             yield ""
-            hardly = "" if self.on_gpu else "; this forward ran on a CPU, which gains little by them"
-            yield f"sizes: in FP16 and BF16 a GPU is fastest at multiples of {shapes.MULTIPLE}{hardly}"
+            on_cpu = "" if self.on_gpu else "; this forward ran on a CPU, which gains little by them"
+            yield f"sizes: in FP16 and BF16 a GPU is fastest at multiples of {shapes.MULTIPLE}{on_cpu}"
             yield from advice
 
 
@@ -112,7 +116,7 @@ def _short(value: Any) -> str:
 
 def _call_parts(calls: list[OpCall]) -> Iterator[Part]:
     if not calls:
-        yield "no function of torch's took or gave a floating tensor"
+        yield "no function of torch received or returned a floating tensor"
         return
     header: tuple[str, ...] = ("module", "op", "got", "ran", "gave", "decided by", "times")
     rows: list[tuple[str, ...]] = [
@@ -125,7 +129,7 @@ def _call_parts(calls: list[OpCall]) -> Iterator[Part]:
         )
         for call, times in Counter(calls).items()
     ]
-    if len(rows) == len(calls):  # no call came twice
+    if len(rows) == len(calls):  # all calls differ
         header, rows = header[:-1], [row[:-1] for row in rows]
     yield Table(rows, (header,))
     if any(EMULATED in call.decided for call in calls):
@@ -134,6 +138,6 @@ def _call_parts(calls: list[OpCall]) -> Iterator[Part]:
 
 
 def _shorts(types: Types) -> str:
-    """The floating types among these, each once."""
+    """Return the short names of the floating types, each once."""
     shorts = dict.fromkeys(_short(dtype) for dtype in types if dtype.is_floating_point)
     return ",".join(shorts) or "-"

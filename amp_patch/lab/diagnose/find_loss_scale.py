@@ -1,4 +1,4 @@
-"""find_loss_scale: by how much the loss of a batch can be multiplied, and by how much it has to be."""
+"""find_loss_scale: the smallest and the largest loss scale that are safe for a batch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from amp_patch.model.forward import policy_of
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 
-_LOWEST, _HIGHEST = -24, 120  # powers of two that are tried
+_LOWEST, _HIGHEST = -24, 120  # exponents of the scales that are tried
 
 
 class LossScaleRange(NamedTuple):
     """Loss scales, powers of two, between which a batch's gradients neither overflow nor flush to zero.
 
     Attributes:
-        lowest: the smallest at which no number of a parameter's gradient is 0 that is not 0 at `highest`.
-        highest: the largest at which all of them are finite.
+        lowest: the smallest scale at which no more elements of the parameters' gradients are 0 than at `highest`.
+        highest: the largest scale at which all elements are finite.
     """
 
     lowest: float
@@ -36,26 +36,26 @@ class LossScaleRange(NamedTuple):
 
 
 def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any) -> LossScaleRange:
-    """The range of static loss scales that are safe for this batch::
+    """Find the range of static loss scales that are safe for this batch::
 
         amp.initialize(model, optimizer, opt_level="O2")
         print(amp.find_loss_scale(model, torch.nn.functional.cross_entropy, (inputs, targets)))
         # loss scales from 2**-4 (0.0625) to 2**15 (32768)
 
-    Runs `loss_fn(model(*inputs), targets)` and its backward some sixteen times, in the types of the model's opt level,
-    by bisection: overflows are those of the real backward, of activations' gradients too. Leave a margin below
-    `highest`: other batches have larger gradients. Parameters, gradients, buffers and the random numbers that come
-    next are as before. Syncs with the device.
+    Runs `loss_fn(model(*inputs), targets)` and its backward about sixteen times, by bisection, in the types of the
+    model's opt level. An overflow in the gradient of an activation therefore counts too. Leave a margin below
+    `highest`: other batches may have larger gradients. Parameters and gradients are not changed; buffers and the states
+    of the random generators are restored. Syncs with the device.
 
     Args:
-        model: what `initialize` returned. At a level without FP16 the range is that of FP32 or BF16.
-        loss_fn: from the model's output and the targets to a loss of one element.
-        batch: (inputs, ..., targets): the last goes to `loss_fn`, the others to the model.
+        model: the model that `initialize` returned. At a level without FP16 the range is FP32's or BF16's.
+        loss_fn: takes the model's output and the targets, and returns a loss of one element.
+        batch: (inputs, ..., targets). The targets go to `loss_fn`, all others to the model.
 
     Raises:
-        TypeError: a batch that is no such tuple; a model or a loss that is none.
-        ValueError: the loss is not one finite number, or does not depend on a parameter that requires grad; or even at
-        a scale of 2**-24 a gradient overflows; or the model is sharded; or nothing makes it compute in low precision.
+        TypeError: `model` is no module, `batch` no tuple or list of two or more, or the loss no tensor.
+        ValueError: the loss is not one finite number, or depends on no parameter that requires grad; a gradient
+            overflows even at a scale of 2**-24; the model is sharded; or it does not compute in low precision.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"find_loss_scale: model is a {type(model).__name__}; wanted a torch.nn.Module")
@@ -67,8 +67,8 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
         raise ValueError(f"find_loss_scale: no parameter of {type(model).__name__} requires grad")
     if policy_of(model) is None and not _has_low_precision(model):
         raise ValueError(
-            f"find_loss_scale: this {type(model).__name__} is FP32 and in no training, so that there is no scale to be "
-            "found: give it a level first, model, optimizer = amp.initialize(model, optimizer, opt_level='O1') or 'O2'"
+            f"find_loss_scale: this {type(model).__name__} is FP32 and not initialized, so it needs no loss "
+            "scale: give it a level first, model, optimizer = amp.initialize(model, optimizer, opt_level='O1') or 'O2'"
         )
 
     def gradients(power: int) -> list[Tensor]:
@@ -92,7 +92,7 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
 
 
 def _has_low_precision(model: nn.Module) -> bool:
-    """Whether the model computes in low precision without any training: its weights are, or an autocast acts."""
+    """Return whether an uninitialized model computes in low precision: by its weights, or in an autocast block."""
     casts = casts_state.current() is not None or any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
     return casts or any(param.dtype in LOW_PRECISION for param in model.parameters())
 
@@ -100,7 +100,7 @@ def _has_low_precision(model: nn.Module) -> bool:
 def _gradients(
     model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any, params: list[nn.Parameter], scale: float
 ) -> list[Tensor]:
-    """The gradients of the loss times `scale`, of those of `params` that have one; of sparse ones the values."""
+    """Return the gradients of the scaled loss for the `params` that have one; for a sparse gradient, its values."""
     *inputs, targets = batch
     with state_restored(model), regions.process_wide_region(policy_of(model)):
         loss = loss_fn(model(*inputs), targets)
@@ -123,7 +123,10 @@ def _gradients(
 
 
 def _last(holds: Callable[[int], bool], first: int, last: int) -> int:
-    """The last number for which `holds` is true, by bisection: true for `first`, and false from some number on."""
+    """Return the largest number from `first` to `last` with `holds` true, by bisection.
+
+    `holds` must be true for `first`, and false from some number on.
+    """
     while first < last:
         middle = (first + last + 1) // 2
         first, last = (middle, last) if holds(middle) else (first, middle - 1)

@@ -1,4 +1,4 @@
-"""The GradScaler of an inspected training, found as it is used."""
+"""The GradScaler of an inspected training, found at its first use."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.training.innermost import innermost
 from amp_patch.training.observers import Observer
-from amp_patch.training.wrappers import innermost
 
 
 class FoundScaler(Observer):
-    """Tells the scale of the backward pass that runs, and of the steps by a scaler, those that it skips too.
+    """Knows the scale of the running backward pass, and calls back around each `unscale_` and `step` of a scaler.
 
     Args:
-        scaler: the one to ask, where the caller knows it; else each loss has that which has scaled it.
-        targets: the optimizers whose steps count.
-        begins, ends: called when a scaler begins to unscale or to step one of them, and after that. `begins` is told
-            whether it steps; `ends` whether it did, be the step skipped or taken.
+        scaler: the scaler to ask for the scale. With None, each loss has the scale of the scaler that scaled it.
+        targets: the optimizers; a call of a scaler for another optimizer is ignored.
+        begins: called before a scaler unscales or steps a target; the argument is whether it steps.
+        ends: called after it; the argument is whether it has stepped, a skipped step included.
 
     Attributes:
-        scaler: the one that was given, or the last one found.
+        scaler: the scaler that was passed, or else the last one found.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class FoundScaler(Observer):
         self._given = scaler is not None
         self._targets = targets
         self._begins, self._ends = begins, ends
-        self._backward_scale: Tensor | None = None  # the scale of the loss whose backward pass runs
+        self._backward_scale: Tensor | None = None  # the scale of the running backward pass
 
     def scale(self) -> Tensor | None:
-        """By how much the gradients that flow now are multiplied; None where no scaler has scaled their loss."""
+        """Return the factor of the gradients in the running backward pass; None if no scaler has scaled its loss."""
         if not self._given:
             return self._backward_scale
         if isinstance(self.scaler, torch.amp.GradScaler) and self.scaler.is_enabled():
@@ -44,7 +44,7 @@ class FoundScaler(Observer):
         return torch.tensor(float(self.scaler.get_scale()), dtype=torch.float32, device="cpu")
 
     def loss_given_to_scaler(self, scaler: Any, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
-        self._backward_scale = None  # left over where an exception has ended a backward
+        self._backward_scale = None  # an exception may have ended the last backward
         if scaled.requires_grad and not self._given:
             scaled.register_hook(partial(self._backward_begins, scaler, scale))
 

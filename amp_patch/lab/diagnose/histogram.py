@@ -1,6 +1,6 @@
-"""Histogram: how many numbers of a tensor have which power of two as their size, and which of those FP16 can hold.
+"""Histogram: counts of the numbers of a tensor by their exponent, and the share that FP16 or BF16 cannot hold.
 
-The picture is that of Micikevicius et al. 2018 (arXiv:1710.03740), figure 3.
+The picture is figure 3 of Micikevicius et al. 2018 (arXiv:1710.03740).
 """
 
 from __future__ import annotations
@@ -12,36 +12,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_LOWEST, _HIGHEST = -127, 127  # the exponents of FP32; its subnormal numbers share the lowest
-# Per exponent e three slots: |x| is 2**e; between; at least (2 - 2**-11) * 2**e, which FP16 rounds up to 2**(e+1). The
-# first of all are the zeros (no number is 2**-127 alone); the last one those that are not finite.
+_LOWEST, _HIGHEST = -127, 127  # the exponents of FP32; its subnormal numbers count at the lowest
+# Each exponent e has three slots: |x| is 2**e; |x| is between; |x| is at least (2 - 2**-11) * 2**e, which FP16 rounds
+# up to 2**(e+1). The very first slot counts the zeros, since no number is counted as exactly 2**-127. The last slot
+# counts infinities and NaNs.
 _SLOTS = 3 * (_HIGHEST - _LOWEST + 1) + 1
 
 
 class Format(NamedTuple):
-    """The exponents of the numbers that a type can hold."""
+    """The exponents of the numbers that do not become 0 or infinite in a type."""
 
     smallest: int
     largest: int
 
 
-# Half of the smallest subnormal number (2**-24 in FP16, 2**-133 in BF16), and what is below, rounds to 0.
+# Half of the smallest subnormal number (2**-24 in FP16, 2**-133 in BF16) rounds to 0, as do all smaller numbers.
 FORMATS = {torch.float16: Format(-25, 15), torch.bfloat16: Format(-134, 127)}
 
 
 class Histogram:
-    """How many numbers x have the exponent e: |x| in [2**e, 2**(e+1)). Zeros and non-finite ones are counted apart.
+    """Counts of numbers x by their exponent e: |x| in [2**e, 2**(e+1)). Zeros and non-finite numbers count separately.
 
-    FP32's subnormal numbers count at -127, and FP64's beyond FP32's range at the ends. Counting is one pass on the
-    device of the numbers and does not sync; reading syncs.
+    FP32's subnormal numbers count at -127. FP64's numbers outside of FP32's range count at the ends. Counting is one
+    pass on the device of the numbers, without a sync. Reading syncs.
 
     Attributes:
-        slot_counts: how many numbers are in each slot (see above), int64, on their device; None before any was counted.
+        slot_counts: the count of each slot (see `_SLOTS`), int64, on the device of the numbers; None before the first.
     """
 
     def __init__(self) -> None:
         self.slot_counts: Tensor | None = None
-        self._known: tuple[int, dict[int, list[int]], int] | None = None  # result of `_read`, until more is counted
+        self._known: tuple[int, dict[int, list[int]], int] | None = None  # the last result of `_read`; `add` clears it
 
     def __repr__(self) -> str:
         exponents = self.counts
@@ -60,14 +61,14 @@ class Histogram:
         if isinstance(factor, Tensor) or factor != 1.0:
             values = values * (factor.to(values) if isinstance(factor, Tensor) else factor)
         bits = values.view(torch.int32) & 0x7FFFFFFF
-        # The exponent's field thrice: as it is, of the next smaller number, and rounded to the 11 bits of FP16.
+        # The slot is the sum of three exponent fields: of the next smaller number, of x, of x rounded to 11 bits.
         slots = bits - 1 >> 23
         slots += bits >> 23
         slots += (bits >> 12).add_(1) >> 11
         slots.add_(1).clamp_(max=_SLOTS - 1)
         if values.device.type == "cpu":
             counts = torch.bincount(slots, minlength=_SLOTS)
-        else:  # bincount would sync on CUDA, to find the largest
+        else:  # on CUDA bincount would sync, to find the largest slot
             one = torch.ones((), dtype=torch.int64, device=values.device)
             counts = one.new_zeros(_SLOTS).scatter_add_(0, slots.long(), one.expand(slots.shape))
         self.slot_counts = counts if self.slot_counts is None else self.slot_counts + counts.to(self.slot_counts.device)
@@ -75,7 +76,7 @@ class Histogram:
 
     @classmethod
     def merged(cls, several: Iterable[Histogram]) -> Histogram:
-        """A new one with what all of them have counted, on the device of the first one that has counted; no sync."""
+        """Return the sum of several histograms, on the device of the first non-empty one. Does not sync."""
         merged = cls()
         for counts in (each.slot_counts for each in several if each.slot_counts is not None):
             known = merged.slot_counts
@@ -83,13 +84,13 @@ class Histogram:
         return merged
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: {"zeros": n, "not_finite": n, "exponents": {"-24": n, ...}}, lowest exponent first. One sync."""
+        """Return a dict for JSON: {"zeros": n, "not_finite": n, "exponents": {"-24": n, ...}}. Syncs once."""
         zeros, slots, not_finite = self._read()
         exponents = {str(exponent): sum(three) for exponent, three in slots.items()}
         return {"zeros": zeros, "not_finite": not_finite, "exponents": exponents}
 
     def _read(self) -> tuple[int, dict[int, list[int]], int]:
-        """Zeros; exponent -> how many in each of its slots, where there are any; non-finite ones. One sync at most."""
+        """Return the zeros, exponent -> the counts of its slots (if any), and the non-finite numbers. Syncs once."""
         if self.slot_counts is None:
             return 0, {}, 0
         if self._known is None:
@@ -101,7 +102,7 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """All that was counted."""
+        """How many numbers were counted."""
         zeros, slots, not_finite = self._read()
         return zeros + sum(map(sum, slots.values())) + not_finite
 
@@ -117,13 +118,13 @@ class Histogram:
 
     @property
     def counts(self) -> dict[int, int]:
-        """exponent -> how many numbers, lowest exponent first; those without any are left out."""
+        """Exponent -> how many numbers, lowest exponent first. Exponents without numbers are left out."""
         return {exponent: sum(three) for exponent, three in self._read()[1].items()}
 
     def flushed(self, scale: float = 1.0, dtype: torch.dtype = torch.float16) -> float:
-        """The share, of the finite numbers other than 0, that would become 0 in `dtype` if multiplied by `scale`.
+        """Return the share of the finite numbers other than 0 that would become 0 in `dtype`, if multiplied by `scale`.
 
-        Exact where `scale` is a power of two: for any other, what the next lower one loses.
+        Exact if `scale` is a power of two. Otherwise it is the share at the next lower power of two.
         """
         slots = self._read()[1]
         low = FORMATS[dtype].smallest - math.frexp(scale)[1] + 1
@@ -131,10 +132,10 @@ class Histogram:
         return _share(slots, (sum(c) for e, c in slots.items() if e < low), slots.get(low, [0])[0])
 
     def overflowed(self, scale: float = 1.0, dtype: torch.dtype = torch.float16) -> float:
-        """The share of them that would become infinite.
+        """Return the share of the finite numbers other than 0 that would become infinite, if multiplied by `scale`.
 
-        Exact for FP16 where `scale` is a power of two: for any other, what the next higher one loses. For BF16, whose
-        last numbers are further apart, up to 2**-8 of the largest exponent's range is not counted.
+        Exact for FP16 if `scale` is a power of two. Otherwise it is the share at the next higher power of two. BF16 has
+        a coarser last step: up to 2**-8 of the largest exponent's range also becomes infinite, and is not counted.
         """
         slots = self._read()[1]
         fraction, exponent = math.frexp(scale)
@@ -142,7 +143,7 @@ class Histogram:
         return _share(slots, (sum(c) for e, c in slots.items() if e > high), slots.get(high, [0])[-1])
 
     def best_scale(self, dtype: torch.dtype = torch.float16) -> float:
-        """The largest power of two that makes none of the numbers infinite in `dtype`; 1 where all are 0."""
+        """Return the largest power of two that makes no number infinite in `dtype`; 1 if there is none but zeros."""
         slots = self._read()[1]
         if not slots:
             return 1.0

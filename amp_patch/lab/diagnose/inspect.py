@@ -1,4 +1,4 @@
-"""inspect: what the numbers of a model look like while it trains, and where the first of them stops being finite."""
+"""inspect: statistics of a model's numbers during training, and the call that made the first non-finite one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from amp_patch.model.keep_high import HighModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.training import observers
+from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.stash import stash_of
-from amp_patch.training.wrappers import as_list, innermost
 
 _TENSOR: Any = Tensor
 _GRAD = _TENSOR.grad.__get__
@@ -34,25 +34,26 @@ _ATTRIBUTES = ("__get__", "__set__", "__delete__")  # `x.data`, `x.grad`
 
 @contextmanager
 def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> Iterator[Inspection]:
-    """Look at the numbers of `model` in the training steps that run in the block::
+    """Inspect the numbers of `model` in the training steps that run in the block::
 
         with amp.inspect(model, optimizer) as seen:
             train_step()
         print(seen)
 
-    Works at any level, and without `initialize`. At O0 the gradients are FP32's own:
-    `seen.gradients[name].flushed(s)` is what FP16 would lose of them at the loss scale s. Each step costs about one
-    pass over all activations, gradients and (for `errors`) one FP32 forward of every module that calls no other; and
-    one sync, where its optimizer begins to step. What is compiled runs eagerly in the block, because a compiled graph
-    hides its functions. Nothing is left in the model, and nothing in the process, after the block; between the steps
-    no tensor of a step is held.
+    Works at any level, and without `initialize`. At O0 the gradients are FP32, and
+    `seen.gradients[name].flushed(s)` is the share of them that FP16 would lose at the loss scale s.
+
+    Cost of a step: a pass over all activations and gradients; for `errors`, an FP32 forward of each module that calls
+    no other; and a sync when the optimizer begins to step. Compiled code runs eagerly in the block, because a compiled
+    graph hides its functions. After the block nothing stays installed in the model or the process. No tensor of a step
+    is referenced after the step.
 
     Args:
-        model: what `initialize` returned, or any module; a wrapper (DataParallel) stands for the module inside.
-        optimizers: its optimizer, or several: their loss scale is divided out of the gradients, their steps counted.
-            Without, gradients keep the scale, and the whole block is one step.
-        scaler: what scales the loss, if it is no GradScaler of torch's. One of those, or of a class made of them, is
-            found by itself; a step that it skips counts too.
+        model: the model that `initialize` returned, or any module. A wrapper (DataParallel) is replaced by its module.
+        optimizers: one or more optimizers of the model. Their loss scale is divided out of the gradients, and their
+            steps are counted. Without them, gradients stay scaled and the whole block is one step.
+        scaler: the scaler of the loss. Needed only if its class does not derive from torch.amp.GradScaler: those are
+            found automatically. A step that the scaler skips is counted too.
 
     Raises:
         TypeError: `model` is no module.
@@ -85,7 +86,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
 
 
 class _unlogged:
-    """No log logs in this block: the block computes for a log, not for the model."""
+    """A block in which no log records calls: the code in it computes for a log, not for the model."""
 
     def __enter__(self) -> None:
         self.before, _NumberLog.busy = _NumberLog.busy, True
@@ -95,12 +96,12 @@ class _unlogged:
 
 
 class _NumberLog(CallLog):
-    """Logs the calls of a step, and of each tensor in them, and of its gradient, the lowest and the highest value.
+    """Logs the calls of a step, and the lowest and highest value of each tensor in them and of its gradient.
 
-    It does not sync before `conclude`. There may be several at once, of which `busy` is shared.
+    Does not sync before `conclude`. Several logs may be active at once; they share `busy`.
     """
 
-    busy = False  # while a log computes for itself, no log's calls count; tensor hooks run on autograd's threads
+    busy = False  # True while a log computes for itself. Of the class, since tensor hooks run on autograd's threads.
 
     def __init__(self, model: nn.Module, targets: list[Any], scaler: Any, seen: Inspection, stack: ExitStack) -> None:
         super().__init__()
@@ -112,9 +113,9 @@ class _NumberLog(CallLog):
         self.model = model
         self.called: set[str] = set()
         self.scale: Tensor | None = None  # loss scale of the last backward
-        self.stepping = False  # inside of an optimizer's step, or of one that an exception has ended
+        self.stepping = False  # in an optimizer's step, or after one that an exception has ended
         self.handles: list[Any] = []
-        self.meters: dict[int, UpdateMeter] = {}  # of the optimizers whose steps have begun, by their ids
+        self.meters: dict[int, UpdateMeter] = {}  # id of an optimizer whose step has begun -> its meter
         self.updates: dict[str, Tensor] = {}
         self.forget()
         for name, param in model.named_parameters():
@@ -125,7 +126,7 @@ class _NumberLog(CallLog):
         self.hook(((_plain(name), module) for name, module in model.named_modules()), stack)
         for target in targets:
             if isinstance(target, torch.optim.Optimizer):
-                # The log is read before the optimizer computes: its calls are not the model's.
+                # Read the log before the optimizer computes: its calls are not the model's.
                 stack.callback(target.register_step_pre_hook(self._conclude_step).remove)
                 stack.callback(target.register_step_post_hook(self._stepped).remove)
 
@@ -135,9 +136,9 @@ class _NumberLog(CallLog):
         self.handles = []
         self.calls: list[Call] = []
         self.keys = WeakTensorKeyDictionary()  # tensor -> (its key, its version when it got the key)
-        self.nodes: dict[tuple[int, int], int] = {}  # (number of a graph node, output) -> its key
+        self.nodes: dict[tuple[int, int], int] = {}  # (number of a graph node, output) -> the key of the tensor
         self.hooked: set[int] = set()
-        self.outside: set[int] = set()  # keys of tensors that no call of the model made, nor a cast of O1's
+        self.outside: set[int] = set()  # keys of tensors that neither a call of the model nor a cast of O1 made
         self.values: list[Tensor] = []  # key -> lowest and highest value
         self.gradients: dict[int, Tensor] = {}
         self.errors: dict[str, Tensor] = {}
@@ -158,7 +159,7 @@ class _NumberLog(CallLog):
             return result
         with _unlogged():
             outputs = _given(args[0] if op == "__setitem__" else result)
-            if func == _GRAD:  # `.grad` is no call that makes a tensor: backward made it
+            if func == _GRAD:  # `.grad` makes no tensor: backward has made it
                 self.outside.update(self._key(grad) for grad in outputs)
             elif outputs:
                 made = [self._key(t, new=True) for t in outputs]
@@ -167,16 +168,16 @@ class _NumberLog(CallLog):
         return result
 
     def _key(self, tensor: Tensor, new: bool = False) -> int:
-        """The tensor's key in the log: a new one where a call made it (`new`), or its version has changed."""
+        """Return the tensor's key in the log. The key is new if a call has made the tensor (`new`) or written to it."""
         key, version = self.keys.get(tensor, (None, 0))
-        changed = key is not None and version != _version(tensor)  # by a write through a view, say
+        changed = key is not None and version != _version(tensor)  # for example by a write through a view
         if new or changed or key is None:
             key = len(self.values)
             self.seen.low.update({tensor.dtype}.intersection(LOW_PRECISION))
             self.keys[tensor] = key, _version(tensor)
             self.values.append(_range(tensor))
-            # A tensor that no logged call made comes from outside: no call of the model made its infinity. An FP16
-            # tensor is excepted: a cast of O1's, which is not logged, may have overflowed in it, so the search goes on
+            # A tensor that no logged call made comes from outside: no call of the model is to blame for its infinity.
+            # FP16 tensors are excepted. An unlogged cast of O1 may have overflowed in one, so the search must continue
             # to the call that uses it.
             if not new and (changed or tensor.dtype is not torch.float16) and not isinstance(tensor, nn.Parameter):
                 self.outside.add(key)
@@ -194,10 +195,10 @@ class _NumberLog(CallLog):
         return key
 
     def _note_unseen(self, made_by: Any, key: int, changed: bool) -> None:
-        """Log the maker of a tensor that `__torch_function__` never got: a cast of O1's, an autograd function.
+        """Log the maker of a tensor that `__torch_function__` did not receive: a cast of O1 or an autograd function.
 
-        Autograd's graph names the maker and its inputs. It is asked now: whoever held its nodes until later would keep
-        alive what they saved for backward.
+        Autograd's graph has the maker and its inputs. It is read at once, because a reference to its nodes would keep
+        alive the tensors that they saved for backward.
         """
         given, todo = [], [made_by]
         for node in todo:
@@ -210,14 +211,14 @@ class _NumberLog(CallLog):
                     found = self.nodes.get((source._sequence_nr(), place))
                 if found is not None:
                     given.append(found)
-                elif len(todo) < 16:  # bounded: a graph from before the block has no known node at all
+                elif len(todo) < 16:  # bounded, since no node of a graph from before the block is known
                     todo.append(source)
         if given and key not in given:
             op = re.sub(r"Backward\d*$|^.*::", "", made_by.name())
             self.calls.append(Call(self.module_name(), op, given, [key], harmless=changed))
 
     def _factor(self) -> float | Tensor:
-        """The factor from the gradients of the running backward to those of the unscaled loss."""
+        """Return the factor that unscales the gradients of the running backward pass."""
         scale = self.found.scale()
         if scale is None:
             bodies = (stash.backward.body for stash in map(stash_of, self.targets) if stash is not None)
@@ -250,13 +251,13 @@ class _NumberLog(CallLog):
             outputs = floats(output)
             for tensor in (tensor for tensor in outputs if tensor.requires_grad):
                 if seen.not_finite is None and not _in_backward():
-                    self._key(tensor)  # logs an autograd function, which no mode sees, as this module's call
+                    self._key(tensor)  # logs an autograd function, hidden from modes, as a call of this module
                 tensor.register_hook(gradient_arrives)
-            if _in_backward():  # a recomputation by a checkpoint: the forward was counted
+            if _in_backward():  # a checkpoint recomputes a forward that was already counted
                 return
             for tensor in outputs:
                 seen.activations.setdefault(name, Histogram()).add(tensor)
-            # `relative_error` runs the module again: on an input that it has written to, the result would differ.
+            # `relative_error` runs the module again. If the module has written to its input, the result would differ.
             in_place = any(_version(tensor) != version for tensor, version in frame.inputs)
             if outputs and not (frame.calls_others or in_place or is_random(module)):
                 error = relative_error(module, args, kwargs, outputs)
@@ -264,7 +265,7 @@ class _NumberLog(CallLog):
                     self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
 
     def _note_outside(self, args: Any, kwargs: Any) -> None:
-        """Log the model's arguments and buffers as from outside: no call of the model made a mask's -inf among them."""
+        """Mark the model's arguments and buffers as from outside: no call of the model made a mask's -inf."""
         if _in_backward() or self.seen.not_finite is not None:
             return
         with _unlogged():
@@ -288,7 +289,7 @@ class _NumberLog(CallLog):
         self.seen.step += 1
 
     def read_updates(self) -> None:
-        """Read what the steps changed, and what of that would be lost. One sync for a device."""
+        """Read the counts of updates, and of lost ones, from the devices. Syncs once a device."""
         with _unlogged():
             for device in {count.device for count in self.updates.values()}:
                 names = [name for name, count in self.updates.items() if count.device == device]
@@ -303,11 +304,11 @@ class _NumberLog(CallLog):
 
     def _scaler_ends(self, stepped: bool) -> None:
         self.stepping = False
-        if stepped and self.seen.step == self.steps_before:  # skipped: the optimizer's post-hook did not run
+        if stepped and self.seen.step == self.steps_before:  # a skipped step: the optimizer's post-hook did not run
             self.seen.step += 1
 
     def conclude(self) -> None:
-        """Look for the first number of this step that is not finite, and read the errors. One sync."""
+        """Search this step for the first number that is not finite, and read the errors. Syncs once."""
         with _unlogged():
             pairs = [*self.values, *self.gradients.values(), *self.errors.values()]
             if pairs:
@@ -340,12 +341,12 @@ class _NumberLog(CallLog):
         )
 
     def _remedy(self, modules: list[str | None]) -> tuple[str, ...]:
-        """The modules to keep in FP32 so that the numbers between `modules` are."""
+        """Return the modules to keep in FP32, so that the numbers passed between `modules` are FP32."""
         if self.seen.all_fp32:
             return ()
         kept = [_plain(name) for name, module in self.model.named_modules() if isinstance(module, KeptModule)]
         if not any(param.dtype in LOW_PRECISION for param in self.model.parameters()):
-            # At O1 the output of a kept module stays FP32: each module can be kept by itself.
+            # At O1 the output of a kept module stays FP32, so each module can be kept separately.
             return tuple(dict.fromkeys(name for name in modules if name and not _is_inside(name, kept)))
         # In a cast model the output of a kept module is cast back: only a module around all of them keeps the numbers
         # between them in FP32.
@@ -366,12 +367,12 @@ def _is_inside(name: str, outer: list[str]) -> bool:
 
 
 def _plain(name: str) -> str:
-    """A qualified name without what torch.compile's wrapper adds: as `keep_fp32` wants it."""
+    """Return a qualified name without the part that torch.compile's wrapper adds, as `keep_fp32` needs it."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _given(value: Any) -> list[Tensor]:
-    """The floating and complex tensors among a function's arguments, or in its result."""
+    """Return the floating and complex tensors among a function's arguments, or in its result."""
     found: list[Tensor] = []
     todo = [value]
     while todo:
@@ -388,7 +389,7 @@ def _given(value: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def _range(tensor: Tensor) -> Tensor:
-    """The lowest and the highest value, NaN both if there is one, 0 both if there is none; shape [2]."""
+    """Return the lowest and the highest value, shape [2]. Both are NaN if a value is, and 0 if the tensor is empty."""
     values = _values(tensor.detach())
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -396,7 +397,7 @@ def _range(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int:
-    """The tensor's version counter; 0 for an inference tensor, which has none."""
+    """Return the tensor's version counter; 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 

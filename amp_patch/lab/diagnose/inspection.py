@@ -1,4 +1,4 @@
-"""Inspection: what `inspect` saw of a model's numbers, what stands out among them, and what would mend it."""
+"""Inspection, the result of `inspect`: statistics of a model's numbers, problems, and the modules to keep in FP32."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from amp_patch.lab.wording import percent, power_in_ascii, short, two
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Where the first number that is not finite appeared.
+    """The call that made the first number that is not finite.
 
     Attributes:
-        module: qualified name of the module whose op it was; "" is the model itself, None outside of its forward.
-        op: name of torch's function: "linear", "pow"; of an autograd function that is none of torch's, its name.
-        direction: "forward"; "backward" if the op's backward made it.
-        step: how many optimizer steps the block had seen before.
-        input_range: the lowest and the highest number that went in: into the op, weights included, or as gradients into
-            its backward.
-        remedy: the modules that would have to compute in FP32 for it to be finite, as far as this step tells: those
-            that make the number and those that use it, but for what is kept already. Empty if there are none but the
-            whole model: then BF16 helps, or for "backward" a smaller loss scale. Empty, too, where all was FP32.
+        module: qualified name of the module that made the call; "" is the model itself, None is outside of its forward.
+        op: the function's name: "linear", "pow", or the name of a custom autograd function.
+        direction: "forward", or "backward" if the op's backward made the number.
+        step: the number of optimizer steps in the block before it.
+        input_range: the lowest and the highest number among the inputs of the op, weights included, or among the
+            gradients that its backward received.
+        remedy: the modules to keep in FP32 so that the number is finite, as far as this step shows: the modules that
+            make it or use it, without those already kept. Empty if only the whole model would do; BF16, or for
+            "backward" a smaller loss scale, then helps. Also empty if all was FP32.
     """
 
     module: str | None
@@ -48,28 +48,27 @@ class NotFinite:
 
 @dataclass
 class Inspection:
-    """What `inspect` saw. Reading a histogram syncs with the device.
+    """The result of `inspect`. Reading a histogram syncs with the device.
 
     Attributes:
-        weights: name of a parameter -> its values when the block began.
-        activations: name of a module -> what it returned.
-        gradients: name of a parameter -> its gradients, of each backward, the loss scale divided out. What FP16 has
-            lost already, at O1 to O3, is among their zeros: O0 shows all that there is to lose.
-        activation_gradients: name of a module -> the gradients of what it returned, as they flowed, multiplied by the
-            loss scale.
-        errors: name of a module that calls no other -> how much its output differs from what it gives in FP32 on the
-            same input: the 2-norm of the difference over that of the FP32 output, the largest of all calls; infinite
-            where FP32's is finite and it is not. Known at the end of each step. Modules that draw random numbers,
-            write to their input, or cannot be computed in FP32, are left out.
-        not_finite: where the first number that is not finite appeared; None if all were finite. Infinities that are
-            asked for, as in `masked_fill(mask, -inf)`, do not count, nor do those that come in from outside.
-        updates: what the optimizers' steps changed in FP32 weights or masters, and what of that would be lost without:
-            `updates.lost()`, or of a module `updates.lost("blocks.0")`.
-        scale: the loss scale of the last backward; without one, the one that the next would have.
-        step: how many optimizer steps it saw.
-        too_large: modules whose output FP16 cannot hold, however it is computed.
-        low: the types of low precision that tensors were of.
-        high: at O6 and O7 the modules that `keep_high` keeps there; None at other levels.
+        weights: name of a parameter -> its values at the beginning of the block.
+        activations: name of a module -> the values of its outputs.
+        gradients: name of a parameter -> its gradients in each backward, unscaled. At O1 to O3 the values that FP16 has
+            flushed to 0 count as zeros; only O0 shows them.
+        activation_gradients: name of a module -> the gradients of its outputs, scaled by the loss scale.
+        errors: name of a module that calls no other -> the relative error of its output against the FP32 output for
+            the same input, in the 2-norm; the largest of all calls. Infinite if the FP32 output is finite and the
+            output is not. Updated at the end of each step. A module is left out if it draws random numbers, writes to
+            its input, or cannot be computed in FP32.
+        not_finite: the call that made the first number that is not finite; None if all were finite. Infinities that
+            user code asks for (`masked_fill(mask, -inf)`), or passes in, do not count.
+        updates: the counts of updates to FP32 weights and masters, and of those that low-precision weights would lose:
+            `updates.lost()`, or for a module `updates.lost("blocks.0")`.
+        scale: the loss scale of the last backward; if there was none, that of the next.
+        step: the number of optimizer steps in the block.
+        too_large: modules whose FP32 output exceeds the range of the low-precision type.
+        low: the low-precision types among the tensors.
+        high: at O6 and O7 the modules that `keep_high` keeps; None at other levels.
     """
 
     weights: dict[str, Histogram] = field(default_factory=dict)
@@ -87,22 +86,24 @@ class Inspection:
 
     @property
     def all_fp32(self) -> bool:
-        """Whether no tensor was of a type of low precision."""
+        """Whether no tensor had a low-precision type."""
         return not self.low
 
     @property
     def for_fp16(self) -> bool:
-        """Whether FP16's range matters: something was FP16, or all FP32, which may become FP16."""
+        """Whether FP16's range matters: a tensor was FP16, or all were FP32 and may become FP16."""
         return self.all_fp32 or torch.float16 in self.low
 
     def keep_fp32(self, error: float = 0.05, flushed: float = 0.5) -> list[str]:
-        """The modules that `initialize(keep_fp32=...)` would best keep in FP32, by name, the first one first.
+        """Return the names of the modules to pass to `initialize(keep_fp32=...)`, the most important first:
 
-        The remedy for the first number that was not finite; modules whose output in FP16 differs from FP32's by more
-        than `error`, relatively; those with a parameter of whose gradients FP16 loses more than the share `flushed`,
-        even at the best loss scale (where all was BF16 or FP32 that does not count), or has lost all. Look again with
-        them in place: behind the first overflow nothing can be seen. At O6 and O7 they are for `keep_high`, beside
-        those that it has (`high`).
+        - the remedy for the first number that was not finite;
+        - modules whose output has a relative error above `error`, unless its type cannot hold the FP32 output at all;
+        - modules with a parameter whose gradient FP16 flushes to 0 by more than the share `flushed`, even at the best
+          loss scale (only if FP16's range matters, `for_fp16`), or whose gradient is lost completely.
+
+        Inspect again with these modules kept: the first overflow hides later ones. At O6 and O7 pass them to
+        `keep_high`, together with `high`.
         """
         found = [] if self.not_finite is None else [*self.not_finite.remedy]
         worst = sorted((-e, name) for name, e in self.errors.items() if e > error)
@@ -116,20 +117,20 @@ class Inspection:
         return [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
 
     def best_scale(self) -> float:
-        """The largest power of two by which the loss can be multiplied before a parameter's gradient overflows FP16.
+        """Return the largest power of two as loss scale at which no parameter's gradient overflows FP16.
 
-        Of gradients that were infinite already it knows nothing; `not_finite` does.
+        Gradients that were infinite already are not considered; `not_finite` reports them.
         """
         return min((seen.best_scale() for seen in self.gradients.values() if seen.counts), default=1.0)
 
     def summary(self, rows: int = 5) -> str:
-        """What stands out, as text: `print(seen)`. `rows` of each table, the worst ones; names are whole."""
+        """Return the problems as text, as `print(seen)` shows them: the worst `rows` of each table, with full names."""
         return as_text(self._parts(rows))
 
     __str__ = summary
 
     def _repr_html_(self) -> str:
-        """All rows of all tables, for a notebook."""
+        """Return all rows of all tables, for a notebook."""
         return as_html(self._parts(None))
 
     def _parts(self, rows: int | None) -> Iterator[Part]:
@@ -159,7 +160,7 @@ class Inspection:
         )
 
     def _advice(self, direction: str) -> str:
-        """What to try against a number that is not finite where no module by itself would help."""
+        """Return the advice against a non-finite number if keeping modules in FP32 would not help."""
         if self.all_fp32:
             return "FP32 made it: no other type helps"
         if self.for_fp16:
@@ -175,11 +176,11 @@ class Inspection:
         if not (self.errors or self.gradients):
             return "nothing is known: no step of the model was seen"
         gradients = "FP16 loses less than half of each gradient" if self.for_fp16 else "no gradient is 0 throughout"
-        what = "no module has to stay FP32" if self.high is None else "no other module has to stay BF16"
-        return f"{what}: every number is finite, every output that was compared is within 5% of FP32's, and {gradients}"
+        kept = "no module has to stay FP32" if self.high is None else "no other module has to stay BF16"
+        return f"{kept}: every number is finite, every output that was compared is within 5% of FP32's, and {gradients}"
 
     def _losses(self, best: float, rows: int | None) -> Table:
-        """The gradients of which FP16 loses something, with their shares."""
+        """Return the table of the gradients that FP16 would partly lose, with the shares."""
         scales = (self.scale, 1.0, best)
         shares = {
             name: [seen.flushed(scale) for scale in scales] + [seen.overflowed(scale) for scale in scales]
@@ -191,7 +192,7 @@ class Inspection:
         return Table([(n, *(percent(s) for s in shares[n])) for n in worst[:rows]], header, title, numbers=True)
 
     def _lost_updates(self, rows: int | None) -> Table:
-        """The modules by the share of updates that low precision would lose, the most first."""
+        """Return the table of the modules, sorted by the share of updates that low precision would lose."""
         modules = dict.fromkeys(name.rpartition(".")[0] for name in self.updates.counts)
         shares = [(name, lost) for name in modules if (lost := self.updates.lost(name)) is not None]
         cells = [(name, percent(lost)) for name, lost in sorted(shares, key=lambda item: -item[1])]
@@ -199,6 +200,6 @@ class Inspection:
         return Table(cells[:rows], (("module", "lost"),), title, numbers=True)
 
     def _lost(self, name: str) -> bool:
-        """Whether a parameter's gradient is 0 throughout though that of its module's output is not."""
+        """Return whether all of a parameter's gradient is 0 although the gradient of its module's output is not."""
         seen, output = self.gradients[name], self.activation_gradients.get(name.rpartition(".")[0])
         return output is not None and bool(output.counts) and 0 < seen.zeros == seen.total

@@ -1,8 +1,8 @@
-"""The meter of lost updates: which share of the changes that steps make to FP32 weights would change no low one.
+"""The meter of lost updates: the share of changes to FP32 weights that would not change a low-precision weight.
 
-An update is lost where the weight in the low-precision type, with the change added and rounded to nearest again, is the
-same weight: all smaller than half the distance between two numbers there. What is measured is what a training without
-masters (O3) would lose at each step; it needs FP32 values, the weights' own or masters.
+An update is lost if the low-precision weight plus the change, rounded to nearest, is the old weight: the change is then
+below half the distance between neighbouring numbers. The share is the loss at each step of a training without masters
+(O3). It is measured on FP32 values, the weights' own or masters.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.training.stash import Stash, stash_of
 
-_SAMPLE = 2**12  # elements of a parameter: of more than twice as many about so many are looked at, evenly spaced
+_SAMPLE = 2**12  # about as many elements of a larger parameter are sampled, evenly spaced
 
 
 @dataclass
 class Updates:
-    """What steps changed, and what of that low precision would have lost.
+    """Counts of updates, and of those that low precision would lose.
 
     Attributes:
         dtype: the low-precision type, "bfloat16" or "float16".
-        counts: name of a parameter -> how many of its elements that were looked at the steps changed, and how many of
-            these changes would be lost.
-        step: how many optimizer steps there had been before, of the first.
+        counts: name of a parameter -> [how many sampled elements the steps changed, how many of these changes would be
+            lost].
+        step: the number of optimizer steps before the first counted one.
     """
 
     dtype: str = "bfloat16"
@@ -39,12 +39,12 @@ class Updates:
     step: int = 0
 
     def lost(self, module: str = "") -> float | None:
-        """The share that is lost, of all, of a module's or of one parameter's by name; None where nothing changed."""
+        """Return the share of lost updates, of all or of one module or parameter; None if there were no updates."""
         return share_lost([self], module)
 
 
 def share_lost(several: Iterable[Updates], module: str = "", dtype: str | None = None) -> float | None:
-    """`Updates.lost` over several of them, or over those of one low-precision type."""
+    """Return `Updates.lost` over several `Updates` together, or over those with one `dtype`."""
     found = [
         count
         for each in several
@@ -57,14 +57,14 @@ def share_lost(several: Iterable[Updates], module: str = "", dtype: str | None =
 
 
 class UpdateMeter:
-    """The values of an optimizer's FP32 weights, or a sample of each, to be compared with those after a step.
+    """A sample of an optimizer's FP32 weights before a step, for comparison with the same sample after it.
 
     Args:
-        names: of parameters by their ids; one without has the name that `initialize` knows, or its place in the groups.
+        names: id of a parameter -> its name. Others get the name known to `initialize`, or their place in the groups.
 
     Attributes:
-        dtype: the low-precision type: the training's, and where it has none bfloat16.
-        dtypes: all that can be counted in: one, or both where the training has none.
+        dtype: the low-precision type of the training; bfloat16 if it has none.
+        dtypes: the types that updates can be counted in: the training's, or both low-precision types if it has none.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[int, str] = MappingProxyType({})) -> None:
@@ -78,11 +78,11 @@ class UpdateMeter:
         self._before = dict(self._values())
 
     def counts(self) -> dict[str, Tensor]:
-        """By the name of a parameter two numbers, on its device: as in `Updates.counts`; no sync."""
+        """Return name -> the two counts of `Updates.counts` as a tensor on the parameter's device. Does not sync."""
         return self.counts_in((self.dtype,))[self.dtype]
 
     def counts_in(self, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, dict[str, Tensor]]:
-        """`counts` in several low-precision types."""
+        """Return `counts` for each of several low-precision types."""
         found: dict[torch.dtype, dict[str, Tensor]] = {dtype: {} for dtype in dtypes}
         for name, value in self._values():
             for dtype in dtypes if name in self._before else ():
@@ -91,25 +91,25 @@ class UpdateMeter:
 
     @torch.no_grad()
     def _values(self) -> Iterator[tuple[str, Tensor]]:
-        """Samples of the FP32 values of weights that are, or would be, of low precision."""
+        """Yield samples of the FP32 values of weights that are low precision, or would be at another level."""
         stash = stash_of(self._optimizer)
         for name, param, master in _named(self._optimizer, stash, self._names):
             if master.dtype is not torch.float32 or master.layout is not torch.strided:
                 continue
             form = form_of(master)
             if form is not None and not form.is_exact:
-                continue  # a BF16 weight alone
+                continue  # a BF16 weight without an FP32 value
             casts = stash is not None and stash.enabled and stash.policy.cast_model_type is not None
             if casts and param is master and not distributed.is_dtensor(param):
-                continue  # a batch norm's, say: it is FP32 at each level
+                continue  # for example of a batch norm, which stays FP32 at each level
             was_closed = is_closed(master) and not master.is_open  # type: ignore[attr-defined]
             yield name, _sample(distributed.local(master.detach()))
             if was_closed:
-                drop_joined([master])  # one after the other, so that the masters are never all open
+                drop_joined([master])  # at once, so that only one master is materialized at a time
 
 
 def _named(optimizer: Any, stash: Stash | None, given: Mapping[int, str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, parameter, master) of an optimizer's parameters; the parameter twice where it has no master."""
+    """Yield (name, parameter, master) of an optimizer's parameters. A parameter without a master is its own."""
     known = {} if stash is None or not stash.enabled else stash.masters.by_master
     names = {} if stash is None else stash.neighbours.names
     for index, group in enumerate(optimizer.param_groups):
@@ -119,13 +119,13 @@ def _named(optimizer: Any, stash: Stash | None, given: Mapping[int, str]) -> Ite
 
 
 def _sample(value: Tensor) -> Tensor:
-    # An odd distance: an even one might go along one column of a matrix.
+    # An odd stride: an even one might sample a single column of a matrix.
     return value.flatten()[:: max(1, value.numel() // _SAMPLE) | 1].clone()
 
 
 @torch.no_grad()
 def _count(before: Tensor, after: Tensor, dtype: torch.dtype) -> Tensor:
-    """How many elements have changed, and how many of these changes a weight of `dtype` would lose."""
+    """Count the elements that have changed, and those changes that a weight of `dtype` would lose; int64, shape [2]."""
     if before.shape != after.shape or before.device != after.device:
         return torch.zeros(2, dtype=torch.int64, device=after.device)
     change, low = after - before, before.to(dtype)

@@ -1,4 +1,4 @@
-"""How much the output of a module differs from what the module gives in FP32."""
+"""The relative error of a module's output against its output in FP32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amp_patch.support import tree
 
 
 class _WithoutHooks(nn.Module):
-    """Calls the forward of a module, and not the hooks of the module itself."""
+    """A wrapper that calls the forward of a module without the hooks of that module."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -25,25 +25,25 @@ class _WithoutHooks(nn.Module):
 
 
 def floats(value: Any) -> list[Tensor]:
-    """The floating tensors in a value, in all its containers; complex ones are left out."""
+    """Return the real floating tensors in a value, nested containers included."""
     return [t for t in tree.tensors(value) if t.is_floating_point() and t.layout is torch.strided and not t.is_nested]
 
 
 def is_random(module: nn.Module) -> bool:
-    """Whether the module says of itself that it drops numbers at random."""
+    """Return whether the module's attributes `p` or `dropout` say that it drops numbers at random."""
     rates = (getattr(module, name, 0.0) for name in ("p", "dropout"))
     return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 @torch.no_grad()
 def relative_error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> Tensor | None:
-    """The relative distance of `outputs` from what `module` gives in FP32 for the same arguments. Does not sync.
+    """Return the relative error of `outputs` against the FP32 outputs for the same arguments. Does not sync.
 
-    The module's state stays as it is. Numbers that are not finite in FP32 either do not count.
+    The module's state does not change. Elements that are not finite in FP32 are ignored.
 
     Returns:
-        FP64, shape [2]: the error, and 1 if a number of FP32's is too large for the type of the outputs, else 0. None
-        if the module draws random numbers, or cannot be computed in FP32.
+        FP64, shape [2]: the error; and 1 if an FP32 output is too large for the type of `outputs`, else 0. None if the
+        module draws random numbers, or cannot be computed in FP32.
     """
     exact = _in_fp32(module, args, kwargs, outputs)
     if exact is None or [a.shape for a in outputs] != [b.shape for b in exact]:
@@ -63,7 +63,7 @@ def relative_error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tens
 
 
 def _in_fp32(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> list[Tensor] | None:
-    """What the module gives with FP32 arguments, masters for its parameters, and FP32 copies of its buffers."""
+    """Run the module with FP32 arguments, masters as parameters, and FP32 copies of its buffers; None if it cannot."""
     tensors: dict[str, Tensor] = {}
     for name, param in _WithoutHooks(module).named_parameters():
         master = master_of(param)
@@ -79,7 +79,7 @@ def _in_fp32(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -
             before = _random_states(devices)
             exact = floats(torch.func.functional_call(_WithoutHooks(module), tensors, args, kwargs))
             return exact if all(map(torch.equal, before, _random_states(devices))) else None
-    except Exception:  # say, weight_norm's hook makes a weight in the parameters' low-precision type
+    except Exception:  # for example: weight_norm's hook makes a weight in the parameters' type
         return None
     finally:
         vars(module).clear()

@@ -1,4 +1,4 @@
-"""What torch.autocast does inside of a function: by what went in and came out, as it casts where no mode looks."""
+"""Casts of torch.autocast, inferred from a function's inputs and outputs, as torch function modes do not see them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import tree
 
 AUTOCAST = "torch.autocast"
-_COMPOSITES = ("einsum", "gru", "lstm", "rnn_relu", "rnn_tanh")  # call operators on torch's lists
+_COMPOSITES = ("einsum", "gru", "lstm", "rnn_relu", "rnn_tanh")  # functions that call operators on torch's lists
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
 def type_inside(op: str, args: Any, kwargs: Any, result: Any) -> torch.dtype | None:
-    """The type that torch.autocast has made a function compute in; None where it is off, or has cast nothing.
+    """Return the type that torch.autocast made a function compute in; None if it is off or has cast nothing.
+
+    The caller must have disabled torch function modes.
 
     Args:
         op: the function's name: "linear", "__matmul__".
-        args, kwargs, result: what went in and came out. The caller has turned torch functions' modes off.
+        args, kwargs, result: the arguments of the call and its result.
     """
     given = [t for t in tree.tensors((args, kwargs)) if t.is_floating_point()]
     made = next((t for t in tree.tensors(result) if t.is_floating_point()), None)
@@ -38,14 +40,14 @@ def type_inside(op: str, args: Any, kwargs: Any, result: Any) -> torch.dtype | N
 
 
 def state() -> str:
-    """The autocasts that are on here, in words; "" where none is."""
+    """Return the enabled autocasts in words: "bfloat16 on cpu"; "" if there is none."""
     on = [kind for kind in _KEYS if torch.is_autocast_enabled(kind)]
     return ", ".join(f"{torch.get_autocast_dtype(kind)} on {kind}".removeprefix("torch.") for kind in on)
 
 
 @functools.cache
 def _is_autocast(op: str, device: str) -> bool:
-    """Whether torch has a kernel of autocast's for the operator, or it is a function that calls several."""
+    """Return whether torch has an autocast kernel for the operator, or `op` is a function that calls such operators."""
     if op in _COMPOSITES:
         return True
     packet = getattr(torch.ops.aten, op, None)
@@ -53,7 +55,7 @@ def _is_autocast(op: str, device: str) -> bool:
         return packet is None and op not in CASTS
     key = getattr(torch._C.DispatchKey, _KEYS[device])
     for name in packet.overloads():
-        with suppress(RuntimeError):  # a TorchScript overload, which has no dispatch
+        with suppress(RuntimeError):  # a TorchScript overload has no dispatch
             if getattr(packet, name).has_kernel_for_dispatch_key(key):
                 return True
     return False

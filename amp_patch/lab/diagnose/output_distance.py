@@ -1,4 +1,4 @@
-"""compare_outputs: how far the outputs of a model at one level lie from those at another."""
+"""compare_outputs: the distance between the outputs of a model at two levels."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from amp_patch.model.fp32_copies import fp32_copy
 from amp_patch.support import distributed
 
 BASELINE = "O0"
-COMPILED = " compiled"  # behind a level: through torch.compile
+COMPILED = " compiled"  # suffix of a level: with torch.compile
 
 
 @dataclass(frozen=True)
 class OutputDistance:
-    """How far the outputs at one level, `second`, lie from those at another, `first`, for the same inputs.
+    """The distance between the outputs at two levels, `first` and `second`, for the same inputs.
 
     Attributes:
         first, second: the levels: "O0", "O5 BF16", "O5 BF16 compiled".
-        output: the distance of the outputs in the Euclidean norm, over the norm of `first`'s. NaN where a number of
-            either is not finite.
-        modules: qualified name -> the same of the outputs of that module, of all its calls. What came in differs
-            already: it is the distance gathered so far, and no error of the module alone. Without compiled levels.
-        nats: the mean difference of log-probabilities, without its sign: of the targets, or without them of all
-            classes, weighted by their probability under `first`. None for outputs that are no logits.
-        largest_nats: the largest such difference; without targets, of a row's weighted means.
-        outside: the share of targets, or of `first`'s probability, whose ratio of probabilities, second over first,
-            lies outside of [1 - band, 1 + band].
+        output: the 2-norm of the difference of the outputs, divided by the norm of `first`'s. Equal
+            infinities count as equal; other elements that are not finite make it infinite or NaN.
+        modules: qualified name -> this distance for the outputs of the module, over all its calls. Its inputs differ
+            already, so it is the accumulated distance, not an error of the module alone. Empty if a level is compiled.
+        nats: the mean absolute difference of log-probabilities: of the targets, or without targets of all classes,
+            weighted by their probability under `first`. None if the outputs are no logits.
+        largest_nats: the largest absolute difference of a target, or without targets the largest weighted mean of a
+            row.
+        outside: the share of the targets, or without targets of `first`'s probability, for which the ratio of the
+            probabilities (second over first) is not in [1 - band, 1 + band].
     """
 
     first: str
@@ -53,23 +54,23 @@ class OutputDistance:
 
 @dataclass
 class OutputComparison:
-    """What `compare_outputs` found. As a string it is tables; a notebook shows them as HTML.
+    """The result of `compare_outputs`. `str` gives tables; notebooks show them as HTML.
 
     Attributes:
-        distances: in the order of the pairs.
-        band: of `OutputDistance.outside`.
+        distances: one for each pair, in order.
+        band: the band of `OutputDistance.outside`.
     """
 
     distances: list[OutputDistance] = field(default_factory=list)
     band: float = 0.1
 
     def __getitem__(self, pair: tuple[str, str]) -> OutputDistance:
-        """The distance of a pair (first, second), by levels as they were asked for: `found["O0", "O5"]`."""
+        """Return the distance of a pair of levels, named as in the call of `compare_outputs`: `found["O0", "O5"]`."""
         for each in self.distances:
             if pair == (_asked(each.first), _asked(each.second)):
                 return each
         known = ", ".join(str((_asked(each.first), _asked(each.second))) for each in self.distances)
-        raise KeyError(f"compare_outputs: {pair} was not compared; there are {known}")
+        raise KeyError(f"compare_outputs: {pair} was not compared; the compared pairs are {known}")
 
     def __str__(self) -> str:
         return as_text(self._parts())
@@ -109,36 +110,34 @@ def compare_outputs(
     logits: Callable[[Any], Tensor] | None = None,
     **options: Any,
 ) -> OutputComparison:
-    """Forward the same inputs at several levels, and measure how far the outputs lie apart::
+    """Run the same inputs through a model at several levels, and measure the distances of the outputs::
 
         print(amp.compare_outputs(model, (tokens,), ["O2", "O5"], pairs=[("O2", "O5")]))
 
-    For who trains in one precision and samples in another: whether the probabilities that the sampler drew by are those
-    that the trainer sees. Each forward is that of an FP32 copy of `model`, initialized at the level, without gradients
-    and from the same state of the random generators; dropout drops the same numbers, save in a compiled model. The
-    model, its training and the process are as before, except that beside other trainings O1's wrappers stay installed,
-    and cast nothing. Holds one copy of the model and, for the figures by module, the outputs of all its modules. Syncs
-    with the device.
+    Use it if you train in one precision and sample in another: it shows whether the sampler's probabilities differ from
+    the trainer's. Each forward runs on an FP32 copy of `model`, initialized at the level, without gradients, from the
+    same state of the random generators. So dropout drops the same elements, except in a compiled model. Afterwards the
+    model, its training and the process are unchanged; if there are other trainings, O1's wrappers stay installed, but
+    cast nothing. Memory: one copy of the model, and for `modules` the outputs of all modules. Syncs with the device.
 
     Args:
-        model: any module, FP32 or not, in a training or not. It is compared in the mode that it is in: call `eval()`
-            first for that of a sampler.
-        inputs: a tuple of positional arguments, a dict of keyword arguments, or the one argument.
-        levels: those that are compared with FP32 ("O0"), each with a format of products if wanted ("O6+mxfp8").
-            " compiled" behind one runs it through torch.compile, which has no figures by module:
-            `pairs=[("O5", "O5 compiled")]`.
-        pairs: (first, second) levels that are compared beside that: the sampler's and the trainer's.
-        targets: classes, int64, of the shape of the logits without their last dimension. Negative ones do not count.
-        band: half the width around 1 of the ratio of two probabilities, beyond which it is counted in `outside`.
-        logits: from the model's output to its logits, [..., classes]. By default the output's `logits`, or else the
-            output if it is one floating tensor with at least two dimensions.
-        options: more arguments of `initialize` for all levels but O0, such as `keep_fp32`. What stands behind a
-            level's name goes before them.
+        model: any module, in FP32 or not, initialized or not. It keeps its mode: call `eval()` first to compare a
+            sampler.
+        inputs: a tuple of positional arguments, a dict of keyword arguments, or a single argument.
+        levels: the levels to compare with "O0" (FP32), each with options if wanted ("O6+mxfp8"). With " compiled"
+            after it, a level runs through torch.compile, without `modules`: `pairs=[("O5", "O5 compiled")]`.
+        pairs: (first, second) levels to compare in addition: the sampler's and the trainer's.
+        targets: classes, int64, of the shape of the logits without the last dimension. Negative targets are ignored.
+        band: the allowed deviation from 1 of the ratio of two probabilities; `outside` counts larger ones.
+        logits: takes the model's output and returns its logits, [..., classes]. By default the output's attribute
+            `logits`, or else the output itself if it is a floating tensor with at least two dimensions.
+        options: arguments of `initialize` for all levels but O0, such as `keep_fp32`. The options in a level's name
+            override them.
 
     Raises:
-        TypeError: `model` is no module; `levels` is a string; `pairs` holds no pairs.
-        ValueError: a level that is none; targets of another shape or beyond the classes; the model is sharded; what
-            `initialize` refuses.
+        TypeError: `model` is no module; `levels` is a string; an element of `pairs` is no pair.
+        ValueError: an unknown level; targets of another shape or type, or beyond the classes; a sharded model; any
+            argument that `initialize` refuses.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"compare_outputs: model is a {type(model).__name__}; wanted a torch.nn.Module")
@@ -163,26 +162,29 @@ def compare_outputs(
 
 
 def _named(level: str) -> NamedLevel:
-    """The level without what is not `initialize`'s."""
+    """Parse a level without its suffix " compiled"."""
     try:
         named = named_level(level.removesuffix(COMPILED))
         named.policy()
     except ValueError as error:
         raise ValueError(
-            f"compare_outputs: {error}; {COMPILED!r} stands behind all of it, for torch.compile"
+            f"compare_outputs: {error}; {COMPILED!r}, for torch.compile, is the last part of a level"
         ) from error
     return named
 
 
 class _Forward:
-    """One forward of a copy at a level.
+    """One forward of a copy of the model at a level.
+
+    If `beside` is another forward, the outputs of the modules are compared with its outputs, and not stored.
 
     Attributes:
-        asked, level: the level, and its name with its type.
+        asked: the level as passed by the caller.
+        level: the name of the level with its type.
         outputs: the floating tensors of the model's output, in FP32.
-        logits: of the output, in FP64, or None.
-        kept: the outputs of the modules by name, in FP32, one list a call; of a run beside another none.
-        apart: name -> squares of the distances to the other's outputs, and of those outputs' norms.
+        logits: the logits in FP64, or None.
+        kept: name of a module -> its outputs in FP32, a list for each call. Empty with `beside`.
+        apart: name of a module -> the `_squares` of each call. Empty without `beside`.
     """
 
     def __init__(
@@ -221,7 +223,7 @@ class _Forward:
     def _hook(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         outputs = [each.float() for each in floats(output)]
         if self._beside is None:
-            self.kept.setdefault(name, []).append([each.clone() for each in outputs])  # the next may write in place
+            self.kept.setdefault(name, []).append([each.clone() for each in outputs])  # others may write to them
             return
         call = self._calls[name] = self._calls.get(name, -1) + 1
         others = self._beside.kept.get(name, [])
@@ -230,7 +232,7 @@ class _Forward:
 
 
 def _squares(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-    """FP64, shape [2]: the squares of the distance, and of the norm of `first`."""
+    """Return the squared distance, and the squared norm of `first`: FP64, shape [2], on the CPU."""
     total = torch.zeros(2, dtype=torch.float64, device="cpu")
     for one, other in zip(first, second, strict=True):
         apart = other.double() - one.double()
@@ -265,7 +267,7 @@ def _distance(first: _Forward, second: _Forward, targets: Tensor | None, band: f
 
 
 def _nats(first: Tensor, second: Tensor, targets: Tensor | None, band: float) -> tuple[float, float, float]:
-    """The mean and the largest difference of log-probabilities, and the share outside of the band."""
+    """Return `nats`, `largest_nats` and `outside` of `OutputDistance`."""
     logs = first.log_softmax(-1)
     change = second.log_softmax(-1) - logs
     weights = logs.exp()
@@ -280,7 +282,7 @@ def _nats(first: Tensor, second: Tensor, targets: Tensor | None, band: float) ->
         index = targets.clamp(min=0).unsqueeze(-1).to(change.device)
         change = change.gather(-1, index)[counted]
         weights = torch.ones_like(change)
-    change = torch.where(weights > 0, change, 0)  # classes that a mask excludes: -inf less -inf
+    change = torch.where(weights > 0, change, 0)  # a class that a mask excludes: -inf minus -inf is NaN
     rows = (weights * change.abs()).sum(-1)
     if not rows.numel():
         return 0.0, 0.0, 0.0
@@ -296,7 +298,7 @@ def _logits(output: Any, given: Callable[[Any], Tensor] | None) -> Tensor | None
 
 
 def _asked(level: str) -> str:
-    """ "O5 compiled", of "O5 BF16 compiled"."""
+    """Return the level that the caller passed: "O5 compiled" for "O5 BF16 compiled"."""
     return level.partition(" ")[0] + (COMPILED if level.endswith(COMPILED) else "")
 
 

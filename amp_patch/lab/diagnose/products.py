@@ -1,4 +1,4 @@
-"""The matrix products in calls of torch's functions and of modules: their sizes, and how many multiply-adds."""
+"""The matrix products in a call of a torch function or a module: their sizes and multiply-adds."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _Found = tuple[_Sizes, int, int]  # sizes, multiply-adds, rows
 
 
 def of_call(module: str, op: str, args: Any, kwargs: Any, result: Any) -> list[Product]:
-    """The products in one call of a function of torch's, known by its name; none in most."""
+    """Return the products in one call of the torch function named `op`; most functions have none."""
     find = _FUNCTIONS.get(op.strip("_"))
     first = result[0] if isinstance(result, tuple) and result else result
     if find is None or not isinstance(first, Tensor):
         return []
     try:
         found = [*find(first, *args, **kwargs)]
-    except (TypeError, IndexError, AttributeError):  # arguments in a form that `find` does not take
+    except (TypeError, IndexError, AttributeError):  # arguments in a form that `find` does not accept
         return []
     return _products(module, op, first, found)
 
 
 def of_module(name: str, module: nn.Module, args: Any, result: Any) -> list[Product]:
-    """The products in one call of a module that has weights of its own: a linear layer, a convolution, an RNN."""
+    """Return the products in one call of a module with weights: a linear layer, a convolution, an RNN, an attention."""
     first = result[0] if isinstance(result, tuple) and result else result
     given = args[0] if args else None
     if not isinstance(first, Tensor) or not isinstance(given, Tensor) or not given.is_floating_point():
@@ -72,14 +72,14 @@ def _linear(result: Tensor, x: Tensor, weight: Tensor, *_: Any, **__: Any) -> It
 
 
 def _matmul(result: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> Iterator[_Found]:
-    if a.dim() < 2 or b.dim() < 2:  # with a vector: no product of matrices
+    if a.dim() < 2 or b.dim() < 2:  # a vector: not a product of two matrices
         return
     into, out = a.shape[-1], b.shape[-1]
     yield (("inner size", into), ("columns", out)), result.numel() * into, 0
 
 
 def _grouped(result: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> Iterator[_Found]:
-    if a.dim() == b.dim() == 2:  # the inner size of a group is in `offs`, on the device
+    if a.dim() == b.dim() == 2:  # the inner sizes are in the tensor `offs`: reading it would sync
         return
     yield from _matmul(result, a, b)
 

@@ -1,7 +1,8 @@
-"""Which sizes of a model keep its products off the fast way of tensor cores, and what sizes would not.
+"""Advice on sizes of a model's matrix products that are slow on tensor cores, with the nearest faster sizes.
 
-Source: NVIDIA, Deep Learning Performance Guide ("Tensor Core Requirements"): with 16-bit numbers the sizes of a product
-best are multiples of 8, with 8-bit ones of 16. Since cuBLAS 11 and cuDNN 7.6.3 others run on tensor cores too, slower.
+Source: NVIDIA, Deep Learning Performance Guide ("Tensor Core Requirements"): the sizes of a product should be multiples
+of 8 for 16-bit numbers, and of 16 for 8-bit numbers. Since cuBLAS 11 and cuDNN 7.6.3 other sizes run on tensor cores
+too, but slower.
 """
 
 from __future__ import annotations
@@ -13,26 +14,27 @@ from typing import NamedTuple
 
 from amp_patch.lab.wording import whole_percent
 
-MULTIPLE = 8  # for 16-bit types; for FP8, in which no level computes, 16
-_LARGE, _OF_LARGE = 1024, 64  # sizes from 1024 on (a vocabulary): padding to a multiple of 64 costs little
+MULTIPLE = 8  # for 16-bit types
+_LARGE, _OF_LARGE = 1024, 64  # a size from 1024 on (a vocabulary) can be padded to a multiple of 64 at little cost
 
-# `advice` leaves out sizes below these. A smaller share of the forward: the gain would not show. A smaller size (the
-# channels of an image, the classes of digits): the layer waits for memory, and padding would cost more. Fewer
-# multiply-adds: the launch takes longer than the product.
+# `advice` leaves out what is below these limits:
+# - a share of the forward's multiply-adds: the gain would not be noticeable;
+# - a size (the channels of an image, the classes of digits): the layer waits for memory, and padding would cost more;
+# - a number of multiply-adds: the launch of the kernel takes longer than the product.
 _SHARE, _SMALLEST, _MULTIPLY_ADDS = 0.05, 32, 10**8
-_SHARE_OF_ROWS = 0.5  # most layers have the rows of the batch; a number of rows that few have is not the batch
+_SHARE_OF_ROWS = 0.5  # of the multiply-adds. A number of rows that fewer have is not the batch.
 
 
 class Product(NamedTuple):
-    """The matrix product of one call of a layer, or convolution.
+    """A matrix product, or a convolution, in one call.
 
     Attributes:
-        module: qualified name of the module that calls; "" is the model itself.
-        op: name of torch's function: "linear", "conv2d".
-        sizes: (what it is, how large) of the sizes that count: "in features", "out channels", "head size".
-        multiply_adds: how many there are.
-        low: whether it ran in FP16 or BF16.
-        rows: batch times tokens, over which the gradient of a weight adds up; 0 where there is no such weight.
+        module: qualified name of the calling module; "" is the model itself.
+        op: name of the torch function: "linear", "conv2d".
+        sizes: (name, value) of each size that should be a multiple: "in features", "out channels", "head size".
+        multiply_adds: their number.
+        low: whether the result was FP16 or BF16.
+        rows: batch times tokens: the inner size of the product that gives the weight's gradient. 0 without a weight.
     """
 
     module: str
@@ -48,9 +50,9 @@ class _Odd:
     """A size that is no multiple of 8.
 
     Attributes:
-        places: what the size is ("in features") -> the modules that have it.
-        multiply_adds: of the products that have it, each once.
-        times: the multiples of the size that are sizes too, with nothing left over: heads, gates.
+        places: name of the size ("in features") -> the modules that have it.
+        multiply_adds: the sum over the products that have it.
+        times: n for each exact multiple n * size that is a size too, as for heads and gates.
     """
 
     places: dict[str, list[str]] = field(default_factory=dict)
@@ -59,13 +61,14 @@ class _Odd:
 
 
 def advice(products: Iterable[Product]) -> list[str]:
-    """A line for each size that would better be another one, the costliest first; none where nothing is to be gained.
+    """Return a line for each size that slows the model down on tensor cores, the costliest first.
 
-    Named are sizes of products in FP16 or BF16 that are no multiples of 8, with a real share of all multiply-adds.
+    The lines name sizes of FP16 and BF16 products that are no multiples of 8, if the products have a noticeable share
+    of all multiply-adds.
     """
     products = [*products]
     total = sum(product.multiply_adds for product in products)
-    # A size -> the smallest one of which it is a small multiple: padding a width pads 3 times the width too.
+    # A size -> the smallest size that divides it: if a width is padded, 3 times the width is padded too.
     roots: dict[int, int] = {}
     for size in sorted({size for product in products for _, size in _odd_sizes(product)}):
         roots[size] = next((root for root in roots if size % root == 0 and size // root <= _OF_LARGE), size)
@@ -84,7 +87,7 @@ def advice(products: Iterable[Product]) -> list[str]:
 
 
 def _odd_sizes(product: Product) -> list[tuple[str, int]]:
-    """The sizes that are no multiples of 8, each with what it is."""
+    """Return (name, value) of the sizes that are no multiples of 8."""
     return [(what, s) for what, s in product.sizes if product.low and s % MULTIPLE and s >= _SMALLEST]
 
 
@@ -116,5 +119,5 @@ def _next(size: int, multiple: int) -> int:
 
 
 def _pattern(name: str) -> str:
-    """The name with * for the numbers in it: the layers of a stack have one name."""
+    """Replace the numbers in a name by *, so that all layers of a stack have one name."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "the model itself"

@@ -1,4 +1,4 @@
-"""Tables as text, for terminals and files, and as HTML, for notebooks. Nothing in them is shortened."""
+"""Reports of tables and lines, as text for terminals and files, or as HTML for notebooks. No cell is truncated."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from html import escape
 
 from amp_patch.lab.text_table import in_columns
 
-_WIDTH = 100  # of a page of text
+_WIDTH = 100  # columns of text
 
-# No colour of text or ground: the notebook's page may be light or dark.
+# No colours of text or background: the notebook may be light or dark.
 _CELL = "padding:2px 12px 2px 0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
 _TABLE = "border-collapse:collapse;color:inherit;font-size:inherit;margin:0 0 .6em"
 _PARAGRAPH = "margin:.6em 0;color:inherit"
@@ -18,13 +18,13 @@ _PARAGRAPH = "margin:.6em 0;color:inherit"
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table of a report.
 
     Attributes:
-        rows: cells; the first of each is a name.
-        header: lines of it, as wide as a row or narrower.
-        title: what stands above; "" for nothing.
-        numbers: whether the cells behind the name are numbers, which stand to the right.
+        rows: the cells; the first cell of a row is a name.
+        header: lines of the header, which may have fewer cells than a row.
+        title: the line above the table; "" for none.
+        numbers: whether the cells after the name are numbers, to be right-aligned.
     """
 
     rows: Sequence[tuple[str, ...]]
@@ -33,11 +33,11 @@ class Table:
     numbers: bool = False
 
 
-Part = Table | str  # of a report: a table, or a line
+Part = Table | str  # a table of a report, or a line
 
 
 def as_text(parts: Iterable[Part]) -> str:
-    """The parts below each other. A name that would make its table wider than a page has a line for itself."""
+    """Render a report as text. A name that would make its table wider than `_WIDTH` gets a separate line."""
     lines: list[str] = []
     for part in parts:
         lines += [part] if isinstance(part, str) else _text_of(part)
@@ -45,7 +45,7 @@ def as_text(parts: Iterable[Part]) -> str:
 
 
 def as_html(parts: Iterable[Part]) -> str:
-    """The parts below each other, with their style inside: a fragment that asks for nothing else."""
+    """Render a report as an HTML fragment with inline styles, which depends on no style sheet."""
     found = [
         _html_of(part) if isinstance(part, Table) else f'<p style="{_PARAGRAPH}">{escape(part)}</p>'
         for part in parts
@@ -80,7 +80,7 @@ def _html_of(table: Table) -> str:
     body = "".join(_html_row(line, columns, "td", table.numbers) for line in table.rows)
     title = f'<p style="{_PARAGRAPH};font-weight:600">{escape(table.title)}</p>' if table.title else ""
     head = f"<thead>{head}</thead>" if head else ""
-    # Each cell has its style: a notebook's own rules for tables would win over one style on top.
+    # Each cell has its style: a notebook's own rules for cells would override a style of the table.
     return f'{title}<div style="overflow-x:auto"><table style="{_TABLE}">{head}<tbody>{body}</tbody></table></div>'
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 @contextmanager
 def state_restored(model: nn.Module) -> Iterator[None]:
-    """On exit restore buffers (a batch norm's statistics) and the state of the random generators."""
-    # Both the tensor and a copy: a forward may write into a buffer, or put another tensor in its place.
+    """Restore buffers (a batch norm's statistics) and the states of the random generators at the end of the body."""
+    # Both the tensor and a copy: a forward may write to a buffer, or replace it by another tensor.
     held = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:

@@ -108,6 +108,11 @@ def listed_bytes(path: Path, name: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
+def process_peak() -> int | None:
+    """Return the largest resident size of this process, in bytes; None if the system does not report it."""
+    return _status("VmHWM") or _largest_ever()
+
+
 def _status(name: str) -> int | None:
     return listed_bytes(_STATUS, name)
 

@@ -38,11 +38,11 @@ from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import observers
 from amp_patch.training import training as training_module
+from amp_patch.training.innermost import innermost
 from amp_patch.training.observers import Observer
 from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.stash import Stash, enabled_stash
 from amp_patch.training.training import Training
-from amp_patch.training.wrappers import innermost
 
 _OTHERS = 100  # after this number of consecutive steps of others the first optimizer counts as finished
 

@@ -80,7 +80,7 @@ class Run:
         error: why there are no figures, or fewer than asked for, in one line; None if all went well.
         error_kind: INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED, or "" for any other error, and for none.
         error_where: the line of the script's that raised it, "train.py, line 31"; "" where that is not known.
-        log: the file that has what the run printed, in the folder of the report; "" where there is none.
+        log: the path of the file that has what the run printed; "" without one.
         refused: whether that is because the script cannot be trained at another level unedited.
         native: whether the script has mixed precision of torch's own (torch.autocast, GradScaler).
         notes: what the reader should know of a run that went well, a line each.
@@ -95,6 +95,7 @@ class Run:
         samples: the first dimension of the model's first tensor (or the one that the recording was told), summed over
             the micro-batches; 0 where unknown.
         given: the sizes of that tensor, in the first step.
+        epoch_samples: the samples of an epoch, if the script iterates a DataLoader of known length; else 0.
         weights, masters, gradients, state: what the model's parameters, the masters that are tensors of their own, the
             gradients at the end of a step's backward (of either), and the optimizer's state take.
         activations: what autograd had saved for the backward pass of one step (the third, or the last of fewer), where
@@ -135,6 +136,7 @@ class Run:
     skipped: list[bool] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     given: list[int] = field(default_factory=list)
+    epoch_samples: int = 0
     weights: int = 0
     masters: int = 0
     gradients: int = 0

@@ -14,10 +14,9 @@ from amp_patch.masters.master import Master
 from amp_patch.masters.masters import kernel_tensors
 from amp_patch.multi_tensor.checks import CODES
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.storage.coded_state import stored
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
-from amp_patch.training import zero_redundancy
-from amp_patch.training.coded_state import stored
 from amp_patch.training.optimizer import lost_eps
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import Training
@@ -69,7 +68,7 @@ class Sizes:
         if not optimizers:
             return  # the optimizers were freed, or restored: the sizes measured before stay
         pairs = self._pairs()
-        states = [getattr(zero_redundancy.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
+        states = [getattr(distributed.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
         self.bytes["weights"] = _bytes(param for param, _ in pairs)
         masters = [master for param, master in pairs if master is not param]
         stepped = kernel_tensors(masters).tensors

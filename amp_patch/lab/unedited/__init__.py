@@ -1,3 +1,3 @@
-"""Training scripts that never heard of amp_patch, at an opt level as they are. The one to read first is `script.py`."""
+"""Training of unedited scripts, which use torch alone, at an opt level. Start with `script.py`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an unedited script makes NumPy arrays of: its outputs are FP32 there, as without a level."""
+"""NumPy arrays in unedited scripts: an array of a low-precision output is FP32, as it is without a level."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from amp_patch.support.patches import Patches
 
 
 def install_arrays(patches: Patches, dtype: torch.dtype, applies: Callable[[], bool]) -> None:
-    """Have `Tensor.numpy`, and `numpy.asarray`, which calls it, give FP32 arrays of tensors of `dtype`.
+    """Make `Tensor.numpy`, and `numpy.asarray`, which calls it, return FP32 arrays for tensors of `dtype`.
 
-    NumPy has no bfloat16, and in an array of float16 a script's own sums would overflow. What is written into such an
-    array does not reach the tensor. A float16 tensor that the script itself has cast gives FP32 too: nothing tells it
-    from an output.
+    NumPy has no bfloat16, and in an array of float16 the script's own sums would overflow. The array is a copy: a
+    write to it does not change the tensor. A float16 tensor that the script itself has cast becomes an FP32 array too,
+    since it cannot be distinguished from an output.
 
     Args:
         dtype: the low-precision type of the level.
-        applies: whether the script is trained at a level now; where not, arrays are torch's.
+        applies: returns whether the script is trained at a level now. If not, `Tensor.numpy` is torch's.
     """
     original = Tensor.numpy
 

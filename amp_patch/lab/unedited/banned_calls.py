@@ -1,4 +1,7 @@
-"""Functions without a safe low-precision form (binary_cross_entropy) in unedited scripts: run in FP32, and told of."""
+"""Banned functions (binary_cross_entropy) in unedited scripts: they run in FP32, with a message.
+
+None of them has a safe low-precision form.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from amp_patch.support.patches import Patches
 
 
 class BannedCalls:
-    """Says once of each such function that it runs in FP32.
+    """Reports once for each banned function that it runs in FP32.
 
     Args:
-        say: is told.
+        say: called with the message.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -21,7 +24,7 @@ class BannedCalls:
         self._seen: set[str] = set()
 
     def install(self, patches: Patches) -> None:
-        """Listen until `patches` are removed."""
+        """Subscribe to calls of banned functions, until `patches` are removed."""
         patches.apply(lambda: banned_subscribers.append(self._runs), lambda: banned_subscribers.remove(self._runs))
 
     def _runs(self, name: str) -> None:
@@ -29,6 +32,6 @@ class BannedCalls:
             self._seen.add(name)
             self._say(
                 f"{name} runs in FP32{where()}, and so does torch.sigmoid, since logarithms of low-precision "
-                "probabilities overflow; with lines of ours in the script initialize(..., allow_banned=True) does the "
-                "same, and without it low-precision probabilities are refused"
+                "probabilities overflow; a script that calls initialize gets the same with allow_banned=True, and "
+                "without it an error for low-precision probabilities"
             )

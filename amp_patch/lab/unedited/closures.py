@@ -1,4 +1,4 @@
-"""Optimizers whose closures cannot be called before their step."""
+"""Refusals of optimizers whose closure cannot be run before `step()`, where a level must run it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from amp_patch.support.generated_class import base_class
 
 
 def refuse_lbfgs(optimizer: Any) -> None:
-    """Raise for LBFGS, which calls its closure again and again."""
+    """Refuse LBFGS, which calls its closure several times in one step."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ScriptRefused(
-            "LBFGS evaluates its closure again and again inside of step()",
-            "inside of the closure, and compare --levels O0,O4: no other level can train so",
+            "LBFGS evaluates its closure several times inside of step()",
+            "inside of the closure, and compare --levels O0,O4: no other level can train with LBFGS",
         )
 
 
 def refuse_unknown_use(optimizer: Any) -> None:
-    """Raise unless the optimizer is known to call its closure once, before all else, as torch's do save for LBFGS."""
+    """Refuse an optimizer unless it is known to call its closure once, at the beginning of `step()`.
+
+    All optimizers of torch except LBFGS do.
+    """
     refuse_lbfgs(optimizer)
     base = base_class(optimizer)
     if base.__module__.partition(".")[0] != "torch":
         raise ScriptRefused(
-            f"step() is given a closure, and what a {base.__name__} does with it is not known",
-            "and call what the closure does before step(), and step() without it",
+            f"step() is given a closure, and when {base.__name__} calls it is not known",
+            "and run the body of the closure before step(), which is then called without it",
         )

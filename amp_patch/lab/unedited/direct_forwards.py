@@ -1,7 +1,8 @@
-"""Calls of `module.forward(x)` past `module(x)`: layers with an optimizer each train so in a method of their own.
+"""Direct calls of `module.forward(x)`, which bypass `nn.Module.__call__`.
 
-Known are modules that own parameters of an optimizer themselves: their class's `forward` tells of such a call, as
-`nn.Module.__call__` does of others. Of any other module the parts are called, and are the models.
+For example, layers that have an optimizer each are trained like this. A direct call is detected only for a module that
+itself owns parameters of an optimizer: the `forward` of its class is wrapped. If a module owns none, its children are
+called in the usual way and become the models.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ Outermost = Callable[[nn.Module, Callable[[], Any]], Any]
 
 
 class DirectForwards:
-    """While it is installed, direct calls of `forward` are told of.
+    """Reports direct calls of `forward` while it is installed.
 
     Args:
-        outermost: runs a call of a module as the script's outermost one, if it is that.
+        outermost: called with the module and its call, which it runs. It begins a level if the call is the outermost.
     """
 
     def __init__(self, outermost: Outermost) -> None:
         self._outermost = outermost
-        # By id. Parameters are not referred to: torch swaps none (`swap_tensors`) that has a weak reference.
+        # By id. The parameters are not weakly referenced: torch refuses to swap (`swap_tensors`) one that is.
         self._owners = weakref.WeakValueDictionary[int, nn.Module]()
-        # A class -> its own forward, and the one that tells of direct calls.
+        # A class -> its own forward, and the wrapper that reports direct calls.
         self._wrapped: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._patches = Patches()
 
     def install(self, patches: Patches) -> None:
-        """Take note of the owners of parameters, until `patches` are removed."""
+        """Record each module that registers a parameter, until `patches` are removed."""
         self._patches = patches
         patches.set(nn.Module, "register_parameter", self._registering(nn.Module.register_parameter))
         patches.on_remove(self._wrapped.clear)
@@ -51,8 +52,8 @@ class DirectForwards:
 
         return register_parameter
 
-    def tell_of(self, params: Iterable[Tensor]) -> None:
-        """An optimizer holds these parameters: tell of the modules that own them."""
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Wrap the `forward` of each class that owns one of these parameters, which an optimizer holds."""
         held = {id(param) for param in params}
         for module in list(self._owners.values()):
             if any(id(param) in held for param in module._parameters.values()):
@@ -71,7 +72,7 @@ class DirectForwards:
             if torch.compiler.is_compiling() or isinstance(module, Generated):
                 return original(module, *args, **kwargs)
 
-            def call() -> Any:  # a level that begins now has given the module another forward
+            def call() -> Any:  # a level that begins in this call gives the module another forward
                 given = isinstance(module, Generated)
                 return type(module).forward(module, *args, **kwargs) if given else original(module, *args, **kwargs)
 
@@ -82,7 +83,7 @@ class DirectForwards:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Give the classes their own `forward` for a while: torch.jit compiles what it finds there."""
+        """Restore the `forward` of the classes in the body: torch.jit compiles the function that it finds there."""
         wrapped = [*self._wrapped.items()]
         try:
             for owner, (original, _) in wrapped:

@@ -1,7 +1,8 @@
-"""What an unedited script exports of a model in training: torch gets a copy of it in FP32, of its own class.
+"""Exports of a model in training by an unedited script: torch receives an FP32 copy of the model's own class.
 
-`torch.jit.script` compiles a class by its source, which a model's weights in low precision do not suit, and
-`torch.export` and `torch.package` write these weights down. What is exported before the training begins is as it was.
+Without this, `torch.jit.script` would compile the class's source, which does not expect low-precision weights, and
+`torch.export` and `torch.package` would store these weights. A model that is exported before its training begins is
+not copied.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from amp_patch.support.patches import Patches
 
 
 class Exports:
-    """While it is installed torch exports FP32 copies in place of models in training, and of parts of them.
+    """Replaces torch's export functions by ones that export FP32 copies of models in training, and of their children.
 
     Args:
-        models: gives the models that are trained now at a level that changes something.
-        plainly: a context in which the classes of modules are as the script has made them.
+        models: returns the models that are trained at a level now.
+        plainly: returns a context in which the script's classes have their own `forward`.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Exports:
         self._plainly = plainly
 
     def install(self, patches: Patches) -> None:
-        """Replace functions of torch, until `patches` are removed."""
+        """Replace the export functions of torch, until `patches` are removed."""
         patches.set(torch.jit, "script", self._scripting(torch.jit.script))
         for owner, name, place, named in (
             (torch.jit, "trace", 0, "func"),
@@ -52,7 +53,7 @@ class Exports:
         when_imported("torch.onnx", install_late)
 
     def _exporting(self, original: Callable[..., Any], place: int, named: str) -> Callable[..., Any]:
-        """`original`, whose argument at this `place`, or of this name, is what it exports."""
+        """Wrap `original`, which exports its argument at index `place`, or with the name `named`."""
 
         @functools.wraps(original)
         def export(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +69,7 @@ class Exports:
         @functools.wraps(original)
         def script(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kwargs: Any) -> Any:
             with self._plainly():
-                # torch.jit looks names up in the frame that called it, which is one further away here.
+                # torch.jit looks names up in the frame of its caller: with this wrapper that is one frame further up.
                 return original(self._copied(obj), optimize, _frames_up + 1, *args, **kwargs)
 
         return script

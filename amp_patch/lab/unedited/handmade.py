@@ -1,4 +1,4 @@
-"""Steps that a script makes by hand, `p -= lr * p.grad`: there is no optimizer then that a level could take over."""
+"""Detection of scripts that update their weights without an optimizer (`p -= lr * p.grad`): no level can train them."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from torch import Tensor, nn
 from amp_patch.lab.unedited.reach import Reach
 from amp_patch.lab.unedited.refusal import ScriptRefused
 
-_LOOKED_AT = 4  # parameters: of one the gradient may be 0
+_LOOKED_AT = 4  # leaves that are compared; a single one might not change, if its gradient is 0
 
 _OPTIMIZER = """
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)  # before the loop
-    optimizer.zero_grad()  # in place of model.zero_grad()
-    optimizer.step()  # in place of the update by hand: p.data.add_(p.grad, alpha=-lr), p -= lr * p.grad"""
-_MODULE = "\n    # tensors that belong to no module go into one, as nn.Parameter, and the module is called"
+    optimizer.zero_grad()  # replaces model.zero_grad()
+    optimizer.step()  # replaces the update: p.data.add_(p.grad, alpha=-lr), p -= lr * p.grad"""
+_MODULE = "\n    # if tensors belong to no module: make them nn.Parameters of one, and call it"
 
 
 class HandmadeSteps:
-    """Looks at backward passes of a script that has made no optimizer.
+    """Watches the backward passes of a script that has constructed no optimizer.
 
     Attributes:
-        backwards: how many there were.
+        backwards: the number of backward passes so far.
     """
 
     def __init__(self) -> None:
         self.backwards = 0
         self._seen = False
-        self._before: list[tuple[Tensor, Tensor]] = []  # a leaf, and its value then
+        self._before: list[tuple[Tensor, Tensor]] = []  # leaf, its value at the last backward
 
     def backward_begins(self, reach: Reach) -> None:
-        """A loss that reaches these leaves has its backward now.
+        """Receive the leaves of a backward pass that begins now.
 
         Raises:
-            ScriptRefused: the script has written into parameters of the last backward, as an optimizer would.
+            ScriptRefused: since the last backward the script has changed one of its parameters, as an optimizer would.
         """
         self.backwards += 1
         for leaf, value in self._before:
             if id(leaf) in reach.leaves and not leaf.detach().equal(value):
                 self._seen = True
-                if isinstance(leaf, nn.Parameter):  # any other may be an input, as of an attack on a model
+                if isinstance(leaf, nn.Parameter):  # another leaf may be an input, for example of an adversarial attack
                     raise self.refused(line=True)
         leaves = sorted(reach.leaves.values(), key=lambda leaf: (not isinstance(leaf, nn.Parameter), leaf.numel()))
         self._before = [(leaf, leaf.detach().clone()) for leaf in leaves[:_LOOKED_AT]]
 
     def refused(self, *, line: bool) -> ScriptRefused:
-        """The refusal, which shows how to make an optimizer."""
+        """Return the refusal, which shows how to construct an optimizer."""
         return ScriptRefused(
             f"it made no optimizer of torch.optim in this process{', and updates its weights by hand' * self._seen}",
             line=line,

@@ -1,4 +1,4 @@
-"""Tensors that belong to no model: SAC's temperature, the coefficient of a PDE, the image of an adversarial attack."""
+"""Trained tensors outside of any model: SAC's temperature, the coefficient of a PDE, the image of an attack."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp_patch.lab.unedited.reach import Reach
+from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import loss_scale
 from amp_patch.training.stash import stash_of
-from amp_patch.training.wrappers import innermost
 
 
 class LooseTensors(nn.Module):
-    """The model of a training whose optimizer steps tensors of no module: there is nothing in it to cast."""
+    """An empty model for the training of an optimizer that holds tensors of no module: it has nothing to cast."""
 
 
 def steps_loose_tensors(optimizer: Any) -> bool:
-    """Whether the tensors of `optimizer` belong to no module that has a forward, whose call would begin a level.
+    """Return whether no module with a forward owns a tensor of `optimizer`.
 
-    An agent that holds its networks beside such a tensor is a module without a forward. Looks at all objects of the
-    process: for an optimizer's first backward alone.
+    If one does, its call begins the level. A module without a forward, for example an agent that holds its networks and
+    a temperature, is never called and does not count. The search visits all objects of the process, so call this only
+    at an optimizer's first backward.
     """
     own = {id(param) for group in innermost(optimizer).param_groups for param in group["params"]}
     for found in gc.get_objects():
-        if not issubclass(type(found), nn.Module):  # not isinstance: a proxy would answer that
+        if not issubclass(type(found), nn.Module):  # not isinstance: a proxy object would run its own code
             continue
         if type(found).forward is nn.Module.forward and "forward" not in vars(found):
             continue
-        with suppress(AttributeError):  # a module that another thread makes has no parameters yet
+        with suppress(AttributeError):  # a module that another thread is constructing has no parameters yet
             if not own.isdisjoint(map(id, found.parameters())):
                 return False
     return True
@@ -39,15 +40,18 @@ def steps_loose_tensors(optimizer: Any) -> bool:
 
 @contextmanager
 def unscaled(reach: Reach, held: Container[int], models: list[nn.Module], optimizers: list[Any]) -> Iterator[None]:
-    """Let the leaves that belong to no model and no optimizer have their gradients as without a scale.
+    """Unscale the gradients that the backward in the body adds to leaves outside of all models and optimizers.
+
+    `scale_loss` unscales only the parameters of its optimizers. Without this, the image of an adversarial attack would
+    receive a gradient that is too large by the scale.
 
     Args:
         held: ids of the parameters that optimizers hold.
-        models: those that are trained at a level.
-        optimizers: of the `scale_loss` that runs.
+        models: the models that are trained at a level.
+        optimizers: the optimizers of the running `scale_loss`.
     """
     others = [leaf for key, leaf in reach.leaves.items() if key not in held]
-    if others:  # nearly never: the walk over all parameters of the models takes a while
+    if others:  # rarely: the walk over all parameters of the models is slow
         known = {id(p) for model in models for p in model.parameters()}
         others = [leaf for leaf in others if id(leaf) not in known]
     earlier = [leaf.grad for leaf in others]

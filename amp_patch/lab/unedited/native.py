@@ -1,4 +1,4 @@
-"""torch's own mixed precision in an unedited script: its `torch.autocast` and its GradScaler."""
+"""torch's own mixed precision in an unedited script, `torch.autocast` and GradScaler: disabled or kept."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from torch import Tensor
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.patches import Patches
 
-_OURS = "_amp_is_ours"  # attribute of an autocast: whether code of amp_patch made it
-_SCALED = "_amp_scaled_by"  # attribute of a loss scaled by a GradScaler: (the loss before, the scale)
+_OURS = "_amp_is_ours"  # attribute of an autocast: whether amp_patch constructed it
+_SCALED = "_amp_scaled_by"  # attribute of a loss scaled by a GradScaler: (unscaled loss, scale)
 
 
 class NativePrecision:
-    """While it is installed the script's autocasts and GradScalers do nothing: a level of ours has their part.
+    """Disables the script's autocasts and GradScalers while it is installed: the level replaces them.
 
-    Where they are `kept` they do what they always do; the loss before it was scaled, and the scale, are kept with the
-    scaled loss. Autocasts that compiled code enters are always on.
+    An autocast that compiled code enters cannot be disabled.
 
     Args:
-        kept: see above.
-        applies: whether the script is trained at a level now; where not, autocasts and GradScalers are torch's.
+        kept: do not disable them. A scaled loss then references the unscaled loss and the scale, for `before_scaling`.
+        applies: returns whether the script is trained at a level now. If not, autocasts and GradScalers are torch's.
 
     Attributes:
-        seen: whether the script has entered an enabled autocast, or made an enabled GradScaler.
+        seen: whether the script has entered an enabled autocast, or constructed an enabled GradScaler.
     """
 
     def __init__(self, kept: bool, applies: Callable[[], bool]) -> None:
@@ -49,7 +48,7 @@ class NativePrecision:
         def __init__(autocast: Any, *args: Any, **kwargs: Any) -> None:
             original(autocast, *args, **kwargs)
             caller = sys._getframe(1)
-            while caller.f_code.co_name == "__init__" and caller.f_back is not None:  # a subclass called super
+            while caller.f_code.co_name == "__init__" and caller.f_back is not None:  # called by a subclass
                 caller = caller.f_back
             ours = str(caller.f_globals.get("__name__")).partition(".")[0] == "amp_patch"
             setattr(autocast, _OURS, ours)
@@ -61,7 +60,7 @@ class NativePrecision:
         def enter_or_exit(autocast: Any, *args: Any) -> Any:
             if not autocast._enabled or getattr(autocast, _OURS, True) or not self._applies():
                 return original(autocast, *args)
-            if autocast.fast_dtype not in LOW_PRECISION:  # CUDA's takes FP32: inside of it no casts of ours act
+            if autocast.fast_dtype not in LOW_PRECISION:  # FP32, which CUDA's accepts: amp_patch casts nothing in it
                 return original(autocast, *args)
             self.seen = True
             return original(autocast, *args) if self.kept else None if args else autocast
@@ -79,12 +78,12 @@ class NativePrecision:
         return __init__
 
     def note_scaled(self, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
-        """A GradScaler that is kept has scaled a loss."""
+        """Store the unscaled loss and the scale with a loss that a kept GradScaler has scaled."""
         if self.kept and self._applies():
             setattr(scaled, _SCALED, (loss, scale))
 
 
 def before_scaling(loss: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The loss before a GradScaler has scaled it, and by how much; the loss itself and None where none has."""
+    """Return the unscaled loss and the scale of a GradScaler. If none has scaled `loss`, return `loss` and None."""
     found: tuple[Tensor, Tensor | None] = vars(loss).get(_SCALED, (loss, None))
     return found

@@ -1,12 +1,12 @@
-"""What an unedited script pickles: models of its own classes with FP32 values, as it would without a level.
+"""Pickles of an unedited script: they hold models of the script's own classes with FP32 values, as without a level.
 
-`torch.save`, `pickle.dump` and `pickle.dumps` write plain objects in the places of ours, wherever these stand in
-what is saved: a model, its parts and parameters; optimizers and what holds them. The opcodes are those of plain torch
-too, so that `torch.load(weights_only=True)` with the script's own safe globals takes such a file. Copies by `deepcopy`,
-and what multiprocessing sends, go other ways and stay models of the training.
+`torch.save`, `pickle.dump` and `pickle.dumps` replace each object that `initialize` has changed by its plain form, at
+any depth: models, their modules and parameters, and optimizers. The opcodes equal plain torch's too, so that
+`torch.load(weights_only=True)` with the script's own safe globals accepts the file. `deepcopy` and multiprocessing do
+not use these functions: a copy that they make still belongs to the training.
 
-A model that the script loads while it trains is nobody's model: the casts of the process are held off it, as off a copy
-in FP32. An optimizer that it loads is one that it has made.
+A model that the script loads during a training does not belong to it, and is excluded from the casts of the process,
+like an FP32 copy. An optimizer that it loads is recorded like one that it constructs.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from amp_patch.training.stash import Stash, stash_of
 
 _PICKLER: Any = pickle._Pickler
 _STORAGES = (torch.UntypedStorage, torch.storage.TypedStorage)
-_FRAMES = 4  # of Python's, for one that the pickler in C spends
+_FRAMES = 4  # frames of Python's pickler for one level of recursion of the pickler in C
 
 
 class Pickles:
-    """While it is installed what the script saves is plain, and what it loads is known.
+    """Makes the script save plain objects, and records the models and optimizers that it loads, while it is installed.
 
     Args:
-        models: gives the models that are trained at a level now; without one nothing is changed.
-        optimizer_loaded: called with an optimizer that was unpickled.
+        models: returns the models that are trained at a level now. If there are none, saved objects are not changed.
+        optimizer_loaded: called with each unpickled optimizer.
     """
 
     def __init__(self, models: Callable[[], list[nn.Module]], optimizer_loaded: Callable[[Any], None]) -> None:
         self._models = models
         self._optimizer_loaded = optimizer_loaded
         self._loading = _Loading()
-        self._lock = threading.Lock()  # held while `_noted` counts
+        self._lock = threading.Lock()  # guards `_loads` and `_noting_patches`
         self._loads = 0
         self._noting_patches = Patches()
 
@@ -71,7 +71,7 @@ class Pickles:
         @functools.wraps(original)
         def save(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **kwargs: Any) -> None:
             models = self._models()
-            # torch.save is called for each storage of what pickle dumps.
+            # pickle.dumps calls torch.save for each storage in the object: these need no search.
             ours = pickle_module is pickle and models and not isinstance(obj, _STORAGES) and _holds_ours(obj, models)
             if not ours:
                 return original(obj, f, pickle_module, *args, **kwargs)
@@ -116,9 +116,10 @@ class Pickles:
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Take note of modules and optimizers that are unpickled; loads of several threads may overlap.
+        """Record the modules and optimizers that are unpickled in the body. Loads of several threads may overlap.
 
-        Not for longer: trainings at O0 replace `Optimizer.__setstate__` too, until `restore`.
+        `__setstate__` is replaced in the body only. Trainings at O0 replace `Optimizer.__setstate__` too, until
+        `restore`; if the replacements overlapped for longer, the undo of one would remove the other.
         """
         with self._lock:
             self._loads += 1
@@ -154,16 +155,18 @@ class Pickles:
 
 
 class _Loading(threading.local):
-    """What was unpickled by the load that runs on this thread; None where none runs."""
+    """The modules and optimizers unpickled by the running load of this thread; None if no load is running."""
 
     found: list[Any] | None = None
 
 
 def _pickler_of(models: list[nn.Module]) -> Any:
-    """Python's pickler as a class, which torch.save makes a subclass of: it gives each object its plain form.
+    """Return a subclass of Python's pickler that replaces each object by its plain form.
+
+    It is a class because torch.save derives another from it. The pickler in C has no method `save` to override.
 
     Args:
-        models: of the trainings.
+        models: the models of the trainings.
     """
 
     class Pickler(_PICKLER):
@@ -178,17 +181,20 @@ def _pickler_of(models: list[nn.Module]) -> Any:
 
 
 class PlainForms:
-    """The plain forms of what belongs to trainings, each made once, and held: pickle knows objects by their ids."""
+    """The plain forms of objects that belong to trainings.
+
+    Each is made once and referenced here: pickle identifies objects by id, and an id may not be reused during a dump.
+    """
 
     def __init__(self, models: list[nn.Module]) -> None:
-        self._made: dict[int, tuple[Any, Any]] = {}  # by id -> the object, its form
+        self._made: dict[int, tuple[Any, Any]] = {}  # id -> the object, its plain form
         self._params: dict[int, Tensor] = {}  # id of a master -> its parameter
         self._cast: set[int] = set()  # ids of the parameters of cast models
         for model in models:
             self._note(model)
 
     def of(self, obj: Any) -> Any:
-        """The plain form of `obj`, which may be `obj` itself."""
+        """Return the plain form of `obj`. If `initialize` has not changed `obj`, that is `obj` itself."""
         known = self._made.get(id(obj))
         if known is not None:
             return known[1]
@@ -275,7 +281,7 @@ def _has_stash(obj: Any) -> bool:
 
 
 def _widened(param: Any, state: Any) -> Any:
-    """The state of a parameter that was cast, in FP32: where there are no masters it has the parameter's type."""
+    """Return the optimizer state of a parameter in FP32. Without masters, a cast parameter's state has its own type."""
     if not (isinstance(state, dict) and isinstance(param, Tensor) and param.dtype in LOW_PRECISION):
         return state
     if is_quantized(param) or incoming.type_of(param) is not None:
@@ -285,7 +291,7 @@ def _widened(param: Any, state: Any) -> Any:
 
 
 class _Found(Exception):
-    """Ends `_holds_ours` at the first object of ours."""
+    """Ends the search of `_holds_ours` at the first object that has another plain form."""
 
 
 class _Looking(pickle.Pickler):
@@ -294,7 +300,7 @@ class _Looking(pickle.Pickler):
         self._plain = PlainForms(models)
 
     def persistent_id(self, obj: Any) -> str | None:
-        return "storage" if isinstance(obj, _STORAGES) else None  # in place of its bytes
+        return "storage" if isinstance(obj, _STORAGES) else None  # skips the bytes of the storage
 
     def reducer_override(self, obj: Any) -> Any:
         if self._plain.of(obj) is not obj:
@@ -308,12 +314,12 @@ class _Nowhere:
 
 
 def _holds_ours(obj: Any, models: list[nn.Module]) -> bool:
-    """Whether there is something of ours in `obj`: the pickler in C looks, which is faster than Python's."""
+    """Return whether `obj` holds an object that has another plain form. The search uses the pickler in C, for speed."""
     try:
         _Looking(models).dump(obj)
     except _Found:
         return True
-    except Exception:  # the script's own pickling raises it again
+    except Exception:  # the pickling itself will raise it again, in the script
         return False
     return False
 
@@ -324,7 +330,7 @@ def _dump(pickler: Callable[..., Any], obj: Any, file: Any, protocol: int | None
 
 @contextmanager
 def _deep_enough() -> Iterator[None]:
-    """Let the pickler in Python go as deep into nested objects as the one in C."""
+    """Raise the recursion limit, so that Python's pickler can descend as deep into nested objects as the one in C."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(_FRAMES * limit)
     try:

@@ -1,4 +1,4 @@
-"""Processes that a script starts itself, and weights in memory that they share."""
+"""Child processes of a script, and weights in memory that processes share."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from amp_patch.support.patches import Patches
 
 
 def tell(line: str) -> None:
-    """Write a line to stderr, in one piece: print() writes its end apart, where another process may come between."""
+    """Write a line to stderr in one call. print() writes the newline separately: others may write between."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 class Processes:
-    """Counts the processes that the script starts by multiprocessing, but for the workers of a DataLoader.
+    """Counts the processes that the script starts by multiprocessing, except the workers of a DataLoader.
 
     Attributes:
-        started: how many.
+        started: the number of these processes so far.
     """
 
     def __init__(self) -> None:
@@ -37,28 +37,28 @@ class Processes:
 
         @functools.wraps(original)
         def start(process: Any) -> None:
-            target = getattr(vars(process).get("_target"), "__module__", None) or ""  # gone once it is started
+            target = getattr(vars(process).get("_target"), "__module__", None) or ""  # `start` deletes it
             original(process)
             self.started += not target.startswith("torch.utils.data.")
 
         patches.set(kind, "start", start)
 
     def refused(self) -> ScriptRefused:
-        """The refusal of a script that has made no optimizer itself."""
+        """Return the refusal of a script that has constructed no optimizer but has started processes."""
         return ScriptRefused(
-            f"it made no optimizer of torch.optim in this process, and has started {self.started} of its own, whose "
-            "steps are not seen here",
+            f"it made no optimizer of torch.optim in this process, and it started {self.started} more, whose steps are "
+            "not seen here",
             line=False,
             lines="",
-            then="AMP_PATCH_OPT_LEVEL=O2 python -m amp_patch run trains them at a level, and each says what it trained",
+            then="AMP_PATCH_OPT_LEVEL=O2 python -m amp_patch run trains them at a level, and each reports its training",
         )
 
 
 def refuse_copies_of_shared(model: nn.Module, policy: Policy) -> None:
-    """Raise where the level would train weights of this process's own in place of those that processes share.
+    """Refuse a level that would train a private copy of weights that processes share (`share_memory()`).
 
-    With masters it does not: a master takes over the weight's FP32 memory, and is what the optimizers of all processes
-    step. Each process rounds it into weights of its own.
+    A level with masters in FP32 is accepted. The master takes over the weight's FP32 memory, so the optimizers of all
+    processes step the same master, and each process rounds it into its own low-precision weight.
     """
     own = policy.cast_model_type is not None and (not policy.master_weights or policy.closes_masters)
     if own and any(map(_is_shared, model.parameters())):

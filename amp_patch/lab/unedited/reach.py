@@ -1,4 +1,4 @@
-"""What a backward pass will reach: the leaves of the autograd graph behind a loss."""
+"""The leaves of the autograd graph that a backward pass from a loss will reach."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# The node of a reentrant checkpoint runs another backward inside of its own: its parameters are no inputs of the node.
+# The node of a reentrant checkpoint runs a nested backward pass. The parameters in there are not inputs of the node.
 _OPAQUE = "CheckpointFunctionBackward"
 
 
@@ -15,8 +15,8 @@ class Reach(NamedTuple):
     """The tensors whose `.grad` a backward pass adds to.
 
     Attributes:
-        leaves: by id.
-        whole: False where a reentrant checkpoint hides some of them.
+        leaves: id -> tensor.
+        whole: False if `leaves` may be incomplete, because a reentrant checkpoint hides some.
     """
 
     leaves: dict[int, Tensor]
@@ -24,7 +24,7 @@ class Reach(NamedTuple):
 
 
 def reach_of(loss: Tensor, inputs: Any = None) -> Reach:
-    """What `loss.backward(inputs=inputs)` adds gradients to. Walks the graph once, on the host."""
+    """Return the tensors that get gradients from `loss.backward(inputs=inputs)`. Walks the graph once, on the host."""
     if inputs is not None:
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         return Reach({id(tensor): tensor for tensor in given if isinstance(tensor, Tensor)}, True)
@@ -32,7 +32,7 @@ def reach_of(loss: Tensor, inputs: Any = None) -> Reach:
         return Reach({id(loss): loss} if loss.requires_grad else {}, True)
     leaves: dict[int, Tensor] = {}
     whole = True
-    # `seen` holds the nodes: Python may make the wrapper of a node anew at each look, under the id of a freed one.
+    # `seen` references the nodes. By ids alone, a new Python wrapper could have the id of one that was freed.
     seen: dict[Any, None] = {loss.grad_fn: None}
     left = [loss.grad_fn]
     while left:
@@ -49,7 +49,7 @@ def reach_of(loss: Tensor, inputs: Any = None) -> Reach:
 
 
 def merged(reaches: Iterable[Reach]) -> Reach:
-    """What several backward passes add gradients to."""
+    """Return the union of the tensors that several backward passes reach."""
     leaves: dict[int, Tensor] = {}
     whole = True
     for reach in reaches:

@@ -1,4 +1,4 @@
-"""What cannot be trained at another level unedited: one message, which names the lines to add."""
+"""The error for a script that cannot be trained unedited: its message names the lines to add."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from amp_patch.support.scripts_line import place
 
 _LINES = """
     from amp_patch import amp
-    model, optimizer = amp.initialize(model, optimizer)  # behind the line that makes the optimizer
-    with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()  # in place of loss.backward()"""
+    model, optimizer = amp.initialize(model, optimizer)  # after the line that makes the optimizer
+    with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()  # replaces loss.backward()"""
 
 _LIGHTNING_LINES = """
     import os
@@ -20,18 +20,18 @@ _LIGHTNING_LINES = """
 
 
 class ScriptRefused(SystemExit):
-    """A script that cannot be taken as it is. To Python an exit with the message, which the script's `except` lets by.
+    """A script that cannot be trained unedited. As a SystemExit it passes through the script's `except Exception`.
 
     Args:
-        why: what the script does, as a sentence without its end.
-        hint: what else to change beside adding the lines.
-        line: whether the line of the script's that runs now is the one to name.
-        lines: to add, in place of those that call `initialize`; "" for none.
-        then: what to do, in front of the lines.
+        why: the reason, a sentence without a full stop.
+        hint: another change that the script needs, printed after the lines.
+        line: whether to name the line of the script that is running now.
+        lines: the lines to add; None means the calls of `initialize` and `scale_loss`, "" means none.
+        then: the instruction in front of the lines.
 
     Attributes:
-        why: as above, with the line.
-        way_out: the rest of the message, where that is no call of `initialize`; else empty.
+        why: the reason, with the script's line.
+        way_out: the rest of the message if `lines` was given; otherwise empty.
     """
 
     def __init__(
@@ -43,25 +43,25 @@ class ScriptRefused(SystemExit):
             self.way_out = ""
         else:
             self.way_out = f". {then}{f':{lines}' if lines else ''}"
-        told = self.way_out or f". {then}:{lines}"
-        super().__init__(f"amp_patch: this script cannot be taken unedited: {self.why}{told}")
+        way_out = self.way_out or f". {then}:{lines}"
+        super().__init__(f"amp_patch: this script cannot be taken unedited: {self.why}{way_out}")
 
 
 def _lightnings_lines() -> str:
-    """The lines for a script whose training Lightning runs now; empty where it does not."""
+    """Return the lines to add if Lightning runs the training; otherwise an empty string."""
     packages = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames()}
     package = next((name for name in ("lightning", "pytorch_lightning") if name in packages), None)
     return "" if package is None else _LIGHTNING_LINES.format(package=package)
 
 
 def where() -> str:
-    """ " (train.py, line 31)": the innermost line that is neither an installed package's nor ours; empty if none."""
+    """Return " (train.py, line 31)": the innermost line outside of installed packages and amp_patch; "" if none."""
     found = next(filter(None, (place(frame, frame.f_lineno) for frame in frames())), None)
     return "" if found is None else f" ({found})"
 
 
 def frames() -> Iterator[FrameType]:
-    """The frames of this thread, innermost first."""
+    """Yield the frames of this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

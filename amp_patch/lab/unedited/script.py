@@ -1,19 +1,23 @@
-"""Trains a script that knows torch alone at an opt level.
+"""Trains a script that uses torch alone at an opt level, unedited.
 
-The level begins in the call of a model, before its forward, not at the first backward: by then the first forward has
-run in FP32, on weights that a cast would change under the graph, and the first step would be another level's. A model
-is a module that is called with gradients enabled while no other module's call is running, and that has parameters
-which an optimizer holds; of DistributedDataParallel and its kin it is the module inside. Optimizers are seen as they
-are made. Models with optimizers of their own (a GAN's two) are trainings of their own. Where one optimizer holds
-several models (an encoder's and a decoder's), these come one after another in the first forward; each time they are
-initialized again, together, which keeps the masters' values. O1's casts are installed before the script's first line,
-and do nothing yet: a script binds functions by `from torch import einsum`, in class bodies and in defaults, and in
-`F.mse_loss(model(x), y)` Python looks the loss function up before it calls the model.
+Models: the level begins in the first call of a model, before its forward. At the first backward it would be too late:
+the forward would have run in FP32, and a cast would change weights that the graph holds. A model is a module that
+- is called with gradients enabled while no other module's call is running, and
+- has parameters that an optimizer holds.
+If a wrapper such as DistributedDataParallel is called, the model is the module inside.
 
-`torch.autograd.backward`, to which `Tensor.backward` leads, runs in a `scale_loss` of all optimizers that hold what the
-loss reaches: as in torch, a GAN's loss leaves gradients of both networks. What is no parameter (the image of an
-adversarial attack) gets the gradient that it would have without the scale. A closure that one of torch's optimizers
-would call at the beginning of its step is called before it, where the check for overflow can see its gradients.
+Optimizers: each is recorded at construction. Models that share no optimizer (the two of a GAN) are separate trainings.
+If one optimizer holds several models (an encoder and a decoder), each is found at its own first call. The models found
+so far are then initialized again together, which keeps the masters' values.
+
+Casts: O1's are installed before the script's first line, and do nothing until a model begins. Without this, they would
+miss functions that the script binds early: by `from torch import einsum`, in class bodies, in default arguments, and in
+`F.mse_loss(model(x), y)`, where Python looks up the loss function before it calls the model.
+
+Losses: `torch.autograd.backward`, which `Tensor.backward` calls, runs in a `scale_loss` of all optimizers that hold
+leaves of the loss. As in torch, a GAN's loss then adds gradients to both networks. A leaf that is no parameter (the
+image of an adversarial attack) gets an unscaled gradient. A closure that an optimizer of torch would call at the
+beginning of its step is called before the step, so that the check for overflow sees its gradients.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from amp_patch.around import ddp
 from amp_patch.casts import install
 from amp_patch.environment import overridden
 from amp_patch.frontend import initialize, load_state_dict, state_dict
@@ -47,45 +52,46 @@ from amp_patch.lab.unedited.processes import Processes, refuse_copies_of_shared,
 from amp_patch.lab.unedited.reach import Reach, merged, reach_of
 from amp_patch.lab.unedited.refusal import ScriptRefused, where
 from amp_patch.lab.unedited.source import imports_us
-from amp_patch.model import fsdp
 from amp_patch.policy import Options, resolve
+from amp_patch.support import fsdp
 from amp_patch.support.compiled import not_traced, uncompiled
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Patches
-from amp_patch.training import ddp, observers
+from amp_patch.training import observers
+from amp_patch.training.innermost import innermost
 from amp_patch.training.observers import Observer
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
 from amp_patch.training.step import ClosureAlreadyRun
-from amp_patch.training.wrappers import innermost
 
 
 class _Initialized(NamedTuple):
-    """The arguments of one `initialize`: models, and optimizers, or wrappers such as SAM around them."""
+    """The arguments of one call of `initialize`. An optimizer may be a wrapper such as SAM around one."""
 
     models: list[weakref.ref[nn.Module]]
     optimizers: list[weakref.ref[Any]]
 
 
 class UneditedScript(Observer):
-    """In its `with` block a script that knows torch alone is trained at `level`; one that imports us runs as it is.
+    """A `with` block in which a script that uses torch alone is trained at `level`.
 
-    At O0 the losses and the weights are the script's own, to the bit. On leaving, all that is replaced in torch is put
-    back; models and optimizers stay as they are, for `amp_patch.restore`.
+    A script that imports amp_patch or Apex runs unchanged. At O0 losses and weights are bit-identical to the script's
+    own. The exit restores everything that was replaced in torch. Models and optimizers stay initialized, until
+    `amp_patch.restore`.
 
     Args:
-        level: as for `initialize`, AMP_PATCH_OPT_LEVEL and AMP_PATCH_DTYPE have the last word.
-        native: leave the script its own torch.autocast and GradScaler; for "O0" alone.
+        level: the opt level. AMP_PATCH_OPT_LEVEL and AMP_PATCH_DTYPE override it, as in `initialize`.
+        native: keep the script's own torch.autocast and GradScaler; only for "O0".
 
     Attributes:
-        backwards: how many losses a `scale_loss` of ours has scaled.
-        native: the script's own autocasts and GradScalers, in whose place a level stands.
-        notes: what was done for the script that lines of ours would have said, a sentence each; on stderr too.
-        processes: those that the script has started.
+        backwards: the number of losses that ran in a `scale_loss`.
+        native: the handler of the script's own autocasts and GradScalers.
+        notes: a sentence for each decision that was taken for the script; also printed to stderr.
+        processes: the counter of the processes that the script starts.
 
     Raises:
-        ValueError: a level that cannot be.
-        ScriptRefused (a SystemExit): from the line of the script that cannot be trained so.
+        ValueError: the level is invalid.
+        ScriptRefused: the script cannot be trained unedited. A SystemExit, raised from the line that prevents it.
     """
 
     def __init__(self, level: str, *, native: bool = False) -> None:
@@ -94,7 +100,7 @@ class UneditedScript(Observer):
         self.notes: list[str] = []
         self._banned = BannedCalls(self._say)
         self._alone = CalledAlone(self._models, self._join, self._say)
-        self._scale: Tensor | None = None  # the script's own GradScaler's, of the loss of this backward
+        self._scale: Tensor | None = None  # the scale of the script's own GradScaler in this backward
         self._policy = resolve(*overridden(level, Options()))
         self._averages = KeptAverages(self._policy, self._say)
         self.backwards = 0
@@ -102,12 +108,13 @@ class UneditedScript(Observer):
         self._initializing = False
         self._optimizers_made: list[weakref.ref[Any]] = []  # in order
         self._initialized: list[_Initialized] = []
-        self._groups_version = 0  # grows with each param group that an optimizer is given
-        # Module -> `_groups_version` when its parameters were last looked up in the optimizers: not at every forward.
+        self._groups_version = 0  # incremented by each new optimizer, param group and `initialize`
+        # Module -> `_groups_version` when its parameters were last looked up in the optimizers. Without this, each
+        # forward would look them up.
         self._checked = weakref.WeakKeyDictionary[nn.Module, int]()
         self._script_imports_us: bool | None = None  # None until `_is_of_ours` reads the script's names
         self._owners: dict[int, list[int]] = {}  # id of a parameter -> ids of the optimizers that hold it or its master
-        self._owners_version = -1  # the `_groups_version` that `_owners` was made at
+        self._owners_version = -1  # the `_groups_version` of `_owners`
         self._thread = threading.local()
         self._handmade = HandmadeSteps()
         self.processes = Processes()
@@ -130,7 +137,7 @@ class UneditedScript(Observer):
             install_arrays(patches, self._policy.dtype, self._applies)
         if not self._policy.changes_nothing:
             Exports(self._models, self._direct_forwards.undone).install(patches)
-        if not ddp.installed():  # now: a `no_sync()` may be entered before the first forward, which initializes
+        if not ddp.installed():  # now: a script may enter `no_sync()` before its first forward
             ddp.install()
             patches.on_remove(lambda: None if self._initialized else ddp.uninstall())
         hook = register_optimizer_step_pre_hook(self._step_begins)
@@ -143,7 +150,7 @@ class UneditedScript(Observer):
         self._patches.remove()
 
     def missing(self) -> ScriptRefused | None:
-        """When the script has ended: why no loss of it was scaled, if none was and the script does not import us."""
+        """Return, at the end of the script, why nothing was trained; None if something was, or it imports amp_patch."""
         if self._left_alone or self.backwards or self._is_of_ours():
             return None
         if not self._optimizers_made:
@@ -177,11 +184,11 @@ class UneditedScript(Observer):
         return __init__
 
     def _note_optimizer(self, optimizer: Any) -> None:
-        """The script has made `optimizer`, or loaded it."""
+        """Record an optimizer that the script has constructed or unpickled."""
         self._optimizers_made = [ref for ref in self._optimizers_made if ref() is not None]
         self._optimizers_made.append(weakref.ref(optimizer))
         self._groups_version += 1
-        self._direct_forwards.tell_of(_params(innermost(optimizer)))
+        self._direct_forwards.watch(_params(innermost(optimizer)))
 
     def _wrap_add_param_group(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -192,7 +199,7 @@ class UneditedScript(Observer):
         return add_param_group
 
     def _optimizers(self) -> dict[int, Any]:
-        """id of an optimizer whose step updates weights -> the optimizer, or the wrapper around it (SAM)."""
+        """Return the id of each innermost optimizer -> that optimizer, or the wrapper around it (SAM)."""
         found: dict[int, Any] = {}
         for ref in self._optimizers_made:
             if (optimizer := ref()) is not None:
@@ -202,7 +209,7 @@ class UneditedScript(Observer):
         return found
 
     def _holders(self, params: Iterable[int]) -> list[Any]:
-        """The optimizers, each once, that hold parameters of these ids, or their masters."""
+        """Return the optimizers, each once, that hold parameters with these ids, or their masters."""
         optimizers = self._optimizers()
         if self._owners_version != self._groups_version:
             self._owners = {}
@@ -240,7 +247,7 @@ class UneditedScript(Observer):
         return __call__
 
     def _call(self, module: nn.Module, call: Callable[[], Any]) -> Any:
-        """Run a call of `module`, which begins a level if no other module's is running."""
+        """Run a call of `module`. If no other module's call is running, it may begin a level first."""
         thread = self._thread
         if getattr(thread, "inside", False):
             return call()
@@ -271,13 +278,13 @@ class UneditedScript(Observer):
             return
         if not self.native.kept and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             raise ScriptRefused(
-                "it turns torch's autocast on in a way of its own",
-                "and take out torch.autocast and GradScaler, whose part a level has",
+                "it turns torch's autocast on in a way that a level cannot replace",
+                "and remove the autocast and the GradScaler, which a level replaces",
             )
         self._initialize(model, own)
 
     def _initialize(self, model: nn.Module, optimizers: list[Any]) -> None:
-        """Initialize these, and the models that share an optimizer with them once more; the loss scale goes on."""
+        """Initialize `model` and, again, the earlier models that share an optimizer with it. The loss scale is kept."""
         for optimizer in optimizers:
             refuse_lbfgs(innermost(optimizer))
         refuse_copies_of_shared(model, self._policy)
@@ -288,7 +295,7 @@ class UneditedScript(Observer):
             raise ScriptRefused(
                 f"{base_class(model).__name__} is called for the first time between backward() and step() of an "
                 "optimizer that it shares with other models",
-                "and give initialize all these models, as a list",
+                "and pass all these models to initialize as a list",
             )
         models = list({id(m): m for m in (*(m for t in joined for m in _alive(t.models)), model)}.values())
         optimizers = list({id(innermost(o)): o for o in (*earlier, *optimizers)}.values())
@@ -310,7 +317,7 @@ class UneditedScript(Observer):
         self._checked.update(dict.fromkeys(models, self._groups_version))
 
     def _join(self, part: nn.Module, model: nn.Module) -> None:
-        """`part`, a module inside of `model`, is a model of its own too from now on."""
+        """Make `part`, a module inside of `model`, a model too, with the optimizers of `model`."""
         given = (taken for taken in self._initialized if any(model is each for each in _alive(taken.models)))
         self._initialize(part, [optimizer for taken in given for optimizer in _alive(taken.optimizers)])
 
@@ -322,7 +329,7 @@ class UneditedScript(Observer):
     def _wrap_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            # A graph task other than -1: a checkpoint recomputes its part inside of the outer backward, which scales.
+            # A graph task other than -1: the backward pass of a checkpoint, inside an outer one, which scales.
             plain = (
                 self._left_alone or getattr(self._thread, "backward", False) or torch._C._current_graph_task_id() != -1
             )
@@ -336,7 +343,7 @@ class UneditedScript(Observer):
             if not optimizers:
                 return original(losses, grad_tensors, *args, **kwargs)
             if len(losses) > 1:
-                raise ScriptRefused("torch.autograd.backward is given several losses", "and add the losses up before")
+                raise ScriptRefused("torch.autograd.backward is given several losses", "and add them up first")
             loss, self._scale = before_scaling(losses[0])
             self._thread.backward = True
             try:
@@ -350,16 +357,16 @@ class UneditedScript(Observer):
         return backward
 
     def _with_shards(self, reach: Reach) -> Reach:
-        """`reach`, with FSDP2's sharded parameters in place of the gathered ones: optimizers hold the former."""
+        """Replace FSDP2's gathered parameters in `reach` by the sharded ones, which the optimizers hold."""
         whole = {id(whole): shard for whole, shard in fsdp.gathered(fsdp.fsdp_modules(self._models()))}
         found = [whole.get(key, leaf) for key, leaf in reach.leaves.items()] if whole else reach.leaves.values()
         return Reach({id(leaf): leaf for leaf in found}, reach.whole)
 
     def _optimizers_behind(self, reach: Reach) -> list[Any]:
-        """The optimizers that hold what the backward pass reaches.
+        """Return the optimizers that hold leaves of `reach`; none if the script turns out to import amp_patch.
 
         Raises:
-            ScriptRefused: one of them holds parameters of a module that went through no `initialize`.
+            ScriptRefused: one of them holds parameters of a module that was never initialized.
         """
         if not reach.whole:
             return [optimizer for taken in self._initialized for optimizer in _alive(taken.optimizers)]
@@ -372,7 +379,11 @@ class UneditedScript(Observer):
         return []
 
     def _take_or_refuse(self, optimizer: Any) -> None:
-        """Give an optimizer that is in no training, of tensors of no module, one of its own: they stay as they are."""
+        """Begin a training of an optimizer that has none, if it holds tensors of no module. They are not cast.
+
+        Raises:
+            ScriptRefused: it holds parameters of a module, or no model has been initialized yet.
+        """
         if stash_of(innermost(optimizer)) is not None:
             return
         name = base_class(innermost(optimizer)).__name__
@@ -380,7 +391,7 @@ class UneditedScript(Observer):
         if not (loose and self._initialized):  # without a model the first forward may have run in FP32
             raise ScriptRefused(
                 f"the {name} here holds tensors of no module that was called since it was made, with gradients enabled",
-                "and put tensors that belong to no module into one, as nn.Parameter, which is called" if loose else "",
+                "and put tensors that belong to no module into one that is called, as nn.Parameter" if loose else "",
             )
         self._initialize(LooseTensors(), [optimizer])
         if not self._policy.changes_nothing:
@@ -407,7 +418,7 @@ class UneditedScript(Observer):
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """The module inside of DataParallel, DistributedDataParallel and torch.compile."""
+    """Return the module inside of DataParallel, DistributedDataParallel and torch.compile."""
     inner = uncompiled(module)
     if isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
         inner = inner.module
@@ -415,7 +426,7 @@ def _inside(module: nn.Module) -> nn.Module:
 
 
 def _params(optimizer: Any) -> Iterator[Tensor]:
-    """The parameters that the optimizer updates, itself or by their masters."""
+    """Yield the parameters that the optimizer updates, directly or by their masters."""
     if (stash := stash_of(optimizer)) is not None:
         yield from (param for param, _ in stash.masters.pairs(optimizer.param_groups))
     else:
@@ -428,7 +439,7 @@ def _alive(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
 
 
 def _as_type_of(grad_tensors: Any, loss: Tensor) -> Any:
-    """The gradients that backward starts from, in the type of the scaled loss."""
+    """Return the initial gradients of a backward pass in the type of the scaled loss."""
     if isinstance(grad_tensors, Tensor):
         return grad_tensors.to(loss.dtype)
     return [_as_type_of(each, loss) for each in grad_tensors] if isinstance(grad_tensors, list | tuple) else None

@@ -1,4 +1,4 @@
-"""What a script's names tell: whether it knows amp_patch."""
+"""Detection of scripts that import amp_patch or Apex."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _OURS = ("amp_patch", "apex")
 
 
 def imports_us(main: Any) -> bool:
-    """Whether the script imports amp_patch or Apex, at its top or in a function there: then it means what it does."""
+    """Return whether the script imports amp_patch or Apex, at top level or in a function: it then has its own level."""
     for value in vars(main).values() if main is not None else ():
         home = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", "")
         if isinstance(home, str) and home.partition(".")[0] in _OURS:

@@ -1,4 +1,4 @@
-"""--level of `run`; --methods and --allow-banned of `run` and `compare`: what a script has not said to `initialize`."""
+"""--level of `run`; --methods and --allow-banned of `run` and `compare`: arguments of `initialize` by flag."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ print(net.weight.dtype)
 """
 
 
-def test_run_trains_at_the_level_of_its_flag_whatever_the_variable_says(tmp_path):
+def test_run_trains_at_the_level_of_its_flag_and_ignores_the_variable(tmp_path):
     (tmp_path / "train.py").write_text(LEVELS)
     (tmp_path / "idle.py").write_text("print(1)")
     flag = ["--level", "O5+split"]
@@ -88,7 +88,7 @@ def test_run_trains_at_the_level_of_its_flag_whatever_the_variable_says(tmp_path
         ("O1+split", r"level 'O1\+split' cannot be: .*take O5\+split"),
     ],
 )
-def test_run_refuses_a_level_that_is_none_by_the_name_of_its_flag(level, words, capsys, monkeypatch):
+def test_run_refuses_an_unknown_level_by_the_name_of_its_flag(level, words, capsys, monkeypatch):
     monkeypatch.setenv(LEVEL, "O2")
     with pytest.raises(SystemExit) as caught:
         main(["run", "--level", level, "train.py"])
@@ -97,7 +97,7 @@ def test_run_refuses_a_level_that_is_none_by_the_name_of_its_flag(level, words, 
     assert re.search(rf"python -m amp_patch run: error: argument --level: .*{words}", errors) and LEVEL not in errors
 
 
-def test_run(tmp_path):
+def test_run_applies_methods_and_allow_banned_to_an_unedited_script(tmp_path):
     (tmp_path / "train.py").write_text(CODER)
     levels = {"--methods=decode": "O5", "--allow-banned": "O4"}
     cases = [([*flags, "train.py"], {LEVEL: level}) for flag, level in levels.items() for flags in ([], [flag])]
@@ -109,7 +109,7 @@ def test_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_compare(tmp_path):
+def test_compare_applies_methods_and_allow_banned_to_every_level(tmp_path):
     command = ["-m", "amp_patch", "compare", "--levels", "O4,O5", "--seeds", "1"]
     start_script(tmp_path, CODER, *command)
     o0, o4, o5 = [Run.from_dict(run) for run in loads((tmp_path / "amp_compare/report.json").read_text())["runs"]]
@@ -121,7 +121,7 @@ def test_compare(tmp_path):
     assert [(run.level, run.error, run.steps) for run in runs] == [(level, None, 2) for level in ("O0", "O4", "O5")]
 
 
-def test_a_refusal_is_whole_in_the_words_of_a_failed_run():
+def test_the_failure_of_a_run_contains_the_whole_refusal():
     import torch
 
     from amp_patch import amp

@@ -78,7 +78,7 @@ FORMS = {
     },
     "from apex.contrib.sparsity import ASP": {"apex.contrib.sparsity.ASP": ["1"]},
     "import fused_layer_norm_cuda": {"fused_layer_norm_cuda": ["1"]},
-    # Not Apex's: another package's amp, a question, a relative import, a name of somebody's own.
+    # Not Apex: another package's amp, hasattr, a relative import, a variable of the script.
     "from apex import amp\nfrom torch.cuda import amp\namp.autocast()": {AMP: ["1"]},
     "import apex\nhasattr(apex, 'transformer')\ngetattr(apex.amp, 'gone', None)": {"apex": ["1", "2"], AMP: ["3"]},
     "from .apex import amp\nfrom . import apex\nimport apexes\namp.x\napex = 3": {},
@@ -86,18 +86,18 @@ FORMS = {
 
 
 @pytest.mark.parametrize("source", FORMS)
-def test_names_are_found_in_every_form(tmp_path, source):
+def test_check_finds_apex_names_in_every_form_of_import(tmp_path, source):
     assert names_in(tmp_path, source) == FORMS[source]
 
 
-def test_what_becomes_of_a_name():
+def test_check_tells_served_differing_and_missing_names_apart():
     def status(name: str) -> tuple[str, str]:
         found = apex_served.finding(name, [])
         return found.status, found.note
 
     assert status("apex.amp.master_params") == status("apex_C.flatten") == ("served", "")
     assert status("apex.parallel.DistributedDataParallel")[0] == "differs"
-    # By whatever path it is reached.
+    # Every path to an object gives the same answer.
     assert status("apex.parallel.distributed.DistributedDataParallel") == status(
         "apex.parallel.DistributedDataParallel"
     )
@@ -116,7 +116,7 @@ def test_what_becomes_of_a_name():
     assert status("fused_layer_norm_cuda")[0] == "missing"
 
 
-def test_an_attribute_that_is_only_written_is_not_missing(tmp_path):
+def test_check_accepts_an_attribute_that_is_only_written(tmp_path):
     path = tmp_path / "a.py"
     path.write_text("from apex import amp\namp._amp_state.loss_scalers[0]._overfloat_buf = 1\n")
     with pytest.raises(SystemExit) as ended:
@@ -124,7 +124,7 @@ def test_an_attribute_that_is_only_written_is_not_missing(tmp_path):
     assert ended.value.code == 0
 
 
-def test_the_report_and_the_exit_code(tmp_path, capsys):
+def test_check_reports_names_and_exits_with_1_if_one_is_missing(tmp_path, capsys):
     (tmp_path / "a.py").write_text("from apex import amp\namp.master_params(o)\n")
     (tmp_path / "b.py").write_text("import apex.contrib.sparsity\nfrom apex.parallel import DistributedDataParallel\n")
     (tmp_path / ".hidden").mkdir()
@@ -145,7 +145,7 @@ def test_the_report_and_the_exit_code(tmp_path, capsys):
         ["served", "apex.amp.master_params"],
         ["4", "names"],
     ]
-    assert lines[-1] == "4 names of Apex: 3 served, 1 of them otherwise than by Apex, 1 missing"
+    assert lines[-1] == "4 names of Apex: 3 served, 1 of them with differences, 1 missing"
     assert f"{tmp_path}/b.py:1" in printed and "apex.contrib" in printed
     assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line)
 
@@ -162,7 +162,7 @@ def test_the_report_and_the_exit_code(tmp_path, capsys):
 
 
 def natives_in(tmp_path: Path, source: str, file: str = "train.py") -> dict[str, tuple[str, str, str]]:
-    """Of each name of torch's mixed precision in a script: its lines, those that import it, and those in full."""
+    """Find the native names of a script: name -> its lines, the lines that import it, the lines with its full path."""
     path = tmp_path / file
     path.write_text(source)
     return {
@@ -204,11 +204,11 @@ NATIVE_FORMS = {
 
 
 @pytest.mark.parametrize("source", NATIVE_FORMS)
-def test_names_of_torch_s_mixed_precision_are_found(tmp_path, source):
+def test_check_finds_native_names_in_every_form(tmp_path, source):
     assert natives_in(tmp_path, source) == NATIVE_FORMS[source]
 
 
-def test_what_a_native_script_has_to_change(tmp_path, capsys):
+def test_check_says_what_a_native_script_has_to_change(tmp_path, capsys):
     (tmp_path / "a.py").write_text(
         "import torch\nfrom torch.cuda.amp import autocast, GradScaler\nscaler = GradScaler()\n"
         "with torch.autocast('cuda'):\n  torch.is_autocast_enabled()\n"
@@ -219,8 +219,8 @@ def test_what_a_native_script_has_to_change(tmp_path, capsys):
     assert ended.value.code == 0 and "Apex" not in printed and "missing" not in printed
     assert all(len(line) <= 80 for line in printed.splitlines() if str(tmp_path) not in line)
     assert " ".join(printed.split()).endswith(
-        "4 names of torch's mixed precision: the script can stay as it is; to use amp_patch's, its imports become "
-        "from amp_patch.cuda.amp import GradScaler, autocast; torch.autocast in full becomes amp_patch.autocast: "
+        "4 names of torch's mixed precision: the script can stay as it is; to use amp_patch's, change the imports to: "
+        "from amp_patch.cuda.amp import GradScaler, autocast; change torch.autocast to amp_patch.autocast: "
         f"{tmp_path}/a.py:4"
     )
     assert "differs  torch.is_autocast_enabled" in printed and "stays torch's" in printed
@@ -236,7 +236,7 @@ def test_what_a_native_script_has_to_change(tmp_path, capsys):
         "torch.is_autocast_enabled": None,
     }
 
-    # Beside Apex, whose names alone decide the exit code; and in notebooks.
+    # Next to Apex names, which alone decide the exit code; and in notebooks.
     (tmp_path / "b.py").write_text("from torch.amp import autocast\nfrom apex import gone\n")
     cells = [{"cell_type": "code", "source": "%matplotlib inline\nfrom torch.amp import autocast"}]
     (tmp_path / "c.ipynb").write_text(json.dumps({"cells": cells}))
@@ -244,14 +244,14 @@ def test_what_a_native_script_has_to_change(tmp_path, capsys):
         main(["check", str(tmp_path / "b.py"), str(tmp_path / "c.ipynb")])
     printed = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 1 and "1 names of Apex: 0 served" in printed and "c.ipynb[1]:2" in printed
-    assert printed.endswith("its imports become from amp_patch.amp import autocast")
+    assert printed.endswith("change the imports to: from amp_patch.amp import autocast")
     (tmp_path / "d.py").write_text("import torch\ntorch.clear_autocast_cache()")
     with pytest.raises(SystemExit):
         main(["check", str(tmp_path / "d.py")])
     assert capsys.readouterr().out.endswith("1 names of torch's mixed precision: the script can stay as it is\n")
 
 
-def test_each_native_name_is_torch_s_and_has_the_one_that_it_becomes(tmp_path):
+def test_each_native_name_and_its_replacement_exist(tmp_path):
     for row in apex_surface.NATIVE:
         for path in row.paths():
             assert callable(pkgutil.resolve_name(path))
@@ -274,7 +274,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_read_is_said_and_the_rest_is_read(tmp_path, capsys, name):
+def test_check_names_an_unreadable_file_and_reads_the_others(tmp_path, capsys, name):
     source, words = BAD[name]
     if source is not None:
         (tmp_path / name).write_text(source)
@@ -287,7 +287,7 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_read(tmp_path, capsys, name
     assert re.search(words, " ".join(printed.split()))
 
 
-def test_notebooks(tmp_path):
+def test_check_reads_the_code_cells_of_notebooks(tmp_path):
     cells = [
         {"cell_type": "markdown", "source": "from apex import amp"},
         {"cell_type": "code", "source": ["!pip install apex\n", "%matplotlib inline\n", "from apex import amp\n"]},
@@ -299,21 +299,21 @@ def test_notebooks(tmp_path):
     assert used == {"apex.amp": [f"{path}[2]:3"], "apex.amp.initialize": [f"{path}[3]:3"]}
 
 
-def test_the_legacy_programs_are_served(capsys):
+def test_check_finds_every_name_of_the_legacy_programs_served(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["check", str(ROOT / "examples" / "legacy")])
     assert ended.value.code == 0
     assert "apex.amp.initialize" in capsys.readouterr().out
 
 
-def test_each_name_of_the_table_resolves():
+def test_each_name_of_the_apex_table_resolves():
     for row in apex_surface.ROWS:
         assert row.served_by and row.names.split()
         for path in row.paths():
             apex_served.resolve(path)
 
 
-def test_each_public_name_is_in_the_table():
+def test_each_public_name_is_in_the_apex_table():
     paths = [path for row in apex_surface.ROWS for path in row.paths()]
     assert len(paths) == len(set(paths))
     told = {id(apex_served.resolve(path)) for path in paths} | {id(module) for module in apex_served.modules().values()}
@@ -337,7 +337,7 @@ def markdown(rows: tuple[apex_surface.Row, ...]) -> str:
     return "\n".join(lines)
 
 
-def test_the_page_on_apex_shows_the_table():
+def test_the_page_on_apex_shows_the_apex_table():
     page = (ROOT / "docs" / "apex.md").read_text()
     shown = page.partition("<!-- surface: begin -->\n")[2].partition("\n<!-- surface: end -->")[0]
     assert shown == markdown(apex_surface.ROWS)

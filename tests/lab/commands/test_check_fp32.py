@@ -1,4 +1,4 @@
-"""`python -m amp_patch check` of scripts in FP32: what `compare` would do with them."""
+"""`python -m amp_patch check` of scripts in FP32: it says how `compare` would train them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ loss = model(x).sum()
 loss.backward()
 optimizer.step()
 """
-TAKEN = "trains it as it is, at O0, O1, O2, O4 and O5"
+TAKEN = "trains it unedited at O0, O1, O2, O4 and O5"
 TOLD = {
     "an optimizer": (FP32, [TAKEN, "optimizer AdamW: {}:5", "backward: {}:7"]),
     "imported by name": (
         FP32.replace("import torch.optim as optim", "from torch.optim import AdamW").replace("optim.A", "A"),
         [TAKEN, "AdamW: {}:5"],
     ),
-    "lbfgs": (FP32.replace("AdamW", "LBFGS"), ["does not take as it is", "{}:5: LBFGS evaluates"]),
+    "lbfgs": (FP32.replace("AdamW", "LBFGS"), [" refuses:", "{}:5: LBFGS evaluates"]),
     "by hand": (
         "import torch\nloss.backward()\nfor p in params: p.data.add_(p.grad, alpha=-1)",
-        ["no optimizer of torch.optim", "optimizer = torch.optim.SGD(model.parameters(), lr=lr)", "backward: {}:2"],
+        ["without an optimizer", "optimizer = torch.optim.SGD(model.parameters(), lr=lr)", "backward: {}:2"],
     ),
     "processes": (
         FP32 + "import torch.multiprocessing as mp\nmp.spawn(train)",
-        ["does not take as it is", "{}:10: it trains in processes of its own; run trains them"],
+        [" refuses:", "{}:10: it trains in child processes: run trains these"],
     ),
     "lightning": ("import lightning as L\nL.Trainer().fit(model)", [TAKEN, "the loop is Lightning's"]),
 }
@@ -44,7 +44,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_what_compare_would_do_with_a_script_in_fp32(name, tmp_path, capsys):
+def test_check_says_what_compare_does_with_an_fp32_script(name, tmp_path, capsys):
     script, lines = TOLD[name]
     path = tmp_path / "train.py"
     path.write_text(script)
@@ -57,7 +57,7 @@ def test_what_compare_would_do_with_a_script_in_fp32(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", SILENT)
-def test_of_other_scripts_it_says_nothing_of_the_kind(name, tmp_path, capsys):
+def test_check_mentions_compare_for_no_other_script(name, tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(SILENT[name])
     with pytest.raises(SystemExit):
@@ -65,7 +65,7 @@ def test_of_other_scripts_it_says_nothing_of_the_kind(name, tmp_path, capsys):
     assert "FP32 script" not in capsys.readouterr().out
 
 
-def test_json_has_the_places(tmp_path, capsys):
+def test_check_lists_places_of_optimizers_and_losses_in_json(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(FP32)
     with pytest.raises(SystemExit):

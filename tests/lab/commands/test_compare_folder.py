@@ -1,4 +1,4 @@
-"""A comparison that was cut is gone on with, and shown, from what its folder has."""
+"""Interrupted comparisons: resumed and reported from their folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parsed(*given: str) -> argparse.Namespace:
 
 
 def record(folder: Path, run: Run, *, ended: bool = True, steps: int = 4) -> None:
-    """What a run's process writes, and behind it what `compare` does."""
+    """Write the record of a run as its process does. If it `ended`, add the outcome as `compare` does."""
     step = {"event": "step", "seconds": 0.5, "scale": 1.0, "skipped": False, "samples": 8, "loss": 1.0 + run.seed}
     events = [{"event": "begin", "level": "O1", "dtype": None, "policy": "", "device": "cpu", "lost_eps": None}]
     events += [{**step, "parts": dict.fromkeys(PARTS, 0.1)}] * steps
@@ -40,7 +40,7 @@ def record(folder: Path, run: Run, *, ended: bool = True, steps: int = 4) -> Non
 
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a comparison of O0 and O4 with two seeds, of which the first has ended, and O0's second runs."""
+    """Make the folder of a comparison of O0 and O4 with two seeds. Seed 0 has ended; O0 with seed 1 was interrupted."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
     args = parsed("train.py", "--levels", "O4", "--seeds", "2", "--out", "out", "--", "--lr", "1")
@@ -54,7 +54,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return args.out
 
 
-def test_what_a_folder_has(begun):
+def test_a_folder_restores_the_arguments_and_runs_of_a_comparison(begun):
     assert [path.name for path in (begun / "runs").glob("*.txt")] == ["kept.txt"]
     args = compare_folder.asked_in(begun, defaults())
     assert (args.script, args.levels, args.seeds, args.arguments, args.out) == (
@@ -75,7 +75,7 @@ def test_what_a_folder_has(begun):
     assert compare_folder.is_finished(Run("O0", error="ValueError: no"))
 
 
-def test_its_report_is_made_again(begun, capsys):
+def test_report_rebuilds_the_report_from_the_folder(begun, capsys):
     main(["report", str(begun)])
     printed = capsys.readouterr().out
     assert "Note: 3 of 4 runs" not in printed and "Note: 2 of 4 runs have ended; the others were cut." in printed
@@ -92,7 +92,7 @@ def test_its_report_is_made_again(begun, capsys):
     assert exit_.value.code == 2 and "runs has no comparison that `compare` has begun" in capsys.readouterr().err
 
 
-def test_the_missing_runs_alone_are_made(begun, monkeypatch, capsys):
+def test_resume_makes_only_the_missing_runs(begun, monkeypatch, capsys):
     asked = []
 
     def measured(plan: Plan, args, interrupts, found):
@@ -113,7 +113,7 @@ def test_the_missing_runs_alone_are_made(begun, monkeypatch, capsys):
     assert len(asked) == 2, "the same arguments may be given again"
 
 
-def test_more_seeds_are_added_to_a_comparison(begun, monkeypatch):
+def test_resume_adds_seeds_to_a_comparison(begun, monkeypatch):
     asked = []
     monkeypatch.setattr(
         compare,
@@ -124,7 +124,7 @@ def test_more_seeds_are_added_to_a_comparison(begun, monkeypatch):
     ((plan, found),) = asked
     assert plan.seeds == 4 and [(run.level, run.seed) for run in found] == [("O0", 0), ("O4", 0), ("O0", 1)]
     assert compare_folder.asked_in(begun, defaults()).seeds == 4, "the next one goes on from there"
-    # A first look becomes a comparison of its levels.
+    # A quick comparison becomes a full comparison of its levels.
     told = loads((begun / "compare.json").read_text())
     quick = {"quick": True, "levels": None, "seeds": None}
     (begun / "compare.json").write_text(dumps({**told, "asked": {**told["asked"], **quick}}))
@@ -133,9 +133,9 @@ def test_more_seeds_are_added_to_a_comparison(begun, monkeypatch):
     assert not compare_folder.asked_in(begun, defaults()).quick
 
 
-def test_how_many_seeds_would_tell_is_a_command(tmp_path, capsys):
+def test_compare_prints_the_command_that_adds_enough_seeds(tmp_path, capsys):
     unsure = seeds("O5", 2.002, 2.0225, 1.9775, dtype="bfloat16", ms=5)
-    made = compare_runs(seeds("O0", 2.0, 2.02, 1.98), unsure)
+    made = compare_runs(seeds("O0", 2.0, 2.02, 1.98), unsure, folder=str(tmp_path))
     more = made.levels[1].finding.gap.more_seeds
     assert made.seeds_to_tell == 3 + more
     show(made, tmp_path)
@@ -144,7 +144,7 @@ def test_how_many_seeds_would_tell_is_a_command(tmp_path, capsys):
     sure = compare_runs(seeds("O0", 2.0, 2.02, 1.98), seeds("O5", 2.0, 2.021, 1.981, ms=5))
     show(sure, tmp_path)
     assert sure.seeds_to_tell is None and "To be sure" not in capsys.readouterr().out
-    # So many that nobody runs them are not asked for.
+    # If too many seeds would be needed, no command is printed.
     assert compare_runs(seeds("O0", 2.0, 2.02, 1.98), seeds("O5", 2.0, 2.03, 1.97, ms=5)).seeds_to_tell is None
 
 
@@ -163,7 +163,7 @@ def test_how_many_seeds_would_tell_is_a_command(tmp_path, capsys):
         ),
     ],
 )
-def test_other_arguments_are_refused_by_name(given, said, begun, capsys):
+def test_resume_refuses_changed_arguments_by_name(given, said, begun, capsys):
     before = (begun / "compare.json").read_text()
     with pytest.raises(SystemExit) as exit_:
         main(["compare", "--resume", str(begun), *given])
@@ -171,7 +171,7 @@ def test_other_arguments_are_refused_by_name(given, said, begun, capsys):
     assert (begun / "compare.json").read_text() == before
 
 
-def test_another_script_torch_or_machine_is_refused_by_name(begun, capsys):
+def test_resume_refuses_another_script_torch_or_machine_by_name(begun, capsys):
     def refusal() -> str:
         with pytest.raises(SystemExit) as exit_:
             main(["compare", "--resume", str(begun)])
@@ -188,7 +188,7 @@ def test_another_script_torch_or_machine_is_refused_by_name(begun, capsys):
         assert f"out cannot be gone on with: {name} was another, and is " in refusal()
 
 
-def test_without_a_script_or_a_folder_it_says_so(tmp_path, monkeypatch, capsys):
+def test_compare_without_a_script_or_a_folder_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for given, said in (([], "there is no script to run"), (["--resume", "none"], "none has no comparison")):
         with pytest.raises(SystemExit) as exit_:

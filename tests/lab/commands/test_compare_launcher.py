@@ -34,11 +34,11 @@ def test_a_rank_is_refused_by_its_variables(launcher):
 
 
 @pytest.mark.parametrize("environment", ONE)
-def test_one_process_is_none_of_several(environment):
+def test_a_single_process_is_no_rank(environment):
     refuse_ranks(environment)
 
 
-def test_compare_asks(monkeypatch, capsys, tmp_path):
+def test_compare_in_a_rank_is_refused_before_any_run(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("raise SystemExit")
     monkeypatch.setenv("RANK", "1")
@@ -49,7 +49,7 @@ def test_compare_asks(monkeypatch, capsys, tmp_path):
     assert [*tmp_path.iterdir()] == [tmp_path / "train.py"]
 
 
-def test_a_port_is_shared_by_runs_of_one_rank():
+def test_runs_of_one_rank_share_a_port():
     assert shares_port({"MASTER_PORT": "29500", "WORLD_SIZE": "1"})
     assert not shares_port({"MASTER_PORT": "29500"}) and not shares_port({"WORLD_SIZE": "1"})
 
@@ -73,7 +73,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_one_rank_over_a_port_is_compared_one_run_at_a_time(tmp_path):
+def test_runs_that_share_a_port_are_made_one_at_a_time(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     where = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -99,7 +99,7 @@ for _ in range(6):
 
 
 @pytest.mark.slow
-def test_data_parallel_is_one_process(tmp_path):
+def test_a_script_with_data_parallel_is_compared(tmp_path):
     command = ("-m", "amp_patch", "compare", "--device", "cpu", "--levels", "O0,O2", "--seeds", "1")
     done = start_script(tmp_path, DATA_PARALLEL, *command)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -130,7 +130,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_script_that_spawns_its_ranks_is_refused_by_name_and_run_trains_it(tmp_path):
+def test_compare_refuses_a_script_that_spawns_ranks_and_run_trains_it(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         script = RANKS_OF_ITS_OWN.replace("PORT", str(server.getsockname()[1]))
     done = start_script(tmp_path, script, "-m", "amp_patch", "compare", "--seeds", "1")

@@ -65,7 +65,7 @@ def every(told: list[tuple[float, float | None]]) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("start_up", [0.5, 60.0])
-def test_in_turns_the_first_steps_of_all_levels_tell_the_whole(start_up):
+def test_the_first_steps_of_all_levels_predict_the_whole_time(start_up):
     made = Training(STEPS, start_up)
     made.in_turns()
     now, total = first(made.told)
@@ -74,7 +74,7 @@ def test_in_turns_the_first_steps_of_all_levels_tell_the_whole(start_up):
     assert made.times.left() == 0
 
 
-def test_where_runs_follow_each_other_the_first_stands_for_the_others():
+def test_the_first_run_predicts_runs_that_are_made_one_by_one():
     made = Training(STEPS, 60.0)
     made.train(made.runs[0], until=63.0)
     assert made.times.total() == pytest.approx(9 * 110) and made.times.only_level == "O0"
@@ -82,7 +82,7 @@ def test_where_runs_follow_each_other_the_first_stands_for_the_others():
     assert made.times.left() == 0 and made.times.only_level is None
 
 
-def test_without_a_number_of_steps_nothing_is_told_before_a_run_has_ended():
+def test_a_prediction_without_a_number_of_steps_waits_for_the_end_of_a_run():
     made = Training(None, 10.0, end=30.0)
     made.in_turns()
     now, total = first(made.told)
@@ -90,7 +90,7 @@ def test_without_a_number_of_steps_nothing_is_told_before_a_run_has_ended():
     assert any(run.steps == STEPS for run in made.runs)
 
 
-def test_a_run_that_failed_stands_for_its_own_level_alone():
+def test_a_failed_run_predicts_only_its_own_level():
     now = [0.0]
     runs = Plan(("O0", "O2", "O4"), seeds=2, steps=10).runs()
     times = RunTimes(runs, 10, lambda: now[0])
@@ -104,7 +104,7 @@ def test_a_run_that_failed_stands_for_its_own_level_alone():
     assert times.left() == 20 + 5 + 20 + 20
 
 
-def test_a_script_that_ends_before_the_steps_asked_for_is_believed():
+def test_a_script_that_ends_early_corrects_the_prediction():
     made = Training(10 * STEPS, 1.0)
     made.in_turns()
     assert made.told[-1][1] == pytest.approx(made.now) and made.times.steps == STEPS
@@ -122,12 +122,12 @@ def test_a_script_that_ends_before_the_steps_asked_for_is_believed():
         ),
     ],
 )
-def test_what_it_costs_is_said_before_it_begins(steps, seeds, line, capsys):
+def test_compare_prints_the_number_of_runs_before_the_first(steps, seeds, line, capsys):
     Progress(Plan(("O0", "O2"), seeds=seeds).runs(), steps).begin(2, seeds)
     assert capsys.readouterr().out == line + "\n"
 
 
-def test_without_a_number_of_steps_the_tenth_tells_what_fewer_would_take(capsys):
+def test_a_tenth_step_without_a_number_of_steps_predicts_a_shorter_comparison(capsys):
     now = [0.0]
     runs = Plan(tuple(A_STEP), seeds=3).runs()
     progress = Progress(runs, None, clock=lambda: now[0])
@@ -149,7 +149,7 @@ def test_without_a_number_of_steps_the_tenth_tells_what_fewer_would_take(capsys)
     assert ", if the other levels take as long as O0; --steps 100 would take about" in capsys.readouterr().out
 
 
-def test_a_comparison_that_is_gone_on_with_counts_what_has_finished(capsys):
+def test_a_resumed_comparison_counts_finished_runs(capsys):
     runs = Plan(("O0", "O2"), seeds=2).runs()
     progress = Progress(runs[2:], 10, finished=2)
     progress.begin(2, 2)
@@ -157,7 +157,7 @@ def test_a_comparison_that_is_gone_on_with_counts_what_has_finished(capsys):
     assert progress.line(runs[2]) == "[................] 0:00, 2 of 4 runs, O0 seed 1, step 0 of 10"
 
 
-def test_where_there_is_no_terminal_a_line_comes_every_half_minute(capsys):
+def test_progress_prints_a_line_every_half_minute_without_a_terminal(capsys):
     run, now = Run("O0"), [0.0]
     progress = Progress([run, Run("O2")], None, clock=lambda: now[0])
     for second in range(0, 91, 5):
@@ -168,7 +168,19 @@ def test_where_there_is_no_terminal_a_line_comes_every_half_minute(capsys):
     ]
 
 
-def test_a_terminal_that_was_closed_ends_nothing(monkeypatch):
+def test_an_error_that_several_runs_have_is_printed_once(capsys):
+    runs = [Run(level, error=error) for level, error in (("O0", "no data"), ("O4", "no data"), ("O5", "no memory"))]
+    progress = Progress(runs, None)
+    for run in runs:
+        progress.end(run)
+    assert capsys.readouterr().out.splitlines() == [
+        "O0 seed 0: failed: no data",
+        "O4 seed 0: failed as O0 seed 0 did",
+        "O5 seed 0: failed: no memory",
+    ]
+
+
+def test_progress_survives_a_closed_terminal(monkeypatch):
     class Closed:
         def isatty(self) -> bool:
             return True

@@ -1,4 +1,4 @@
-"""Scripts that fail at once, never end, or do not listen: `compare` ends well, and goes on later."""
+"""Scripts that fail at once, never end, or ignore signals: `compare` ends cleanly, and resumes later."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def step(micro=1):
     optimizer.step()
     optimizer.zero_grad()
 """
-# Each goes on for ever by itself.
+# Scripts that would never end.
 ENDLESS = {
     "a loop": "while True:\n    step()",
     "accumulation": "while True:\n    step(micro=4)",
@@ -40,7 +40,7 @@ ENDLESS = {
     "a thread": "def run():\n    while True:\n        step()\nthreading.Thread(target=run).start()\ntime.sleep(600)",
     "a crash behind them": "try:\n    while True:\n        step()\nexcept SystemExit:\n    undefined",
 }
-# From its third step on it waits, and Ctrl-C does not end it.
+# A script that waits after its third step, and ignores Ctrl-C.
 STUBBORN = (
     TRAINS
     + """
@@ -81,18 +81,18 @@ def runs_of(folder: Path) -> list[Run]:
         ),
     ],
 )
-def test_a_script_that_fails_at_once_is_begun_once_and_its_error_said_once(fails, said, tmp_path):
+def test_a_script_that_fails_at_once_is_started_once_and_its_error_printed_once(fails, said, tmp_path):
     script = f"open('begun', 'a').write('.')\n{fails}\n"
     done = start_script(tmp_path, script, *compare())
     assert done.returncode == 1 and (tmp_path / "begun").read_text() == "."
     assert done.stderr.startswith("compare: train.py has failed at O0, before its first step: ")
     assert said in done.stderr and done.stderr.count("\n") == 1
-    assert f"see {Path('runs/O0-seed0.log')}" in done.stderr
+    assert f"see {Path('amp_compare/runs/O0-seed0.log')}" in done.stderr
     assert "\x1b" not in done.stderr + done.stdout and "failed" not in done.stdout
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_every_loop_ends_at_the_steps_asked_for(kind, tmp_path):
+def test_every_loop_is_ended_after_the_steps_asked_for(kind, tmp_path):
     done = start_script(tmp_path, TRAINS + ENDLESS[kind], *compare("--seeds", "1", "--steps", "4"))
     assert done.returncode == 0, done.stdout + done.stderr
     o0, o4 = runs_of(tmp_path)
@@ -101,8 +101,8 @@ def test_every_loop_ends_at_the_steps_asked_for(kind, tmp_path):
     assert o0.notes == (went_on if kind in ("a bare except", "a thread") else [])
 
 
-def test_two_signals_end_what_ignores_one_and_the_missing_runs_are_made_later(tmp_path):
-    """The report is of what there is."""
+def test_a_second_signal_ends_a_stubborn_run_and_resume_makes_the_missing_ones(tmp_path):
+    """The report has the runs that were made."""
     (tmp_path / "train.py").write_text(STUBBORN)
     (tmp_path / "wait").touch()
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -129,7 +129,7 @@ def test_two_signals_end_what_ignores_one_and_the_missing_runs_are_made_later(tm
         "python -m amp_patch compare --resume amp_compare" in printed
         and (tmp_path / "amp_compare/report.html").exists()
     )
-    (run,) = runs_of(tmp_path)  # killed, it has recorded what it had flushed by then
+    (run,) = runs_of(tmp_path)  # it was killed, and its record has the steps that it had flushed
     assert run.level == "O0" and 1 <= run.steps <= 3 and run.error == f"interrupted after {run.steps} steps"
     (tmp_path / "wait").unlink()
     done = start_script(tmp_path, STUBBORN, "-m", "amp_patch", "compare", "--resume", "amp_compare")

@@ -1,4 +1,4 @@
-"""A command that is ended leaves no process behind, and keeps what has finished where it can."""
+"""Commands that a signal ends: they leave no process, and keep finished runs if they can."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from amp_patch.lab.recording.run import Run, loads
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="nothing tells where processes run")
 
-# In its fourth step O1 starts a process that ignores SIGTERM, and one in a session of its own, and waits.
+# In its fourth step, O1 starts a process that ignores SIGTERM and one in a new session, and waits.
 SCRIPT = """
 import os, subprocess, sys, time
 import torch
@@ -40,7 +40,7 @@ for step in range(8):
     optimizer.step()
 """
 
-# In a terminal of its own, which is its standard input.
+# Run a command in a new terminal, which is its standard input.
 IN_TERMINAL = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -50,7 +50,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 @pytest.fixture(autouse=True)
 def signals_end() -> Iterator[None]:
-    """What this process ignores (SIGHUP under nohup) or blocks, what it starts would ignore and block too."""
+    """Unblock signals and reset ignored ones (SIGHUP under nohup): child processes would inherit that."""
     numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
     before = {number: signal.getsignal(number) for number in numbers}
     ignored = [number for number in numbers if before[number] is signal.SIG_IGN]
@@ -65,7 +65,7 @@ def signals_end() -> Iterator[None]:
 
 @contextmanager
 def running(folder: Path, command: list[str], **given: object) -> Iterator[subprocess.Popen[bytes]]:
-    """The command, once its script waits; afterwards nothing is left of either."""
+    """Start the command and yield once its script waits. At the end, no process of either may be left."""
     (folder / "train.py").write_text(SCRIPT)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -88,7 +88,7 @@ def compare(*options: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)])
-def test_a_comparison_that_is_ended(how, code, tmp_path):
+def test_an_ended_comparison_leaves_no_process_and_keeps_finished_runs(how, code, tmp_path):
     with running(tmp_path, compare("--out", "out")) as process:
         assert len(in_folder(tmp_path)) > 4
         process.send_signal(how)
@@ -101,7 +101,7 @@ def test_a_comparison_that_is_ended(how, code, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--one-by-one",)])
-def test_a_comparison_whose_terminal_is_closed(options, tmp_path):
+def test_a_comparison_whose_terminal_closes_writes_its_report(options, tmp_path):
     ours, theirs = os.openpty()
     command = [sys.executable, "-I", "-S", "-c", IN_TERMINAL, *compare(*options)]
     with running(tmp_path, command, stdin=theirs, stdout=theirs, stderr=theirs):
@@ -112,7 +112,7 @@ def test_a_comparison_whose_terminal_is_closed(options, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_search_that_is_ended(how, code, tmp_path):
+def test_an_ended_search_leaves_no_process(how, code, tmp_path):
     options = ["--batch-search", "1GiB", "--batch-flag", "--batch", "--levels", "O1"]
     with running(tmp_path, compare(*options)) as process:
         process.send_signal(how)
@@ -121,15 +121,15 @@ def test_a_search_that_is_ended(how, code, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
-def test_apexs_launcher_that_is_ended(how, tmp_path, monkeypatch):
+def test_an_ended_apex_launcher_leaves_no_process(how, tmp_path, monkeypatch):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O1")
     command = [sys.executable, "-m", "amp_patch", "run", "-m", "apex.parallel.multiproc", "train.py"]
     with running(tmp_path, command) as process:
         process.send_signal(how)
 
 
-def test_signals_are_noted_and_raised_once_where_it_is_safe():
-    """Those that are ignored stay so, as nohup leaves them."""
+def test_a_signal_is_raised_once_at_a_safe_place():
+    """A signal that was ignored stays ignored, as under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGINT)
     try:
         with Interrupts() as noted:

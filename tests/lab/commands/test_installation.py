@@ -1,4 +1,4 @@
-"""Which amp_patch `info` says is in use, in a clone and out of it."""
+"""The amp_patch that `info` says is in use, inside a clone and outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def clone(folder: Path) -> Path:
-    """The package of a clone, as far as it is told by."""
+    """Make the files that identify a clone. Return its package."""
     for name in ("amp_patch", "csrc/kernels"):
         (folder / name).mkdir(parents=True)
     for name in ("setup.py", "csrc/kernels/cpu.cpp", "amp_patch/__init__.py"):
@@ -31,14 +31,14 @@ def copy(folder: Path) -> Path:
     return (folder / "amp_patch").resolve()
 
 
-def test_an_installed_one(tmp_path):
+def test_info_names_an_installed_package(tmp_path):
     found = copy(tmp_path)
     assert package_in_words(found, [Installed("1.0", found, False)]) == f"{found} (installed)"
     assert package_in_words(found, [Installed("1.0", found, True)]) == f"{found} (a clone, installed by pip install -e)"
 
 
 @pytest.mark.parametrize("here", [True, False])
-def test_a_clone_beside_an_installed_one(here, tmp_path, monkeypatch):
+def test_info_warns_of_a_clone_in_front_of_an_installed_package(here, tmp_path, monkeypatch):
     found, other = clone(tmp_path / "clone"), copy(tmp_path / "site")
     monkeypatch.chdir(tmp_path / "clone" if here else tmp_path)
     said = package_in_words(found, [Installed("1.0", other, False)])
@@ -48,7 +48,7 @@ def test_a_clone_beside_an_installed_one(here, tmp_path, monkeypatch):
         )
         assert said.endswith(f"installed one: 1.0 in {other} is used in other directories)")
     else:
-        assert said == f"{found} (a clone; NOT the installed one: 1.0 in {other} stands behind it on sys.path)"
+        assert said == f"{found} (a clone; NOT the installed one: 1.0 in {other} comes later on sys.path)"
     assert package_in_words(found, []).endswith("; none is installed)")
 
 
@@ -63,8 +63,8 @@ def distribution(site: Path, url: str | None = None, record: bool = True, kind: 
         (folder / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {"editable": True}}))
 
 
-def test_what_pip_has_installed(tmp_path, monkeypatch):
-    """By its records: a wheel, a clone by `pip install -e`, and what a build has left, which is no installation."""
+def test_installed_packages_are_read_from_their_records(tmp_path, monkeypatch):
+    """A wheel and a clone by `pip install -e` have records. The egg-info of a build has none: it is not installed."""
     monkeypatch.setattr(sys, "path", [str(tmp_path / name) for name in ("wheel", "editable", "left")])
     distribution(tmp_path / "wheel")
     distribution(tmp_path / "editable", url=(tmp_path / "my clone").as_uri())
@@ -75,7 +75,7 @@ def test_what_pip_has_installed(tmp_path, monkeypatch):
     ]
 
 
-def test_an_extension_that_is_older_than_its_sources(tmp_path):
+def test_info_warns_of_an_extension_older_than_its_sources(tmp_path):
     package = clone(tmp_path)
     assert extension_in_words(package) == "none"
     file, source = package / "_C.cpython.so", tmp_path / "csrc" / "kernels" / "cpu.cpp"
@@ -89,7 +89,7 @@ def test_an_extension_that_is_older_than_its_sources(tmp_path):
     assert extension_in_words(package) == str(file)
 
 
-def test_info_in_a_clone_tells_the_truth(tmp_path):
+def test_info_names_the_package_that_python_imports(tmp_path):
     """The clone is this one; another is installed in a folder of site-packages."""
     site = tmp_path / "site"
     distribution(site)

@@ -206,7 +206,7 @@ for step, (x, y) in enumerate(loader):
 """
 )
 KINDS = {"digits": DIGITS_CNN, "gpt": GPT, "gan": GAN, "native": NATIVE, "apex": APEX, "accelerate": ACCELERATE}
-# What makes a script with mixed precision of its own one in FP32.
+# Replacements that turn a script with mixed precision into one in FP32.
 IN_FP32 = {
     "native": [
         ('torch.amp.GradScaler("cpu")', 'torch.amp.GradScaler("cpu", enabled=False)'),
@@ -222,7 +222,7 @@ IN_FP32 = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_of_script_is_compared_as_it_is(kind, tmp_path):
+def test_an_unedited_kind_of_script_is_compared(kind, tmp_path):
     if kind == "accelerate" and importlib.util.find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed; `make test-all` installs it")
     script = plain = KINDS[kind]
@@ -235,7 +235,7 @@ def test_a_kind_of_script_is_compared_as_it_is(kind, tmp_path):
     runs = [Run.from_dict(run) for run in loads((tmp_path / "amp_compare/report.json").read_text())["runs"]]
     assert [run.level for run in runs] == LEVELS + ["native"] * (kind == "native")
     o0, *others = runs
-    # A step's losses add up, of each the mean over its micro-batches; a GAN's step ends with the first optimizer's.
+    # The loss of a step is the sum of its losses, each a mean over micro-batches. A GAN's step ends with optimizer 0.
     lines = [line.split(" + ") for line in alone.stdout.splitlines() if not line.endswith("+ ")]
     losses = [[statistics.mean(map(float.fromhex, each.split())) for each in line] for line in lines]
     assert o0.loss == [sum(step) for step in losses] and o0.error is None

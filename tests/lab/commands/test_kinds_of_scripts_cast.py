@@ -133,7 +133,7 @@ def loss_of(net):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_of_script_is_trained_at_every_level(kind, tmp_path):
+def test_an_unedited_kind_of_script_trains_at_every_level(kind, tmp_path):
     script = HEAD + KINDS[kind] + TAIL
     levels = ["--levels", ",".join(LEVELS), "--seeds", "1"]
     done = start_script(tmp_path, script, "-m", "amp_patch", "compare", *levels)

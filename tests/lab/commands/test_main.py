@@ -1,4 +1,4 @@
-"""`python -m amp_patch`: what a bug report should begin with."""
+"""`python -m amp_patch info`: the first lines of a bug report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_info_names_versions_kernels_and_devices(capsys):
     assert printed["devices"].count("cuda:") == torch.cuda.device_count()
 
 
-def test_info_tells_when_the_kernels_are_plain_torch_and_why(capsys):
+def test_info_says_why_the_kernels_are_plain_torch(capsys):
     with multi_tensor.use_backend("torch"):
         main(["info"])
         reason = multi_tensor.backend_reason()
@@ -58,7 +58,7 @@ WORDS = {torch.float16: ("float16", "FP16"), torch.bfloat16: ("bfloat16", "BF16"
     ],
 )
 @pytest.mark.parametrize("dtype", WORDS, ids=str)
-def test_info_tells_how_a_type_runs_on_this_cpu(dtype, arithmetic, native, emulated, expected, capsys, monkeypatch):
+def test_info_says_how_a_type_runs_on_this_cpu(dtype, arithmetic, native, emulated, expected, capsys, monkeypatch):
     monkeypatch.setattr("amp_patch.lab.comparison.machine.has_arithmetic", lambda dtype: arithmetic)
     monkeypatch.setattr(
         "amp_patch.lab.comparison.machine.time_of_products",
@@ -75,7 +75,7 @@ def test_info_tells_how_a_type_runs_on_this_cpu(dtype, arithmetic, native, emula
     ("levels", "dtype", "tells"),
     [(("O0", "O5"), None, True), (("O0", "O1"), "bfloat16", True), (("O0", "O1"), None, False)],
 )
-def test_compare_tells_of_emulated_bf16_before_it_runs(levels, dtype, tells, capsys, monkeypatch):
+def test_compare_warns_of_emulated_bf16_before_the_first_run(levels, dtype, tells, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for arithmetic in (False, True):
         monkeypatch.setattr("amp_patch.lab.comparison.machine.has_arithmetic", lambda dtype, has=arithmetic: has)
@@ -87,7 +87,7 @@ def test_compare_tells_of_emulated_bf16_before_it_runs(levels, dtype, tells, cap
     ("turns", "said"),
     [((0.92, 0.93, 0.95), "0.93x"), ((30.2, 72.9, 399.1), "30.2x to 399x"), ((340, 343, 350), "343x")],
 )
-def test_info_gives_a_range_if_the_load_of_the_machine_moves_a_figure(turns, said, monkeypatch):
+def test_info_gives_a_range_if_measured_times_vary(turns, said, monkeypatch):
     module = "amp_patch.lab.comparison.machine"
     monkeypatch.setattr(f"{module}.time_of_products", lambda dtype, emulated=False: ProductTime(*turns))
     assert f"torch's own products take {said} FP32's time" in products_in_words(torch.bfloat16)
@@ -99,21 +99,21 @@ def test_products_are_timed_relative_to_fp32():
         assert 0 < low <= median <= high
 
 
-def test_info_tells_what_runs_the_casts(wrappers, capsys):
+def test_info_names_the_backend_of_the_casts(wrappers, capsys):
     main(["info"])
     assert rows(capsys.readouterr().out)["casts"].startswith(f"{cast_wrappers.backend()}: ")
     assert cast_wrappers.backend() == wrappers
 
 
 @pytest.mark.parametrize("arguments", [[], ["inform"]], ids=["none", "unknown"])
-def test_without_a_known_subcommand_the_usage_is_shown(arguments, capsys):
+def test_an_unknown_subcommand_shows_the_usage(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2
     assert "python -m amp_patch" in capsys.readouterr().err
 
 
-def test_python_dash_m_runs_it():
+def test_python_dash_m_prints_all_rows_of_info():
     run = subprocess.run([sys.executable, "-W", "error", "-m", "amp_patch", "info"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
@@ -132,7 +132,7 @@ def test_python_dash_m_runs_it():
 
 
 @pytest.mark.parametrize("command", [["-m", "amp_patch", "info"], ["-m", "amp_patch"], ["-c", "import amp_patch"]])
-def test_without_torch_it_says_how_to_get_it(command, tmp_path):
+def test_a_missing_torch_is_named_with_the_command_to_install_it(command, tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     run = subprocess.run(
@@ -148,3 +148,24 @@ def test_a_torch_that_is_broken_shows_its_own_error(tmp_path):
     command = [sys.executable, "-m", "amp_patch", "info"]
     run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert run.returncode == 1 and "No module named 'a_part_of_torch_that_is_missing'" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        (["amp_patch", "compare", "--quick", "train.py"], "compare: loading torch\n"),
+        (["amp_patch", "search", "train.py"], "search: loading torch\n"),
+        (["amp_patch", "compare", "--help"], ""),
+        (["amp_patch", "info"], ""),
+        (["amp_patch", "run", "compare"], ""),
+        (["package_that_imports_it", "compare"], ""),
+    ],
+)
+def test_compare_and_search_print_a_line_before_torch_is_imported(command, printed, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit(3)")
+    (tmp_path / "package_that_imports_it").mkdir()
+    (tmp_path / "package_that_imports_it" / "__init__.py").write_text("import amp_patch")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    python = [sys.executable, "-X", "faulthandler", "-m"]  # options of Python stand before -m
+    run = subprocess.run([*python, *command], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (3, printed)

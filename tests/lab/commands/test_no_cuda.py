@@ -1,4 +1,4 @@
-"""CUDA-only scripts on the CPU: what such scripts say, said here."""
+"""CUDA-only scripts on the CPU: the calls of torch.cuda that such scripts make."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUDA = [0, "cuda", "cuda:0", "cuda:3", torch.device("cuda"), torch.device("cuda"
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("device", CUDA, ids=repr)
-def test_factories_make_their_tensors_on_the_cpu(cpu, device):
+def test_factories_with_a_cuda_device_make_cpu_tensors(cpu, device):
     like = torch.ones(3)
     made = [
         torch.zeros(3, device=device),
@@ -54,15 +54,15 @@ def test_factories_make_their_tensors_on_the_cpu(cpu, device):
     assert on_cpu(*made)
 
 
-def test_every_operator_with_a_device_is_covered(cpu):
-    """Torch's own list of what makes tensors."""
+def test_every_factory_with_a_device_argument_is_patched(cpu):
+    """The list of factories is torch's own."""
     makers = {function.__name__ for function in torch.utils._device._device_constructors()}
     left = {name for name in makers if hasattr(torch, name) and not hasattr(getattr(torch, name), "__wrapped__")}
     assert len(makers) > 20 and left <= {"fill", "vander"}, "torch 2.6 lists these two, which take no device"
 
 
 @pytest.mark.parametrize("device", CUDA, ids=repr)
-def test_moves(cpu, device):
+def test_moves_to_cuda_stay_on_the_cpu_and_apply_dtypes(cpu, device):
     x = torch.ones(2)
     moved = [
         x.to(device),
@@ -83,7 +83,7 @@ def test_moves(cpu, device):
     ]
     assert on_cpu(*moved)
     assert moved[1].dtype == moved[2].dtype == moved[-3].dtype == torch.half
-    # What is not a move stays what it was.
+    # Other conversions are unchanged.
     assert x.to(torch.half).dtype == torch.half and x.to("cpu") is x and x.to(x) is x
     assert x.to("meta").device.type == "meta"
 
@@ -102,7 +102,7 @@ def test_a_moved_tensor_is_a_copy_unless_gradients_flow(cpu):
     assert weight.grad.tolist() == [2, 2]
 
 
-def test_a_tensor_tells_the_truth(cpu):
+def test_a_tensor_made_for_cuda_reports_the_cpu(cpu):
     x = torch.zeros(1, device="cuda")
     assert not x.is_cuda and x.device == torch.device("cpu") and x.get_device() == -1
     assert torch.zeros(1, device=x.get_device()).cuda(x.get_device()).to(x.get_device()) == 0
@@ -111,7 +111,7 @@ def test_a_tensor_tells_the_truth(cpu):
     x.record_stream(torch.cuda.current_stream())
 
 
-def test_types(cpu):
+def test_cuda_tensor_types_are_cpu_types_with_cuda_names(cpu):
     assert torch.cuda.FloatTensor(2, 3).shape == (2, 3)
     for name in ("Float", "Half", "Double", "Int", "Long", "Byte", "Bool", "BFloat16"):
         kind = getattr(torch.cuda, f"{name}Tensor")
@@ -127,7 +127,7 @@ def test_types(cpu):
 
 
 @pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
-def test_defaults(cpu):
+def test_a_default_cuda_type_or_device_makes_cpu_tensors(cpu):
     try:
         torch.set_default_tensor_type("torch.cuda.DoubleTensor")
         assert torch.ones(1).dtype == torch.double
@@ -144,7 +144,7 @@ def test_defaults(cpu):
         assert torch.ones(1).device.type == "meta"
 
 
-def test_the_machine(cpu):
+def test_torch_cuda_describes_one_available_device(cpu):
     cuda = torch.cuda
     assert cuda.is_available() and cuda.device_count() == 1 and cuda.current_device() == 0
     assert cuda.get_device_capability() == cuda.get_device_capability(0) == (7, 0)
@@ -178,8 +178,8 @@ def test_the_versions_of_a_build_for_cuda_can_be_split_and_compared():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process is not told what it holds")
-def test_memory_is_what_the_process_has_grown_by():
-    # A fresh process, in which no earlier test has left memory that is given back meanwhile.
+def test_cuda_memory_counts_the_growth_of_the_process():
+    # A new process, since memory of earlier tests could be freed during the measurement.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         process.submit(_allocate_and_ask).result()
 
@@ -211,22 +211,22 @@ def _allocate_and_ask() -> None:
     assert 0 < free < total
 
 
-def test_memory_that_the_system_does_not_tell_is_0_and_said_so_in_a_line(monkeypatch, capfd):
+def test_unknown_memory_is_0_with_one_warning_line(monkeypatch, capfd):
     monkeypatch.setattr("amp_patch.lab.recording.peak_memory._status", lambda name: None)
     monkeypatch.setattr("amp_patch.lab.recording.peak_memory._largest_ever", lambda: None)
     machine._say_that_nothing_tells.cache_clear()
     no_cuda.install()
     try:
-        assert capfd.readouterr().err == "", "before anybody asks"
+        assert capfd.readouterr().err == "", "before the first request"
         assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() == 0
         torch.cuda.reset_peak_memory_stats()
     finally:
         no_cuda.uninstall()
     said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "torch.cuda's memory is 0: this system does not tell" in said
+    assert said.count("\n") == 1 and "torch.cuda's memory is 0: this system does not report" in said
 
 
-def test_streams_and_events(cpu):
+def test_streams_and_events_measure_time_on_the_cpu(cpu):
     stream = torch.cuda.Stream()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with pytest.raises(RuntimeError, match="recorded"):
@@ -242,7 +242,7 @@ def test_streams_and_events(cpu):
     assert end.query() and start.elapsed_time(end) >= 10 and end.elapsed_time(start) <= -10
 
 
-def test_generators(cpu):
+def test_cuda_generators_draw_the_numbers_of_cpu_generators(cpu):
     generators = [torch.Generator(device) for device in ("cuda", "cuda:0", torch.device("cuda"), "cpu")]
     generators += [torch.Generator(device="cuda"), torch.Generator()]
     drawn = [torch.rand(2, generator=generator.manual_seed(3), device="cuda") for generator in generators]
@@ -251,7 +251,7 @@ def test_generators(cpu):
     assert isinstance(torch.default_generator, torch.Generator) and not isinstance(3, torch.Generator)
 
 
-def test_checkpoints_that_were_saved_on_cuda(cpu, tmp_path, monkeypatch):
+def test_checkpoints_saved_on_cuda_load_on_the_cpu(cpu, tmp_path, monkeypatch):
     path = tmp_path / "model.pt"
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:2")
     torch.save(nn.Linear(2, 2).state_dict(), path)
@@ -263,7 +263,7 @@ def test_checkpoints_that_were_saved_on_cuda(cpu, tmp_path, monkeypatch):
     assert torch.ones(2).untyped_storage().to(device="cuda").device.type == "cpu"
 
 
-def test_loaders_that_pin(cpu):
+def test_loaders_with_pinned_memory_give_cpu_batches(cpu):
     data = torch.utils.data.TensorDataset(torch.ones(4, 2))
     for (batch,) in torch.utils.data.DataLoader(data, 2, pin_memory=True):
         assert batch.cuda(non_blocking=True).shape == (2, 2)

@@ -1,4 +1,4 @@
-"""Trainings, regions and processes of code for CUDA on a machine without."""
+"""CUDA-only code on a machine without CUDA: trainings, autocast regions and process groups."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ AREAS = {
 
 @pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("area", AREAS)
-def test_fp16_is_emulated_in_every_kind_of_region(cpu, arithmetic, area):
-    """Where this CPU has no arithmetic for it: FP16 values, and their products in FP32, forward and backward."""
+def test_fp16_regions_are_emulated_on_a_cpu_without_fp16(cpu, arithmetic, area):
+    """If this CPU has no FP16 arithmetic, values are FP16 and products are FP32, in forward and backward."""
     make, x, layer = AREAS[area], torch.ones(2, 4, device="cuda"), nn.Linear(4, 4).cuda()
     with Products() as seen:
         with make():
@@ -85,7 +85,7 @@ def test_fp16_is_emulated_in_every_kind_of_region(cpu, arithmetic, area):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_in_torchs_autocast_computes_again_in_it(cpu, arithmetic, reentrant):
+def test_a_checkpointed_forward_is_recomputed_in_its_autocast_type(cpu, arithmetic, reentrant):
     layer, types = nn.Linear(4, 4), []
     layer.register_forward_pre_hook(lambda module, args: types.append(mm_dtype()))
     x = torch.ones(2, 4, requires_grad=True)
@@ -95,7 +95,7 @@ def test_a_checkpoint_in_torchs_autocast_computes_again_in_it(cpu, arithmetic, r
     assert types == [HALF, HALF] and x.grad.dtype == FP32
 
 
-def test_a_training_in_torchs_own_mixed_precision(cpu, arithmetic):
+def test_a_native_cuda_training_runs_on_the_cpu(cpu, arithmetic):
     net = nn.DataParallel(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))).cuda()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.warns(FutureWarning, match="torch.cuda.amp.GradScaler"):
@@ -117,7 +117,7 @@ def test_a_training_in_torchs_own_mixed_precision(cpu, arithmetic):
         assert net(x).dtype == torch.float
 
 
-def test_custom_functions_under_torchs_autocast(cpu, arithmetic):
+def test_custom_functions_cast_inputs_under_autocast(cpu, arithmetic):
     seen = []
 
     class Double(torch.autograd.Function):
@@ -138,7 +138,7 @@ def test_custom_functions_under_torchs_autocast(cpu, arithmetic):
     assert seen == [(torch.float32, False)] and x.grad.tolist() == [2, 2]
 
 
-def test_distributed_over_nccl_is_over_gloo(cpu, tmp_path):
+def test_a_process_group_over_nccl_uses_gloo(cpu, tmp_path):
     store = f"file://{tmp_path}/store"
     dist.init_process_group("nccl", init_method=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:
@@ -153,7 +153,7 @@ def test_distributed_over_nccl_is_over_gloo(cpu, tmp_path):
 
 
 @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
-def test_an_amp_training_is_that_of_the_cpu(opt_level):
+def test_a_training_on_cuda_gives_the_losses_of_the_cpu(opt_level):
     def train(device: str) -> list[float]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).to(device)
@@ -195,7 +195,7 @@ def snapshot() -> dict[tuple[str, str], int]:
     return seen | {("registry", ""): hash(tuple(torch.serialization._package_registry))}
 
 
-def test_uninstall_leaves_torch_as_it_was():
+def test_uninstall_restores_torch():
     before = snapshot()
     no_cuda.install()
     no_cuda.install()
@@ -205,7 +205,7 @@ def test_uninstall_leaves_torch_as_it_was():
     assert snapshot() == before
 
 
-def test_an_install_that_fails_changes_nothing(monkeypatch):
+def test_a_failed_install_restores_torch(monkeypatch):
     before = snapshot()
     monkeypatch.setattr(no_cuda.Patches, "apply", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""`python -m amp_patch run`: a script cannot tell it from `python`, save that it finds Apex."""
+"""`python -m amp_patch run`: a script runs as under `python`, but finds Apex."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MISSING = [["missing.py"], ["-m", "missing"], ["missing/"], []]
 
 
 def python(*arguments: str, cwd: Path) -> list[str | int]:
-    """What it printed to stdout and stderr, and its exit code."""
+    """Run python. Return its stdout, its stderr and its exit code."""
     command = [sys.executable, *arguments]
     ran = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
     return [ran.stdout, ran.stderr, ran.returncode]
@@ -84,27 +84,27 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(scripts) -> dict[str, list[str | int]]:
-    """What `run` printed and exited with, by its arguments."""
+    """Return stdout, stderr and exit code of `run` for each list of arguments."""
     cases = [*STARTS, *([name] for name in ENDS), *MISSING]
     ended = run_each(scripts, [(case, {}) for case in cases], ENVIRONMENT)
     return {" ".join(case): result for case, result in zip(cases, ended, strict=True)}
 
 
 @pytest.mark.parametrize("arguments", STARTS, ids=" ".join)
-def test_a_script_sees_what_it_sees_under_python(scripts, ran, arguments):
+def test_a_script_under_run_has_the_environment_of_python(scripts, ran, arguments):
     plain = python(*arguments, cwd=scripts)
     assert plain[0].count("\n") > 10 and plain[1:] == ["", 0]
     assert ran[" ".join(arguments)] == plain
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_script_ends_as_it_ends_under_python(scripts, ran, name):
+def test_a_script_under_run_ends_as_under_python(scripts, ran, name):
     plain = python(name, cwd=scripts)
     assert plain[2] == ENDS[name][1]
     assert ran[name] == plain
 
 
-def test_a_script_that_is_not_there(scripts, ran):
+def test_a_missing_script_fails_as_under_python(scripts, ran):
     for arguments in MISSING[:-1]:
         printed, errors, code = ran[" ".join(arguments)]
         assert code == python(*arguments, cwd=scripts)[2] != 0
@@ -147,7 +147,7 @@ if __name__ == "__main__":
 """
 
 
-def test_processes_that_a_script_starts_find_apex_too(tmp_path):
+def test_child_processes_of_a_script_find_apex(tmp_path):
     (tmp_path / "spawns.py").write_text(SPAWNS)
     printed, errors, code = python("-m", "amp_patch", "run", "spawns.py", str(ROOT), cwd=tmp_path)
     assert (errors, code) == ("", 0)
@@ -159,8 +159,8 @@ def test_processes_that_a_script_starts_find_apex_too(tmp_path):
     ]
 
 
-def test_a_fork_server_is_not_told_the_script():
-    """It imports what it is told with a sys.path of its own, without Apex: from Python 3.14 on it does so."""
+def test_a_fork_server_does_not_import_the_script():
+    """From Python 3.14 on, a fork server would import the script with its own sys.path, which has no Apex."""
     name = "init_main_from_path"
     told = partial(run._preparation_data, lambda process: {name: "train.py", "sys_path": []}, None)
     assert told("ignore") == {"sys_path": []}
@@ -180,7 +180,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_under_a_launcher(tmp_path):
+def test_a_script_under_run_trains_in_every_rank_of_a_launcher(tmp_path):
     (tmp_path / "train.py").write_text(DISTRIBUTED)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "amp_patch"]
     printed, errors, code = python(*launcher, "run", "train.py", "--theirs", "x", cwd=tmp_path)
@@ -204,14 +204,14 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_gloos_threads_in_nccls_place_are_waited_for_at_the_end(tmp_path):
+def test_run_waits_for_gloo_threads_at_the_end(tmp_path):
     (tmp_path / "train.py").write_text(STRAGGLER)
     printed, _, code = python("-m", "amp_patch", "run", "--device", "cpu", "train.py", cwd=tmp_path)
     assert (printed.splitlines()[-1], code) == ("through", 0)  # torch 2.8's gloo prints how many ranks it knows
 
 
-def test_the_script_may_be_a_package_beside_a_real_apex(tmp_path):
-    """A copy of Apex beside the script, or where `-m` is called, is the one that the script imports; it gets amp."""
+def test_a_script_next_to_a_real_apex_imports_it_with_amp(tmp_path):
+    """A script imports the copy of Apex in its folder or in the working directory, and finds our amp in it."""
     apex = tmp_path / "apex"
     apex.mkdir()
     (apex / "__init__.py").write_text("theirs = True\n")
@@ -221,7 +221,7 @@ def test_the_script_may_be_a_package_beside_a_real_apex(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the script finds its GPU")
-def test_a_script_that_finds_no_gpu_is_told_what_to_try(tmp_path):
+def test_a_script_without_a_gpu_fails_with_a_hint_at_device_cpu(tmp_path):
     (tmp_path / "train.py").write_text("import torch\ntorch.nn.Linear(2, 2).cuda()\n")
     _, errors, code = python("-m", "amp_patch", "run", "train.py", cwd=tmp_path)
     assert code == 1 and errors.splitlines()[-1].endswith("python -m amp_patch run --device cpu ...")

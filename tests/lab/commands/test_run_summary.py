@@ -1,4 +1,4 @@
-"""The line with which `run` ends."""
+"""The summary line at the end of `run`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from amp_patch.lab.commands import run_summary
 from amp_patch.lab.commands.run_summary import told
 
 LINE = r"amp_patch: (?P<level>O\d[+\w]*(?: \w+)?) trained (?P<what>.+): (?P<steps>\d+) steps?, (?P<skipped>\d+) skipped"
-MEMORY = r"(?:; peak memory (?P<own>[\d.]+) (?P<unit>\w+), in FP32 about (?P<fp32>[\d.]+))?\n"
+WHAT = "memory of weights, gradients, state and activations"
+MEMORY = rf"(?:; {WHAT} (?P<own>[\d.]+) (?P<unit>\w+), in FP32 about (?P<fp32>[\d.]+)"
+MEMORY += r"; peak of the process (?P<process>[\d.,]+) (?P<process_unit>\w+))?\n"
 
 
 class Net(nn.Sequential):
@@ -51,7 +53,7 @@ def line_of(capsys) -> re.Match[str]:
         *(("O5+split", "O5+split BF16"), ("O5+stochastic", "O5+stochastic BF16")),
     ],
 )
-def test_the_line_has_level_models_optimizers_steps_and_skips(level, name, capsys):
+def test_the_summary_names_level_models_optimizers_steps_and_skips(level, name, capsys):
     with told():
         train(level, overflow_at=1)
     found = line_of(capsys)
@@ -62,7 +64,7 @@ def test_the_line_has_level_models_optimizers_steps_and_skips(level, name, capsy
 
 @pytest.mark.skipif(torch.__version__ < "2.8", reason="activations are counted from torch 2.8 on")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
-def test_the_estimate_is_what_o0_takes(level, capsys):
+def test_the_summary_estimates_the_memory_of_o0(level, capsys):
     with amp.record(activations=True) as run:
         train("O0")
     assert run.activations is not None
@@ -70,13 +72,15 @@ def test_the_estimate_is_what_o0_takes(level, capsys):
     with told():
         train(level)
     found = line_of(capsys)
-    # Saved beside what O0 saves are the casts of input and output (256 x 64), at O1 those of five weights (64 x 64).
+    # In addition to O0, a step saves the casts of input and output (256 x 64), and at O1 of five weights (64 x 64).
     casts = 4 * (2 * 256 * 64 + (5 * 64 * 64 if level == "O1" else 0))
     assert found["unit"] == "KiB" and float(found["fp32"]) * 1024 == pytest.approx(o0 + casts, abs=1024)
     assert float(found["own"]) < 0.95 * float(found["fp32"])
+    whole = float(found["process"].replace(",", "")) * {"MiB": 2**20, "GiB": 2**30}[found["process_unit"]]
+    assert whole > 50 * 2**20, "torch alone takes more"
 
 
-def test_several_trainings_are_listed(capsys):
+def test_the_summary_lists_several_trainings(capsys):
     with told():
         train("O2", steps=1)
         train("O1", steps=2)
@@ -94,7 +98,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_script_that_fails_ends_with_its_error_alone(end, capsys):
+def test_a_failed_script_has_no_summary(end, capsys):
     ends, tells = ENDS[end]
     try:
         with told():
@@ -105,7 +109,7 @@ def test_a_script_that_fails_ends_with_its_error_alone(end, capsys):
     assert ("trained Net" in capsys.readouterr().err) is tells
 
 
-def test_nothing_is_said_where_no_step_was_made_nor_by_other_ranks(capsys, monkeypatch):
+def test_a_script_without_steps_and_other_ranks_have_no_summary(capsys, monkeypatch):
     with told():
         train("O2", steps=0)
     monkeypatch.setattr(run_summary, "is_first_rank", lambda: False)
@@ -115,7 +119,7 @@ def test_nothing_is_said_where_no_step_was_made_nor_by_other_ranks(capsys, monke
 
 
 @pytest.mark.skipif(torch.__version__ < "2.8", reason="activations are counted from torch 2.8 on")
-def test_a_count_that_was_not_ended_leaves_no_hook():
+def test_an_unfinished_count_leaves_no_hook():
     with told():
         train("O2", steps=2)  # the third step, which would be counted, never comes
     x = torch.ones(2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""`python -m amp_patch search`: its folders, what it prints, and a search that was cut."""
+"""`python -m amp_patch search`: its folders, its output, and interrupted searches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MODULES = ["0", "1", "2", "3"]
 
 
 class Trainings:
-    """In the place of what trains: a level passes if module "2" is kept. `made` has the runs that were made."""
+    """Stand-in for the trainings: a level passes if module "2" is kept. `made` lists the runs that were made."""
 
     made: ClassVar[list[tuple[tuple[str, ...], str, int]]] = []
     told_time: ClassVar[list[bool]] = []
     lost_eps = None
-    cut_at = 0  # before so many runs; 0: never
+    cut_at = 0  # the number of the run that is interrupted before its start; 0: none
 
     def __init__(self, plan, args, interrupts, found, tells_time):
         self.told_time.append(tells_time)
@@ -70,7 +70,7 @@ def run(*given: str) -> int:
     return exit_.value.code or 0
 
 
-def test_a_search_shows_each_trial_and_ends_with_what_to_paste(capsys):
+def test_a_search_prints_each_trial_and_the_code_to_paste(capsys):
     assert run("--level", "O4", "train.py", "--", "--lr", "1") == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[:3] for line in shown if line.startswith("trial")] == [
@@ -90,39 +90,39 @@ def test_a_search_shows_each_trial_and_ends_with_what_to_paste(capsys):
     assert Trainings.told_time == [True, False, False, False], "what a number of steps would take is said once"
 
 
-def test_a_reason_that_no_module_mends_ends_it_at_once(capsys):
+def test_a_search_ends_at_once_for_a_cause_that_no_module_removes(capsys):
     Trainings.lost_eps = 1e-8
     assert run("--level", "O3", "train.py") == 1
     shown = capsys.readouterr().out
     assert shown.count("trial ") == 1 and len(Trainings.made) == 3 * 2
     reason = "its optimizer's eps 1e-08 is 0 in FP16; take eps=1e-4 or more, or O2"
-    assert "O3: no module that is kept makes it as good as O0: diverged with seeds 0, 1 and 2 at step 0" in shown
+    assert "O3: keeping modules does not make it as good as O0: diverged with seeds 0, 1 and 2 at step 0" in shown
     assert f"{reason}.\n" in shown and "keep_fp32" not in shown
     report = loads(Path("amp_search/search.json").read_text())
     assert report["kept"] is None and report["no_use"].endswith(reason)
 
 
 @pytest.mark.parametrize("cut_at", [2, 5, 9])
-def test_a_search_that_was_cut_goes_on(cut_at, capsys):
+def test_an_interrupted_search_resumes_without_repeating_runs(cut_at, capsys):
     Trainings.cut_at = cut_at
     assert run("train.py", "--seeds", "2") == 130
-    assert "To go on: python -m amp_patch search --resume amp_search" in capsys.readouterr().out
+    assert "To continue: python -m amp_patch search --resume amp_search" in capsys.readouterr().out
     assert run("--resume", "amp_search") == 0
     assert len(Trainings.made) == len(set(Trainings.made)) == 2 * 5, "no run is made twice"
     assert loads(Path("amp_search/search.json").read_text())["kept"] == ["2"]
-    # Begun anew nothing of it counts.
+    # A new search reuses nothing.
     assert run("train.py", "--seeds", "2") == 0 and len(Trainings.made) == 2 * 2 * 5
 
 
-def test_trials_may_be_fewer(capsys):
+def test_a_search_with_few_trials_keeps_more_modules_and_resumes(capsys):
     assert run("train.py", "--trials", "4") == 0
     shown = capsys.readouterr().out
-    assert "The trials were used up; fewer modules may do: --resume with more --trials goes on." in shown
+    assert "The trials were used up; fewer modules may be enough: continue with --resume and more --trials." in shown
     assert 'keep_fp32=["0", "1", "2"]' in shown
     assert run("--resume", "amp_search", "--trials", "9") == 0 and len(Trainings.made) == 3 * 5
     assert 'keep_fp32=["2"]' in capsys.readouterr().out
     assert run("train.py", "--trials", "3") == 1
-    assert "nothing is found to keep" in capsys.readouterr().out
+    assert "no modules were found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_trials_may_be_fewer(capsys):
         (["--resume", "none"], "search: none has no comparison"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused_by_name(given, said, capsys):
+def test_search_refuses_invalid_arguments_by_name(given, said, capsys):
     assert run(*given) == 2
     shown = capsys.readouterr().err
     assert shown.startswith(said) and "compare:" not in shown and not Trainings.made
@@ -166,7 +166,7 @@ for _ in range(30):
 
 
 @pytest.mark.slow
-def test_an_unedited_script_is_searched(tmp_path):
+def test_a_search_of_an_unedited_script_finds_its_module(tmp_path):
     done = start_script(tmp_path, SCRIPT, "-m", "amp_patch", "search", "--level", "O2", "--seeds", "2")
     assert done.returncode == 0, done.stderr
     assert 'opt_level="O2", keep_fp32=["1"])' in done.stdout, done.stdout

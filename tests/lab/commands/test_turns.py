@@ -1,4 +1,4 @@
-"""Runs that are compared take turns: one trains at a time, and each is what it is alone."""
+"""Turns: compared runs train one at a time, with the same results as alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def taken(tmp_path, monkeypatch):
         yield taken, given
 
 
-def test_a_turn_is_handed_on_between_steps_and_waited_for(taken):
+def test_a_turn_is_passed_on_between_steps_and_the_process_waits_for_the_next(taken):
     taken, given = taken
     given.send(TURN)
     taken.between_steps()
@@ -63,7 +63,7 @@ def test_a_turn_is_handed_on_between_steps_and_waited_for(taken):
         given.recv(1)
 
 
-def test_the_last_turn_and_the_end_of_all(taken):
+def test_the_last_turn_is_kept_to_the_end(taken):
     taken, given = taken
     given.send(LAST)
     taken.between_steps()
@@ -71,11 +71,11 @@ def test_the_last_turn_and_the_end_of_all(taken):
     assert given.recv(100).count(b"\n") == 1
     taken._is_last = False
     given.close()
-    taken.between_steps()  # what cannot be told is no reason to end
+    taken.between_steps()  # a closed connection does not end the process
     assert taken.kept_for is not None
 
 
-def test_without_somebody_who_gives_turns_a_process_ends(taken):
+def test_a_process_ends_if_compare_has_ended(taken):
     taken, given = taken
     given.shutdown(socket.SHUT_WR)
     with pytest.raises(SystemExit, match="compare, which started this process, has ended"):
@@ -134,7 +134,7 @@ def saves_safetensors(folder: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_the_first_write_takes_the_turn_for_good(what, why, tmp_path):
+def test_a_script_that_writes_files_keeps_its_turn(what, why, tmp_path):
     (tmp_path / "read").write_text("")
     (tmp_path / "full").mkdir()
     before = open, os.open, os.fork, subprocess.Popen.__init__
@@ -153,7 +153,7 @@ def test_the_first_write_takes_the_turn_for_good(what, why, tmp_path):
 
 
 class Made:
-    """In the place of a process: each turn is a step, and its script says what comes of it."""
+    """Stand-in for a process: each turn is a step, and `steps` has the result of each."""
 
     steps: ClassVar[dict[str, list]] = {}  # level -> what its turns give
     order: ClassVar[list[str]] = []
@@ -225,7 +225,7 @@ ONE_BY_ONE = ["O0"] * 3 + ["O2"] * 2 + ["O4"] * 4
 
 
 @pytest.mark.parametrize("why", ["asked", "cuda", "memory"])
-def test_one_by_one(why, order, monkeypatch):
+def test_runs_are_made_one_by_one_on_request_on_cuda_and_with_little_memory(why, order, monkeypatch):
     if why == "cuda":
         Made.steps["O0"][0] = {"cuda": True}
     if why == "memory":
@@ -235,25 +235,25 @@ def test_one_by_one(why, order, monkeypatch):
     assert order == [f"{level}{seed}" for seed in (0, 1) for level in ONE_BY_ONE]
 
 
-def test_a_script_with_mixed_precision_of_its_own_gets_a_row_more(order):
+def test_a_native_script_gets_a_row_for_its_own_precision(order):
     Made.steps["O0"][1] = {"native": True}
     runs, _ = take()
     assert names(runs) == ["O00", "O20", "O40", "native0", "O01", "O21", "O41", "native1"]
     assert order.index("O40") < order.index("native0") < order.index("O01")
 
 
-def test_a_script_without_fp32_weights_is_compared_with_masters_too(order):
+def test_a_script_with_low_weights_gets_a_row_with_masters(order):
     Made.steps["O0"] = [{"weights_type": "bfloat16"}, {}, None]
     runs, _ = take()
     assert names(runs) == ["O00", "O20", "O40", "O50", "O01", "O21", "O41", "O51"]
     assert order.index("O40") < order.index("O50") < order.index("O01")
-    # A level of the plan that has masters of that type does.
+    # If a level of the plan has masters of that type, no level is added.
     runs = [Run(level, 0, weights_type="float16" if level == "O0" else "") for level in ("O0", "O2")]
     scheduler = turn_scheduler.TurnScheduler(
         Plan(("O2",), seeds=1), argparse.Namespace(one_by_one=True), Interrupts(), runs
     )
     assert names(scheduler.runs) == ["O00", "O20"]
-    # What was added is known again by its runs.
+    # A resumed comparison derives the added level from its runs.
     runs[0].weights_type = "bfloat16"
     scheduler = turn_scheduler.TurnScheduler(
         Plan(("O2",), seeds=1), argparse.Namespace(one_by_one=True), Interrupts(), runs
@@ -261,7 +261,7 @@ def test_a_script_without_fp32_weights_is_compared_with_masters_too(order):
     assert names(scheduler.runs) == ["O00", "O20", "O50"]
 
 
-def test_what_the_memory_did_not_do_for_is_run_again_by_itself(order):
+def test_a_run_that_ran_out_of_memory_is_repeated_alone(order):
     Made.steps["O2"] = [{}, Failure("out of memory: MemoryError", OUT_OF_MEMORY)]
     runs, _ = take()
     assert order[:11] == ["O00", "O20", "O40", "O00", "O20", "O40", "O40", "O40", "O00", "O20", "O20"]
@@ -270,7 +270,7 @@ def test_what_the_memory_did_not_do_for_is_run_again_by_itself(order):
     assert order[11:] == ["O01"] * 3 + ["O21"] * 2 + ["O41"] * 4
 
 
-def test_an_interrupt_keeps_what_took_steps(order):
+def test_an_interrupt_keeps_runs_that_took_steps(order):
     Made.steps["O2"] = [{}, Ended(signal.SIGINT)]
     runs, interrupted = take()
     assert interrupted == 130 and names(runs) == ["O00", "O20", "O40"]
@@ -279,8 +279,8 @@ def test_an_interrupt_keeps_what_took_steps(order):
 
 
 @pytest.mark.parametrize("steps", [[], [{}]])
-def test_where_every_level_fails_with_the_first_seed_the_others_are_not_tried(steps, order, capsys):
-    """Behind its first step: before it, the first run is the end."""
+def test_other_seeds_are_skipped_if_every_level_fails_with_the_first(steps, order, capsys):
+    """Failures after the first step. A failure before it ends the comparison at once."""
     for level in ("O0", "O2", "O4"):
         Made.steps[level] = [*(steps or [{}] * (level == "O0")), Failure("KeyError: 'x'", "", "train.py, line 3")]
     runs, interrupted = take()
@@ -288,7 +288,7 @@ def test_where_every_level_fails_with_the_first_seed_the_others_are_not_tried(st
     assert "every level has failed with seed 0: other seeds are not tried" in capsys.readouterr().out
 
 
-def test_a_script_that_fails_before_its_first_step_is_begun_once(order, capsys):
+def test_a_script_that_fails_before_its_first_step_is_started_once(order, capsys):
     Made.steps["O0"] = [Failure("KeyError: 'x'", "", "train.py, line 3")]
     with pytest.raises(ScriptFailed, match=r"at O0, before its first step: KeyError: 'x' \(train.py, line 3\)$"):
         take()
@@ -296,7 +296,7 @@ def test_a_script_that_fails_before_its_first_step_is_begun_once(order, capsys):
     assert "KeyError" not in capsys.readouterr().out, "said once, by whoever catches it"
 
 
-def test_a_first_level_that_the_memory_does_not_do_for_is_a_row(order):
+def test_a_first_level_that_runs_out_of_memory_is_a_row(order):
     Made.steps["O0"] = [Failure("out of memory: MemoryError", OUT_OF_MEMORY)]
     runs, _ = take()
     assert names(runs) == ["O00", "O20", "O40", "O01", "O21", "O41"]
@@ -354,7 +354,7 @@ def steps_of(folder: Path, level: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
-def test_one_level_trains_at_a_time_and_its_times_and_losses_are_those_of_a_run_alone(tmp_path):
+def test_runs_in_turns_have_the_times_and_losses_of_runs_alone(tmp_path):
     levels = ["O0", "O2", "O1"]
     runs = compare(tmp_path, "--levels", ",".join(levels))
     steps = sorted((*step, level) for level in levels for step in steps_of(tmp_path, level))
@@ -372,7 +372,7 @@ def test_one_level_trains_at_a_time_and_its_times_and_losses_are_those_of_a_run_
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_files_are_each_levels_own_and_who_goes_astray_holds_up_nobody(tmp_path):
+def test_each_level_has_its_own_files_and_a_stuck_run_blocks_no_other(tmp_path):
     runs = compare(tmp_path, "--levels", "O0,O2,O3,O4,O5,O1", "--", "O0", "O2")
     assert {level: (run.error or "")[:16] for level, run in runs.items()} == {
         "O0": "", "O2": "", "O3": "killed by signal", "O4": "the recording br", "O5": "exit status 3: f", "O1": "",

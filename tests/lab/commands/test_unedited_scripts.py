@@ -1,4 +1,4 @@
-"""`compare` and `run` of scripts that never heard of amp_patch, as a user starts them."""
+"""`compare` and `run` of scripts without a line of amp_patch, started as a user would."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ LBFGS = DIGITS.replace("Adam(net.parameters(), lr=1e-2)", "LBFGS(net.parameters(
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> str:
-    """What the script prints by itself."""
+    """Return the output of the script under python."""
     return start_script(tmp_path_factory.mktemp("plain"), DIGITS).stdout
 
 
-def test_compare_takes_a_script_as_it_is(plain, tmp_path):
+def test_compare_trains_an_unedited_script(plain, tmp_path):
     done = start_script(tmp_path, DIGITS, "-m", "amp_patch", "compare", "--levels", "O0,O2", "--seeds", "1")
     assert (done.returncode, done.stderr) == (0, "")
     runs = [Run.from_dict(run) for run in loads((tmp_path / "amp_compare/report.json").read_text())["runs"]]
@@ -48,7 +48,7 @@ def test_compare_takes_a_script_as_it_is(plain, tmp_path):
     assert o0.loss != o2.loss == pytest.approx(o0.loss, rel=0.05) and o2.scale[0] == 2.0**16 and o2.masters > 0
 
 
-def test_what_cannot_be_compared_is_said_once_and_at_once(tmp_path):
+def test_compare_refuses_a_script_with_lbfgs_once(tmp_path):
     done = start_script(tmp_path, LBFGS, "-m", "amp_patch", "compare")
     assert done.returncode == 2 and "report:" not in done.stdout
     both = done.stdout + done.stderr
@@ -58,14 +58,14 @@ def test_what_cannot_be_compared_is_said_once_and_at_once(tmp_path):
     ]
 
 
-def test_run_at_o0_is_the_script_to_the_bit(plain, tmp_path):
+def test_run_at_o0_equals_the_script_to_the_bit(plain, tmp_path):
     done = start_script(tmp_path, DIGITS, "-m", "amp_patch", "run", AMP_PATCH_OPT_LEVEL="O0")
     line = "amp_patch: O0 trained Sequential by Adam: 6 steps, 0 skipped\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, plain, line)
 
 
 @pytest.mark.parametrize("level", ["", "O2"])
-def test_what_has_trained_nothing_says_so(level, monkeypatch, capsys):
+def test_run_says_if_a_level_changed_nothing(level, monkeypatch, capsys):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", level)
     with at_asked_level():
         print("1")
@@ -73,7 +73,7 @@ def test_what_has_trained_nothing_says_so(level, monkeypatch, capsys):
     assert found.out == "1\n" and ("AMP_PATCH_OPT_LEVEL=O2 has changed nothing: it made no" in found.err) is bool(level)
 
 
-def test_a_variable_that_names_no_level_ends_the_run(monkeypatch, capsys):
+def test_run_refuses_an_unknown_level_of_the_variable(monkeypatch, capsys):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "02")
     with pytest.raises(SystemExit) as caught, at_asked_level():
         pytest.fail("the script ran")

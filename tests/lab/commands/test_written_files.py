@@ -1,4 +1,4 @@
-"""What `compare` writes into its folder is its own: a link that lies there is replaced, not followed."""
+"""Files that `compare` writes into its folder: a link in the folder is replaced, and not followed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def compare(*options: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--batch-search", "1GiB", "--batch-flag", "--batch")])
-def test_links_in_the_folder_of_a_report(options, folder):
+def test_compare_replaces_links_in_its_folder(options, folder):
     names = OF_SEARCH if options else WRITTEN
     (folder / "theirs").mkdir()
     for index, name in enumerate(names):
@@ -60,7 +60,7 @@ def test_links_in_the_folder_of_a_report(options, folder):
 
 
 @pytest.mark.slow
-def test_a_link_in_the_place_of_the_folder_of_the_runs(folder):
+def test_compare_replaces_a_link_at_its_folder_of_runs(folder):
     (folder / "theirs").mkdir()
     (folder / "out" / "runs").rmdir()
     (folder / "out" / "runs").symlink_to(folder / "theirs")

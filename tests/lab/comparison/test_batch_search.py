@@ -1,4 +1,4 @@
-"""The largest batch that fits is found exactly where memory grows evenly, and closely enough where it does not."""
+"""The search for the largest batch: exact if memory grows evenly, and close otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 def found(memory, limit=GIB, *, out_above=math.inf, data=math.inf, fails_at=None, near=None, micro=1):
-    """A search in a training of which a batch takes `memory(batch)` bytes."""
+    """Search in a training whose batches take `memory(batch)` bytes."""
 
     def trial(batch):
         samples = min(micro * batch, data)
@@ -35,14 +35,14 @@ def found(memory, limit=GIB, *, out_above=math.inf, data=math.inf, fails_at=None
     ("memory", "largest", "trials"),
     [
         (lambda n: 2**28 + n * 2**20, 768, 4),  # evenly
-        (lambda n: 2**28 + n * 2**28, 3, 4),  # even eight are too many
+        (lambda n: 2**28 + n * 2**28, 3, 4),  # the first batch, 8, is too large
         (lambda n: 2**28 + n * 2**14, 3 * 2**14, 4),
-        (lambda n: 2**28 + max(2**27, n * 2**20), 768, 7),  # something else takes most, with small batches
+        (lambda n: 2**28 + max(2**27, n * 2**20), 768, 7),  # with small batches, other memory dominates
         (lambda n: n**2 * 2**10, 1024, 8),
         (lambda n: GIB - 1 + n, 1, 3),
     ],
 )
-def test_the_largest_batch(memory, largest, trials):
+def test_a_search_finds_the_largest_batch_that_fits(memory, largest, trials):
     result = found(memory)
     assert result.best.batch == largest and len(result.tried) <= trials
     assert memory(largest) <= GIB < memory(largest + 1)
@@ -50,21 +50,21 @@ def test_the_largest_batch(memory, largest, trials):
     assert result.over is not None or result.next_memory() > GIB, "neither tried nor reckoned"
 
 
-def test_a_level_begins_where_another_ended():
+def test_a_search_starts_at_half_of_the_answer_of_another_level():
     base = found(lambda n: 2**28 + n * 2**20)
     result = found(lambda n: 2**28 + n * 2**19, near=base)
     assert [trial.batch for trial in result.tried] == [384, 768, 1536]
 
 
-def test_running_out_of_memory_is_an_end_too():
-    result = found(lambda n: n * 2**20, out_above=700)  # fragments, of which no count knows
+def test_a_search_treats_a_batch_that_runs_out_of_memory_as_too_large():
+    result = found(lambda n: n * 2**20, out_above=700)  # fragmentation, which no count includes
     assert result.best.batch == 700 and result.over.batch == 701 and result.over.memory is None
     assert found(lambda n: n * 2**20, out_above=0).problem == "a batch of 1 runs out"
     assert found(lambda n: n * 2 * GIB).problem == "a batch of 1 takes 2 GiB"
 
 
-def test_what_is_no_answer_says_so():
-    assert found(lambda n: 4096).best.batch > 2**10, "small batches may hide behind something else"
+def test_a_search_without_an_answer_says_why():
+    assert found(lambda n: 4096).best.batch > 2**10, "with small batches, other memory may dominate"
     assert "changes nothing: 8 and 16 take the same" in found(lambda n: 4096, data=8).problem
     ended = found(lambda n: n * 2**10, data=1797, micro=2)
     assert ended.problem == "the data gave no more than 1797 samples" and ended.best.samples == 1797
@@ -83,7 +83,7 @@ def test_what_is_no_answer_says_so():
         (lambda batch: (35, 4), None, lambda batch: 35),  # the batch is no size of the first tensor
     ],
 )
-def test_the_dimension_that_moves_with_the_flag_is_the_batch(given, dim, samples):
+def test_samples_are_counted_in_the_dimension_that_changes_with_the_batch(given, dim, samples):
     def trial(batch):
         sizes = given(batch)
         return Trial(batch, 2**28 + batch * 2**20, 2 * sizes[0], 100.0 * sizes[0], given=sizes), None
@@ -94,7 +94,7 @@ def test_the_dimension_that_moves_with_the_flag_is_the_batch(given, dim, samples
     assert result.to_dict()["batch_dim"] == dim
 
 
-def test_data_that_ends_is_told_by_the_dimension_of_the_batch():
+def test_data_that_ends_is_noticed_in_the_dimension_of_the_batch():
     def trial(batch):
         sizes = (35, min(batch, 100))
         return Trial(batch, sizes[1] * 2**10, sizes[0], 1.0, given=sizes), None
@@ -102,7 +102,7 @@ def test_data_that_ends_is_told_by_the_dimension_of_the_batch():
     assert search("O0", GIB, trial).problem == "the data gave no more than 100 samples"
 
 
-def test_the_table():
+def test_the_table_of_a_search_says_which_answers_were_tried():
     base = Search("O0", None, GIB, [Trial(8, 2**27, 8, 10.0), Trial(64, GIB, 64, 123.456)])
     level = Search("O5", "bfloat16", GIB, [Trial(100, 2**29, 100, 9e9), Trial(101, 2 * GIB, 101)])
     none = Search("O2", "float16", GIB, [Trial(1, 3 * GIB, 1)])
@@ -123,12 +123,12 @@ def test_the_table():
 @pytest.mark.parametrize(
     ("text", "size"), [("8GiB", 8 * GIB), ("1.5 MiB", 3 * 2**19), ("8GB", 8 * 10**9), ("7k", 7000), ("64B", 64)]
 )
-def test_sizes(text, size):
+def test_a_size_with_a_unit_is_read_as_bytes(text, size):
     assert size_in_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "8parsec", "-1GiB", "0MiB", "GiB", "nan"])
-def test_what_is_no_size(text):
+def test_a_text_that_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match=r"--batch-search is .*; wanted a size, as 8GiB or 512MiB"):
         size_in_bytes(text)
 
@@ -176,7 +176,7 @@ def compare(folder, *options, script=SCRIPT):
     reason="this torch does not tell whose saved-tensor hooks are there",
 )
 @pytest.mark.slow
-def test_a_script_s_largest_batch_is_the_one_reckoned_by_hand(tmp_path):
+def test_a_search_of_a_script_finds_the_batch_that_its_tensor_sizes_allow(tmp_path):
     a_sample = {"O0": 4 * (256 + 8), "O5": 2 * (256 + 8) + 4 * 8}  # ReLU's and the squares'; the cast batch
     gradient = 2 if multi_tensor.backend() == "cpp" else 4  # plain torch steps masters by FP32 ones
     held = {"O0": 4 * 2 * PARAMS, "O5": (2 + 4 + gradient) * PARAMS}  # weights and gradients; and masters
@@ -202,7 +202,7 @@ def test_a_script_s_largest_batch_is_the_one_reckoned_by_hand(tmp_path):
         (["1GiB", "--batch-flag", "--columns"], "O0 failed with 8: the script exited with status 2: train.py: error: "),
     ],
 )
-def test_what_cannot_be_searched_is_said_once(options, message, tmp_path, monkeypatch, capfd):
+def test_a_batch_search_with_wrong_arguments_prints_one_error(options, message, tmp_path, monkeypatch, capfd):
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
@@ -214,7 +214,7 @@ def test_what_cannot_be_searched_is_said_once(options, message, tmp_path, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("told", [[], ["--batch-dim", "1"]])
-def test_a_batch_that_is_not_the_first_dimension(told, tmp_path):
+def test_a_batch_search_counts_samples_in_a_later_dimension(told, tmp_path):
     options = ["--batch-search", "2MiB", "--batch-flag", "--rows", "--levels", "O0,O4", *told]
     done = compare(tmp_path, *options, script=RECURRENT)
     assert done.returncode == 0 and "the data gave" not in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The report's page as a reader sees it: in a browser, on a desk and on a phone, light and dark."""
+"""The report's page in a browser: on a desktop and on a phone, light and dark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 VIEWS = {"desk": {"width": 1280, "height": 800}, "phone": {"width": 390, "height": 844, "mobile": True}}
 LONG = "encoder.layers.{}.attention.output_projection_with_a_very_long_name.parametrizations"
 
-# What is wrong with the page as it is shown, in words. Everything visible is text in HTML or within a picture.
+# Find layout faults of the shown page, in words. All visible content is text, in HTML or inside a picture.
 FAULTS = """(() => {
   // A phone zooms out until all of a wide page is in its window: innerWidth would grow with the page.
   const faults = [], root = document.documentElement, width = root.clientWidth;
@@ -83,7 +83,7 @@ FAULTS = """(() => {
 
 UNFOLD = "document.querySelectorAll('details').forEach(each => { each.open = true })"
 
-# Of each picture: its size on the screen, and how much is drawn in it in a colour.
+# Measure each picture: its size on the screen, and the number of its coloured shapes.
 PICTURES = """[...document.querySelectorAll('figure > svg, img')].map(e => {
   const { width, height } = e.getBoundingClientRect();
   const drawn = [...e.querySelectorAll('path, line, rect')].filter(p => {
@@ -139,7 +139,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("view", [*VIEWS])
 @pytest.mark.parametrize(("report", "pictures"), [("many", 6 + 2 + 4), ("alone", 1 + 1), ("failed", 0)])
-def test_a_page_as_it_is_shown(browser, reports, report, pictures, view, scheme):
+def test_a_page_has_no_layout_faults_on_each_screen(browser, reports, report, pictures, view, scheme):
     browser.view(**VIEWS[view], scheme=scheme)
     url = reports[report].as_uri()
     browser.open(url)
@@ -161,7 +161,7 @@ def test_a_page_as_it_is_shown(browser, reports, report, pictures, view, scheme)
     assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
 
 
-def test_a_wide_table_scrolls_in_its_own_box(browser, reports):
+def test_a_wide_table_scrolls_inside_its_box(browser, reports):
     browser.view(**VIEWS["phone"])
     browser.open(reports["many"].as_uri())
     box = "document.querySelector('.scroll')"
@@ -171,7 +171,7 @@ def test_a_wide_table_scrolls_in_its_own_box(browser, reports):
     assert wide > narrow and left == 60
 
 
-def test_six_levels_on_a_desk_lose_no_column(browser, tmp_path):
+def test_a_table_of_six_levels_shows_every_column_on_a_desktop(browser, tmp_path):
     dtypes = {"O0": None, "O1": "float16", "O2": "float16", "O4": "bfloat16", "O5": "bfloat16", "O5+split": "bfloat16"}
     lost = [Updates("bfloat16", {"weight": [100, 81]}), Updates("float16", {"weight": [100, 8]})]
     runs = [
@@ -187,14 +187,14 @@ def test_six_levels_on_a_desk_lose_no_column(browser, tmp_path):
     assert browser.evaluate(f"{box}.scrollWidth - {box}.clientWidth") == 0
 
 
-def test_on_a_phone_the_bars_come_before_the_prose(browser, reports):
+def test_a_phone_shows_the_bars_before_the_text(browser, reports):
     browser.view(**VIEWS["phone"])
     browser.open(reports["many"].as_uri())
     tops = browser.evaluate("['h1', '.rows', '.said'].map(e => document.querySelector(e).getBoundingClientRect().top)")
     assert tops == sorted(tops)
 
 
-# Of the numbers beside the bars those that a dotted line strikes through, in words.
+# List the numbers next to the bars that a dotted line crosses.
 STRUCK = """[...document.querySelectorAll('.row > svg')].flatMap(cell => {
   const lines = [...cell.querySelectorAll('line[stroke-dasharray]')].map(e => e.getBoundingClientRect().left);
   return [...cell.querySelectorAll('text')].filter(text => {
@@ -205,7 +205,7 @@ STRUCK = """[...document.querySelectorAll('.row > svg')].flatMap(cell => {
 
 
 @pytest.mark.parametrize("width", [1280, 700, 400])
-def test_numbers_stand_beside_the_dotted_line(browser, width, tmp_path):
+def test_a_dotted_line_crosses_no_number(browser, width, tmp_path):
     shares = (0.3, 0.43, 0.5, 0.58, 0.7, 0.83, 0.96, 1.0, 1.04, 1.3)
     runs = [made_up_run("O0", final=1.0), made_up_run("O0", 1, final=1.5)]
     for index, part in enumerate(shares):
@@ -222,7 +222,7 @@ def test_numbers_stand_beside_the_dotted_line(browser, width, tmp_path):
 
 
 @pytest.mark.parametrize("mobile", [False, True])
-def test_at_400_pixels_every_table_scrolls_and_the_page_does_not(browser, reports, mobile):
+def test_every_table_scrolls_at_400_pixels_and_the_page_does_not(browser, reports, mobile):
     browser.view(400, 800, mobile=mobile)
     browser.open(reports["many"].as_uri())
     browser.evaluate(UNFOLD)
@@ -237,8 +237,8 @@ def test_at_400_pixels_every_table_scrolls_and_the_page_does_not(browser, report
     assert boxes[0][0] > boxes[0][1]
 
 
-def test_on_paper_it_is_light_and_whole(browser, reports):
-    """Nothing can be scrolled there: all of a table is on the sheet."""
+def test_a_printed_page_is_light_and_shows_whole_tables(browser, reports):
+    """Paper does not scroll, so the whole of each table must be on the sheet."""
     browser.view(794, 1123, scheme="dark", media="print")
     browser.open(reports["many"].as_uri())
     folded = (
@@ -271,8 +271,8 @@ WIDE = "<div style='width: 2000px; height: 9px'>"
         ("document.querySelector('h1').style.display = 'none'", "not shown"),
     ],
 )
-def test_a_fault_is_found(browser, reports, planted, found):
-    """The checks above can fail: one fault each, planted in a page that has none."""
+def test_the_checks_find_a_planted_layout_fault(browser, reports, planted, found):
+    """The checks can fail: each fault is planted alone in a page without faults."""
     browser.view(**VIEWS["desk"])
     browser.open(reports["alone"].as_uri())
     browser.evaluate(UNFOLD)
@@ -281,8 +281,8 @@ def test_a_fault_is_found(browser, reports, planted, found):
     assert any(found in fault for fault in faults), faults
 
 
-def test_a_request_and_a_script_are_noticed(browser, reports, tmp_path):
-    """Without its policy the page could load and run things, and this would be seen; with it, it cannot."""
+def test_the_page_policy_blocks_requests_and_scripts(browser, reports, tmp_path):
+    """Without the policy, the page loads and runs content, and the checks see it. With the policy, it cannot."""
     text = reports["failed"].read_text(encoding="utf-8")
     (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy"[^>]*>', text)
     extra = "<img src='picture.png'><script>console.log('ran')</script></main>"

@@ -22,7 +22,7 @@ from amp_patch.lab.commands.compare_folder import add_events
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.recording.run import EXITED, INTERRUPTED, KILLED, OUT_OF_MEMORY, PARTS, Run, dumps, loads
 
-# Draws from every kind of generator that a script has, and prints what it drew and its losses, to the bit.
+# Draws from every kind of generator, and prints the drawn numbers and the losses, to the bit.
 SCRIPT = """
 import random, sys
 import torch
@@ -58,7 +58,7 @@ def recorded(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_script_at_two_levels(seeds, tmp_path, monkeypatch, capsys):
+def test_compare_trains_a_script_at_two_levels_and_writes_figures_and_logs(seeds, tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
     main(["compare", "train.py", "--levels", "O0,O2", "--seeds", str(seeds), "--", "6"])
@@ -76,7 +76,7 @@ def test_a_script_at_two_levels(seeds, tmp_path, monkeypatch, capsys):
     assert plain.stdout.split("\n") == logs[0] and len(logs[0]) == 8
     assert recorded(out, "O0-seed0") == runs[0].loss == [float.fromhex(line) for line in logs[0][:6]]
 
-    # A seed is another training for all levels, which start alike; the script's own generators stay.
+    # Every seed is another training, and all levels of a seed start alike. The script's own generators stay.
     for o0, o2 in zip(runs[::2], runs[1::2], strict=True):
         assert o0.loss[0] == pytest.approx(o2.loss[0], rel=1e-2) and o0.loss != o2.loss
     if seeds > 1:
@@ -95,7 +95,7 @@ def test_a_script_at_two_levels(seeds, tmp_path, monkeypatch, capsys):
     assert "train.py 6" in (out / "report.html").read_text()
 
 
-# What it does depends on level and seed. All but O0 and O4 of seed 0 go wrong.
+# Behaves differently for each level and seed. Every run fails but O0 and O4 of seed 0.
 MISBEHAVES = """
 import os, signal, sys
 import torch
@@ -140,7 +140,7 @@ assert case in ("O40", "O11"), "never reached: --steps ends the script before"
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_is_a_row_and_the_others_go_on(tmp_path, capsys):
+def test_a_failed_run_becomes_a_row_and_the_other_runs_continue(tmp_path, capsys):
     (tmp_path / "train.py").write_text(MISBEHAVES)
     out = tmp_path / "out"
     given = ["--levels", "O0,O1,O2,O3,O4,O5", "--seeds", "2", "--steps", "7", "--out", str(out)]
@@ -150,9 +150,10 @@ def test_what_goes_wrong_is_a_row_and_the_others_go_on(tmp_path, capsys):
     assert errors["O00"] is None and runs["O00"].steps == 7
     assert errors["O40"] is None and runs["O40"].steps == 4
     assert errors["O10"].startswith("the script never called amp.initialize (or with enabled=False only")
-    assert errors["O11"] == errors["O10"] and runs["O11"].log == str(Path("runs/O1-seed1.log"))
+    assert errors["O11"] == errors["O10"] and runs["O11"].log == str(out / "runs/O1-seed1.log")
     assert errors["O20"] == "ValueError: two lines" and runs["O20"].error_where == "train.py, line 11"
-    assert runs["O20"].error_in_full == f"ValueError: two lines (train.py, line 11; see {Path('runs/O2-seed0.log')})"
+    log = out / "runs/O2-seed0.log"
+    assert runs["O20"].error_in_full == f"ValueError: two lines (train.py, line 11; see {log})"
     assert errors["O30"] == "the script exited with status 3" and runs["O30"].error_where == "train.py, line 13"
     assert errors["O50"].startswith("the script never called amp.scale_loss")
     assert errors["O21"].startswith("out of memory: MemoryError")
@@ -189,7 +190,7 @@ os.wait()
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_process_that_leaves_in_silence_has_an_error_and_one_that_forks_has_none(tmp_path):
+def test_a_process_that_exits_early_fails_its_run_and_a_forked_child_does_not(tmp_path):
     (tmp_path / "train.py").write_text(LEAVES)
     given = ["--levels", "O0,O1", "--seeds", "1", "--out", str(tmp_path), str(tmp_path / "train.py")]
     with pytest.raises(SystemExit) as exit_:
@@ -199,7 +200,7 @@ def test_a_process_that_leaves_in_silence_has_an_error_and_one_that_forks_has_no
     assert forked.error is None and forked.steps == 7
 
 
-def test_a_line_that_a_full_disk_has_cut_is_left_out():
+def test_a_truncated_line_of_a_recording_is_ignored():
     run = Run("O2")
     line = dumps({"event": "note", "text": "seen"}).encode()
     assert add_events(run, line[:9] + line + b"\n" + line + b"\n" + line[:9]) == line[:9]
@@ -207,13 +208,13 @@ def test_a_line_that_a_full_disk_has_cut_is_left_out():
 
 
 @pytest.mark.slow
-def test_nothing_to_compare_is_an_error(tmp_path, capsys):
+def test_compare_exits_with_an_error_if_nothing_is_comparable(tmp_path, capsys):
     (tmp_path / "train.py").write_text(MISBEHAVES)
     given = ["--levels", "O0,O2", "--seeds", "1", "--steps", "3", "--out", str(tmp_path), str(tmp_path / "train.py")]
     with pytest.raises(SystemExit) as exit_:
         main(["compare", *given])
     assert exit_.value.code == 1 and [run.steps for run in runs_of(tmp_path)] == [3, 0]
-    # A metric that nobody logged.
+    # A metric that the script does not log.
     (tmp_path / "train.py").write_text(SCRIPT)
     with pytest.raises(SystemExit) as exit_:
         main(["compare", "--metric", "accuracy", *given[:4], *given[6:], "--", "3"])
@@ -245,7 +246,7 @@ optimizer.step()
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["torch.zeros(1, device='cuda')", "torch.cuda.set_device(0)"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it goes well where CUDA is")
-def test_a_script_that_wants_cuda_is_told_of_the_cpu(call, tmp_path, capsys):
+def test_a_script_that_needs_cuda_fails_with_a_hint_at_device_cpu(call, tmp_path, capsys):
     (tmp_path / "train.py").write_text(f"import torch; {call}")
     with pytest.raises(SystemExit):
         main(["compare", "--levels", "O0,O2", "--seeds", "1", "--out", str(tmp_path), str(tmp_path / "train.py")])
@@ -253,7 +254,7 @@ def test_a_script_that_wants_cuda_is_told_of_the_cpu(call, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_an_apex_module_with_a_seed_option_and_without_a_gpu(tmp_path, monkeypatch):
+def test_compare_passes_the_seed_option_to_an_apex_module_without_a_gpu(tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(SEED_FLAG)
     monkeypatch.chdir(tmp_path)
@@ -286,7 +287,7 @@ for step in range(10):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("waits_at", ["O4", "O1"])
-def test_an_interrupt_keeps_what_has_finished(tmp_path, waits_at):
+def test_an_interrupt_keeps_finished_runs(tmp_path, waits_at):
     (tmp_path / "train.py").write_text(WAITS)
     command = [sys.executable, "-m", "amp_patch", "compare", "--levels", "O0,O1,O4,O5", "--seeds", "1"]
     command += ["train.py", "--", waits_at]
@@ -301,7 +302,7 @@ def test_an_interrupt_keeps_what_has_finished(tmp_path, waits_at):
                 os.killpg(compare.pid, signal.SIGKILL)
     assert compare.returncode == 130, "runs were cut, whether two levels can be compared or not"
     runs = runs_of(tmp_path / "amp_compare")
-    # The others have taken a step at least before that one waits, or are done; it has kept its turn by its file.
+    # The other runs have taken a step or ended before this one waits. Its file made it keep its turn.
     steps = {run.level: run.steps for run in runs}
     assert list(steps) == ["O0", "O1", "O4", "O5"] and steps[waits_at] == 2 and steps["O0"] == 10
     assert (steps["O1"] == 10) is (waits_at == "O4") and 1 <= steps["O5"] <= 10
@@ -334,7 +335,7 @@ def test_an_interrupt_keeps_what_has_finished(tmp_path, waits_at):
         (["--levels", "O0", "O2"], "levels are given as O0,O2"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused_before_anything_runs(given, message, tmp_path, monkeypatch, capsys):
+def test_invalid_arguments_are_refused_before_any_run(given, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("open('ran', 'w')")
     with pytest.raises(SystemExit) as exit_:
@@ -343,7 +344,7 @@ def test_arguments_that_cannot_be_are_refused_before_anything_runs(given, messag
     assert os.listdir(tmp_path) == ["train.py"]
 
 
-def test_a_script_that_is_not_there_is_told(tmp_path, monkeypatch, capsys):
+def test_compare_names_a_missing_script(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_:
         main(["compare", "missing.py"])
@@ -358,7 +359,7 @@ def finished(level, seed, seconds=0.5):
 
 
 def measured(*_) -> tuple[list[Run], int, int, OtherWork]:
-    """What three seeds gave, on a machine that had other work."""
+    """Return runs of three seeds on a machine that had other work."""
     load = OtherWork()
     load.add(10.0, 10.0 * load.cores, 5.0)
     return [finished(level, seed) for seed in range(3) for level in ("O0", "O2")], 6, 0, load
@@ -382,8 +383,8 @@ def measured(*_) -> tuple[list[Run], int, int, OtherWork]:
         ("O0,O5", ["float16"], ""),
     ],
 )
-def test_what_the_processor_lacks_is_said_first(levels, lacking, said, tmp_path, monkeypatch, capsys):
-    """Else a slow level would be read as slow by its nature."""
+def test_compare_first_says_which_arithmetic_the_cpu_lacks(levels, lacking, said, tmp_path, monkeypatch, capsys):
+    """Without the warning, a reader would take the level itself for slow."""
     (tmp_path / "train.py").write_text("")
     monkeypatch.setattr(compare, "_measure", measured)
     monkeypatch.setattr(compare, "lacking", lambda: lacking)
@@ -394,7 +395,7 @@ def test_what_the_processor_lacks_is_said_first(levels, lacking, said, tmp_path,
     assert printed.startswith(said) if said else "arithmetic" not in printed.partition("\n")[0]
 
 
-def test_a_terminal_without_the_letters_has_the_table_and_the_report(tmp_path, monkeypatch):
+def test_an_ascii_terminal_gets_the_table_and_the_report(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("")
     monkeypatch.setattr(compare, "_measure", measured)
     monkeypatch.setattr(sys, "stdout", terminal := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
@@ -408,7 +409,7 @@ def test_a_terminal_without_the_letters_has_the_table_and_the_report(tmp_path, m
     assert f"Note: other work took {cores - 0.5:.1f} of" in printed and "the losses are not touched by it" in printed
 
 
-def test_the_command_that_trains_at_the_recommended_level_is_printed(tmp_path, monkeypatch, capsys):
+def test_compare_prints_the_command_for_the_recommended_level(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text("")
     runs = [finished(level, seed, 0.5 if level == "O0" else 0.25) for seed in range(3) for level in ("O0", "O2")]
     monkeypatch.setattr(compare, "_measure", lambda *_: (runs, 6, 0, OtherWork()))
@@ -419,7 +420,7 @@ def test_the_command_that_trains_at_the_recommended_level_is_printed(tmp_path, m
     assert used in capsys.readouterr().out
 
 
-def test_a_report_that_cannot_be_written_leaves_the_table(tmp_path, monkeypatch, capsys):
+def test_compare_prints_the_table_if_the_report_cannot_be_written(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text("")
     (tmp_path / "report.json").mkdir()
     monkeypatch.setattr(compare, "_measure", measured)

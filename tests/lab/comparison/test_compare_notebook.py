@@ -26,7 +26,7 @@ from amp_patch.lab.recording.run import EXITED, INTERRUPTED, OUT_OF_MEMORY, Fail
 from amp_patch.training.training import newest_training
 
 
-def test_importing_amp_patch_brings_no_tensorboard():
+def test_amp_patch_does_not_import_tensorboard():
     code = "import sys, amp_patch; print('tensorboard' in sys.modules)"
     ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert (ran.stdout, ran.stderr) == ("False\n", "")
@@ -36,7 +36,7 @@ def draws() -> list[float]:
     return [random.random(), torch.rand(()).item()]
 
 
-def test_a_seed_moves_what_the_body_seeds_and_is_gone_afterwards():
+def test_seeded_shifts_the_seeds_of_its_body_and_is_undone_at_its_end():
     def body(seed: int, **how: bool) -> tuple[list[float], list[float], int, int]:
         with seeded(seed, **how):
             unseeded = draws()
@@ -61,7 +61,7 @@ def test_a_seed_moves_what_the_body_seeds_and_is_gone_afterwards():
     assert all(a != b for a, b in zip(zero[1], one[1], strict=True))
 
 
-def test_numpy_is_seeded_where_it_is_there():
+def test_seeded_seeds_numpy_if_it_is_installed():
     numpy = pytest.importorskip("numpy")
     numpy.random.seed(1)
     following = numpy.random.rand()
@@ -83,7 +83,7 @@ def failed_with(error: BaseException | None, steps: int = 0) -> Failure | None:
     return failure(recorder, run, error)
 
 
-def test_why_a_run_failed_is_said_in_one_line():
+def test_the_failure_of_a_run_is_one_line():
     assert failed_with(None, 3) is failed_with(Enough(), 3) is failed_with(SystemExit(), 3) is None
     assert failed_with(SystemExit(0)).words.startswith("the script never called optimizer.step()")
     assert failed_with(SystemExit("bad\nluck"), 3) == ("the script exited saying bad luck", "", "")
@@ -105,7 +105,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress(terminal, monkeypatch):
+def test_progress_shows_the_run_the_step_and_the_remaining_time(terminal, monkeypatch):
     monkeypatch.setattr(compare_progress, "_SECONDS", 0.0)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "stdout", out := Terminal() if terminal else io.StringIO())
@@ -156,7 +156,7 @@ def trains(level_seen: list[str] | None = None) -> None:
     train(model, optimizer, 5)
 
 
-def test_compare_in_a_notebook_leaves_everything_as_it_was():
+def test_compare_in_a_notebook_restores_random_states_trainings_and_variables():
     model = convnet(3)
     model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level="O2", verbosity=0)
     mine = newest_training()
@@ -195,7 +195,7 @@ def test_compare_in_a_notebook_leaves_everything_as_it_was():
     assert not install.installed() and newest_training() is None
 
 
-def test_compare_in_a_notebook_takes_steps_types_and_an_evaluation(capsys):
+def test_compare_in_a_notebook_applies_steps_dtype_and_evaluate(capsys):
     modes = []
 
     def evaluate(model: nn.Module) -> float:
@@ -218,7 +218,7 @@ def test_compare_in_a_notebook_takes_steps_types_and_an_evaluation(capsys):
     assert [run.steps for run in amp.compare(trains, ["O2"], steps=3).runs] == [3] * 6
 
 
-def test_errors_in_a_notebook_are_rows_and_an_interrupt_keeps_the_rest():
+def test_compare_in_a_notebook_keeps_rows_after_errors_and_an_interrupt():
     def goes_wrong() -> None:
         if os.environ["AMP_PATCH_OPT_LEVEL"] == "O1":
             raise ValueError("at O1")
@@ -241,7 +241,7 @@ def test_errors_in_a_notebook_are_rows_and_an_interrupt_keeps_the_rest():
     assert found.comparable and "AMP_PATCH_OPT_LEVEL" not in os.environ
 
 
-def test_a_build_fn_that_cannot_be_is_refused():
+def test_compare_refuses_an_invalid_build_fn():
     with pytest.raises(TypeError, match="build_fn returned 2 values; wanted"):
         amp.compare(lambda: built()[:2])
     same = built()
@@ -256,7 +256,7 @@ def test_a_build_fn_that_cannot_be_is_refused():
     assert not install.installed() and newest_training() is None and type(same[0]) is ConvNet
 
 
-def test_a_notebook_shows_the_report():
+def test_a_comparison_shows_its_report_in_a_notebook():
     found = amp.compare(built, ["O0", "O2"], seeds=1)
     assert repr(found).splitlines()[0] == "built, 5 steps" and repr(found).endswith(found.summary)
     assert found.levels[1].verdict.text in repr(found) and len(repr(found)) < 1000

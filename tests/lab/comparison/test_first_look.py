@@ -1,4 +1,4 @@
-"""What one seed shows: a level so far, and the command that makes it sure."""
+"""Comparisons of one seed: a level that is good so far, and the command that trains more seeds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def look(*groups, base=2.0, **options):
     return compare(seeds("O0", base), *groups, **{"again": SCRIPT, **options})
 
 
-def test_one_seed_names_a_level_so_far_and_the_command_that_makes_it_sure(tmp_path: Path, capsys):
+def test_one_seed_names_a_level_so_far_and_the_command_for_more_seeds(tmp_path: Path, capsys):
     made = look(seeds("O4", 2.0001, **BF16), seeds("O5", 2.000014, **SMALL))
     assert headline.headline(made) == "So far O5 (BF16)"
     assert headline.gains(made) == "27 % less memory, as fast, loss +0.0007 % with one seed"
@@ -55,18 +55,18 @@ def test_one_seed_names_a_level_so_far_and_the_command_that_makes_it_sure(tmp_pa
         (seeds(NATIVE, 2.003, **SMALL), "So far the script's own mixed precision (BF16)", ""),  # which is no level
     ],
 )
-def test_what_one_seed_shows(level, headline_, levels):
+def test_a_command_for_more_seeds_names_the_levels_that_one_seed_leaves_open(level, headline_, levels):
     made = look(level)
     assert headline.headline(made) == headline_
     assert made.to_be_sure == (f"python -m amp_patch compare --levels {levels} --seeds 3 {SCRIPT}" if levels else "")
 
 
-def test_chance_makes_no_level_better_before_one_that_gains():
+def test_a_level_that_gains_memory_is_named_before_one_with_a_lower_loss():
     made = look(seeds("O4", 1.95, **BF16), seeds("O5", 1.999, **SMALL))
     assert made.recommended.level == "O5"
 
 
-def test_a_speed_that_is_not_clear_does_not_count_against_what_one_seed_saves():
+def test_a_level_that_saves_memory_is_named_although_its_speed_is_not_clear():
     level = seeds("O5", 2.0, 2.1, **SMALL)[:1]
     level[0].seconds = [0.004, 0.016] * 20
     level[0].loss[-1] += 1e-6
@@ -75,7 +75,7 @@ def test_a_speed_that_is_not_clear_does_not_count_against_what_one_seed_saves():
     assert headline.gains(made).startswith("27 % less memory, speed not clear, loss +")
 
 
-def test_losses_that_are_rounded_are_told_so_far_within_a_step():
+def test_a_rounded_loss_within_one_step_is_good_so_far():
     base, level = seeds("O0", 2.0), seeds("O5", 2.0, **SMALL)
     level[0].loss = [loss + 2**-7 * (step > 30) for step, loss in enumerate(level[0].loss)]
     level[0].loss_types = ["bfloat16"]
@@ -84,7 +84,7 @@ def test_losses_that_are_rounded_are_told_so_far_within_a_step():
     assert headline.headline(compare(base, level)) == "Stay with O0 (FP32) for now"
 
 
-def test_accuracy_is_told_by_its_name():
+def test_gains_name_the_metric():
     small = logs("O5", 0.7501)
     for run in small:
         run.dtype, run.peak_memory = "bfloat16", 2**19
@@ -92,7 +92,7 @@ def test_accuracy_is_told_by_its_name():
     assert headline.gains(made) == "50 % less memory, as fast, accuracy +0.013 % with one seed"
 
 
-def test_the_command_has_all_that_was_given():
+def test_the_command_for_more_seeds_repeats_all_given_options():
     given = "--quick --dtype float16 --steps 20 --seed-flag --seed --metric acc --maximize --margin 1 --out o-p"
     parser = argparse.ArgumentParser()
     compare_arguments.add_arguments(parser)
@@ -110,7 +110,7 @@ def test_the_command_has_all_that_was_given():
 @pytest.mark.parametrize(
     ("dtype", "levels"), [(None, ("O4", "O5")), ("bfloat16", ("O4", "O5")), ("float16", ("O1", "O2"))]
 )
-def test_a_quick_look_has_one_seed_and_says_what_to_run_next(dtype, levels, tmp_path, monkeypatch, capsys):
+def test_a_quick_comparison_trains_one_seed_and_prints_the_next_command(dtype, levels, tmp_path, monkeypatch, capsys):
     plans = []
 
     def measured_quickly(plan, *_) -> tuple[list[Run], int, int, OtherWork]:

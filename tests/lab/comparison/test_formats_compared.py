@@ -1,4 +1,4 @@
-"""`compare --formats`: what FP8 and FP4 would do to a loss, without a speed."""
+"""`compare --formats`: the losses with emulated FP8 and FP4, without a speed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def plan_of(*given: str) -> Plan:
     return compare_arguments.plan_of(parser.parse_args([*given, "train.py"]))
 
 
-def test_formats_are_added_to_the_levels():
+def test_formats_add_levels_to_the_plan():
     assert plan_of("--formats", "fp8, mxfp8").levels == (*LEVELS, "O6+fp8", "O6+mxfp8")
     assert plan_of("--levels", "O0", "--formats", "nvfp4").levels == ("O0", "O6+nvfp4")
     assert plan_of("--levels", "O7+mxfp8+split").levels == ("O0", "O7+mxfp8+split")
     assert not any(level.startswith(("O6", "O7")) for level in LEVELS)
 
 
-def test_a_format_that_there_is_not_is_refused():
+def test_an_unknown_format_is_refused():
     wanted = (
         r"^compare: --formats has 'fp4'; wanted of fp8, fp8_tensorwise, mxfp8, mxfp8_floor, nvfp4, nvfp4_naive, as "
         r"fp8,mxfp8$"
@@ -51,7 +51,7 @@ def train() -> None:
         optimizer.step()
 
 
-def test_rows_of_formats_have_losses_and_no_speed_and_are_not_recommended(tmp_path: Path):
+def test_a_format_has_losses_but_no_speed_and_is_not_recommended(tmp_path: Path):
     compared = amp.compare(train, ["O4", "O6+mxfp8", "O6+nvfp4_naive"], seeds=2, verbosity=0)
     levels = {level.level: level for level in compared.levels}
     for name in "O6+mxfp8", "O6+nvfp4_naive":

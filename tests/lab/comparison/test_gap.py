@@ -24,7 +24,7 @@ BASE = (2.0, 2.02, 1.98)
 
 
 def off(*percents: float, of: tuple[float, ...] = BASE) -> list[float]:
-    """Results that lie so many per cent of 2 from the baseline's."""
+    """Return results that differ from the baseline's by these percentages of 2."""
     return [base + each / 50 for base, each in zip(of, percents, strict=True)]
 
 
@@ -38,11 +38,11 @@ def found(*percents: float, **options) -> Gap:
 @pytest.mark.parametrize(
     ("freedom", "p", "t"), [(1, 0.05, 12.706), (2, 0.05, 4.303), (4, 0.01, 4.604), (9, 0.05, 2.262)]
 )
-def test_the_quantile_of_student(freedom, p, t):
+def test_the_quantile_of_student_agrees_with_tables(freedom, p, t):
     assert measures.student_quantile(1 - p, freedom) == pytest.approx(t, abs=5e-4)
 
 
-def test_the_interval():
+def test_a_gap_has_the_interval_of_a_paired_t_test():
     """Differences 1, 2, 3: mean 2, deviation 1, half of the interval 4.303 / sqrt(3)."""
     made = gap([11, 12, 13], [10, 10, 10], sign=1, margin=0.5, gained=0, has_spread=True)
     half = 4.302653 / math.sqrt(3)
@@ -55,7 +55,7 @@ def test_the_interval():
     assert huge.low is not None and math.isfinite(huge.margin)
 
 
-def test_the_interval_holds_as_often_as_it_says():
+def test_95_percent_of_the_intervals_contain_the_true_gap():
     """Gaps of 0.3 with normal noise: 95 % of 4000 intervals have it inside, and both sides miss alike."""
     draws, missed = random.Random(0), [0, 0]
     for _ in range(4000):
@@ -74,16 +74,16 @@ def test_the_interval_holds_as_often_as_it_says():
         ((-0.5, -0.51, -0.52), "better", "differs"),
         ((-0.1, -0.11, -0.12), "as good", "within"),
         ((0.6, 0.61, 0.59), "worse", "differs"),
-        ((0.2, 0.21, 0.19), None, "undecided"),  # surely worse, perhaps by more than the margin
+        ((0.2, 0.21, 0.19), None, "undecided"),  # surely worse, but not surely by more than the margin
         ((0.2, 0.3, -0.2), None, "so far"),
     ],
 )
-def test_the_verdict_is_one_of_non_inferiority(percents, told, kind):
+def test_a_level_is_judged_by_its_interval_and_the_margin(percents, told, kind):
     made = compare(seeds("O0", *BASE), seeds("O5", *off(*percents), dtype="bfloat16", ms=5))
     level = made.levels[1]
     assert (level.finding.gap.told, level.finding.kind) == (told, kind)
     assert level.finding.usable is (kind in ("within", "so far") or told == "better")
-    # More of it is better: all the other way round.
+    # If more of the metric is better, all signs are reversed.
     start = [made_up_run("O0", seed, logged={"accuracy": [(0, 1.9), (40, v)]}) for seed, v in enumerate(BASE)]
     values = off(*(-each for each in percents))
     ours = [made_up_run("O5", seed, logged={"accuracy": [(0, 1.9), (40, v)]}) for seed, v in enumerate(values)]
@@ -91,7 +91,7 @@ def test_the_verdict_is_one_of_non_inferiority(percents, told, kind):
     assert (turned.finding.gap.told, turned.finding.kind) == (told, kind)
 
 
-def test_the_margin_is_asked_for():
+def test_a_given_margin_decides_the_verdict():
     percents = (0.6, 0.61, 0.59)
     assert [found(*percents, margin=each).told for each in (0.002, 0.01)] == ["worse", "as good"]
     made = compare(seeds("O0", *BASE), seeds("O5", *off(*percents), dtype="bfloat16"), margin=0.01)
@@ -111,7 +111,7 @@ def test_the_margin_is_asked_for():
             Plan(margin=wrong)
 
 
-def test_so_many_more_seeds_would_tell():
+def test_a_gap_says_how_many_more_seeds_would_decide():
     undecided = found(0.2, 0.3, -0.2)
     spread = statistics.stdev([0.2, 0.3, -0.2])
 
@@ -131,7 +131,7 @@ def test_so_many_more_seeds_would_tell():
     assert near.summary == f"Stay with O0 for now: O5 BF16 cannot be judged yet, run {more} more seeds."
 
 
-def test_where_runs_decorrelate_the_range_decides():
+def test_the_range_of_seeds_decides_if_runs_decorrelate():
     made = compare(seeds("O0", *BASE), seeds("O5", 2.02, 1.98, 1.99, ms=5, dtype="bfloat16"))
     level = made.levels[1]
     assert level.finding.gap.decorrelated and level.finding.by_range and level.finding.kind == "within"
@@ -147,18 +147,18 @@ def test_where_runs_decorrelate_the_range_decides():
     assert close.levels[1].finding.gap.decorrelated and not close.levels[1].finding.by_range
 
 
-def test_of_a_loss_next_to_nothing_no_hair_is_a_finding():
-    """From 4 to 0.036: 2 % of that are 0.02 % of what was gained, and a tenth of what a seed moves it by."""
+def test_a_gap_that_is_small_against_the_improvement_is_not_worse():
+    """The loss falls from 4 to 0.036: a gap of 2 % is 0.02 % of that fall, and a tenth of the spread of the seeds."""
     base = (0.036, 0.029, 0.043)
     apart = [each + 0.00072 for each in base]
     level = compare(seeds("O0", *base), seeds("O5", *apart, ms=5)).levels[1]
     assert level.finding.gap.is_slight and (level.finding.kind, level.finding.by_range) == ("within", True)
     assert "more than the margin 0.2 %, and little of what the training gained" in level.verdict.text
-    # Three times the loss of seeds that agree is outside of their range.
+    # Three times the loss of seeds that agree is outside their range.
     base = (0.00101, 0.00100, 0.00102)
     level = compare(seeds("O0", *base), seeds("O5", *(3 * each for each in base), ms=5)).levels[1]
     assert (level.finding.kind, level.finding.better) == ("differs", False)
-    # Of a metric without a curve nothing is known to have been gained.
+    # A metric without a curve has no known improvement.
     ours, theirs = ([(40, each)] for each in (0.9, 0.901)), ([(40, each)] for each in (0.5, 0.501))
     runs = [
         [made_up_run(name, seed, logged={"error": each}) for seed, each in enumerate(values)]
@@ -167,7 +167,7 @@ def test_of_a_loss_next_to_nothing_no_hair_is_a_finding():
     assert compare(*runs, metric="error").levels[1].finding.gap.worse_from == pytest.approx(0.001001)
 
 
-def test_one_seed_has_no_interval():
+def test_a_gap_of_one_seed_has_no_interval():
     made = compare(seeds("O0", 2.0), seeds("O5", 2.001, ms=5))
     level = made.levels[1]
     assert (level.finding.gap.low, level.finding.gap.told, level.finding.kind) == (None, None, "undecided")
@@ -181,7 +181,7 @@ def test_one_seed_has_no_interval():
     assert same.finding.gap.low is None, "the script does not use its seeds"
 
 
-def test_every_place_has_the_gap():
+def test_verdict_table_page_and_json_show_the_gap():
     made = compare(seeds("O0", *BASE), seeds("O5", *off(0.05, 0.06, 0.04), dtype="bfloat16", ms=5))
     phrase = "gap to O0 +0.001 (+0.05 %, 95 %: +0.025 to +0.075 %): as good (margin 0.2 %)"
     assert phrase in made.levels[1].verdict.text and phrase in made.summary
@@ -206,7 +206,7 @@ def test_every_place_has_the_gap():
     )
 
 
-def test_a_notebook_has_the_gap_and_the_margin(capsys):
+def test_a_comparison_in_a_notebook_shows_the_gap_and_the_margin(capsys):
     def build():
         import torch
 
@@ -225,8 +225,8 @@ def falling(level: str, seed: int, at_the_end: float, **fields):
     return run
 
 
-def test_time_to_equal_loss():
-    """A level that ends 0.4 above O0 is where O0 was 40 steps before: of 2x there are 1.6x left."""
+def test_a_worse_level_says_what_speed_is_left_at_equal_loss():
+    """A level that ends 0.4 above O0 is where O0 was 40 of 200 steps earlier, so 1.6x is left of 2x."""
     base = [falling("O0", seed, 1 + seed / 100) for seed in range(3)]
     level = [falling("O5", seed, 1.4 + seed / 100 + seed / 1e4, ms=5, dtype="bfloat16") for seed in range(3)]
     made = compare(base, level)
@@ -242,7 +242,7 @@ def test_time_to_equal_loss():
     assert "steps: to the same" not in slow.levels[1].verdict.text, "it is not faster"
     better = compare(base, [falling("O5", seed, 0.4 + seed / 100, ms=5) for seed in range(3)])
     assert better.levels[1].finding.reached is None
-    # Of noise on the curve as much is above the result as below.
+    # With noise on the curve, as many points are above the result as below.
     draws = random.Random(0)
     for run in (*base, *level):
         run.loss = [loss + draws.gauss(0, 0.05) for loss in run.loss]
@@ -250,7 +250,7 @@ def test_time_to_equal_loss():
     assert abs(step - 160) <= 3 and of == 200
 
 
-def test_time_to_an_equal_figure_of_the_scripts_own():
+def test_a_worse_level_says_what_speed_is_left_at_an_equal_metric():
     def run(level: str, seed: int, *values: float, **fields):
         logged = {"accuracy": [(40 * i, value + seed / 1000) for i, value in enumerate(values, 1)]}
         return made_up_run(level, seed, steps=160, logged=logged, **fields)

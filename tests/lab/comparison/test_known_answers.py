@@ -1,4 +1,4 @@
-"""Comparisons whose right answer is known, from three seeds and from one: the headline, its reason and what is next."""
+"""Comparisons with a known right answer, from three seeds and from one: the headline, its reason, the next step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW = {"ms": 20}
 
 
 def off(*by: float) -> tuple[float, ...]:
-    """Final losses so many per cent above O0's."""
+    """Return final losses that are these percentages above O0's."""
     return tuple(base * (1 + each / 100) for base, each in zip(BASE, by, strict=True))
 
 
@@ -55,8 +55,9 @@ def logged(level: str, *values: float, **fields) -> list[Run]:
 
 
 class Case(NamedTuple):
-    """Runs of three seeds, and what is right of them and of the first alone: the headline, and the first other level's
-    standing, or that of the one that is named."""
+    """Runs of three seeds with the right answers for all of them (`sure`) and for the first alone (`quick`).
+
+    An answer is the headline, and the standing of the level that it names or else of the first level after O0."""
 
     name: str
     groups: tuple[list[Run], ...]
@@ -140,13 +141,13 @@ CASES = [
         (STAY, "failed with some"),
         ("So far O5", "faster"),
     ),
-    # One that is better, smaller or faster.
+    # A level that is better, smaller or faster.
     Case("better", of_o0(seeds("O5", *off(-1, -1.1, -0.9), **BF16)), ("Use O5", "better"), ("So far O5", "better")),
     Case(
         "better, and one that is faster",
         of_o0(seeds("O4", *SAME, **BF16, **FAST), seeds("O5", *off(-1, -1.1, -0.9), **BF16)),
         ("Use O5", "better"),
-        ("So far O4", "faster"),  # one seed makes a level better by chance
+        ("So far O4", "faster"),  # with one seed, chance may make a level better
     ),
     Case("smaller", of_o0(seeds("O5", *SAME, **BF16, **SMALL)), ("Use O5", "smaller"), ("So far O5", "smaller")),
     Case("faster", of_o0(seeds("O4", *SAME, **BF16, **FAST)), ("Use O4", "faster"), ("So far O4", "faster")),
@@ -176,7 +177,7 @@ CASES = [
         ("Use O2", "smaller"),
         ("So far O2", "smaller"),
     ),
-    # What the seeds do not tell.
+    # Differences that the seeds do not decide.
     Case(
         "noise as large as the seeds'",
         of_o0(seeds("O5", *off(0.15, 2.5, -2.4), **BF16, **FAST)),
@@ -241,7 +242,7 @@ def check(made: Comparison, expected: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_right_answer_from_three_seeds_and_from_one(case):
+def test_a_known_case_gets_the_right_answer_from_three_seeds_and_from_one(case):
     assert len(CASES) >= 25
     check(compare(*case.groups, again="train.py", **case.options), case.sure)
     first = [[run for run in runs if run.seed == 0] for runs in case.groups]

@@ -29,7 +29,7 @@ def of_bf16(ms: tuple[float, float, float], **options) -> Comparison:
 
 
 @pytest.mark.parametrize("ms", [(8.0, 11.0, 14.0), (7.1, 7.1, 7.1), (20.0, 20.0, 20.0)])
-def test_a_better_loss_is_the_recommendation_whatever_the_speed(ms):
+def test_a_level_with_a_better_loss_is_recommended_at_any_speed(ms):
     made = of_bf16(ms)
     assert made.summary.startswith("Use O5 BF16: final loss 1.778, gap to O0 -0.25 (-12 %, 95 %: ")
     assert headline.headline(made) == "Use O5 (BF16)"
@@ -42,7 +42,7 @@ def test_a_better_loss_is_the_recommendation_whatever_the_speed(ms):
     assert "Your script loses 81 % of its updates" in made.summary and made.losing_note in made.notes
 
 
-def test_of_better_levels_the_smallest_that_is_near_the_best_is_recommended():
+def test_the_smallest_level_within_the_margin_of_the_best_is_recommended():
     base = seeds("O0", 2.026, 2.030, 2.022)
     best, near = (1.7780, 1.7800, 1.7760), (1.7785, 1.7805, 1.7765)
     far = (1.8780, 1.8800, 1.8760)
@@ -56,7 +56,7 @@ def test_of_better_levels_the_smallest_that_is_near_the_best_is_recommended():
     assert headline.outcome(made.levels[1], made) == "better, as fast"
 
 
-def test_a_script_in_bf16_is_called_what_it_is():
+def test_a_report_calls_a_bf16_script_bf16_without_masters():
     made = of_bf16((10.0, 10.0, 10.0))
     base = made.baseline
     assert headline.label(base) == "O0 (BF16, no masters)"
@@ -70,7 +70,7 @@ def test_a_script_in_bf16_is_called_what_it_is():
 
 
 @pytest.mark.parametrize("lacks", ["bfloat16", ""])
-def test_a_speed_against_torchs_own_bf16_kernels_is_explained_where_they_are_slow(lacks):
+def test_a_speedup_over_slow_bf16_kernels_is_explained(lacks):
     made = of_bf16((2.0, 2.0, 2.0), machine={"lacks": lacks, "cpu": "a CPU", "gpu": "none"})
     said = "O0 runs torch's own BF16 kernels, which are slow on this CPU: what a level is faster by is that, "
     assert (said in made.summary) is bool(lacks)
@@ -86,7 +86,7 @@ def test_a_speed_against_torchs_own_bf16_kernels_is_explained_where_they_are_slo
         ((None, torch.float32), ""),  # adapters of a frozen model
     ],
 )
-def test_a_recording_tells_in_which_type_the_script_steps_its_weights(dtypes, told):
+def test_a_recording_has_the_type_of_the_weights_that_the_script_steps(dtypes, told):
     large, small = (
         nn.Parameter(torch.ones(size, dtype=dtype or torch.bfloat16))
         for size, dtype in zip((8, 2), dtypes, strict=True)
@@ -104,7 +104,7 @@ def test_a_recording_tells_in_which_type_the_script_steps_its_weights(dtypes, to
         assert run.weights_type == expected
 
 
-def test_o0_has_no_type_among_the_policies():
+def test_the_policy_of_o0_shows_no_type():
     policy = "O0 (torch.float16): cast_model_type=None, loss_scale=1.0"
     shown = page.html(compare(seeds("O0", *SAME, policy=policy), seeds("O5", *SAME)))
     assert "<dd>the script as it is, FP32: cast_model_type=None, loss_scale=1.0</dd>" in shown

@@ -1,4 +1,4 @@
-"""Which modules a level must keep: what is tried, and that planted ones are found."""
+"""The search for modules that a level must keep: its trials, its report, and planted modules that it finds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def searched(modules: list[str], *needed: str, most: int | None = None) -> modul
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8, 33])
-def test_one_module_is_found_wherever_it_is(count):
+def test_a_search_finds_one_needed_module_at_any_position(count):
     modules = [f"layer{i}" for i in range(count)]
     for name in modules:
         found = searched(modules, name)
@@ -52,32 +52,32 @@ def test_one_module_is_found_wherever_it_is(count):
         assert found.tried[0].kept == () and all(each.kept for each in found.tried[1:])
 
 
-def test_a_level_that_passes_has_nothing_kept():
+def test_a_level_that_passes_keeps_no_module():
     found = searched(["a", "b"])
     assert found.complete and [each.kept for each in found.tried] == [()] and found.answer.passes
     assert module_search.report("O2", found, "train.py") == [
-        f"O2 is as good as it is, nothing has to be kept: {found.answer.text}."
+        f"O2 is as good as O0 with nothing kept: {found.answer.text}."
     ]
 
 
-def test_where_nothing_helps_there_is_no_answer():
+def test_a_search_has_no_answer_if_no_module_helps():
     for modules in ([], ["a"], ["a", "b", "c", "d"]):
         found = searched(modules, "the model's own forward")
         assert found.answer is None and not found.complete and len(found.tried) + 1 <= most_trials(len(modules)) + 1
     (said,) = module_search.report("O2", found, "train.py")
     assert said.startswith(
-        "O2: nothing is found to keep that would make it as good as O0: collapsed with seeds 0, 1 and 2"
+        "O2: no modules were found that make it as good as O0 if kept: collapsed with seeds 0, 1 and 2"
     )
 
 
 @pytest.mark.parametrize("modules", [["a"], ["a", "b", "c"], ["a.x", "a.y", "a", "b"]])
-def test_an_answer_that_keeps_everything_is_none(modules):
+def test_a_search_has_no_answer_if_every_module_is_needed(modules):
     found = searched(modules, *modules)
     assert found.answer is None and any(each.passes for each in found.tried)
     (said,) = module_search.report("O2", found, "train.py")
     assert said == (
-        "O2: no module that is kept makes it as good as O0: it takes every module kept, which leaves nothing at the "
-        "level."
+        "O2: keeping modules does not make it as good as O0: all modules would have to be kept, which leaves none at "
+        "the level."
     )
 
 
@@ -99,13 +99,13 @@ NAN = float("nan")
         (seeds("O0", 2.0, 2.1), seeds("O2", 3.0, 3.1), {"metric": "accuracy"}, "no run gave accuracy"),
     ],
 )
-def test_a_search_ends_at_the_first_trial_that_no_module_mends(base, level, options, reason):
+def test_a_search_ends_at_a_cause_that_no_module_removes(base, level, options, reason):
     found = module_search.search(lambda kept: trial_of(kept, compare(base, level, **options)), lambda: ["a", "b"])
     assert len(found.tried) == 1 and found.answer is None
     assert reason in found.no_use and found.no_use in module_search.report("O2", found, "train.py")[0]
 
 
-def test_what_modules_may_mend_ends_nothing():
+def test_a_search_continues_after_a_cause_that_modules_may_remove():
     for level in (
         seeds("O2", 3.0, 3.1),
         seeds("O2", NAN, NAN, loss=[NAN] * 40),
@@ -115,35 +115,35 @@ def test_what_modules_may_mend_ends_nothing():
     assert trial((), good=True).hopeless == ""
 
 
-def test_the_lines_of_two_trials_differ():
+def test_every_trial_prints_a_different_line():
     modules = [f"layer{i}" for i in range(40)]
     tried = searched(modules, "layer30").tried
     lines = [module_search.line(0, each).split(": ")[1] for each in tried]
     assert len(set(lines)) == len(lines) and max(map(len, lines)) < 80
 
 
-def test_two_modules_are_found_with_trials_enough():
+def test_a_search_finds_two_modules_if_it_has_enough_trials():
     modules = [f"layer{i}" for i in range(16)]
     found = searched(modules, "layer3", "layer9", most=20)
     assert found.answer.kept == ("layer9", "layer3") and found.complete
-    # With fewer a set that has passed is the answer, and that it may be too large is said.
+    # With fewer trials, the answer is a set that passed, and the report says that it may be too large.
     few = searched(modules, "layer3", "layer9", most=9)
     assert len(few.tried) + 1 == 9 and few.answer.passes and not few.complete
     assert {"layer3", "layer9"} <= set(few.answer.kept)
     assert (
-        "The trials were used up; fewer modules may do: --resume with more --trials goes on."
+        "The trials were used up; fewer modules may be enough: continue with --resume and more --trials."
         in module_search.report("O2", few, "t.py")
     )
 
 
-def test_a_module_keeps_what_is_inside_of_it():
+def test_a_kept_module_keeps_the_modules_inside_it():
     modules = ["blocks.0.q", "blocks.0.attend", "blocks.0", "blocks.1.q", "blocks.1.attend", "blocks.1", "head"]
     assert searched(modules, "blocks.1.attend").answer.kept == ("blocks.1.attend",)
     assert searched(modules, "blocks.0").answer.kept == ("blocks.0",)
     assert outermost(["a.b", "a", "a.c.d", "ab", "a"]) == ("a", "ab")
 
 
-def test_what_can_be_kept_is_each_module_behind_those_inside_it():
+def test_candidates_list_each_module_after_the_modules_inside_it():
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -167,7 +167,7 @@ def test_what_can_be_kept_is_each_module_behind_those_inside_it():
     amp.restore()
 
 
-def test_the_end_has_what_to_paste_the_gaps_and_the_memory():
+def test_a_report_ends_with_the_gaps_the_memory_and_the_code_to_paste():
     def made(kept: Kept) -> Trial:
         megabytes, good = (7, True) if kept == ("head",) else (6, False)
         base = seeds("O0", 2.0, 2.02, 1.98, device="cpu", activations=10 * 2**20)
@@ -202,19 +202,19 @@ def test_the_end_has_what_to_paste_the_gaps_and_the_memory():
     assert told["trials"][2]["gap"]["told"] == "as good"
 
 
-def test_where_without_is_not_shown_to_be_worse_more_seeds_are_named():
+def test_a_report_asks_for_more_seeds_if_nothing_kept_is_undecided():
     def made(kept: Kept) -> Trial:
         base = seeds("O0", 2.0, 2.02, 1.98)
         return trial_of(kept, compare(base, seeds("O2", *(GOOD if "head" in kept else (2.1, 2.03, 1.99)))))
 
     found = module_search.search(made, lambda: ["body", "head"])
     assert found.tried[0].level.finding.kind == "undecided" and found.answer.kept == ("head",)
-    hint = "That it is worse without is not shown: with more --seeds it may be as good, with nothing kept."
+    hint = "That it is worse with nothing kept is not shown: it may be as good with more --seeds."
     assert hint in module_search.report("O2", found, "train.py")
     assert hint not in module_search.report("O2", searched(["body", "head"], "head"), "train.py")
 
 
-def test_the_runs_are_told_what_to_keep():
+def test_a_run_gets_its_kept_modules_by_environment_variable():
     plan = Plan(("O2", "O6"), keep=("a", "b.c"))
     told = [plan.environment(Run(level)) for level in ("O0", "O2", "O6")]
     assert [(each.get(KEEP_FP32), each.get(KEEP_HIGH)) for each in told] == [
@@ -226,7 +226,7 @@ def test_the_runs_are_told_what_to_keep():
     assert KEEP_FP32 not in Plan(("O2",)).environment(Run("O2"))
 
 
-# Planted: of three kinds, at another place each time.
+# Nets with a planted module: three kinds, at varying places.
 STEPS = 30
 
 
@@ -262,7 +262,7 @@ class TinyGradients(nn.Module):
 
 
 class Outlier(nn.Module):
-    """A layer of which one input is so large that FP4 has nothing of the others in its block."""
+    """A layer with one input so large that FP4 rounds the other inputs of its block to 0."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(torch.cat([100 + 0 * x[:, :1], x[:, 1:]], 1)) / 4
@@ -274,7 +274,7 @@ class Outlier(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks beside each other, of which one is fragile, or the head is; what each gives is added up."""
+    """Parallel blocks whose outputs are summed. One block, or the head, is fragile."""
 
     def __init__(self, kind: str, place: int, blocks: int) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ def train(kind: str, place: int, blocks: int) -> None:
 
 
 def planted(kind: str, place: int, blocks: int, level: str, margin: float) -> tuple[module_search.Found, list[str]]:
-    """Search such a net, in this process: what was found, and the names of its modules."""
+    """Search such a net in this process. Return the result, and the names of its modules."""
     names: list[str] = []
     baseline: list[Run] = []
 
@@ -325,8 +325,8 @@ def planted(kind: str, place: int, blocks: int, level: str, margin: float) -> tu
 
 
 @pytest.mark.slow
-def test_planted_modules_are_found_and_nothing_else_is_kept():
-    """Twenty nets; the rest of an FP4 net is worth a few per cent of the loss, which is what its margin allows."""
+def test_a_search_finds_planted_modules_and_keeps_no_others():
+    """Twenty nets. In an FP4 net the other modules cost a few per cent of the loss, so its margin is 5 %."""
     began, draws, right = time.perf_counter(), random.Random(0), []
     for number in range(20):
         kind = ("softmax", "tiny gradients", "head")[number % 3]

@@ -1,4 +1,4 @@
-"""Trials whose answer is known: FP32 against FP32 with another order of sums, and a gap that is put there."""
+"""Comparisons with a known answer: FP32 against FP32 with another order of sums, and with a planted gap."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def train(seeds: range, steps: int, lr: float, dropout: float, *, reordered: boo
 
 
 def comparisons(regime: str, seeds: int, planted: float = 0.0) -> list[Comparison]:
-    """A hundred, of so many seeds each; the second level is the first one, with other sums, and `planted` above it."""
+    """Make TRIALS comparisons. The second level is the first with another order of sums, and `planted` above it."""
     steps, lr, dropout = REGIMES[regime]
     every = range(TRIALS * seeds)
     levels = {name: train(every, steps, lr, dropout, reordered=name != "O0") for name in ("O0", "O4")}
@@ -87,7 +87,7 @@ def comparisons(regime: str, seeds: int, planted: float = 0.0) -> list[Compariso
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("regime", "seeds"), [*((regime, 3) for regime in REGIMES), ("other dropout", 5)])
-def test_false_alarms_are_rare(regime, seeds):
+def test_equal_trainings_are_rarely_judged_worse(regime, seeds):
     began = time.perf_counter()
     found = [each.levels[1].finding for each in comparisons(regime, seeds)]
     kinds = Counter(each.kind + " by range" * each.by_range for each in found)
@@ -101,7 +101,7 @@ def test_false_alarms_are_rare(regime, seeds):
 
 
 @pytest.mark.slow
-def test_a_planted_gap_is_found():
+def test_a_planted_gap_is_judged_worse():
     """0.006 nats, a twentieth of the range of O0's five seeds, and 0.34 % of the loss."""
     began = time.perf_counter()
     certain = [each.levels[1].finding for each in comparisons("calm", 3, PLANTED)]

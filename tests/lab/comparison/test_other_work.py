@@ -1,4 +1,4 @@
-"""What other work takes of the cores, as the report tells it."""
+"""The share of the cores that other work took, as the report states it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from amp_patch.lab.comparison.other_work import OtherWork
     ("readings", "words"),
     [
         ([], None),
-        ([(10.0, 10.0, 9.5)], None),  # cores were idle: nobody waited
-        ([(10.0, 39.0, 38.9)], None),  # the training has them all
+        ([(10.0, 10.0, 9.5)], None),  # cores were idle, so the training did not wait
+        ([(10.0, 39.0, 38.9)], None),  # the training had all cores
         ([(10.0, 39.0, 30.0)], "other work took 0.9 of 4 cores while it ran"),
         ([(9.5, 10.0, 10.0), (0.5, 2.0, 1.0)], None),  # a moment
         ([(8.0, 8.0, 8.0), (2.0, 8.0, 2.0)], "other work took 0.6 of 4 cores while it ran"),
     ],
 )
-def test_it_is_told_where_the_training_wanted_the_cores(readings, words):
+def test_other_work_is_reported_if_it_crowded_the_cores(readings, words):
     load = OtherWork()
     load.cores = 4
     for reading in readings:
@@ -35,7 +35,7 @@ def test_it_is_told_where_the_training_wanted_the_cores(readings, words):
     assert load.words() == words and machine(load).get("load") == words
 
 
-def test_the_report_says_how_far_the_speeds_lie_apart():
+def test_a_report_names_the_spread_of_speeds_under_other_work():
     runs = [made_up_run(level, seed, ms=10 + seed) for seed in range(3) for level in ("O0", "O2")]
     runs[1].seconds = [0.005] * 40
     note = Comparison("t.py", runs, machine={"load": "other work took 1 of 2 cores while it ran"}).notes[0]
@@ -46,7 +46,7 @@ def test_the_report_says_how_far_the_speeds_lie_apart():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
-def test_readings_of_this_system():
+def test_readings_count_the_cpu_time_of_child_processes():
     load = OtherWork()
     load.watch(os.getpid())
     spin = [sys.executable, "-c", "while True: pass"]
@@ -70,7 +70,7 @@ def test_readings_of_this_system():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
-def test_other_work_is_seen():
+def test_readings_count_other_processes_as_other_work():
     load = OtherWork()
     spin = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(spin) for _ in range(2 * load.cores)]

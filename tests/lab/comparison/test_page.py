@@ -1,4 +1,4 @@
-"""The report's page as text: what stands on it, and that nothing of the user's becomes more than text."""
+"""The report's page as text: its content, and user text that stays text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from made_up import made_up_look, made_up_run
 from paths import BENCHMARKS, ROOT
 
 from amp_patch.lab import wording
-from amp_patch.lab.comparison import drawing, measures, number_pictures, page, pictures
+from amp_patch.lab.comparison import drawing, measures, number_pictures, page, pictures, table
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.recording.run import PARTS, Run, dumps, loads
 
@@ -59,7 +59,7 @@ class Tree(HTMLParser):
 
 @pytest.fixture(scope="module")
 def full() -> tuple[Comparison, Tree, str]:
-    """Levels of every kind: one that scales, one that was looked at, one that diverged, one that failed."""
+    """Return a comparison whose levels scale, were inspected, diverged and failed, with its page."""
     runs = [
         made_up_run(level, seed, dtype=None if level == "O0" else "float16", final=1 + seed / 8)
         for level in ("O0", "O1", "O2", "O3")
@@ -73,7 +73,7 @@ def full() -> tuple[Comparison, Tree, str]:
     return given, Tree(text), text
 
 
-def test_what_stands_on_the_page(full):
+def test_a_page_shows_every_level_finding_and_section_in_order(full):
     given, tree, _ = full
     for words in (given.title, given.test, *MACHINE.values(), "ValueError: this does not work"):
         assert words in tree.text
@@ -89,9 +89,9 @@ def test_what_stands_on_the_page(full):
         at = tree.text.index(title, at)
 
 
-def test_its_structure(full):
+def test_a_page_is_valid_and_accessible_html(full):
     _, tree, _ = full
-    assert not tree.open, "tags that nobody closed"
+    assert not tree.open, "unclosed tags"
     headings = [int(tag[1]) for tag, _ in tree.tags if tag in ("h1", "h2", "h3")]
     assert headings.count(1) == 1 and headings[0] == 1
     assert all(after <= before + 1 for before, after in pairwise(headings))
@@ -105,7 +105,7 @@ def test_its_structure(full):
     assert len(ids) == len(set(ids)), "pictures that share an id take each other's shapes"
 
 
-def test_its_pictures(full):
+def test_a_page_has_a_picture_per_level_in_page_colours(full):
     """A panel for each of four levels with losses, the scale of two, and four of the level that was looked at."""
     _, tree, text = full
     assert len(tree.all("figure")) == 4 + 2 + 4
@@ -114,7 +114,7 @@ def test_its_pictures(full):
     assert set(re.findall(r"var\(--(\w+)\)", text)) <= set(re.findall(r"--(\w+): #", text))
 
 
-def test_the_card_says_which_how_much_why_and_how_sure():
+def test_a_card_names_the_level_its_gains_the_reason_and_the_certainty():
     runs = [
         *(made_up_run("O0", seed, final=1 + seed / 4, peak_memory=2**20) for seed in range(3)),
         *(made_up_run("O4", seed, dtype="bfloat16", final=1.25, ms=5, peak_memory=7 * 2**17) for seed in range(3)),
@@ -164,14 +164,14 @@ def test_the_card_says_which_how_much_why_and_how_sure():
         ),
     ],
 )
-def test_the_reason_is_the_one_that_holds(finals, fields, said):
+def test_a_card_gives_the_reason_that_applies(finals, fields, said):
     runs = [made_up_run("O0", seed, final=1 + seed / 4) for seed in range(3)]
     runs += [made_up_run("O4", seed, dtype="bfloat16", final=final, **fields) for seed, final in enumerate(finals)]
     text = Tree(page.html(Comparison("train.py", runs))).text
     assert all(words in text for words in said)
 
 
-def test_a_speed_that_is_above_and_below_is_not_clear():
+def test_a_speed_above_and_below_one_is_not_clear():
     runs = [made_up_run("O0", seed, final=1 + seed / 4) for seed in range(3)]
     runs += [made_up_run("O4", seed, final=1.25, ms=ms, peak_memory=2**19) for seed, ms in enumerate((8, 10, 12.5))]
     text = Tree(page.html(Comparison("train.py", runs))).text
@@ -182,11 +182,11 @@ def test_a_speed_that_is_above_and_below_is_not_clear():
 @pytest.mark.parametrize(
     ("mean", "words"), [(1.0, "equal"), (1.00001, "<0.01 %"), (0.99, "-1.00 %"), (12.0, ">+999 %"), (None, "")]
 )
-def test_a_difference_is_never_minus_nothing(mean, words):
+def test_a_difference_is_never_printed_as_minus_zero(mean, words):
     assert wording.signed_percent(mean, 1.0) == words
 
 
-def test_distances_in_a_sentence_have_no_sign():
+def test_a_distance_in_a_sentence_has_no_sign():
     assert wording.relative_size(3.0, 2.0) == wording.relative_size(1.0, 2.0) == "50 %"
     # Two seeds of one result, and other curves: their range is nothing.
     runs = [
@@ -201,7 +201,7 @@ def test_distances_in_a_sentence_have_no_sign():
     assert "O0's own seeds lie 0 % apart in accuracy." in text
 
 
-def test_nothing_is_loaded(full):
+def test_a_page_loads_nothing(full):
     _, tree, text = full
     assert re.search(r"https?:|//[a-z]|@import", text) is None
     assert not tree.all("script", "iframe", "object", "embed", "img")
@@ -210,7 +210,7 @@ def test_nothing_is_loaded(full):
     assert policy is not None and "default-src 'none'" in policy and "script-src" not in policy
 
 
-def test_what_the_user_wrote_is_text(tmp_path):
+def test_user_text_is_escaped(tmp_path):
     run, other = made_up_run("O0", policy=NASTY, notes=[NASTY]), made_up_run("O2", dtype="float16")
     run.logged = other.logged = {NASTY: [(1, 0.5)]}
     look = made_up_look()
@@ -230,7 +230,7 @@ def test_what_the_user_wrote_is_text(tmp_path):
     assert seen >= 13, f"only {seen}"
 
 
-def test_json_holds_every_figure(full, tmp_path):
+def test_a_report_in_json_restores_the_page(full, tmp_path):
     given, _, text = full
     read = Comparison.from_dict(loads(dumps(given.to_dict())))
     path = page.write(read, tmp_path / "deep" / "folder")
@@ -241,13 +241,13 @@ def test_json_holds_every_figure(full, tmp_path):
     assert math.isnan(figures["runs"][7]["loss"][-1])
 
 
-def test_only_failures():
+def test_a_page_of_failed_runs_shows_their_errors():
     tree = Tree(page.html(Comparison("train.py", [Run(level, 0, error=f"{level} broke") for level in ("O0", "O2")])))
     assert "O0 broke" in tree.text and "O2 broke" in tree.text and not tree.all("svg")
     assert not tree.open
 
 
-def test_a_long_error_is_cut_in_the_table_and_stands_in_full_below():
+def test_a_long_error_is_short_in_the_table_and_whole_below_it():
     error = "RuntimeError: " + "no " * 100 + "more"
     runs = [made_up_run("O0"), made_up_run("O2"), Run("O2", 1, error=error), Run("O3", 0, error=error)]
     text = page.html(Comparison("train.py", runs))
@@ -255,19 +255,19 @@ def test_a_long_error_is_cut_in_the_table_and_stands_in_full_below():
     assert text.count("no no ...") >= 2, "the rows of O2 and of O3"
 
 
-def test_no_run_at_all():
+def test_a_page_without_runs_says_so():
     given = Comparison("train.py", [])
     assert "Nothing to compare\n\nWhyThere is no run." in Tree(page.html(given)).text
 
 
-def test_one_level_one_seed_one_step():
+def test_a_page_of_one_step_draws_its_curve():
     run = made_up_run("O2", steps=1, dtype="float16")
     tree = Tree(page.html(Comparison("train.py", [run])))
     assert "O2" in tree.text and tree.all("svg")
 
 
 @pytest.mark.parametrize("loss", [[math.nan] * 40, [math.inf, 1.0, -math.inf, *[0.0] * 37], [-1.0] * 40, [1e300] * 40])
-def test_losses_that_no_axis_holds(loss):
+def test_losses_beyond_any_axis_still_give_pictures(loss):
     runs = [made_up_run("O0"), made_up_run("O3", dtype="float16", loss=loss, scale=[math.inf] * 40)]
     given = Comparison("train.py", runs)
     several = [pictures.losses(given), pictures.scales(given)]
@@ -275,8 +275,8 @@ def test_losses_that_no_axis_holds(loss):
     assert [len(each) for each in several] == [2, 1]
 
 
-def test_a_curve_has_a_gap_where_a_loss_is_not_finite():
-    """Of 50 steps two are a window; the seed that ends after 40 leaves the mean to the other."""
+def test_a_curve_has_a_gap_at_a_loss_that_is_not_finite():
+    """With 50 steps, the window is two. After step 40, where one seed ends, the mean is the other seed's."""
     one, other = [4.0] * 50, [2.0] * 40
     one[19] = math.inf
     curve = pictures._smooth([one, other])
@@ -288,8 +288,8 @@ def test_a_curve_has_a_gap_where_a_loss_is_not_finite():
     assert at[30] == (2.0, 4.0) and at[20] == (2.0, 2.0)
 
 
-def test_the_parts_add_up_to_the_step():
-    """Half of the steps wait for data, the first tenth among them, which does not count: the median waits for none."""
+def test_the_parts_of_a_step_add_up_to_its_time():
+    """Half of the steps wait for data. The first tenth of them does not count, so the median step does not wait."""
     run = made_up_run("O0", ms=10.0)
     run.seconds[:20] = [1.0] * 20
     run.parts["data"][:20] = [1.0] * 20
@@ -299,8 +299,8 @@ def test_the_parts_add_up_to_the_step():
     assert split == pytest.approx({"data": 0.5, "forward": 2.5, "backward": 5.0, "between": 0.5, "optimizer": 1.5})
 
 
-def test_what_becomes_0_in_words():
-    """Exponents -30 to -6, as many of each: five of 25 lie below 2**-25; at 2**16 none does."""
+def test_a_picture_says_which_share_of_numbers_becomes_0():
+    """Exponents -30 to -6 are equally frequent: five of 25 are below 2**-25, and with a scale of 2**16 none is."""
     run = made_up_run("O2", dtype="float16")
     run.looks = [made_up_look(0), made_up_look(1)]
     (level,) = Comparison("train.py", [run]).levels
@@ -310,7 +310,7 @@ def test_what_becomes_0_in_words():
     assert "activations at O2 FP16: 2^-30 to 2^-6; FP16 holds" in activations.alt
 
 
-def test_numbers_are_held_against_the_type_of_their_level():
+def test_a_picture_counts_losses_in_the_type_of_its_level():
     """BF16 holds what FP16 loses."""
     run = made_up_run("O4", dtype="bfloat16", looks=[made_up_look()])
     given = Comparison("train.py", [run])
@@ -319,7 +319,7 @@ def test_numbers_are_held_against_the_type_of_their_level():
     assert "FP16 loses" not in page.html(given)
 
 
-def test_a_long_training_makes_no_large_page():
+def test_a_long_training_has_small_pictures():
     steps = 20_000
     run = made_up_run("O1", steps=steps, dtype="float16")
     run.loss = [1.0 + step % 7 for step in range(steps)]
@@ -339,11 +339,11 @@ def test_a_long_training_makes_no_large_page():
         ([2**41], "GiB", ["2,048"]),
     ],
 )
-def test_a_column_of_sizes_has_one_unit(counts, unit, words):
+def test_all_sizes_of_a_column_have_one_unit(counts, unit, words):
     assert wording.sizes(counts) == (unit, words)
 
 
-def test_the_figures_are_written_where_a_picture_fails(tmp_path, monkeypatch):
+def test_a_report_writes_its_figures_even_if_a_picture_fails(tmp_path, monkeypatch):
     def fail(comparison):
         raise RuntimeError("no picture")
 
@@ -353,7 +353,7 @@ def test_the_figures_are_written_where_a_picture_fails(tmp_path, monkeypatch):
     assert len(Comparison.from_dict(loads((tmp_path / "report.json").read_text())).runs) == 2
 
 
-def test_other_work_on_the_machine_is_said_once():
+def test_a_page_mentions_other_work_once():
     runs = [made_up_run("O0", seed, final=1 + seed / 4) for seed in range(3)]
     machine = {"cpu": "some", "load": "other work took 1.5 of 2 cores while it ran"}
     text = Tree(
@@ -364,7 +364,7 @@ def test_other_work_on_the_machine_is_said_once():
     assert "other work" not in rest.partition("The machine")[0]
 
 
-def test_advice_on_sizes_that_all_levels_have_stands_once():
+def test_a_page_lists_advice_that_all_levels_share_once():
     line = "head: 50257 out features; 50304 would be a multiple of 64"
     runs = [made_up_run(level, seed, advice=[line]) for level in ("O0", "O4") for seed in range(2)]
     text = Tree(page.html(Comparison("train.py", runs))).text
@@ -384,7 +384,7 @@ def test_advice_on_sizes_that_all_levels_have_stands_once():
         (2, 2, ["2"]),
     ],
 )
-def test_labels_of_an_axis_are_round_and_told_apart(low, high, labels):
+def test_axis_labels_are_round_and_distinct(low, high, labels):
     assert [*drawing.ticks(low, high).values()] == labels
 
 
@@ -399,7 +399,7 @@ def test_labels_of_an_axis_are_round_and_told_apart(low, high, labels):
         ),
     ],
 )
-def test_a_picture_of_the_readme_is_the_card_of_a_report(kind, told, said, tmp_path, monkeypatch):
+def test_the_readme_shows_the_cards_of_reports(kind, told, said, tmp_path, monkeypatch):
     runs = [made_up_run("O0", seed, final=1 + seed / 4, activations=8000, device="cpu") for seed in range(3)]
     runs += [made_up_run("O4", seed, final=1.25, ms=5, activations=0, device="cpu") for seed in range(3)]
     machine = {"cpu": "A <Processor>", "torch": "2.13.0+cpu", "threads": "1", **told}
@@ -420,3 +420,18 @@ def test_a_picture_of_the_readme_is_the_card_of_a_report(kind, told, said, tmp_p
         assert "Use O4 (FP16): 2.0x faster, 33 % less memory, same loss over 3 seeds" in words
         assert said in words
         assert "var(" not in text and background in text
+        for head, width in (("lower is better; grey: margin 0.2 %", 250), ("weights", 400)):
+            assert words.count(head) == 1 and len(head) * 6.5 < width, "it does not reach beyond the card"
+
+
+def test_the_time_of_an_epoch_is_told_if_its_samples_are_known(tmp_path):
+    runs = [made_up_run("O0", seed) for seed in (0, 1)]
+    runs += [made_up_run("O4", seed, dtype="bfloat16", ms=5) for seed in (0, 1)]
+    made = Comparison("train.py", runs)
+    assert "An epoch" not in page.html(made) and "An epoch" not in "".join(table.lines(made))
+    for run in runs:
+        run.epoch_samples = 8000  # 800 samples a second
+    made = Comparison("train.py", runs)
+    assert "<dt>An epoch</dt><dd>10 s at O0, 5.0 s at O4 BF16.</dd>" in page.html(made)
+    assert "An epoch takes 10 s at O0, 5.0 s at O4 BF16." in table.lines(made)
+    assert made.levels[0].epoch_seconds == Comparison.from_dict(made.to_dict()).levels[0].epoch_seconds == 10

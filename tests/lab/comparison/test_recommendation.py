@@ -1,4 +1,4 @@
-"""What a comparison recommends, as data and in words; its notes and its JSON."""
+"""Recommendations as data and in words; the notes and the JSON of a comparison."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from amp_patch.lab.recording.run import INTERRUPTED, Run, dumps, loads
 
 
 def finding(base: list[Run], level: list[Run], **options) -> Finding:
-    """What is found of a level beside O0's runs."""
+    """Return the finding of a level that is compared with O0's runs."""
     return compare(base, level, **options).levels[1].finding
 
 
-def test_o3_is_recommended_only_where_it_is_compared_alone():
+def test_o3_is_recommended_only_if_it_is_compared_alone():
     base, o3 = seeds("O0", 1.0, 1.25, 1.5), seeds("O3", 1.25, 1.0, 1.5, ms=1)
     assert compare(base, seeds("O2", 1.25, 1.0, 1.5, ms=5), o3).summary.startswith("Use O2 FP16: 2.0x faster")
     assert compare(base, seeds("O2", 1.25, 1.0, 1.5, ms=20), o3).summary.endswith(
@@ -34,12 +34,12 @@ def test_o3_is_recommended_only_where_it_is_compared_alone():
     assert compare(base, o3).summary.startswith("Use O3 FP16: 10.0x faster")
 
 
-def test_the_recommendation():
+def test_the_fastest_sound_level_is_recommended_and_otherwise_the_smallest():
     base = seeds("O0", 1.0, 1.25, 1.5)
     same, worse = (1.25, 1.0, 1.5), (2.0, 2.25, 2.5625)
     made = compare(base, seeds("O1", *same, ms=5), seeds("O2", *same, ms=4), seeds("O3", *worse, ms=1))
     assert made.summary == f"Use O2 FP16: {made.levels[2].verdict.text}."
-    # A level of which a run failed is not recommended, unless it was interrupted.
+    # A level with a failed run is not recommended, unless the run was interrupted.
     failed = Run("O2", 3, dtype="float16", error="CUDA out of memory")
     assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O1 FP16: 2.0x faster")
     failed.error, failed.error_kind = "interrupted after 3 steps", INTERRUPTED
@@ -55,7 +55,7 @@ def test_the_recommendation():
     assert compare(base, small).summary == (
         "Stay with O0: O4 FP16 would do as well, but not faster, nor in much less memory."
     )
-    # Nothing to be used: every level is named, with the reason.
+    # No level can be used: each is named with its reason.
     made = compare(
         base,
         seeds("O1", 1.0, 1.25, 3.0),
@@ -84,7 +84,7 @@ def test_the_recommendation():
             "Use O5 BF16: as fast as O0 (0.99x to 1.01x), 0.60 of its memory; final loss ",
             ("Use O5 (BF16)", "40 % less memory, as fast, same loss over 3 seeds", "use this"),
         ),
-        (  # a little slower with each seed, which is no reason against what it saves
+        (  # a little slower with each seed, which does not outweigh the memory that it saves
             (10.2, 10.1, 10.3),
             0.6,
             "Use O5 BF16: as fast as O0 (0.97x to 0.99x), 0.60 of its memory; final loss ",
@@ -134,7 +134,7 @@ def test_the_recommendation():
         ),
     ],
 )
-def test_what_is_won_in_speed_and_in_memory(ms, memory, summary, card):
+def test_a_summary_weighs_speed_against_memory(ms, memory, summary, card):
     level = seeds("O5", 1.25, 1.0, 1.5, dtype="bfloat16", peak_memory=int(memory * 2**20))
     for run, each in zip(level, ms, strict=True):
         run.seconds = [each / 1000] * 40
@@ -143,7 +143,7 @@ def test_what_is_won_in_speed_and_in_memory(ms, memory, summary, card):
     assert (headline.headline(made), headline.gains(made), headline.outcome(made.levels[1], made)) == card
 
 
-def test_what_one_seed_promises():
+def test_a_summary_names_what_undecided_levels_would_gain():
     base, same = seeds("O0", 1.0), {"dtype": "bfloat16", "peak_memory": 2**19}
     levels = seeds("O4", 1.1, **same), seeds("O5", 1.1, **same, ms=8), seeds("O2", 1.1, **same, ms=20)
     assert compare(base, *levels).summary == (
@@ -153,7 +153,7 @@ def test_what_one_seed_promises():
     )
 
 
-def test_findings_are_data():
+def test_a_finding_has_its_kind_gap_and_causes_as_data():
     base, same = seeds("O0", 1.0, 1.25, 1.5), (1.0, 1.25, 1.5)
     bound = {"margin": pytest.approx(0.0025), "worse_from": pytest.approx(0.002 * 2.5)}
     equal = Gap(level=1.25, base=1.25, seeds=3, mean=0.0, low=0.0, high=0.0, **bound)
@@ -171,7 +171,7 @@ def test_findings_are_data():
     assert found == Finding("differs", diverged=[*lost, Lost("diverged", 30, False, 1e-8, [2])])
     logged = finding(logs("O0", 0.5, 0.75), logs("O2", None, math.nan), metric="accuracy")
     assert [(each.kind, each.seeds) for each in logged.diverged] == [("missing", [0]), ("not finite", [1])]
-    # Skips, the loss scale that fell, and runs that failed by themselves.
+    # Skips, a loss scale that fell, and runs that failed without an interrupt.
     low = skipping(seeds("O2", *same), 21, 2.0**-20)
     stopped = Run("O2", 3, error="interrupted after 3 steps", error_kind=INTERRUPTED)
     failed = Run("O2", 4, error="boom")
@@ -181,7 +181,7 @@ def test_findings_are_data():
     assert finding(base, [failed]) == Finding("failed", faults=[failed])
 
 
-def test_the_recommendation_is_data():
+def test_a_recommendation_has_its_reasons_as_data():
     base, same = seeds("O0", 1.0, 1.25, 1.5), (1.25, 1.0, 1.5)
     fast, small = seeds("O4", *same, ms=5), seeds("O5", *same, peak_memory=2**19)
     for groups, why in ((fast, small), "faster"), ((small,), "smaller"):
@@ -199,7 +199,7 @@ def test_the_recommendation_is_data():
     assert partly.summary == "Stay with O0: O4 FP16 failed with some seeds."
 
 
-def test_failed_runs_are_named_with_their_error():
+def test_a_failed_run_is_named_with_its_error():
     base = seeds("O0", 1.0, 1.25, 1.5)
     ended = [Run("O2", 1, error="exit 3: no such file"), Run("O2", 2, error="exit 3: no such file")]
     made = compare(base, [*seeds("O2", 1.25), *ended], [Run("O3", 0, dtype="float16"), Run("O3", 1, error="boom")])
@@ -209,11 +209,11 @@ def test_failed_runs_are_named_with_their_error():
     assert o3.verdict.kind == "failed" and not o3.runs and o3.final == []
     assert o3.verdict.text == "failed with seed 0: recorded no step; failed with seed 1: boom"
     assert not o3.verdict.usable and o3.speedup is None and o3.step_ms is None
-    stopped = made_up_run("O1", 0, error="exit 1 after 40 steps")  # with losses, but they are not what was asked for
+    stopped = made_up_run("O1", 0, error="exit 1 after 40 steps")  # it has losses, but of fewer steps than asked for
     assert compare(base, [stopped]).levels[1].verdict.text == "failed with seed 0: exit 1 after 40 steps"
 
 
-def test_the_levels_come_as_asked_for_and_o0_is_the_baseline():
+def test_levels_keep_the_given_order_and_o0_is_the_baseline():
     same = (1.0, 1.25)
     made = compare(
         seeds("O5", *same, dtype="bfloat16"),
@@ -226,19 +226,19 @@ def test_the_levels_come_as_asked_for_and_o0_is_the_baseline():
     without = replace(made, runs=[run for run in made.runs if run.level != "O0"])
     assert without.baseline is without.levels[0]
     assert without.levels[1].verdict.text.startswith("as fast as O5 BF16")
-    # O0 ran out of memory: the next one is the measure, and the reader is told.
+    # O0 ran out of memory: the next level is the baseline, and a note says so.
     broke = [Run("O0", seed, error="out of memory") for seed in range(2)]
     made = compare(broke, seeds("O2", *same), seeds("O3", *same))
     assert made.baseline.level == "O2" and made.comparable and made.levels[0].verdict.kind == "failed"
     assert made.notes == ["O0 gave no results; the others are compared with O2 FP16"]
 
 
-def test_fewer_steps_than_others_and_than_asked_for():
+def test_losses_are_compared_over_the_steps_that_all_runs_trained():
     base, level = seeds("O0", 1.0, 1.25), seeds("O2", 1.0, 1.25)
     level[1].loss = [5.0] * 19 + [8.0]
     made = compare(base, level)
     assert made.steps == 20
-    # Over 20 steps the last tenth is two: of 4, 3.9, ... (no end yet) and of 5, 8.
+    # Over 20 steps, the last tenth is two losses: 5 and 8 of O2, and two of the falling curve 4, 3.9, ... of O0.
     assert made.levels[1].final[1] == 6.5
     assert made.levels[0].final[0] == pytest.approx((base[0].loss[18] + base[0].loss[19]) / 2)
     assert made.notes == [
@@ -252,13 +252,13 @@ def test_fewer_steps_than_others_and_than_asked_for():
     assert compare(base, asked_steps=40).notes == []
 
 
-def test_notes_of_the_runs_are_carried():
+def test_a_comparison_keeps_the_notes_of_its_runs():
     base, level = seeds("O0", 1.0, 1.25, notes=["no batch known"]), seeds("O2", 1.0, 1.25, notes=["no batch known"])
     level[0].notes = ["no batch known", "the weights were half already"]
     assert compare(base, level).notes == ["all runs: no batch known", "O2 seed 0: the weights were half already"]
 
 
-def test_a_metric_of_the_scripts_own():
+def test_a_logged_metric_replaces_the_loss():
     made = compare(logs("O0", 0.5, 0.75), logs("O2", 0.625, 0.625), metric="accuracy", maximize=True)
     assert "final accuracy 0.6250 within the spread of O0's 2 seeds (0.5000 to 0.7500)" in made.levels[1].verdict.text
     assert "the last value of accuracy that the run gave to amp.log; higher is better" in made.test
@@ -297,7 +297,7 @@ def test_a_metric_of_the_scripts_own():
         ),
     ],
 )
-def test_nothing_to_compare(groups, words, kinds):
+def test_a_summary_says_why_nothing_is_comparable(groups, words, kinds):
     made = compare(*groups)
     assert not made.comparable and made.summary == words
     assert [level.verdict.kind for level in made.levels] == kinds
@@ -307,7 +307,7 @@ def test_nothing_to_compare(groups, words, kinds):
 MORE = "run three seeds or more to judge it"
 
 
-def test_numbers_show_the_digits_that_tell_them_apart():
+def test_numbers_show_as_many_digits_as_distinguish_them():
     base = seeds("O0", 1.00001, 1.00003)
     text = judge(base, seeds("O2", 1.00002, 1.00002), margin=1e-9).text
     assert "final loss 1.00002 within the spread of O0's 2 seeds (1.00001 to 1.00003)" in text
@@ -317,7 +317,7 @@ def test_numbers_show_the_digits_that_tell_them_apart():
     assert judge(seeds("O0", -2.0), seeds("O2", -3.0)).text.endswith("final loss 50 % below O0's; " + MORE)
 
 
-def test_a_report_in_json_gives_the_comparison_back():
+def test_a_comparison_is_restored_from_its_json():
     base, level = seeds("O0", 1.0, 1.25), seeds("O2", 1.0, 1.25, ms=5, looks=[made_up_look()])
     level[1].loss[-1] = math.nan
     made = compare(base, level, [Run("O3", 0, error="boom")], maximize=True, asked_steps=50, machine={"torch": "2.13"})
@@ -334,13 +334,13 @@ def test_a_report_in_json_gives_the_comparison_back():
     assert o2["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert o2["verdict"]["kind"] == "differs" and o2["skips"] == [1, 1] and o2["scales"] == [65536.0] * 2
     assert o2["samples_per_second"] == pytest.approx(1600) and o2["step_ms"] == pytest.approx(5)
-    # Every figure of a level is there, and every run with every step.
-    own = {"runs", "failed", "finding"}  # which the verdict has in words
+    # The JSON has every figure of a level, and every run with every step.
+    own = {"runs", "failed", "finding"}  # listed separately, or in the words of the verdict
     assert set(LevelResult.__dataclass_fields__) - own <= set(o2)
     assert [len(run["loss"]) for run in told["runs"]] == [40, 40, 40, 40, 0]
 
 
-def test_the_machine(monkeypatch):
+def test_machine_lists_versions_types_and_limits(monkeypatch):
     told = machine()
     assert set(told) - {"tensor_cores", "lacks", "limited"} == {
         "torch",
@@ -362,16 +362,16 @@ def test_the_machine(monkeypatch):
     assert re.match(r"\d+\.\d+", told["torch"]) and int(told["threads"]) == 1
 
 
-def test_the_test_in_words():
+def test_test_describes_the_margin_and_the_significance():
     made = compare(seeds("O0", 1.0, 1.5), seeds("O2", 1.0, 1.5))
     assert made.test.startswith(
         "The result of a run is the mean training loss over the last tenth of the 40 steps that all runs trained; "
         "lower is better. The gap of a level is the mean of the differences between its runs and O0's with the same "
-        "seeds, with Student's interval at 95 %; each level is tested by itself. As good: the whole interval lies "
-        "below the margin, by which a level may be worse: 0.2 % of O0's result. "
+        "seeds, with Student's interval at 95 %; each level is tested separately. As good: the whole interval is "
+        "below the margin, 0.2 % of O0's result. "
     )
     assert "rejects chance at 5 %" in made.test and "  " not in made.test
-    assert ": 1 % of O0's result" in replace(made, margin=0.01).test
+    assert "margin, 1 % of O0's result" in replace(made, margin=0.01).test
     assert compare().test.startswith("The result of a run is the mean training loss over the last tenth of the 0 steps")
 
 
@@ -397,7 +397,7 @@ def test_a_level_that_skips_most_of_its_steps_is_not_recommended():
     assert "fell" not in judge(base, skipping(seeds("O2", 1.125, 1.25, 1.25, ms=5), 16, 1.0)).text
 
 
-def test_what_is_advised_is_not_what_was_done():
+def test_a_summary_advises_a_step_that_was_not_taken():
     base = seeds("O0", 1.0, 1.25, 1.5)
     assert "O1 FP16 cannot be judged yet, run 12 more seeds." in compare(base, seeds("O1", 1.0, 1.25, 3.0)).summary
     same = seeds("O0", 1.0, 1.0, 1.0)

@@ -13,11 +13,11 @@ from amp_patch.lab.comparison.measures import KINDS
 from amp_patch.lab.comparison.rows import Row, axis, rows
 
 BASE = (2.0, 2.02, 1.98)
-ZERO, HALF = 36.0, 33.0  # per cent of the width: where a gap of 0 lies, and how far the end of the axis is from it
+ZERO, HALF = 36.0, 33.0  # per cent of the width: the place of a gap of 0, and half of the axis
 
 
 def off(*by: float) -> tuple[float, ...]:
-    """Final losses so many per cent above O0's mean, seed by seed."""
+    """Return final losses that are these percentages of O0's mean above O0's, seed by seed."""
     return tuple(base + 2 * each / 100 for base, each in zip(BASE, by, strict=True))
 
 
@@ -39,7 +39,7 @@ def interval(cell: str) -> list[float]:
 
 
 @pytest.mark.parametrize("by", [0.0007, 0.1, -0.15])
-def test_a_gap_of_one_seed_lies_where_its_share_of_the_margin_is(by):
+def test_a_gap_of_one_seed_is_drawn_at_its_share_of_the_margin(by):
     cell = row(compare(seeds("O0", 2.0), seeds("O5", 2.0 * (1 + by / 100)))).gap
     assert dot(cell) == [pytest.approx(ZERO + HALF * by / 0.6, abs=0.01)], "the axis ends at three margins"
     assert interval(cell) == []
@@ -51,7 +51,7 @@ def test_a_gap_of_one_seed_lies_where_its_share_of_the_margin_is(by):
     assert f">{by:+.2g} %</text>" in cell
 
 
-def test_a_gap_that_the_seeds_spread_would_hide_is_seen_with_its_interval():
+def test_a_gap_below_the_spread_of_seeds_is_drawn_with_its_interval():
     made = compare(seeds("O0", *BASE), seeds("O5", *off(0.05, 0.08, 0.11)))
     gap, cell = made.levels[1].finding.gap, row(made).gap
     mean = sum(made.levels[0].finite.values()) / 3
@@ -61,7 +61,7 @@ def test_a_gap_that_the_seeds_spread_would_hide_is_seen_with_its_interval():
     assert "+0.08 %" in cell and "gap to it +0.0016 (+0.08 %, 95 %" in row(made).alt
 
 
-def test_levels_share_an_axis_that_ends_where_the_farthest_usable_interval_does():
+def test_all_levels_share_an_axis_that_ends_at_the_farthest_usable_interval():
     made = compare(
         seeds("O0", *BASE),
         seeds("O2", *off(50, 51, 52)),
@@ -75,7 +75,7 @@ def test_levels_share_an_axis_that_ends_where_the_farthest_usable_interval_does(
     assert labels == ["-10 %", "0", "+10 %"]
 
 
-def test_what_has_no_gap_says_so():
+def test_a_level_without_a_gap_shows_a_text_instead():
     made = compare(seeds("O0", *BASE), seeds("O3", *BASE, loss=[float("nan")] * 40))
     assert "3 of 3 not finite" in row(made).gap and ">2.000</text>" in row(made, 0).gap
     zero = compare(seeds("O0", 0.0, 0.0), seeds("O5", 0.5, 0.25))
@@ -85,7 +85,7 @@ def test_what_has_no_gap_says_so():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_bar_of_memory_is_made_of_its_parts(device):
+def test_a_memory_bar_consists_of_its_parts(device):
     sizes = {"weights": 1, "masters": 2, "gradients": 3, "state": 4, "activations": 6}
     fields = {"device": device, "peak_memory": 20 if device == "cuda" else None}
     made = compare(seeds("O0", *BASE, **fields, **sizes), seeds("O5", *BASE, **fields, **{**sizes, "masters": 0}))
@@ -94,7 +94,7 @@ def test_the_bar_of_memory_is_made_of_its_parts(device):
         kind: at(cell, rf'x="([\d.]+)%" y="-8" width="[\d.]+%" height="16" style="fill: var\(--{kind}\)')
         for kind in KINDS
     }
-    whole = 16 if device == "cpu" else 20  # of a peak the rest is what is beside them
+    whole = 16 if device == "cpu" else 20  # on CUDA the peak has a remainder beyond its parts
     starts = [0, 1, 3, 6, 10]
     assert [*parts.values()] == [[pytest.approx(bar * start / whole, abs=0.01)] for start in starts]
     widths = at(cell, r'y="-8" width="([\d.]+)%"')[1:]

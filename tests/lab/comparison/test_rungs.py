@@ -36,20 +36,20 @@ def compared_fixture():
     return amp.compare(build, LEVELS, seeds=2, steps=8, verbosity=0)
 
 
-def test_a_rung_is_a_level_with_figures_of_its_own(compared):
+def test_each_rung_has_its_own_figures(compared):
     assert [level.name for level in compared.levels] == ["O0", *(f"{level} BF16" for level in LEVELS)]
     _, whole, split, stochastic, coded = compared.levels
     assert [run.error or run.notes for run in compared.runs] == [[]] * len(compared.runs)
     assert [level.runs[0].masters for level in (whole, split, stochastic)] == [4 * 4680, 2 * 4680, 0]
     assert whole.memory > split.memory > stochastic.memory > coded.memory
     assert coded.runs[0].masters == split.runs[0].masters and coded.runs[0].state < 0.4 * split.runs[0].state
-    # Split masters are FP32's numbers but for ties of their weights; chance moves what is rounded by it.
+    # Split masters equal FP32 but for ties in the rounding of weights. Stochastic rounding gives other losses.
     for one, other in zip(whole.runs, split.runs, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-3)
     assert stochastic.runs[0].loss != whole.runs[0].loss
 
 
-def test_table_page_json_and_notebook_call_a_rung_by_its_name(compared, tmp_path):
+def test_table_page_json_and_notebook_show_the_name_of_a_rung(compared, tmp_path):
     assert "O5+stochastic BF16" in "\n".join(table.lines(compared)) and "O5+split BF16: " in repr(compared)
     text = page.write(compared, tmp_path).read_text()
     assert "<b>O5+split</b> BF16" in text and "O5+stochastic BF16" in text
@@ -64,7 +64,7 @@ def updates(changed: int, lost: int, dtype: str = "bfloat16") -> dict[str, list[
     return {"updates": [Updates(dtype, {"0.weight": [changed, lost]}, 1), Updates(dtype, {"1.weight": [0, 0]}, 2)]}
 
 
-def test_a_comparison_shows_which_updates_weights_without_masters_would_lose(compared, tmp_path):
+def test_a_comparison_shows_the_updates_that_weights_without_masters_would_lose(compared, tmp_path):
     _, whole, split, stochastic, _ = compared.levels
     base = [run.lost_updates() for run in compared.baseline.runs]
     assert all(0 < share < 1 for share in base) and min(base) <= compared.baseline.lost_updates <= max(base)
@@ -78,7 +78,7 @@ def test_a_comparison_shows_which_updates_weights_without_masters_would_lose(com
     assert [level["lost_updates"] for level in told["levels"]] == [level.lost_updates for level in compared.levels]
 
 
-def test_many_lost_updates_say_why_o3_fails_and_which_rung_is_safe():
+def test_many_lost_updates_explain_o3_and_name_the_safe_rungs():
     base = seeds("O0", *BASE, **updates(100, 89))
     o3 = seeds("O3", 2.0, 2.25, 2.5625, **BF16)
     made = compare(base, seeds("O5", *SAME, ms=5, **BF16, **updates(100, 88)), o3)
@@ -90,27 +90,27 @@ def test_many_lost_updates_say_why_o3_fails_and_which_rung_is_safe():
     assert "lose" not in made.levels[1].verdict.text
     assert made.notes == [
         "without masters 88 % of the updates would be lost in BF16 weights: take masters (O5 and O5+split), or "
-        "rounding by chance (O5+stochastic)"
+        "stochastic rounding (O5+stochastic)"
     ]
     # A level that is within by these figures is warned of, too.
     within = compare(base, seeds("O3", *SAME, ms=5, **BF16)).levels[1].verdict
     assert within.kind == "within" and within.reason.endswith("; its weights lose 89 % of their updates")
 
 
-def test_few_lost_updates_are_a_number_and_no_advice():
+def test_few_lost_updates_give_a_number_and_no_advice():
     made = compare(seeds("O0", *BASE, **updates(100, 17)), seeds("O3", *SAME, **BF16))
     assert made.notes == ["without masters 17 % of the updates would be lost in BF16 weights"]
     assert made.levels[1].finding.lost_updates == 0.17 and "lose" not in made.levels[1].verdict.text
 
 
-def test_of_fp16_weights_the_masters_are_o2s_and_what_was_not_measured_is_not_said():
+def test_lost_fp16_updates_point_to_o2_and_unmeasured_ones_are_not_mentioned():
     made = compare(seeds("O0", *BASE, **updates(10, 9, "float16")), seeds("O3", *SAME))
     assert made.notes == ["without masters 90 % of the updates would be lost in FP16 weights: take masters (O2)"]
     made = compare(seeds("O0", *BASE, **updates(10, 9)), seeds("O3", *SAME))
     assert made.notes == [] and made.levels[1].lost_updates is None
 
 
-def test_the_way_to_use_a_rung_is_an_edit_and_a_command():
+def test_a_recommended_rung_has_an_edit_and_a_command():
     small = seeds("O5+split", *SAME, ms=5, **BF16)
     edit, command = headline.how_to_use(compare(seeds("O0", *BASE), small, command="train.py"))
     assert 'opt_level="O5", master_weights="split")' in edit[2]
@@ -122,7 +122,7 @@ def test_the_way_to_use_a_rung_is_an_edit_and_a_command():
     assert command == "AMP_PATCH_OPT_LEVEL=O2+stochastic AMP_PATCH_DTYPE=bfloat16 python -m amp_patch run train.py"
 
 
-def test_a_rung_is_named_in_one_way_whichever_order_it_is_asked_in():
+def test_rungs_in_any_order_give_one_name():
     assert Plan(("O5+8bit+split", "O4+8bit")).levels == ("O0", "O5+split+8bit", "O4+8bit")
     with pytest.raises(ValueError, match=r"compare: O5\+split\+8bit is in levels twice"):
         Plan(("O5+8bit+split", "O5+split+8bit"))
@@ -130,14 +130,14 @@ def test_a_rung_is_named_in_one_way_whichever_order_it_is_asked_in():
     assert 'opt_level="O5", master_weights="split", optimizer_state="8bit")' in edit[2]
 
 
-def test_stochastic_rounding_is_recommended_as_any_level_and_o3_is_not():
+def test_stochastic_rounding_is_recommended_if_it_is_fastest_and_o3_is_not():
     base = seeds("O0", *BASE)
     whole, chance = (seeds(level, *SAME, ms=ms, **BF16) for level, ms in (("O5", 5), ("O5+stochastic", 4)))
     assert compare(base, whole, chance).summary.startswith("Use O5+stochastic BF16: 2.5x faster")
     assert compare(base, whole, seeds("O3", *SAME, ms=4, **BF16)).summary.startswith("Use O5 BF16: 2.0x faster")
 
 
-def test_a_plan_tells_a_run_its_rung_and_no_other(monkeypatch):
+def test_a_plan_sets_only_the_rung_of_a_run(monkeypatch):
     for variable in RUNG_VARIABLES:
         monkeypatch.setenv(variable, "")
     plan = Plan(("O5", "O5+split"), seeds=1)
@@ -146,7 +146,7 @@ def test_a_plan_tells_a_run_its_rung_and_no_other(monkeypatch):
     assert plan.environment(Run("O5")) == {"AMP_PATCH_OPT_LEVEL": "O5", **seed, **nothing}
     assert plan.environment(Run("O5+split")) == {"AMP_PATCH_OPT_LEVEL": "O5+split", **seed, **nothing}
     assert plan.environment(Run(NATIVE)) == {"AMP_PATCH_OPT_LEVEL": "O0", **seed, **nothing}
-    # Without a rung in the plan what is in the environment holds, for every level alike.
+    # If the plan has no rung, the environment's variables apply to all levels.
     assert Plan(("O5",)).environment(Run("O5")) == {"AMP_PATCH_OPT_LEVEL": "O5", **seed}
     assert plan.type_of("O5+split") == "bfloat16" and Plan(("O2+split",), dtype="bfloat16").levels == ("O0", "O2+split")
 
@@ -165,10 +165,10 @@ for step in range(3):
 
 
 @pytest.mark.slow
-def test_a_script_that_knows_torch_alone_is_compared_at_rungs(tmp_path, monkeypatch):
+def test_an_unedited_script_is_compared_at_rungs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(PLAIN)
-    # Of the environment nothing is left where the levels say it.
+    # The variable must not apply, since the levels name their rungs.
     monkeypatch.setenv("AMP_PATCH_MASTER_WEIGHTS", "split")
     main(["compare", "train.py", "--levels", ",".join(LEVELS), "--seeds", "1", "--out", "out"])
     runs = [Run.from_dict(run) for run in loads(Path("out/report.json").read_text())["runs"]]
@@ -183,4 +183,4 @@ def test_a_script_that_knows_torch_alone_is_compared_at_rungs(tmp_path, monkeypa
     names = Counter(path.name.partition("-seed")[0] for path in Path("out/runs").iterdir())
     assert names == dict.fromkeys(["O0", *LEVELS], 2)
     main(["compare", "train.py", "--levels", "O2", "--seeds", "1", "--out", "out"])
-    assert {path.name.partition("-seed")[0] for path in Path("out/runs").iterdir()} == {"O0", "O2"}, "and taken away"
+    assert {path.name.partition("-seed")[0] for path in Path("out/runs").iterdir()} == {"O0", "O2"}, "old runs went"

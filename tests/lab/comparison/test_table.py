@@ -1,4 +1,4 @@
-"""The comparison in a terminal: everything there, nothing cut at 80 columns."""
+"""The comparison in a terminal: all of its text, within 80 columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amp_patch.lab.recording.run import PARTS, Run
 
 
 def words(shown: list[str]) -> str:
-    """What wrapped lines say."""
+    """Join wrapped lines, without line breaks and padding."""
     return " ".join(" ".join(shown).split())
 
 
@@ -35,7 +35,7 @@ def comparison() -> Comparison:
     return Comparison("train.py", [*base, *o2, *worse, failed], asked_steps=50)
 
 
-def test_the_levels(comparison):
+def test_the_table_shows_the_figures_of_each_level(comparison):
     shown = lines(comparison)
     assert shown[0] == "train.py, 40 steps"
     # level, type, seeds, figure, half of the range, against O0, ms, speed, memory, scale, skipped
@@ -46,7 +46,7 @@ def test_the_levels(comparison):
     assert row(shown, "train.py", "O5") == ["O5", "0/1"]
 
 
-def test_how_far_from_the_baseline():
+def test_the_table_shows_the_distance_to_the_baseline():
     figures = {"O1": 1.0, "O2": 1.3125, "O3": 2.5, "O4": 100.0, "O5": -100.0}
     runs = [*seeds("O0", 1.0), *(run for level, final in figures.items() for run in seeds(level, final))]
     shown = lines(Comparison("train.py", runs))
@@ -56,7 +56,7 @@ def test_how_far_from_the_baseline():
     assert row(lines(Comparison("train.py", broken, "accuracy")), "train.py", "O3")[3:5] == ["missing", "10"]
 
 
-def test_the_verdicts_and_the_recommendation(comparison):
+def test_the_table_ends_with_verdicts_notes_and_the_recommendation(comparison):
     shown = lines(comparison)
     said = words(shown)
     for level in comparison.levels:
@@ -67,7 +67,7 @@ def test_the_verdicts_and_the_recommendation(comparison):
     assert said.endswith(comparison.summary) and comparison.summary.startswith("Use O2 FP16: 2.0x faster")
 
 
-def test_advice_on_sizes_is_given_once(comparison):
+def test_the_table_gives_advice_on_sizes_once(comparison):
     assert "Size: " not in words(lines(comparison))
     for run in comparison.runs[3:]:
         run.advice.append("99 is no multiple of 8")
@@ -76,23 +76,30 @@ def test_advice_on_sizes_is_given_once(comparison):
     assert words(shown).endswith(comparison.summary)
 
 
-def test_times_and_sizes(comparison):
+def test_the_table_shows_known_times_and_sizes(comparison):
     shown = lines(comparison)
     assert row(shown, "Time of a step, ms", "O2") == ["O2", "FP16", "0.5", "2.5", "5", "0.5", "1.5", "800"]
     assert row(shown, "Memory, MiB", "O2") == ["O2", "FP16", "0.5", "1", "0.00381", "0.00763", "0.5"]
     for run in comparison.runs:
+        run.device, run.activations = "cpu", 2**18
+    shown = lines(Comparison("train.py", comparison.runs))
+    sum_, process = "1.76", "0.5"  # 0.5 + 1 + 0.00381 + 0.00763 + 0.25, and what the process grew by
+    expected = ["O2", "FP16", "0.5", "1", "0.00381", "0.00763", "0.25", sum_, process]
+    assert row(shown, "Memory, MiB", "O2") == expected
+    for run in comparison.runs:
+        run.device, run.activations = "cuda", None
         run.peak_memory, run.samples = None, [0] * run.steps
     shown = lines(Comparison("train.py", comparison.runs))
     assert len(row(shown, "Time of a step, ms", "O2")) == 7 and len(row(shown, "Memory, MiB", "O2")) == 6
 
 
-def test_times_of_inspected_steps_do_not_count(comparison):
+def test_times_of_inspected_steps_are_ignored(comparison):
     for part in PARTS:
         comparison.runs[3].parts[part][20] = math.nan
     assert row(lines(comparison), "Time of a step, ms", "O2")[2] == "0.5"
 
 
-def test_the_worst_modules():
+def test_the_table_lists_the_three_worst_modules():
     first, second = made_up_look(), made_up_look(2)
     first.errors = {"first": 0.001, "last": 0.2, "third": 0.1, "[red]": 0.002}
     second.errors, second.flushed = {"third": math.nan}, {"last.weight": [0.2, 0.5, 0.1]}
@@ -147,7 +154,7 @@ def long_comparison() -> Comparison:
 
 
 @pytest.mark.parametrize("metric", ["loss", "held_out_perplexity_per_character"])
-def test_nothing_is_cut_at_80_columns(metric):
+def test_the_table_shows_all_text_at_80_columns(metric):
     base = long_comparison()
     comparison = Comparison(base.title, base.runs, metric, asked_steps=base.asked_steps)
     shown = lines(comparison)
@@ -163,12 +170,22 @@ def test_nothing_is_cut_at_80_columns(metric):
     assert [line.split()[0] for line in shown[start + 1 : start + 7]] == ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
-def test_colours_are_for_terminals(comparison):
+def test_the_table_has_colours_only_on_request(comparison):
     plain = lines(comparison)
     assert "\x1b" not in "\n".join(plain)
     coloured = "\n".join(lines(comparison, colours=True))
     assert "\x1b[31mO3 FP16\x1b[0m " in coloured and "\x1b[32mO2 FP16\x1b[0m " in coloured
     assert [re.sub(r"\x1b\[\d+m", "", line) for line in coloured.split("\n")] == plain
+
+
+def test_runs_that_all_failed_alike_are_one_line_with_the_path_of_the_log():
+    log = f"{'a long folder/' * 9}runs/O0-seed0.log"
+    runs = [Run(level, error="ValueError: no", error_where="train.py, line 3", log=log) for level in ("O0", "O4")]
+    said = f"Nothing to compare: all 2 runs failed: ValueError: no (train.py, line 3; see {log})."
+    assert lines(Comparison("train.py", runs)) == [said]
+    runs[1].error = "ValueError: yes"
+    (line,) = lines(Comparison("train.py", runs))
+    assert line.startswith("Nothing to compare: no run went well. O0: failed with seed 0: ValueError: no (train.py")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +198,6 @@ def test_colours_are_for_terminals(comparison):
         [made_up_run("O0", steps=1), made_up_run("O2", steps=1)],
     ],
 )
-def test_little_to_lines(runs):
+def test_a_table_of_few_runs_ends_with_the_summary(runs):
     comparison = Comparison("train.py", runs)
     assert words(lines(comparison)).endswith(words([comparison.summary]))

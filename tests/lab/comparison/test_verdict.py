@@ -1,4 +1,4 @@
-"""What a comparison says of each level: the figures, the test, and the words."""
+"""Verdicts of a comparison: the figures, the test, and the words."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TABLE = [
 
 
 @pytest.mark.parametrize("freedom, p, t", TABLE)
-def test_student_agrees_with_the_tables(freedom, p, t):
+def test_the_distribution_of_student_agrees_with_tables(freedom, p, t):
     half = 0.0005  # the table's last digit
     assert 1 - measures.student(t + half, freedom) <= p <= 1 - measures.student(t - half, freedom)
     assert measures.student(0.0, freedom) == 0
     assert measures.student(math.inf, freedom) == pytest.approx(1)
 
 
-def test_the_paired_t_test():
+def test_the_paired_t_test_gives_the_exact_p():
     # Differences 1, 2, 3: mean 2, deviation 1, t = 2 * sqrt(3) on 2 degrees, where P(|T| <= t) = t / sqrt(2 + t * t).
     expected = 1 - math.sqrt(12) / math.sqrt(14)
     assert measures.paired_t_test([11, 12, 13], [10, 10, 10]) == pytest.approx(expected, rel=1e-12)
@@ -40,11 +40,11 @@ def test_the_paired_t_test():
     assert measures.paired_t_test([5.0], [1.0]) == 1
     assert measures.paired_t_test([1.0, 2.0], [1.0, 2.0]) == 1
     assert measures.paired_t_test([2.0, 3.0], [1.0, 2.0]) == 0, "the same difference twice, without any spread"
-    # The seeds' own spread cancels: the pairs differ by 1, 1.5, 1 while the seeds lie 100 apart.
+    # The spread of the seeds cancels: the pairs differ by 1, 1.5 and 1, while the seeds are 100 apart.
     assert measures.paired_t_test([1, 101.5, 201], [0, 100, 200]) < 0.05
 
 
-def test_the_figure_of_a_run_is_the_mean_of_the_last_tenth():
+def test_the_result_of_a_run_is_the_mean_of_its_last_tenth():
     run = Run("O0", loss=[100.0] * 36 + [1.0, 2.0, 3.0, 6.0])
     assert measures.final(run, "loss", 40) == 3.0
     assert measures.final(run, "loss", 30) == 100.0
@@ -56,13 +56,13 @@ def test_the_figure_of_a_run_is_the_mean_of_the_last_tenth():
     assert math.isnan(measures.final(Run("O0"), "loss", 0))
 
 
-def test_another_metric_is_the_last_value_logged():
+def test_the_result_of_a_logged_metric_is_its_last_value():
     run = Run("O0", loss=[1.0], logged={"accuracy": [(1, 0.5), (2, 0.75)], "bad": [(1, 1.0), (2, math.nan)]})
     assert measures.final(run, "accuracy", 1) == 0.75
     assert math.isnan(measures.final(run, "bad", 1)) and math.isnan(measures.final(run, "missing", 1))
 
 
-def test_within_the_spread():
+def test_a_mean_within_the_spread_of_seeds_is_as_good():
     seen = judge(seeds("O0", 1.0, 1.25, 1.5), seeds("O2", 1.25, 1.0, 1.5, ms=5))
     assert seen.kind == "within" and seen.usable and not seen.better
     assert seen.text == (
@@ -75,7 +75,7 @@ def test_within_the_spread():
     assert judge(seeds("O0", 1.0, 1.5), seeds("O2", 1.0, 1.0)).kind == "within"
 
 
-def test_differs_for_the_worse():
+def test_a_worse_level_is_not_to_be_used():
     seen = judge(seeds("O0", 1.0, 1.25, 1.5), seeds("O2", 2.0, 2.25, 2.5625, ms=5))
     assert seen.kind == "differs" and not seen.better and not seen.usable
     # Differences 1, 1, 1.0625: mean 49/48, t = 49 on 2 degrees of freedom, p = 1 - 49 / sqrt(2 + 49 * 49).
@@ -86,7 +86,7 @@ def test_differs_for_the_worse():
     )
 
 
-def test_differs_for_the_better_is_no_reason_against_a_level():
+def test_a_better_level_is_usable():
     made = compare(seeds("O0", 1.0, 1.25, 1.5), seeds("O2", 0.5, 0.75, 1.0625, ms=5))
     seen = made.levels[1].verdict
     assert seen.kind == "differs" and seen.better and seen.usable
@@ -101,7 +101,7 @@ def test_differs_for_the_better_is_no_reason_against_a_level():
     assert "higher is better" in turned.test and "lower is better" in made.test
 
 
-def test_undecided_where_the_test_does_not_reject():
+def test_a_level_is_undecided_if_the_test_does_not_reject_chance():
     base = seeds("O0", 1.0, 1.25, 1.5)
     seen = judge(base, seeds("O2", 1.0, 1.25, 3.0))  # mean 1.75; differences 0, 0, 1.5: t = 1
     assert seen.kind == "undecided" and not seen.better and not seen.usable
@@ -114,7 +114,7 @@ def test_undecided_where_the_test_does_not_reject():
     assert (seen.kind, seen.better, seen.usable) == ("no worse", False, True) and "more seeds" not in seen.text
 
 
-def test_the_test_decides_at_five_percent():
+def test_the_t_test_decides_at_five_percent():
     base = seeds("O0", 0.0, 0.0, 5.0)
     # On 2 degrees of freedom 4.303 is the bound. Differences d, d, d + e have t = (3 d + e) / e.
     close = judge(base, seeds("O2", 3.29, 3.29, 5.0 + 3.29 + 3.0))  # t = 4.29
@@ -122,7 +122,7 @@ def test_the_test_decides_at_five_percent():
     assert (close.kind, clear.kind) == ("undecided", "differs")
 
 
-def test_a_diverged_seed_is_not_to_be_used():
+def test_a_level_with_a_diverged_seed_is_not_to_be_used():
     broken = [1.0] * 30 + [math.nan] * 10
     level = seeds("O2", 1.0, 1.0, 1.0, ms=5)
     level[1].loss, level[2].loss = broken, broken[:33]  # the last one's script gave up
@@ -130,7 +130,7 @@ def test_a_diverged_seed_is_not_to_be_used():
     seen = made.levels[1].verdict
     assert seen.kind == "differs" and not seen.usable
     assert seen.text.startswith("do not use: diverged with seeds 1 and 2 at step 30; 2.0x faster")
-    assert made.steps == 40, "what diverged says nothing of how long the others ran"
+    assert made.steps == 40, "a diverged run does not shorten the comparison"
     assert made.levels[1].finite == {0: 1.0} and [*map(math.isnan, made.levels[1].final)] == [False, True, True]
     assert made.summary == "Stay with O0: do not use O2 FP16."
 
@@ -147,7 +147,7 @@ def test_a_loss_that_came_back_has_not_diverged():
     assert judge(seeds("O0", 1.0, 1.5), level).kind == "so far"
 
 
-def test_where_the_baseline_diverged_too():
+def test_a_verdict_says_if_the_baseline_diverged_too():
     base, level = seeds("O0", 1.0, 1.25, 1.5), seeds("O2", 1.0, 1.25, 1.5)
     base[1].loss = level[1].loss = [math.nan] * 40
     made = compare(base, level)
@@ -158,7 +158,7 @@ def test_where_the_baseline_diverged_too():
     assert "diverged with seed 1 at step 0, as O0 did" in made.levels[1].verdict.text
 
 
-def test_an_eps_that_fp16_does_not_have_is_why():
+def test_a_verdict_names_an_eps_that_is_0_in_fp16():
     level = seeds("O3", math.nan, 1.25, 1.5, lost_eps=1e-8)
     level[0].loss = [math.nan] * 40
     reason = judge(seeds("O0", 1.0, 1.25, 1.5), level).reason
@@ -167,7 +167,7 @@ def test_an_eps_that_fp16_does_not_have_is_why():
     )
 
 
-def test_one_seed_has_no_spread():
+def test_a_level_with_one_seed_is_undecided():
     made = compare(seeds("O0", 1.0), seeds("O2", 1.03125, ms=5))
     assert made.levels[1].verdict == Verdict(
         "undecided",
@@ -180,7 +180,7 @@ def test_one_seed_has_no_spread():
     )
 
 
-def test_equal_to_the_bit():
+def test_losses_equal_to_the_bit_are_as_good():
     base, level = seeds("O0", 1.0), seeds("O2", 1.0, ms=5)
     assert judge(base, level).kind == "within" and "every loss the same as O0's, to the bit" in judge(base, level).text
     level[0].loss[0] = math.nextafter(4.0, 5.0)  # the figure is the same, the curve is not
@@ -190,7 +190,7 @@ def test_equal_to_the_bit():
         base, level = logs("O0", 0.5), logs("O2", 0.5)
         base[0].loss = level[0].loss = losses
         assert judge(base, level, metric="accuracy").kind == "undecided"
-    # An accuracy can be the same by chance.
+    # Equal accuracies do not prove equal trainings.
     for values, kind in (((0.5,), "undecided"), ((0.5, 0.5), "within")):
         base, level = logs("O0", *values), logs("O2", *values)
         for run in level:
@@ -200,14 +200,14 @@ def test_equal_to_the_bit():
         assert judge(base, level, metric="accuracy").kind == kind
 
 
-def test_seeds_that_change_nothing_are_one_seed():
+def test_seeds_that_change_nothing_count_as_one():
     made = compare(seeds("O0", 1.0, 1.0, 1.0), seeds("O2", 1.25, 1.25, 1.25))
     assert made.levels[1].verdict.kind == "undecided"
     assert "the seeds change nothing: final loss 25 % above O0's" in made.levels[1].verdict.text
     assert made.notes == ["all seeds of O0 gave the same losses to the bit: they are one seed to the test"]
 
 
-def test_pairs_are_of_the_same_seed():
+def test_runs_are_paired_by_seed():
     base, level = seeds("O0", 1.0, 2.0, 4.0, 5.0), seeds("O2", 1.0, 2.0, 4.0, 5.0)
     for run, ms in zip(base, (10, 20, 40, 80), strict=True):
         run.seconds = [ms / 1000] * 40
@@ -234,7 +234,7 @@ def test_pairs_are_of_the_same_seed():
         ((9.8, 9.6, 9.5), "1.04x faster than O0 (1.02 to 1.05)"),
     ],
 )
-def test_speed_in_words(ms, words):
+def test_a_verdict_states_the_speed(ms, words):
     base, level = seeds("O0", 1.0, 1.25, 1.5, ms=10), seeds("O2", 1.0, 1.25, 1.5)
     for run, each in zip(level, ms, strict=True):
         run.seconds = [each / 1000] * 40
@@ -243,7 +243,7 @@ def test_speed_in_words(ms, words):
     assert made.summary.startswith("Use O2" if "x faster" in words else "Stay with O0")
 
 
-def test_step_times_leave_out_what_warms_up_and_what_was_not_measured():
+def test_step_times_exclude_warm_up_and_unmeasured_steps():
     times = [9.0] * 4 + [math.nan] * 6 + [1.0] * 20 + [2.0, math.inf, 0.0] + [1.0] * 7
     assert measures.step_times(Run("O0", seconds=times)) == [1.0] * 20 + [2.0] + [1.0] * 7
     assert measures.step_times(Run("O0", seconds=[9.0, 1.0])) == [1.0], "the first step at least"
@@ -254,7 +254,7 @@ def test_step_times_leave_out_what_warms_up_and_what_was_not_measured():
     assert measures.samples_per_second(made_up_run(samples=[0] * 40)) is None
 
 
-def test_the_range_of_one_run_is_of_its_quartiles():
+def test_the_speed_range_of_one_run_comes_from_quartiles():
     base, level = made_up_run("O0"), made_up_run("O2")
     base.seconds = [0.0, 4.0, 4.0, 8.0, 16.0, 16.0]
     level.seconds = [0.0, 2.0, 2.0, 4.0, 8.0, 8.0]
@@ -262,7 +262,7 @@ def test_the_range_of_one_run_is_of_its_quartiles():
     assert measures.speedup([(base, Run("O2", seconds=[1.0]))]) is None
 
 
-def test_memory():
+def test_a_verdict_states_memory_or_else_the_bytes_of_tensors():
     base = seeds("O0", 1.0, 1.25, 1.5)
     level = seeds("O2", 1.0, 1.25, 1.5)
     for run, peak in zip(level, (2**18, 2**19, 2**22), strict=True):
@@ -279,9 +279,9 @@ def test_memory():
     assert compare(base, level).levels[1].bytes_ratio is None
 
 
-def test_on_a_cpu_memory_is_what_is_held_and_the_activations():
+def test_memory_on_a_cpu_is_tensors_plus_activations():
     runs = [*seeds("O0", 1.0, 1.25, 1.5), *seeds("O2", 1.0, 1.25, 1.5)]
-    for run in runs:  # whose tensors take 16,000; of the process as a whole nothing is concluded
+    for run in runs:  # its tensors take 16,000 bytes; the peak of the process is not used
         run.device, run.peak_memory = "cpu", (170_000 if run.level == "O0" else 340_000)
         run.activations = (24_000 if run.level == "O0" else 4_000) + run.seed
     found = compare(runs)

@@ -1,4 +1,4 @@
-"""What a report says in words: what to do, how sure it is, and what it cannot say."""
+"""The words of a report: the level to use, how sure it is, and its limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASE = (1.0, 1.25, 1.5)
 SAME = (1.25, 1.0, 1.5)
 
 
-def test_how_to_use_a_level_is_the_whole_edit_and_a_command_without_one():
+def test_a_recommended_level_has_a_complete_edit_and_a_command():
     made = compare(seeds("O0", *BASE), seeds("O2", *SAME, dtype="bfloat16", ms=5), command="train.py --lr 1")
     edit, command = headline.how_to_use(made)
     assert command == "AMP_PATCH_OPT_LEVEL=O2 AMP_PATCH_DTYPE=bfloat16 python -m amp_patch run train.py --lr 1"
@@ -37,7 +37,7 @@ def test_how_to_use_a_level_is_the_whole_edit_and_a_command_without_one():
 
 
 @pytest.mark.parametrize("ours", [(4.0, 5.0, 9.0), (9.0, 5.0, 4.0), (5.0, 5.0, 5.0)])
-def test_the_speed_is_the_ratio_of_the_times_in_the_table(ours):
+def test_the_speed_equals_the_ratio_of_the_table_times(ours):
     theirs = (10.0, 11.0, 12.0)
     made = compare(
         [made_up_run("O0", seed, final=1 + seed / 4, ms=ms) for seed, ms in enumerate(theirs)],
@@ -50,7 +50,7 @@ def test_the_speed_is_the_ratio_of_the_times_in_the_table(ours):
     assert speedup([(base.runs[0], level.runs[0])]).median == step_times(base.runs[0])[0] / step_times(level.runs[0])[0]
 
 
-def test_within_five_per_cent_memory_decides():
+def test_memory_decides_between_speeds_within_five_per_cent():
     lean = seeds("O5", *SAME, dtype="bfloat16", peak_memory=2**19, ms=9.9)
     made = compare(seeds("O0", *BASE), seeds("O4", *SAME, dtype="bfloat16", ms=9.7), lean)
     assert [level.speedup.gains_much for level in made.levels[1:]] == [False] * 2
@@ -62,7 +62,7 @@ def test_within_five_per_cent_memory_decides():
     assert compare(seeds("O0", *BASE), fast, lean).summary.startswith("Use O4 BF16: 1.05x faster")
 
 
-def test_where_speed_is_equal_the_batch_that_memory_has_room_for_is_said():
+def test_a_summary_names_the_larger_batch_at_equal_speed():
     """40 bytes a sample and 1600 between steps; O5 20 a sample: 8 * 40 bytes are room for 16 of them."""
     fields = {"device": "cpu", "peak_memory": None, "weights": 400, "gradients": 400, "state": 800}
     base = seeds("O0", *BASE, **fields, activations=8 * 400)
@@ -76,7 +76,7 @@ def test_where_speed_is_equal_the_batch_that_memory_has_room_for_is_said():
 
 
 @pytest.mark.parametrize(("metric", "said"), [("held_out_loss", "loss on held-out data"), ("accuracy", "accuracy")])
-def test_the_loss_on_held_out_data_is_called_so(metric, said):
+def test_a_held_out_loss_is_called_loss_on_held_out_data(metric, said):
     assert wording.metric_in_words(metric) == said
     base, level = logs("O0", *BASE, name=metric), logs("O2", *SAME, name=metric)
     for run in level:
@@ -98,7 +98,7 @@ def test_a_sum_over_several_optimizers_is_not_judged():
     assert all(why in each.verdict.text for each in made.levels[1:]) and "do not use" not in made.summary
     assert made.summary.startswith("Stay with O0 for now: whether O2 FP16 (2.0x faster) and O1 FP16 would do as well")
     assert headline.outcome(made.levels[1], made) == "not judged" and headline.headline(made).endswith(" for now")
-    # What says so by itself is said: the same bits, a loss that is not finite, a figure of the script's own.
+    # Equal bits, a loss that is not finite, and a logged metric are still judged.
     kinds = [
         compare(base, seeds("O2", *BASE, objectives=2)).levels[1].finding.kind,
         compare(base, seeds("O2", float("nan"), 1.0, 1.0, objectives=2)).levels[1].finding.kind,
@@ -111,7 +111,7 @@ def test_a_sum_over_several_optimizers_is_not_judged():
 
 
 @pytest.mark.parametrize(("two", "objectives"), [(True, 2), (False, 1)])
-def test_a_recording_tells_losses_of_several_optimizers_from_several_of_one(two, objectives):
+def test_a_recording_counts_optimizers_with_a_loss_and_not_losses(two, objectives):
     nets = [torch.nn.Linear(2, 2) for _ in range(2)]
     made = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
     nets, made = amp.initialize(nets, made, opt_level="O0", num_losses=2, verbosity=0)
@@ -127,7 +127,7 @@ def test_a_recording_tells_losses_of_several_optimizers_from_several_of_one(two,
     amp.restore()
 
 
-def test_a_level_that_failed_says_why_and_where_in_its_row():
+def test_a_failed_level_shows_error_and_place_in_its_row():
     long = Run("O2", 0, error="RuntimeError: " + "no " * 99, error_where="train.py, line 31", log="runs/O2-seed0.log")
     made = compare(seeds("O0", *BASE), seeds("O1", *SAME), [long])
     assert re.fullmatch(
@@ -137,7 +137,7 @@ def test_a_level_that_failed_says_why_and_where_in_its_row():
     assert len(said) < 170 and f'<div class="failed">{said}</div>' in page.html(made)
 
 
-def test_the_only_level_with_results_is_the_headline():
+def test_a_headline_names_the_only_level_with_results():
     made = compare(seeds("O0", *BASE), [Run("O2", 0, error="ValueError: no", error_where="train.py, line 3")])
     assert headline.headline(made) == "Only O0 (FP32) has results"
     assert "<h1>Only O0 (FP32) has results</h1>" in page.html(made)
@@ -148,14 +148,14 @@ def test_the_only_level_with_results_is_the_headline():
 
 
 @pytest.mark.parametrize(("steps", "said"), [(1, "1 step decides little"), (20, "20 steps decide little"), (30, "")])
-def test_a_few_steps_decide_little(steps, said):
+def test_a_summary_warns_of_few_steps(steps, said):
     made = compare(seeds("O0", *BASE, steps=steps), seeds("O2", *SAME, ms=5, steps=steps))
     assert made.few_steps_note == (f"{said}: train for more" if said else "")
     assert ("decide" in made.summary) is ("decide" in headline.how_sure(made)) is bool(said)
     assert ("Use O2" in made.summary) is (steps > 1), "its only step is skipped, by a loss scale that begins too high"
 
 
-def test_seeds_are_those_that_finished():
+def test_a_page_counts_finished_seeds():
     runs = [*seeds("O0", *BASE), *seeds("O2", *SAME)]
     assert "2 levels · 3 seeds" in page.html(Comparison("train.py", runs))
     runs[-1].error, runs[-1].error_kind = "interrupted after 40 steps", INTERRUPTED
@@ -163,14 +163,14 @@ def test_seeds_are_those_that_finished():
     assert "2 levels · 2 seeds" in page.html(Comparison("train.py", runs[:-1], asked_runs=6))
     level = [made_up_run("O2", seed, final=1.25, ms=5) for seed in (0, 1, 7)]
     assert "with each of 2 seeds" in headline.how_sure(compare(seeds("O0", *BASE), level)), "those that are paired"
-    # A level that fails by itself takes no seed away from the others.
+    # A failed run of one level does not reduce the seeds of the others.
     failed = [Run("O3", 0, error="no")]
     assert "3 levels · 3 seeds" in page.html(
         Comparison("train.py", [*seeds("O0", *BASE), *seeds("O2", *SAME), *failed])
     )
 
 
-def test_what_the_processor_lacks_is_on_the_card():
+def test_a_card_says_which_arithmetic_the_cpu_lacks():
     machine = {"cpu": "some", "gpu": "none", "lacks": "bfloat16 float16"}
     slow = seeds("O4", *SAME, dtype="bfloat16", ms=23, device="cpu")
     made = compare(seeds("O0", *BASE, device="cpu"), slow, machine=machine)

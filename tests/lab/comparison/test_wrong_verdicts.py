@@ -1,4 +1,4 @@
-"""Verdicts that were wrong on public programs: a collapse, a "better" by chance, a gain in noise, rounded losses."""
+"""Verdicts that were wrong on public programs: collapses, chance taken for better, noise for a gain, rounded losses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from amp_patch.lab.recording.run import Run
 BASE = (0.70, 0.62, 0.81)
 
 
-def test_a_level_whose_seeds_collapse_is_not_to_be_used():
+def test_a_level_with_collapsed_seeds_is_not_to_be_used():
     made = compare(seeds("O0", *BASE), seeds("O2", 50.0, 0.78, 51.0, ms=5))
     found, said = made.levels[1].finding, made.levels[1].verdict
     assert found.p == pytest.approx(0.18, abs=0.005), "the worse the instability, the larger the p"
@@ -38,18 +38,18 @@ def test_a_level_whose_seeds_collapse_is_not_to_be_used():
     assert "collapsed with seeds 0 and 2" in " ".join(" ".join(table.lines(made)).split())
 
 
-def test_how_far_off_a_collapse_is():
-    """O0 begins at 4 and ends at 0.62 to 0.81: ten ranges are 1.9, half of what it gained 1.595."""
+def test_a_collapse_is_beyond_ten_ranges_and_half_of_the_improvement():
+    """O0 begins at 4 and ends at 0.62 to 0.81: ten ranges are 1.9, and half of the improvement is 1.595."""
     for last, kind in ((2.70, None), (2.72, [2])):
         found = compare(seeds("O0", *BASE), seeds("O2", 0.7, 0.8, last)).levels[1].finding
         assert (found.collapsed and found.collapsed.seeds) == kind
-    narrow = (0.70, 0.70, 0.71)  # half of what was gained is 1.645
+    narrow = (0.70, 0.70, 0.71)  # half of the improvement is 1.645
     for last, kind in ((2.35, None), (2.36, [2])):
         found = compare(seeds("O0", *narrow), seeds("O2", 0.7, 0.7, last)).levels[1].finding
         assert (found.collapsed and found.collapsed.seeds) == kind
-    # To be far off on the better side is no collapse, and less of an accuracy is.
+    # A far better result is no collapse, and a far lower accuracy is one.
     assert compare(seeds("O0", *BASE), seeds("O2", -9.0, 0.7, 0.7)).levels[1].finding.collapsed is None
-    accuracy = {"metric": "accuracy", "maximize": True}  # which is 0.125 at first: half of what was gained is 0.4125
+    accuracy = {"metric": "accuracy", "maximize": True}  # it is 0.125 at first: half of the improvement is 0.4125
     for last, kind in ((0.54, None), (0.53, [1])):
         found = compare(logs("O0", 0.96, 0.95), logs("O2", 0.955, last), **accuracy).levels[1].finding
         assert (found.collapsed and found.collapsed.seeds) == kind
@@ -62,7 +62,7 @@ def test_how_far_off_a_collapse_is():
     assert compare(seeds("O0", *BASE, objectives=2), seeds("O2", 50.0, 1.0, 1.0)).levels[1].finding.collapsed is None
 
 
-def test_one_seed_collapses_beyond_its_curve():
+def test_one_seed_collapses_beyond_the_range_of_its_curve():
     for last, kind in ((7.2, "undecided"), (7.4, "differs")):  # O0 goes from 4 to 0.7
         made = compare(seeds("O0", 0.7), seeds("O2", last))
         assert made.levels[1].finding.kind == kind
@@ -86,8 +86,8 @@ def test_ordinary_noise_is_no_collapse(gained):
     assert collapses <= (5 if gained < 1 else 0)
 
 
-def test_better_is_held_to_the_test_of_worse():
-    """Six steps, of which two were skipped."""
+def test_better_needs_the_same_test_as_worse():
+    """Runs of six steps. O2 skips two of them."""
     base = seeds("O0", 2.30, 2.29, 2.31, steps=6)
     level = seeds("O2", 2.25, 2.29, 2.22, steps=6, ms=5)
     for run in level:
@@ -117,9 +117,9 @@ def small(ms: tuple[float, ...], megabytes: float, process: float | None) -> Com
     return compare(base, level)
 
 
-def test_three_megabytes_are_no_gain_where_the_speed_is_not_clear():
+def test_a_memory_gain_must_exceed_the_possible_loss_of_speed():
     noisy = (10 / 0.69, 10 / 0.9, 10 / 1.09)
-    made = small(noisy, 7, process=None)  # 30 % of the tensors, and perhaps 45 % of the time
+    made = small(noisy, 7, process=None)  # it saves 30 % of the tensors, and may cost 45 % of the time
     assert made.recommended is made.baseline
     assert made.summary == (
         "Stay with O0: O2 FP16 (0.70 of its memory, 0.69x to 1.09x of its speed) would do as well, but may cost more "
@@ -130,8 +130,8 @@ def test_three_megabytes_are_no_gain_where_the_speed_is_not_clear():
 
 
 @pytest.mark.parametrize(("megabytes", "used"), [(7, True), (9.4, True), (9.6, False)])
-def test_memory_that_matters_is_a_share_of_the_training_s(megabytes, used):
-    """Of the process on a CPU it would be less: what Python and torch take there does not grow with the model."""
+def test_a_memory_gain_is_a_share_of_the_training_memory(megabytes, used):
+    """On a CPU the share of the whole process would be less: the memory of Python and torch does not grow."""
     made = small((10, 10, 10), megabytes, process=400)
     assert (made.recommended is not made.baseline) is used
     again = Comparison.from_dict({**made.to_dict(), "min_gain": 0.005})
@@ -162,7 +162,7 @@ def train() -> None:
         optimizer.step()
 
 
-def test_losses_that_a_model_rounds_are_said_to_be():
+def test_a_note_names_losses_recorded_in_a_low_type():
     made = amp.compare(train, ["O4", "O5"], seeds=2, verbosity=0)
     assert [measures.loss_type(level.runs) for level in made.levels] == [None, None, "bfloat16"]
     (note,) = [note for note in made.notes if "recorded in" in note]
@@ -170,7 +170,7 @@ def test_losses_that_a_model_rounds_are_said_to_be():
     assert note in repr(made) and note.replace("'", "&#39;") in page.html(made)
 
 
-def test_rounded_losses_are_not_judged_finer_than_their_steps():
+def test_rounded_losses_within_one_step_are_as_good():
     """Near 2.3 BF16 has steps of 1/64, 0.7 %."""
     base = seeds("O0", 2.300, 2.301, 2.302)
     finer, coarser = (2.309, 2.310, 2.312), (2.325, 2.326, 2.328)
@@ -183,7 +183,7 @@ def test_rounded_losses_are_not_judged_finer_than_their_steps():
     assert "less than the steps of 0.7 % in which losses were recorded" in made[0].levels[1].verdict.text
     better = compare(base, seeds("O5", 2.295, 2.296, 2.298, dtype="bfloat16", loss_types=["bfloat16"])).levels[1]
     assert (better.finding.kind, better.finding.better) == ("within", False)
-    # A figure of the script's own is not the loss, FP16 has finer steps, and few numbers may be exact by chance.
+    # FP16 has finer steps, a logged metric is not a loss, and a few losses may be exact in BF16 without rounding.
     assert compare(base, seeds("O2", *finer, loss_types=["float16"])).levels[1].finding.kind == "differs"
     logged = [logs("O0", 0.5, 0.51), logs("O5", 0.6, 0.61)]
     assert compare(*logged, metric="accuracy").notes == []
@@ -204,7 +204,7 @@ def test_rounded_losses_are_not_judged_finer_than_their_steps():
         (float("nan"), ["bfloat16", "float16"]),
     ],
 )
-def test_which_type_a_recorded_loss_was_rounded_to(loss, types):
+def test_a_recording_has_the_types_that_hold_its_losses_exactly(loss, types):
     model = torch.nn.Linear(1, 1).double()
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), opt_level="O0", verbosity=0)
     with amp.record() as run, amp.scale_loss(loss + 0 * model.weight.sum(), optimizer) as scaled:
@@ -218,7 +218,7 @@ def test_which_type_a_recorded_loss_was_rounded_to(loss, types):
     amp.restore()
 
 
-def test_the_gain_that_is_asked_for_comes_from_the_command_line():
+def test_min_gain_comes_from_the_command_line():
     parser = argparse.ArgumentParser()
     compare_arguments.add_arguments(parser)
     for given, share in (([], 0.05), (["--min-gain", "0.5"], 0.005)):

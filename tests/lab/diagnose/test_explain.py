@@ -1,4 +1,4 @@
-"""explain: rows written by hand, the very numbers of a forward that nobody looks at, and nothing left behind."""
+"""explain: the expected rows, unchanged numbers of the forward, and no hooks left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ lib.scaled = lambda x, weight: x * weight  # type: ignore[attr-defined]
 
 @pytest.fixture(autouse=True)
 def registry():
-    """What a test registers goes when it ends."""
+    """Remove the functions that a test registers."""
     before = dict(install._registered)
     yield
     install.uninstall()
@@ -133,7 +133,7 @@ def o2(emulated=NONE, norm="keep_batchnorm_fp32"):
         ({"opt_level": "O3", "cpu_half": "emulate"}, o2("emulated FP16", NONE)),
     ],
 )
-def test_the_rows_that_are_written_by_hand(wrappers, options, expected):
+def test_explain_gives_the_expected_rows(wrappers, options, expected):
     functions.register_half_function(lib, "scaled")
     model = net(**options)
     found = explain(model, images())
@@ -143,7 +143,7 @@ def test_the_rows_that_are_written_by_hand(wrappers, options, expected):
     assert found.kept == ({"norm": "keep_batchnorm_fp32"} if masters else {}) | {"kept": "keep_fp32"}
 
 
-def test_o0_decides_nothing():
+def test_explain_shows_no_decision_at_o0():
     found = explain(net(opt_level="O0"), images())
     assert {call.decided for call in found.calls} == {NONE}
     assert {dtype for call in found.calls for dtype in (*call.got, *call.ran, *call.gave)} == {FP32}
@@ -151,7 +151,7 @@ def test_o0_decides_nothing():
     assert never.policy is None and [call.op for call in never.calls] == [call.op for call in found.calls]
 
 
-def test_addresses_are_where_users_find_the_functions(wrappers):
+def test_explain_shows_public_addresses_of_functions(wrappers):
     functions.register_half_function(lib, "scaled")
     ops = {call.op for call in explain(net(opt_level="O4"), images()).calls}
     assert {"torch.nn.functional.conv2d", "torch.Tensor.__matmul__", "lib.scaled", "torch.Tensor.add"} <= ops
@@ -172,7 +172,7 @@ class Asks(nn.Module):
         return torch.mm(x, x, out=torch.empty(2, 2)), out, a, b, c, d, e
 
 
-def test_each_list_is_named(wrappers):
+def test_explain_names_the_list_of_each_decision(wrappers):
     model = Asks()
     initialize(model, opt_level="O4", allow_banned=True, cpu_half="native")
     calls = explain(model, torch.ones(2, 2), torch.ones(2, 2)).calls
@@ -204,7 +204,7 @@ class Block(nn.Module):
         return self.recurrent(self.attention(x, x, x)[0])[0]
 
 
-def test_of_a_composite_function_the_parts_that_were_decided_are_shown(wrappers):
+def test_explain_shows_the_decided_parts_of_a_composite_function(wrappers):
     model = Block()
     initialize(model, opt_level="O4", cpu_half="native")
     calls = explain(model, torch.ones(2, 3, 4)).calls
@@ -229,7 +229,7 @@ def test_of_a_composite_function_the_parts_that_were_decided_are_shown(wrappers)
 
 
 def namespace():
-    """What stands at every place that may be patched."""
+    """Return the current object at every place that amp_patch may patch."""
     owners = [(pkgutil.resolve_name(address), name) for address, name in rules_by_name("apex")]
     owners += [(tree, "cast_floats"), (torch.overrides, "has_torch_function"), (lib, "scaled")]
     return [inspect.getattr_static(owner, name, None) for owner, name in owners] + [
@@ -262,7 +262,7 @@ def whole(level, **options):
 
 @pytest.mark.parametrize("training_mode", [True, False])
 @pytest.mark.parametrize("level", training.LEVELS)
-def test_the_numbers_are_the_same_to_the_bit(wrappers, level, training_mode, capsys):
+def test_explain_changes_no_number_of_a_forward(wrappers, level, training_mode, capsys):
     model, x = whole(level).train(training_mode), training.images(0)[0]
     state, random = training.weights(model), torch.random.get_rng_state()
     before = namespace()
@@ -300,7 +300,7 @@ class Fails(nn.Module):
         return x.softmax(-1)
 
 
-def test_nothing_is_left_after_an_exception(wrappers, capsys):
+def test_explain_leaves_no_hook_after_an_exception(wrappers, capsys):
     model = initialize(Fails(), opt_level="O4")
     before = namespace()
     with pytest.raises(ArithmeticError):
@@ -316,13 +316,13 @@ def test_nothing_is_left_after_an_exception(wrappers, capsys):
     assert len(explain(model, torch.ones(1, 2)).calls) == 2
     try:
         raise KeyError
-    except KeyError:  # the caller handles one: that is none of the model's
+    except KeyError:  # the caller handles an exception, which must not count as one of the model
         explain(model)
         model(torch.ones(1, 2))
     assert "softmax" in capsys.readouterr().out
 
 
-def test_an_explained_forward_can_be_trained():
+def test_verbosity_2_leaves_losses_unchanged():
     losses = []
     for look in (False, True):
         model = training.convnet()
@@ -353,7 +353,7 @@ def test_verbosity_2_explains_each_model_once(capsys, amp):
             assert "decided by" not in capsys.readouterr().out
 
 
-def test_a_part_is_explained_with_the_whole(capsys):
+def test_verbosity_2_explains_a_part_only_with_its_whole(capsys):
     whole = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     initialize([whole, whole[0]], opt_level="O4", verbosity=2)
     whole(torch.ones(1, 2))
@@ -362,7 +362,7 @@ def test_a_part_is_explained_with_the_whole(capsys):
     assert not any(module._forward_pre_hooks for module in whole.modules())
 
 
-def test_copies_of_a_waiting_model(capsys):
+def test_copies_of_an_unexplained_model_are_explained_once_each(capsys):
     model = initialize(nn.Linear(2, 2), opt_level="O4", verbosity=2)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
         for count in (1, 0):
@@ -370,7 +370,7 @@ def test_copies_of_a_waiting_model(capsys):
             assert capsys.readouterr().out.count("decided by") == count
 
 
-def test_the_table():
+def test_the_table_of_explain_shows_whole_names_and_merges_equal_calls():
     def call(module, op="torch.Tensor.add", decided=NONE, dtype=FP32):
         return OpCall(module, op, (dtype, HALF, torch.int64), (dtype,), (dtype,), decided)
 
@@ -392,7 +392,7 @@ def test_the_table():
     assert "no function" in str(explain(nn.Identity(), torch.ones(1)))
 
 
-def test_bad_input_and_calls_within():
+def test_explain_refuses_a_nested_call():
     class Curious(nn.Module):
         def forward(self, x):
             return explain(nn.ReLU(), x)
@@ -402,8 +402,8 @@ def test_bad_input_and_calls_within():
     assert explain(nn.ReLU(), torch.ones(1)).calls
 
 
-def test_other_threads_go_on_as_ever(wrappers):
-    """While one thread's forward is explained, another's is neither changed nor shown."""
+def test_explain_does_not_change_or_show_other_threads(wrappers):
+    """Explaining a forward in one thread neither changes nor shows a forward in another."""
     model = initialize(nn.Linear(2, 2), opt_level="O4")
     given = torch.ones(1, 2)
     plain = model(given)
@@ -427,7 +427,7 @@ def test_other_threads_go_on_as_ever(wrappers):
     assert [call.op for call in found[0].calls] == ["torch.Tensor.add"]
 
 
-def test_wrapped_models_have_their_models_policy(wrappers):
+def test_explain_finds_the_policy_of_a_wrapped_model(wrappers):
     model = initialize(nn.Linear(2, 2), opt_level="O4", cpu_half="native")
     found = explain(nn.Sequential(model), torch.ones(1, 2))
     assert found.policy is model._amp.policy
@@ -435,8 +435,8 @@ def test_wrapped_models_have_their_models_policy(wrappers):
 
 
 @pytest.mark.slow
-def test_what_is_compiled(capsys):
-    """Its forward is explained eagerly with inputs, and passed over without: one graph either way."""
+def test_explain_runs_a_compiled_model_eagerly_and_keeps_its_graph(capsys):
+    """With inputs, explain runs the compiled model eagerly. Without, it skips it. Either way there is one graph."""
     model = initialize(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)), opt_level="O4", cpu_half="native", verbosity=2)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     given = torch.ones(1, 2)

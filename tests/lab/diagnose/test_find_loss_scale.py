@@ -1,4 +1,4 @@
-"""find_loss_scale: ranges that can be written down, and the training that they promise."""
+"""find_loss_scale: ranges of known gradients, and trainings at their ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def one_layer(level, device, **options):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_range_of_gradients_that_are_written_out(level, device):
+def test_the_range_of_loss_scales_fits_known_gradients(level, device):
     """The gradients are (2**-20, 1): times 2**15 is the most that FP16 holds, 2**-4 brings the small one to 2**-24."""
     model, _ = one_layer(level, device)
     inputs = torch.tensor([[2.0**-20, 1.0]], device=device)
@@ -34,7 +34,7 @@ def test_the_range_of_gradients_that_are_written_out(level, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_small_losses_want_large_scales(level, device):
+def test_a_small_loss_needs_large_scales(level, device):
     model, _ = one_layer(level, device)
     inputs = torch.tensor([[1.0, 1.0]], device=device)
     found = amp.find_loss_scale(model, total, (inputs, torch.tensor(2.0**-40, device=device)))
@@ -42,7 +42,7 @@ def test_small_losses_want_large_scales(level, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_is_changed(device):
+def test_find_loss_scale_changes_no_weight_gradient_or_random_state(device):
     model = training.convnet(device=device)
     model.head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.head)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -61,7 +61,7 @@ def test_nothing_is_changed(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_highest_scale_trains_and_the_next_one_overflows(level, device):
+def test_the_highest_scale_trains_and_its_double_overflows(level, device):
     def skipped(factor):
         model = training.convnet(device=device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -75,7 +75,7 @@ def test_the_highest_scale_trains_and_the_next_one_overflows(level, device):
     assert skipped(2.0)
 
 
-def test_bad_input_is_named():
+def test_find_loss_scale_refuses_bad_input_by_name():
     model, _ = one_layer("O2", "cpu")
     with pytest.raises(TypeError, match="find_loss_scale: batch is a Tensor"):
         amp.find_loss_scale(model, total, torch.ones(2))
@@ -94,7 +94,7 @@ def test_bad_input_is_named():
         amp.find_loss_scale(model.requires_grad_(False), total, (inputs, 1.0))
     with pytest.raises(ValueError, match="find_loss_scale: no parameter of ReLU requires grad"):
         amp.find_loss_scale(torch.nn.ReLU(), total, (inputs, 1.0))
-    with pytest.raises(ValueError, match=r"this Linear is FP32 and in no training.*give it a level first"):
+    with pytest.raises(ValueError, match=r"this Linear is FP32 and not initialized.*give it a level first"):
         amp.find_loss_scale(torch.nn.Linear(2, 1), total, (inputs, 1.0))
     with pytest.raises(TypeError, match="find_loss_scale: model is a function"):
         amp.find_loss_scale(total, total, (inputs, 1.0))
@@ -103,7 +103,7 @@ def test_bad_input_is_named():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", [*LEVELS, "O4", "O5"])
 @pytest.mark.parametrize("size", [-30, -8, 0, 12])
-def test_trying_every_scale_finds_the_same(size, level, device):
+def test_the_range_of_loss_scales_equals_that_of_trying_every_scale(size, level, device):
     """The gradients are the inputs, of 11 bits, times a power of two: FP16 rounds them only at its ends."""
     generator = torch.Generator().manual_seed(abs(size))
     inputs = torch.randint(-2047, 2048, (1, 2), generator=generator) * 2.0 ** torch.randint(
@@ -113,7 +113,7 @@ def test_trying_every_scale_finds_the_same(size, level, device):
     model, _ = one_layer(level, device)
     dtype = torch.bfloat16 if level in ("O4", "O5") else torch.float16
 
-    def gradients(power):  # what comes to the layer, and what its weight gets
+    def gradients(power):  # the gradients of the layer's output and of its weight
         weight = torch.tensor([[2.0 ** (size + power)]]).to(dtype)
         return torch.cat([weight, (weight.double() * inputs.to(dtype)).to(dtype)], 1)
 
@@ -125,14 +125,14 @@ def test_trying_every_scale_finds_the_same(size, level, device):
     assert found.lowest <= found.highest
 
 
-def test_gradients_that_are_sparse():
+def test_find_loss_scale_accepts_sparse_gradients():
     model = torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True), torch.nn.Flatten())
     torch.nn.init.ones_(model[0].weight)
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     assert amp.find_loss_scale(model, total, (torch.tensor([[1]]), torch.tensor(2.0**-10))) == (2.0**-14, 2.0**25)
 
 
-def test_the_range_is_printed():
+def test_the_range_of_loss_scales_is_printed_as_powers_of_two():
     model, _ = one_layer("O2", "cpu")
     found = amp.find_loss_scale(model, total, (torch.tensor([[2.0**-20, 1.0]]), torch.ones(())))
     assert str(found) == "loss scales from 2**-4 (0.0625) to 2**15 (32768)"
@@ -148,7 +148,7 @@ class Averaging(torch.nn.Linear):
         return super().forward(inputs)
 
 
-def test_a_buffer_that_forward_replaces_is_put_back():
+def test_find_loss_scale_restores_a_buffer_that_forward_replaces():
     model = amp.initialize(Averaging(), opt_level="O0")
     before = model.average
     amp.find_loss_scale(model, F.mse_loss, (torch.ones(1, 2), torch.ones(1, 1)))

@@ -1,4 +1,4 @@
-"""Histogram of exponents: exact counts of numbers that are written out, and what FP16 itself makes of them."""
+"""Histogram of exponents: exact counts of given numbers, and predictions compared with casts to FP16 and BF16."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_number_is_counted_once_at_its_power_of_two(dtype, device):
     assert (counted.zeros, counted.not_finite, counted.total) == (2, 3, 10)
 
 
-def test_the_ends_of_fp32():
+def test_subnormal_numbers_share_one_exponent():
     """Subnormal numbers share one exponent, below all others."""
     smallest = torch.tensor([1, 1 << 23], dtype=torch.int32).view(torch.float32)
     largest = torch.tensor([torch.finfo(torch.float32).max])
@@ -36,13 +36,13 @@ def test_the_ends_of_fp32():
     assert (counted.zeros, counted.not_finite) == (0, 0)
 
 
-def test_numbers_of_fp64_beyond_fp32_are_neither_zero_nor_infinite():
+def test_fp64_numbers_beyond_fp32_count_as_finite():
     counted = histogram(torch.tensor([1e-300, -1e300, 0.0, math.inf, math.nan, 3.0], dtype=torch.float64))
     assert counted.counts == {-127: 1, 1: 1, 127: 1}
     assert (counted.zeros, counted.not_finite) == (1, 2)
 
 
-def test_counts_add_up_and_shapes_do_not_matter():
+def test_counts_add_up_over_tensors_of_any_shape():
     counted = Histogram()
     assert (counted.total, counted.counts, counted.best_scale()) == (0, {}, 1.0)
     for values in (torch.ones(2, 3), torch.ones(()), torch.empty(0), torch.full((2, 2), 4.0).t()):
@@ -50,7 +50,7 @@ def test_counts_add_up_and_shapes_do_not_matter():
     assert counted.counts == {0: 7, 2: 4}
 
 
-def test_several_become_one_and_stay_as_they_are():
+def test_merged_histograms_add_up_and_leave_their_parts_unchanged():
     one, other = histogram([0.0, 1.0, math.nan]), histogram([1.0, 0.25])
     merged = Histogram.merged(iter([Histogram(), one, other]))
     assert merged.to_dict() == {"zeros": 1, "not_finite": 1, "exponents": {"-2": 1, "0": 2}}
@@ -60,20 +60,20 @@ def test_several_become_one_and_stay_as_they_are():
     assert Histogram.merged([]).to_dict() == {"zeros": 0, "not_finite": 0, "exponents": {}}
 
 
-def test_the_dictionary_is_json_with_the_lowest_exponent_first():
+def test_the_dictionary_of_a_histogram_is_json_sorted_by_exponent():
     found = histogram([8.0, 2.0**-24, 0.5, 0.0, math.inf]).to_dict()
     assert json.loads(json.dumps(found)) == found
     assert list(found["exponents"].items()) == [("-24", 1), ("-1", 1), ("3", 1)]
     assert (found["zeros"], found["not_finite"]) == (1, 1)
 
 
-def test_it_prints_what_it_holds():
+def test_a_histogram_prints_its_range_and_counts():
     assert repr(Histogram()) == "Histogram(0, 0 zero, 0 not finite)"
     assert repr(histogram([0.0, 0.5, -3.0, math.inf])) == "Histogram(2 in 2**-1 to 2**1, 1 zero, 1 not finite)"
 
 
 @pytest.mark.parametrize("factor", [2.0**-16, torch.tensor(2.0**-16)])
-def test_a_factor_shifts_the_exponents(factor):
+def test_a_factor_shifts_exponents(factor):
     assert histogram([1.0, 3.0], factor=factor).counts == {-16: 1, -15: 1}
 
 
@@ -88,7 +88,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
-def test_fp16_loses_exactly_what_is_told(values):
+def test_predicted_fp16_losses_are_exact_at_powers_of_two(values):
     counted = histogram(values)
     finite = values[values != 0]
     for power in range(-40, 41):
@@ -100,7 +100,7 @@ def test_fp16_loses_exactly_what_is_told(values):
 
 
 @pytest.mark.parametrize("scale", [1.5, 1000.0, 0.3, 65000.0])
-def test_of_other_scales_no_loss_goes_untold(scale):
+def test_predicted_fp16_losses_at_other_scales_are_never_too_low(scale):
     for values in VALUES.values():
         finite = values[values != 0]
         cast, counted = (finite * scale).half(), histogram(values)
@@ -110,8 +110,8 @@ def test_of_other_scales_no_loss_goes_untold(scale):
 
 
 @pytest.mark.parametrize("power", [0, 8, -8])
-def test_what_bf16_loses(power):
-    """1.5 * 2**e for each e: its last numbers are further apart than the slots tell."""
+def test_predicted_bf16_losses_are_exact(power):
+    """The numbers 1.5 * 2**e for each e, over more than the range of BF16."""
     values = torch.tensor([1.5 * 2.0**e for e in range(-120, 121)] + [0.0, float("inf")])
     scale = 2.0**power
     finite = values[(values != 0) & values.isfinite()]
@@ -121,7 +121,7 @@ def test_what_bf16_loses(power):
     assert math.isclose(counted.overflowed(scale, torch.bfloat16), cast.isinf().double().mean().item())
 
 
-def test_the_best_scale_is_the_largest_that_overflows_nothing():
+def test_the_best_scale_is_the_largest_without_overflow():
     counted = histogram([2.0**-30, 1.5 * 2.0**-10])
     assert counted.best_scale() == 2.0**25
     assert counted.overflowed(2.0**25) == 0 and counted.overflowed(2.0**26) == 0.5

@@ -1,4 +1,4 @@
-"""inspect: planted faults are named, and what it counts is what torch's one-liners count."""
+"""inspect: it names planted faults, and its counts equal torch one-liners."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def look(level, device, factors, value=1.0, weight=1.0, **options):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_an_overflow_in_forward_is_found_in_its_layer(level, device):
+def test_inspect_finds_the_layer_of_an_overflow_in_forward(level, device):
     assert look(level, device, {"block_1": 3e4}).not_finite is None
     seen = look(level, device, {"block_0": 3e4, "block_1": 3e4})
     assert (seen.not_finite.module, seen.not_finite.direction) == ("block.1", "forward")
@@ -43,7 +43,7 @@ def test_an_overflow_in_forward_is_found_in_its_layer(level, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_an_overflow_in_backward_is_found_in_its_layer(level, device):
+def test_inspect_finds_the_layer_of_an_overflow_in_backward(level, device):
     """The head's gradient is 2**8 at its input; times 2**10 in block.1's backward that is 2**18."""
     factors = {"head": 2.0**-7, "block_1": 2.0**10, "block_0": 2.0**-10}
     seen = look(level, device, factors, weight=2.0**15)
@@ -54,7 +54,7 @@ def test_an_overflow_in_backward_is_found_in_its_layer(level, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_norm_whose_variance_overflows(level, device):
+def test_inspect_names_a_norm_whose_variance_overflows(level, device):
     seen = look(level, device, {"first": 300.0})
     assert (seen.not_finite.module, seen.not_finite.direction) == ("norm", "forward")
     assert seen.not_finite.op == "pow" and seen.not_finite.input_range == (300.0, 300.0)
@@ -64,8 +64,8 @@ def test_a_norm_whose_variance_overflows(level, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_gradient_that_flushes_to_zero_is_counted_where_it_was(device):
-    """At O0: what FP16 would lose. The gradient of head is 2**-26 everywhere, the one of block.0 2**-36."""
+def test_inspect_counts_flushed_gradients_at_their_parameter(device):
+    """At O0, the counts show the loss in FP16. The gradient of head is 2**-26, and that of block.0 is 2**-36."""
     seen = look("O0", device, {"head": 2.0**-10}, weight=2.0**-26)
     head, block = seen.gradients["head.weight"], seen.gradients["block.0.weight"]
     assert set(head.counts) == {-26} and min(block.counts) == -36
@@ -77,7 +77,7 @@ def test_a_gradient_that_flushes_to_zero_is_counted_where_it_was(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_gradients_are_counted_without_their_scale(level, device):
+def test_inspect_counts_unscaled_gradients(level, device):
     seen = look(level, device, {}, loss_scale=1024.0)
     plain = look("O0", device, {})
     assert seen.scale == 1024.0
@@ -89,7 +89,7 @@ def test_gradients_are_counted_without_their_scale(level, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_error_is_that_against_fp32_on_the_same_input(level, dtype, device):
+def test_inspect_measures_errors_against_fp32_on_the_same_input(level, dtype, device):
     model = training.convnet(device=device)
     images, classes = training.images(0, device)
     reference = copy.deepcopy(model)
@@ -118,8 +118,8 @@ def test_the_error_is_that_against_fp32_on_the_same_input(level, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_is_left_behind_and_nothing_is_changed(device):
-    """The inspected steps give the weights of those that nobody looked at; batch norms count each batch once."""
+def test_inspect_changes_no_weight_and_leaves_no_hook(device):
+    """Inspected and other steps give the same weights. Batch norms count each batch once."""
     runs, hooks = [], []
     for inspected in (False, True):
         model = training.convnet(device=device)
@@ -146,8 +146,8 @@ def test_nothing_is_left_behind_and_nothing_is_changed(device):
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("before", [True, False])
-def test_a_compiled_model_is_seen_as_if_it_were_not(before, level):
-    """Looked at before the first compilation or after it; afterwards its graphs are used again."""
+def test_inspect_runs_a_compiled_model_eagerly_and_keeps_its_graphs(before, level):
+    """Inspect before or after the first compilation. Afterwards the model uses its graphs again."""
     graphs = []
 
     def backend(graph, _inputs):
@@ -172,7 +172,7 @@ def test_a_compiled_model_is_seen_as_if_it_were_not(before, level):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_mask_of_infinities_does_no_harm(device):
+def test_inspect_ignores_infinities_of_a_mask(device):
     class Masked(nn.Module):
         def __init__(self):
             super().__init__()
@@ -191,7 +191,7 @@ def test_a_mask_of_infinities_does_no_harm(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_step_of_the_first_overflow_is_told(device):
+def test_inspect_names_the_step_of_the_first_overflow(device):
     model = training.linear([[2.0]], device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O3", loss_scale=1.0)
@@ -204,7 +204,7 @@ def test_the_step_of_the_first_overflow_is_told(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_error_in_the_block_leaves_no_hook(device):
+def test_inspect_leaves_no_hook_after_an_error(device):
     model = training.convnet(device=device)
     with pytest.raises(RuntimeError), inspect(model):
         model(torch.ones(1, 3, 8, 8, device=device))
@@ -212,7 +212,7 @@ def test_an_error_in_the_block_leaves_no_hook(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_module_that_writes_to_its_input_computes_once(device):
+def test_inspect_computes_a_module_that_writes_to_its_input_once(device):
     """SiLU of SiLU is another number, and ReLU's second write would be an error in backward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(inplace=True), nn.LayerNorm(4), nn.ReLU(inplace=True)).to(device)
     inputs = torch.arange(12.0, device=device).reshape(3, 4)
@@ -237,7 +237,7 @@ class Counting(nn.Module):
         return inputs * self.weight * self.calls + torch.randn(2)
 
 
-def test_a_modules_state_and_the_random_numbers_are_as_without_it():
+def test_inspect_changes_no_module_state_and_no_random_number():
     inputs = torch.ones(2)
     torch.manual_seed(0)
     plain = Counting()
@@ -251,7 +251,7 @@ def test_a_modules_state_and_the_random_numbers_are_as_without_it():
     assert seen.errors == {}
 
 
-def test_a_module_that_cannot_compute_in_fp32_is_left_out():
+def test_inspect_measures_no_error_of_a_module_that_cannot_compute_in_fp32():
     """Its hook makes the weight, of parameters in FP16."""
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -285,7 +285,7 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("form", ["buffer", "argument", "assignment", "view"])
-def test_a_masks_infinities_are_nobodys_fault(form, level):
+def test_inspect_blames_no_module_for_infinities_of_a_mask(form, level):
     model = Masked(form)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=4.0)
@@ -297,7 +297,7 @@ def test_a_masks_infinities_are_nobodys_fault(form, level):
     assert seen.step == 1
 
 
-def test_of_two_optimizers_the_one_that_is_scaled_counts():
+def test_inspect_uses_the_scale_of_the_optimizer_that_is_scaled():
     models = [nn.Linear(2, 1), nn.Linear(2, 1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     amp.initialize(models, optimizers, opt_level="O2", loss_scale=1024.0)
@@ -307,7 +307,7 @@ def test_of_two_optimizers_the_one_that_is_scaled_counts():
     assert seen.gradients["weight"].counts == {0: 2}
 
 
-def test_a_graph_that_outlives_a_step_is_not_taken_for_the_next_one():
+def test_inspect_blames_a_graph_that_outlives_a_step_for_its_own_calls():
     """The gradient of `early` is infinite; the calls of the next step, at whose places its own were, are not."""
     model, other = nn.Linear(1, 1), nn.Linear(1, 1)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
@@ -323,7 +323,7 @@ def test_a_graph_that_outlives_a_step_is_not_taken_for_the_next_one():
     assert (seen.not_finite.op, seen.not_finite.module, seen.not_finite.step) == ("Mul", None, 1)
 
 
-def test_compiled_models_are_seen():
+def test_inspect_sees_the_modules_of_a_compiled_model():
     model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
     compiled = torch.compile(model, backend="eager")
     with amp.inspect(model) as seen:
@@ -333,7 +333,7 @@ def test_compiled_models_are_seen():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_step_that_raises_ends_nothing(device):
+def test_inspect_continues_after_a_step_that_raises(device):
     model = training.convnet(device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     images = training.images(0, device)[0]
@@ -347,7 +347,7 @@ def test_a_step_that_raises_ends_nothing(device):
     assert seen.not_finite.op == "mul"
 
 
-def test_an_empty_list_says_why_it_is_empty():
+def test_an_empty_keep_list_says_why_it_is_empty():
     seen = Inspection()
     assert seen.summary().endswith("keep_fp32=[]: nothing is known: no step of the model was seen")
     seen.errors["head"] = 0.01

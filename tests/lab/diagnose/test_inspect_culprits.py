@@ -1,4 +1,4 @@
-"""Which module `inspect` names where a number overflows or flushes, and which list mends it."""
+"""The modules that `inspect` names for overflows and flushes, and the keep lists that remove them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from amp_patch.lab.diagnose.inspect import inspect
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("direction", PLANTED)
-def test_an_overflow_is_named_and_the_list_removes_it(direction, level, device):
+def test_the_keep_list_of_inspect_removes_an_overflow(direction, level, device):
     factors, weight, module, span = PLANTED[direction]
     seen, finite = look_deep(level, device, factors, weight)
     found = seen.not_finite
     assert (found.module, found.op, found.direction, found.step) == (module, "linear", direction, 1)
     assert found.input_range == span
     keep = seen.keep_fp32()
-    # Kept in a cast model, a layer's numbers come out in FP16: what it makes and its neighbour takes needs their block.
+    # In a cast model, a kept layer returns FP16, so a value between two layers needs their whole block in FP32.
     assert keep == (["block.1", "block.2" if direction == "forward" else "block.0"] if level == "O1" else ["block"])
     assert not finite
     seen, finite = look_deep(level, device, factors, weight, keep_fp32=keep)
@@ -35,7 +35,7 @@ def test_an_overflow_is_named_and_the_list_removes_it(direction, level, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O0", "O5"])
-def test_the_planted_overflows_are_fp16s(level, device):
+def test_the_planted_overflows_happen_only_in_fp16(level, device):
     for factors, weight, *_ in PLANTED.values():
         seen, finite = look_deep(level, device, factors, weight)
         assert seen.not_finite is None and finite and seen.keep_fp32() == []
@@ -53,8 +53,8 @@ class Listed(nn.Module):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_list_of_modules_is_not_kept_in_place_of_what_runs_it(level):
-    """Each of its modules would be kept for itself, with FP16 between them."""
+def test_the_keep_list_names_the_module_that_runs_a_module_list(level):
+    """If the ModuleList were named, each of its modules would be kept, with FP16 between them."""
     factors = {"0_layers_0": 2.0**12, "0_layers_1": 2.0**12, "0_layers_2": 2.0**-24}
     make = lambda: nn.Sequential(Listed(), nn.Linear(4, 4, bias=False))  # noqa: E731
     seen, _ = look_deep(level, "cpu", factors, model=make())
@@ -64,7 +64,7 @@ def test_a_list_of_modules_is_not_kept_in_place_of_what_runs_it(level):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_overflow_that_reaches_the_end_has_no_list(device):
+def test_an_overflow_of_the_model_output_has_no_keep_list(device):
     """The model's own output is too large for FP16."""
     factors = {"block_0": 2.0**12, "block_1": 2.0**12}
     seen, _ = look_deep("O2", device, {**factors, "head": 2.0**4})
@@ -79,7 +79,7 @@ def test_an_overflow_that_reaches_the_end_has_no_list(device):
 
 
 class Apart(nn.Module):
-    """The input of `small` is small: so is the gradient of its weight, though not that of its output."""
+    """Model with a layer `small` whose weight has a small gradient because its input is small."""
 
     def __init__(self):
         super().__init__()
@@ -91,12 +91,12 @@ class Apart(nn.Module):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_gradient_that_flushes_is_named_and_the_list_brings_it_back(level, device):
+def test_the_keep_list_of_inspect_restores_a_flushed_gradient(level, device):
     """2**-13 * 2**-12 is below FP16's smallest number, and `large` leaves no room for a scale of 2**16."""
     options = {"model": Apart(), "weight": 2.0**-12, "value": 1.0}
     seen, _ = look_deep(level, device, {}, **options)
     gradient = seen.gradients["small.weight"]
-    if level == "O0":  # every number is there to be counted
+    if level == "O0":  # FP32 has flushed no number
         assert set(gradient.counts) == {-25} and gradient.flushed(1.0) == 1.0 and gradient.flushed(2.0) == 0.0
         assert seen.best_scale() == 2.0**27 and seen.keep_fp32() == []
         return
@@ -110,7 +110,7 @@ def test_a_gradient_that_flushes_is_named_and_the_list_brings_it_back(level, dev
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_gradient_that_even_the_best_scale_flushes_is_named(device):
+def test_the_keep_list_names_a_module_whose_gradient_the_best_scale_flushes(device):
     model = training.linear([[1.0, 1.0]], device)
     with inspect(model) as seen:
         (model(torch.tensor([[2.0**-20, 2.0**-21]], device=device)) * 2.0**-20).sum().backward()

@@ -1,4 +1,4 @@
-"""`inspect` with scalers, several models, modules of many kinds, and its words."""
+"""`inspect` with scalers, with several models, with modules of many kinds, and its output."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Applies(nn.Module):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_an_autograd_function_of_the_users_is_named(level):
+def test_inspect_names_an_autograd_function_of_user_code(level):
     model = nn.Sequential(nn.Linear(4, 4, bias=False), Applies(), nn.Linear(4, 4, bias=False))
     seen, _ = look_deep(level, "cpu", {}, model=model)
     assert (seen.not_finite.module, seen.not_finite.op, seen.not_finite.direction) == ("1", "Twice", "backward")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_modules_are_counted_once(reentrant):
+def test_inspect_counts_checkpointed_modules_once(reentrant):
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -66,7 +66,7 @@ def test_checkpointed_modules_are_counted_once(reentrant):
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("make", [amp.GradScaler, torch.amp.GradScaler, Cuda, Theirs])
-def test_a_grad_scalers_scale_is_divided_out(make, given):
+def test_inspect_divides_by_the_scale_of_a_grad_scaler(make, given):
     model, scaler = training.linear([[1.0, 1.0]]), make("cpu", init_scale=2.0**10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with inspect(model, optimizer, scaler=scaler if given else None) as seen:
@@ -77,7 +77,7 @@ def test_a_grad_scalers_scale_is_divided_out(make, given):
     assert not observers._observers
 
 
-def test_what_is_no_scaler_of_torchs_is_asked():
+def test_inspect_reads_the_scale_of_any_scaler_object():
     class Eight:
         def get_scale(self):
             return 8.0
@@ -89,8 +89,8 @@ def test_what_is_no_scaler_of_torchs_is_asked():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_scaler_is_that_of_its_loss_alone(reentrant):
-    """Two losses of which one is scaled, each in a backward of its own; a part of the model is checkpointed."""
+def test_inspect_unscales_only_the_loss_that_was_scaled(reentrant):
+    """Two losses have separate backward passes, and only one is scaled. The model is checkpointed."""
     model, scaler = nn.Sequential(training.linear([[1.0, 1.0]]), nn.Linear(1, 1)), torch.amp.GradScaler("cpu")
     nn.init.ones_(model[1].weight)
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 2, requires_grad=True)
@@ -104,7 +104,7 @@ def test_a_scaler_is_that_of_its_loss_alone(reentrant):
 
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("make", [amp.GradScaler, torch.amp.GradScaler])
-def test_a_step_that_a_scaler_skips_is_a_step(make, unscales):
+def test_inspect_counts_a_step_that_a_scaler_skips(make, unscales):
     model, scaler = identity(NormedNet()), make("cpu", init_scale=2.0**10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with inspect(model, optimizer) as seen:
@@ -120,7 +120,7 @@ def test_a_step_that_a_scaler_skips_is_a_step(make, unscales):
     assert (seen.not_finite.op, seen.not_finite.module, seen.not_finite.step) == ("mul", None, 2)
 
 
-def test_delayed_gradients_are_counted_without_their_scale():
+def test_inspect_counts_delayed_gradients_unscaled():
     model = training.linear([[1.0, 1.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=1024.0)
@@ -131,8 +131,8 @@ def test_delayed_gradients_are_counted_without_their_scale():
     assert (seen.gradients["weight"].counts, seen.step) == ({0: 4}, 1)
 
 
-def test_two_models_at_once():
-    """A GAN's: each sees what is its own, and neither what the other computes to see."""
+def test_inspect_of_two_models_sees_each_model_alone():
+    """A GAN: each inspection sees its own model, and not the computations of the other inspection."""
     models = [training.linear([[2.0]]), nn.Sequential(training.linear([[2.0]]), nn.Tanh())]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
     amp.initialize(models, optimizers, opt_level="O2", loss_scale=1.0, verbosity=0)
@@ -148,7 +148,7 @@ def test_two_models_at_once():
     assert first.errors.keys() == {""} and second.errors.keys() == {"0", "1"}
 
 
-def test_no_activation_is_held():
+def test_inspect_holds_no_activation():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     held = []
     model[1].register_forward_hook(lambda _, args, output: held.append(weakref.ref(output)))
@@ -183,7 +183,7 @@ class Attends(nn.Module):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
-def test_modules_of_many_kinds(level, device):
+def test_inspect_measures_modules_of_many_kinds(level, device):
     torch.manual_seed(0)
     model = Attends().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -201,7 +201,7 @@ def test_modules_of_many_kinds(level, device):
     assert seen.gradients["embed.weight"].total == 2 * 6 * 4  # the rows that were looked up, twice
 
 
-def test_models_in_fp64():
+def test_inspect_accepts_fp64_models_beyond_the_range_of_fp32():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
     with inspect(model) as seen:
         (model(torch.ones(1, 4, dtype=torch.float64)).sum() * 1e300).backward()
@@ -211,7 +211,7 @@ def test_models_in_fp64():
     assert all(set(histogram.counts) == {127} for histogram in seen.activation_gradients.values())
 
 
-def test_what_stands_out_is_printed():
+def test_inspect_prints_the_worst_numbers():
     factors, weight, *_ = PLANTED["forward"]
     seen, _ = look_deep("O2", "cpu", factors, weight)
     seen.scale = 2.0**10
@@ -238,7 +238,7 @@ def test_what_stands_out_is_printed():
     assert "not finite: nothing" in str(type(seen)())
 
 
-def test_what_is_no_module_is_named():
+def test_inspect_refuses_a_list_of_modules_by_name():
     with pytest.raises(TypeError, match="inspect: model is a list; wanted a torch"), inspect([nn.Tanh()]):
         pass
 
@@ -264,21 +264,21 @@ class Root(nn.Module):
 
 @pytest.mark.parametrize("root_first", [True, False])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-def test_what_adds_a_gradient_to_one_that_is_not_finite_is_not_named(level, root_first):
+def test_inspect_names_the_origin_of_a_gradient_that_is_not_finite(level, root_first):
     seen, _ = look_deep(level, "cpu", {}, model=Residual(root_first))
     found = seen.not_finite
     assert (found.module, found.op, found.direction) == ("block", "sqrt", "backward")
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_what_fp32_makes_as_well_has_no_list(level):
+def test_an_infinity_that_fp32_makes_too_has_no_keep_list(level):
     options = {} if level == "O0" else {"keep_fp32": ["block"]}
     seen, _ = look_deep(level, "cpu", {}, model=Residual(), **options)
     assert seen.not_finite.module == "block" and seen.keep_fp32() == []
     assert ("FP32 made it" in str(seen)) == (level == "O0")
 
 
-def test_a_nan_that_is_asked_for_is_nobodys_fault():
+def test_inspect_ignores_a_nan_that_user_code_writes_and_removes():
     class Pads(nn.Linear):
         def forward(self, x):
             x = x.clone()

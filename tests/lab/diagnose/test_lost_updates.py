@@ -1,4 +1,4 @@
-"""The meter of lost updates: which changes of FP32 weights would change no bit of low-precision ones."""
+"""The meter of lost updates: changes of FP32 weights that would change no bit of low-precision weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start(level: str, make: str = "AdamW", **options: Any) -> tuple[nn.Sequentia
     return amp.initialize(model, MAKERS[make](model.parameters()), opt_level=level, verbosity=0, **options)
 
 
-def test_a_change_is_lost_where_it_is_less_than_half_of_the_distance_to_the_next_number():
+def test_an_update_below_half_of_a_step_is_lost():
     model = nn.Sequential(nn.Linear(6, 1, bias=False), nn.Linear(1, 2, bias=False))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 3.0]]))
@@ -72,7 +72,7 @@ def test_a_change_is_lost_where_it_is_less_than_half_of_the_distance_to_the_next
     ],
 )
 @pytest.mark.parametrize("make", ["AdamW", "NAdam", "FusedLAMB"])
-def test_what_is_counted_is_what_a_step_did(level, options, dtype, make):
+def test_lost_updates_count_the_changes_of_a_step(level, options, dtype, make):
     model, optimizer = start(level, make, **options)
     iterate_split(model, optimizer, range(2))
     for group in optimizer.param_groups:
@@ -93,7 +93,7 @@ def test_what_is_counted_is_what_a_step_did(level, options, dtype, make):
 @pytest.mark.parametrize(
     ("level", "options"), [("O3", {"dtype": torch.bfloat16}), ("O5", {"master_weights": "stochastic"})]
 )
-def test_where_there_are_no_fp32_values_nothing_is_said(level, options):
+def test_lost_updates_are_unknown_without_fp32_values(level, options):
     with amp.record() as run:
         model, optimizer = start(level, **options)
         with amp.inspect(model, optimizer) as seen:
@@ -102,7 +102,7 @@ def test_where_there_are_no_fp32_values_nothing_is_said(level, options):
     assert seen.updates.lost() is None and "would be lost" not in str(seen)
 
 
-def test_what_stays_fp32_in_a_cast_model_is_not_counted():
+def test_lost_updates_ignore_parameters_that_stay_fp32():
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O5", verbosity=0)
     with amp.inspect(model, optimizer) as seen:
@@ -110,7 +110,7 @@ def test_what_stays_fp32_in_a_cast_model_is_not_counted():
     assert set(seen.updates.counts) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-def test_a_recording_measures_steps_ever_further_apart_and_has_them_after_json(tmp_path):
+def test_a_recording_measures_lost_updates_at_steps_1_2_4_and_8(tmp_path):
     path = tmp_path / "run.jsonl"
     with amp.record(str(path)) as run:
         model, optimizer = start_split(MAKERS["AdamW"], master_weights=None)
@@ -135,7 +135,7 @@ def test_a_recording_measures_steps_ever_further_apart_and_has_them_after_json(t
 @pytest.mark.parametrize(
     ("level", "types"), [("O0", ["bfloat16", "float16"]), ("O2", ["float16"]), ("O4", ["bfloat16"])]
 )
-def test_a_recording_without_a_low_type_is_measured_in_both(level, types):
+def test_lost_updates_at_o0_are_measured_in_both_low_types(level, types):
     with amp.record() as run:
         model, optimizer = start(level)
         iterate_split(model, optimizer, range(1))
@@ -152,7 +152,7 @@ def test_a_recording_without_a_low_type_is_measured_in_both(level, types):
     assert level != "O0" or 0 < run.lost_updates(dtype="float16") < run.lost_updates(), "FP16 has three bits more"
 
 
-def test_a_recording_changes_no_number_and_opens_no_split_master_for_long():
+def test_a_recording_changes_no_number_and_leaves_split_masters_compressed():
     def train(records: bool) -> list[Tensor]:
         with amp.record() if records else io.StringIO():
             model, optimizer = start_split(MAKERS["NAdam"])
@@ -163,7 +163,7 @@ def test_a_recording_changes_no_number_and_opens_no_split_master_for_long():
     assert all(map(torch.equal, train(True), train(False)))
 
 
-def test_of_a_large_parameter_a_sample_is_looked_at():
+def test_lost_updates_of_a_large_parameter_are_sampled():
     parameter = nn.Parameter(torch.ones(300, 1000))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     meter = UpdateMeter(optimizer)
@@ -176,7 +176,7 @@ def test_of_a_large_parameter_a_sample_is_looked_at():
     assert abs(lost / changed - 0.75 / 0.875) < 0.01
 
 
-def test_a_training_of_torchs_own_scaler_is_measured():
+def test_lost_updates_of_a_native_training_are_measured():
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

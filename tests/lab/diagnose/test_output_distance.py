@@ -28,12 +28,12 @@ FINE = 1 + 2.0**-9  # rounded to 1 in BF16, and a number of FP16
 
 
 @pytest.mark.parametrize(("level", "distance"), [("O0", 0.0), ("O2", 0.0), ("O4", 2.0**-9), ("O5", 2.0**-9)])
-def test_the_distance_of_outputs_is_over_the_norm_of_the_first(level, distance):
+def test_the_distance_of_outputs_is_relative_to_the_norm_of_the_first(level, distance):
     found = amp.compare_outputs(linear([[FINE]]), torch.ones(1, 1), [level])["O0", level]
     assert found.output == distance / FINE and found.modules == {"": distance / FINE}
 
 
-def test_a_pair_is_of_its_first_level():
+def test_the_distance_of_a_pair_is_relative_to_its_first_level():
     found = amp.compare_outputs(linear([[FINE]]), torch.ones(1, 1), [], pairs=[("O5", "O2"), ("O2", "O5")])
     assert [each.output for each in found.distances] == [2.0**-9, 2.0**-9 / FINE]
     assert [(each.first, each.second) for each in found.distances] == [("O5 BF16", "O2 FP16"), ("O2 FP16", "O5 BF16")]
@@ -51,7 +51,7 @@ class Twice(nn.Module):
         return self.norm(self.body(self.body(x)))
 
 
-def test_modules_are_told_apart_and_all_their_calls_count():
+def test_the_distance_of_a_module_counts_all_its_calls():
     model = Twice().eval()
     found = amp.compare_outputs(model, torch.tensor([[1.0, 1.0]]), ["O5"])["O0", "O5"]
     first, second = torch.tensor([FINE, 1.0]), torch.tensor([FINE**2, 1.0])
@@ -62,7 +62,7 @@ def test_modules_are_told_apart_and_all_their_calls_count():
     assert found.modules["norm"] == found.modules[""] == found.output
 
 
-def test_dropout_drops_the_same_numbers():
+def test_all_levels_drop_the_same_numbers():
     torch.manual_seed(0)
     model = nn.Sequential(linear([[1.0] * 64] * 64), nn.Dropout(0.5))
     found = amp.compare_outputs(model, torch.ones(8, 64), ["O1", "O2", "O4", "O5"])
@@ -77,25 +77,25 @@ INPUTS = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 4.0]])
 
 
 def by_hand() -> tuple[Tensor, Tensor]:
-    """The log-probabilities in FP32, and those of the weights in BF16."""
+    """Return the log-probabilities with FP32 weights and with BF16 weights."""
     weight = torch.tensor(ROWS)
     logits = (F.linear(INPUTS, each) for each in (weight, weight.bfloat16().float()))
     first, second = (each.double().log_softmax(-1) for each in logits)
     return first, second
 
 
-def test_nats_are_weighted_by_the_first_s_probabilities():
+def test_nats_are_weighted_by_the_probabilities_of_the_first():
     first, second = by_hand()
     found = amp.compare_outputs(linear(ROWS), INPUTS, ["O5"], band=0.003)["O0", "O5"]
     rows = (first.exp() * (second - first).abs()).sum(-1)
     assert found.nats == pytest.approx(rows.mean().item(), rel=1e-9)
     assert found.largest_nats == pytest.approx(rows.max().item(), rel=1e-9)
     outside = ((second - first).exp() - 1).abs() > 0.003
-    assert 0 < outside.sum() < outside.numel()  # the band parts them
+    assert 0 < outside.sum() < outside.numel()  # some ratios are outside the band, others inside
     assert found.outside == pytest.approx((first.exp() * outside).sum(-1).mean().item(), rel=1e-9)
 
 
-def test_targets_alone_count_and_negative_ones_do_not():
+def test_nats_count_only_targets_that_are_not_negative():
     first, second = by_hand()
     targets = torch.tensor([2, -100, 1])
     found = amp.compare_outputs(linear(ROWS), INPUTS, ["O5"], targets=targets, band=0.001)["O0", "O5"]
@@ -115,7 +115,7 @@ class Masked(nn.Module):
         return SimpleNamespace(loss=torch.zeros(()), logits=masked)
 
 
-def test_classes_that_a_mask_excludes_differ_in_nothing():
+def test_nats_ignore_classes_that_a_mask_excludes():
     found = amp.compare_outputs(Masked(), INPUTS, ["O5"])["O0", "O5"]
     assert found.nats is not None and 0 < found.nats < 0.01
 
@@ -128,11 +128,11 @@ def test_an_output_that_is_no_logits_has_no_nats():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is left as it was, and what may come.
+# Restored state, and accepted arguments.
 
 
 @pytest.mark.parametrize("level", [None, "O1", "O2", "O5"])
-def test_model_training_and_process_are_as_before(level):
+def test_compare_outputs_restores_model_training_and_process(level):
     model = Twice()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     if level is not None:
@@ -151,7 +151,7 @@ def test_model_training_and_process_are_as_before(level):
     assert not any(module._forward_hooks for module in model.modules() if level is None)
 
 
-def test_a_training_s_masters_are_what_o0_computes_with():
+def test_o0_computes_with_the_masters_of_a_training():
     model = linear([[FINE]])
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O5", verbosity=0)
     found = amp.compare_outputs(model, torch.ones(1, 1), ["O5"])["O0", "O5"]
@@ -168,28 +168,28 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize("inputs", [torch.ones(1, 1), (torch.ones(1, 1),), {"x": torch.ones(1, 1), "factor": 2.0}])
-def test_inputs_are_positions_names_or_one(inputs):
+def test_compare_outputs_takes_inputs_as_a_tensor_a_tuple_or_a_dict(inputs):
     assert amp.compare_outputs(Named(), inputs, ["O5"])["O0", "O5"].output == 2.0**-9 / FINE
 
 
-def test_options_go_to_initialize():
+def test_compare_outputs_passes_options_to_initialize():
     found = amp.compare_outputs(Named(), torch.ones(1, 1), ["O2"], dtype=torch.bfloat16)
     assert found.distances[0].second == "O2 BF16" and found["O0", "O2"].output == 2.0**-9 / FINE
 
 
-def test_a_level_may_have_a_format_of_its_products():
+def test_compare_outputs_applies_the_format_of_each_level():
     model, inputs = linear([[1.0, 0.3]]), torch.ones(1, 2)
     found = amp.compare_outputs(model, inputs, ["O6+fp8", "O6+nvfp4", "O6"], dtype="mxfp8", keep_high=())
     assert [each.second for each in found.distances] == ["O6+fp8 BF16", "O6+nvfp4 BF16", "O6 BF16"]
     for level, dtype in (("O6+fp8", "fp8"), ("O6+nvfp4", "nvfp4"), ("O6", "mxfp8")):
         alone = amp.compare_outputs(model, inputs, ["O6"], dtype=dtype, keep_high=())
         assert found["O0", level].output == alone["O0", "O6"].output
-    # Scales are powers of two: of 0.3 E4M3 makes 0.3125.
+    # Scales are powers of two, and E4M3 rounds 0.3 to 0.3125.
     assert found["O0", "O6+fp8"].output == pytest.approx(0.0125 / 1.3, rel=1e-4)
     assert found["O0", "O6+nvfp4"].output > found["O0", "O6+fp8"].output
 
 
-def test_the_table_names_pairs_and_modules():
+def test_the_table_of_distances_names_pairs_and_modules():
     told = str(amp.compare_outputs(Masked(), INPUTS, ["O5"], band=0.2))
     assert "O0, O5 BF16" in told and "outside 1 ± 0.2" in told and "inner" in told and "(model)" in told
     assert "O0, O5 BF16" in amp.compare_outputs(Masked(), INPUTS, ["O5"])._repr_html_()
@@ -213,21 +213,21 @@ def test_the_table_names_pairs_and_modules():
         ({"logits": lambda output: None, "targets": torch.zeros(3)}, ValueError, "the output is no logits"),
     ],
 )
-def test_refusals(change, error, message):
+def test_compare_outputs_refuses_bad_arguments_by_name(change, error, message):
     arguments: dict[str, Any] = {"model": linear(ROWS), "inputs": INPUTS, "levels": ["O5"], **change}
     with pytest.raises(error, match=f"compare_outputs: .*{message}"):
         amp.compare_outputs(**arguments)
     assert not trainings
 
 
-def test_a_pair_that_was_not_compared_is_no_key():
-    with pytest.raises(KeyError, match=r"there are \('O0', 'O5'\)"):
+def test_an_unknown_pair_raises_a_key_error_with_the_known_pairs():
+    with pytest.raises(KeyError, match=r"pairs are \('O0', 'O5'\)"):
         amp.compare_outputs(linear(ROWS), INPUTS, ["O5"])["O0", "O4"]
 
 
 @pytest.mark.slow  # Inductor compiles
 @pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_eager_against_compiled_is_one_more_pair():
+def test_a_compiled_level_is_compared_with_an_eager_one():
     found = amp.compare_outputs(Named(), torch.ones(1, 1), [], pairs=[("O5", "O5 compiled"), ("O0", "O5 compiled")])
     assert [each.second for each in found.distances] == ["O5 BF16 compiled"] * 2
     assert [each.output for each in found.distances] == [0.0, 2.0**-9 / FINE]

@@ -1,4 +1,4 @@
-"""Advice on sizes: the multiply-adds are those that torch counts, and what is named has a real share of them."""
+"""Advice on sizes: multiply-adds equal torch's count, and the advice names layers with a real share of them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CASES = {
 
 @pytest.mark.parametrize("level", [None, "O0", "O1", "O4", "O5"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_multiply_adds_are_those_that_torch_counts(case, level):
+def test_the_count_of_multiply_adds_equals_that_of_torch(case, level):
     make, shape = CASES[case]
     model, x = make(), torch.randn(shape)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -77,7 +77,7 @@ def test_the_multiply_adds_are_those_that_torch_counts(case, level):
 
 
 @pytest.mark.parametrize("case", ["linear", "conv", "conv1d", "transposed", "module", "batch first"])
-def test_a_hook_of_the_module_finds_the_same(case):
+def test_a_module_hook_counts_the_products_of_explain(case):
     make, shape = CASES[case]
     model, x, found = make(), torch.randn(shape), []
     for name, module in model.named_modules():
@@ -89,7 +89,7 @@ def test_a_hook_of_the_module_finds_the_same(case):
     assert without_op and without_op == [product._replace(op="") for product in explain(model, x).products]
 
 
-def test_recurrent_layers():
+def test_products_of_recurrent_layers_are_counted():
     model, x = nn.LSTM(5, 7), torch.randn(3, 2, 5)
     (of_input, of_hidden) = explain(model, x).products
     assert of_input.multiply_adds == 6 * 5 * 28 and of_hidden.multiply_adds == 6 * 7 * 28
@@ -100,7 +100,7 @@ def layer(into, out, rows=4096, name="head", low=True):
     return Product(name, "linear", (("in features", into), ("out features", out)), rows * into * out, low, rows)
 
 
-def test_a_vocabulary_is_padded():
+def test_advice_pads_a_vocabulary():
     (line,) = advice([layer(768, 50257, name="lm_head"), layer(768, 3072)])
     assert line == (
         "50257 is no multiple of 8: out features of lm_head; 94 % of the multiply-adds. "
@@ -108,7 +108,7 @@ def test_a_vocabulary_is_padded():
     )
 
 
-def test_equal_layers_have_one_line_and_multiples_follow_their_root():
+def test_advice_has_one_line_for_equal_layers_and_their_multiples():
     stack = [layer(63 * 12, 3 * 63 * 12, name=f"blocks.{i}.qkv") for i in range(3)]
     stack += [Product(f"blocks.{i}.attend", "scaled", (("head size", 63),), 10**9) for i in range(3)]
     (line,) = advice(stack)
@@ -127,24 +127,24 @@ NOT_NAMED = {
 
 
 @pytest.mark.parametrize("case", NOT_NAMED)
-def test_what_brings_nothing_is_not_named(case):
+def test_advice_omits_sizes_that_gain_nothing(case):
     assert advice(NOT_NAMED[case]) == []
     assert advice([]) == []
 
 
-def test_the_channels_of_an_image_are_not_named():
+def test_advice_omits_the_channels_of_an_image():
     sizes = (("in channels", 3), ("out channels", 64))
     assert advice([Product("stem", "conv2d", sizes, 10**12)]) == []
 
 
-def test_rows_are_named_where_they_are_everywhere():
+def test_advice_names_rows_that_all_layers_share():
     (line,) = advice([layer(1024, 1024, rows=1797), layer(1024, 4096, rows=1797)])
     assert line.startswith("1797 rows (batch times tokens) is no multiple of 8: 100 % of") and line.endswith(": 1800")
     assert advice([layer(1024, 1024, rows=1797), layer(1024, 4096, rows=1800)]) == []
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_explain_ends_with_it(device, monkeypatch):
+def test_explain_ends_with_the_advice(device, monkeypatch):
     monkeypatch.setattr(shapes, "_MULTIPLY_ADDS", 0)
     model = nn.Sequential(nn.Linear(64, 99), nn.ReLU(), nn.Linear(99, 64)).to(device)
     initialize(model, opt_level="O5", verbosity=0)

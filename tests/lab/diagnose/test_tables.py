@@ -1,4 +1,4 @@
-"""What `inspect` and `explain` give, in a file and in a notebook: nothing is cut, and HTML is what it says."""
+"""Tables of `inspect` and `explain` in files and notebooks: whole text, and escaped HTML."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = ".".join(["layers"] * 30)
 
 
 class Page(HTMLParser):
-    """The cells and paragraphs of a fragment; refuses what is not closed, and what asks for anything."""
+    """Parser of an HTML fragment into its cells. It rejects unclosed and unknown tags, and attributes with URLs."""
 
     def __init__(self, text):
         super().__init__()
@@ -59,7 +59,7 @@ def inspected():
 
 
 @pytest.mark.parametrize("make", [explained, inspected])
-def test_a_notebook_shows_tables_and_a_file_has_whole_names(make):
+def test_notebooks_and_files_show_whole_names(make):
     found, names = make()
     cells = Page(found._repr_html_()).cells
     file = io.StringIO()
@@ -70,14 +70,14 @@ def test_a_notebook_shows_tables_and_a_file_has_whole_names(make):
         assert name in cells and f" {name} " in text
 
 
-def test_a_notebook_has_all_rows():
+def test_a_notebook_shows_all_rows():
     seen, _ = inspected()
     cells = Page(seen._repr_html_()).cells
     assert all(f"{NAME}.{i}" in cells and f"{NAME}.{i}.weight" in cells for i in range(9))
     assert f"{NAME}.0\n" not in str(seen) and len(seen.summary(rows=9)) > len(str(seen))
 
 
-def test_a_table_as_text():
+def test_a_table_is_aligned_as_text_and_escaped_as_html():
     rows = [("a", "1"), (NAME, "22")]
     assert as_text([Table(rows, (("name", "n"),), "title", numbers=True), "line", Table([], title="none")]) == (
         f"title:\n  name   n\n  a      1\n  {NAME}\n        22\nline"

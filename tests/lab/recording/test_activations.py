@@ -91,7 +91,7 @@ HAND = {
 @pytest.mark.parametrize(
     ("level", "options"), [*((level, {}) for level in HAND), ("O2", {"cpu_half": "emulate"})], ids=str
 )
-def test_the_bytes_are_those_counted_by_hand(level, options, device):
+def test_the_bytes_equal_a_hand_count(level, options, device):
     options = {"loss_scale": 8.0, **options} if level == "O2" else {}
     run, weights = train_recorded(made(), level, device=device, **options)
     without, same = train_recorded(made(), level, device=device, record=False, **options)
@@ -102,7 +102,7 @@ def test_the_bytes_are_those_counted_by_hand(level, options, device):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_a_checkpoint_computes_again_counts(reentrant):
+def test_activations_recomputed_by_a_checkpoint_count(reentrant):
     def from_a_clone(model, inputs):  # a reentrant checkpoint wants an input that requires a gradient
         return squares(model, inputs.clone().requires_grad_())
 
@@ -116,7 +116,7 @@ def test_what_a_checkpoint_computes_again_counts(reentrant):
 
 
 @pytest.mark.parametrize("also_hooks", [False, True], ids=["", "below the user's hooks"])
-def test_what_a_selective_checkpoint_keeps_counts(also_hooks, recwarn):
+def test_activations_saved_by_a_selective_checkpoint_count(also_hooks, recwarn):
     """The outputs of the linear layers; and no warning of hooks that the user has not set."""
     kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
 
@@ -153,7 +153,7 @@ def test_a_second_derivative_is_the_same():
     assert run.loss == without.loss and all(map(torch.equal, weights, same))
 
 
-def test_what_a_script_s_own_hooks_keep_is_counted():
+def test_tensors_saved_by_a_script_s_hooks_count():
     seen = []
 
     def offloaded(model, inputs):

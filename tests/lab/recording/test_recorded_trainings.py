@@ -81,7 +81,7 @@ def test_another_level_in_the_same_recording_is_noted():
     assert len(run.notes) == 1 and "O2" in run.notes[0]
 
 
-def test_enabled_false_is_told_from_no_initialize():
+def test_enabled_false_differs_from_no_initialize():
     with Recorder([run := Run("none")]) as recorder:
         assert recorder.trainings == 0
         model, optimizer = started("O2", enabled=False)
@@ -136,7 +136,7 @@ def test_enough_ends_the_training_after_the_step_was_recorded():
         Recorder([], stop_after=0)
 
 
-def test_an_exception_leaves_nothing_behind_and_keeps_what_was_recorded(tmp_path):
+def test_an_exception_leaves_nothing_behind_and_keeps_the_recorded_steps(tmp_path):
     path = tmp_path / "run.jsonl"
     with pytest.raises(ZeroDivisionError), amp.record(path) as run:
         model, optimizer = started("O2")
@@ -178,7 +178,7 @@ def test_inputs_whose_samples_cannot_be_counted_do_no_harm():
     assert run.samples == [2, 0]
 
 
-def test_the_samples_are_those_of_the_forward_that_a_body_followed():
+def test_samples_are_counted_in_the_forward_before_the_body():
     with amp.record() as run:
         model, optimizer = started("O0")
         one_step(model, optimizer)
@@ -222,12 +222,12 @@ def test_log_gives_figures_of_the_scripts_own():
 
 
 @pytest.mark.parametrize("wrong", ["0.5", None, [0.5], torch.ones(2), torch.ones((), dtype=torch.complex64), 1j])
-def test_log_refuses_what_is_no_number_though_nobody_records(wrong):
+def test_log_refuses_values_other_than_numbers_without_a_recorder(wrong):
     with pytest.raises(TypeError, match="log: accuracy is"):
         amp.log(accuracy=wrong)
 
 
-def test_lines_of_json_are_the_run_and_are_there_while_it_goes_on(tmp_path):
+def test_lines_of_json_hold_the_run_and_appear_while_it_continues(tmp_path):
     path = tmp_path / "run.jsonl"
     with amp.record(path) as run:
         model, optimizer = started()
@@ -268,7 +268,7 @@ def test_scalars_go_to_tensorboard():
     assert scalars["amp/samples_per_second", 0] == 1 / run.seconds[0]
 
 
-def test_what_cannot_be_written_to_is_refused_before_anything(tmp_path):
+def test_an_unwritable_path_is_refused_before_anything(tmp_path):
     with pytest.raises(TypeError, match="record: to is a int"), amp.record(3):
         raise AssertionError
     with pytest.raises(FileNotFoundError), amp.record(tmp_path / "none" / "run.jsonl"):

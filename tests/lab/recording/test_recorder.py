@@ -28,7 +28,7 @@ from amp_patch.lab.recording.run import PARTS
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_losses_scales_skips_and_samples_are_those_of_the_training(device):
+def test_losses_scales_skips_and_samples_equal_the_training_s(device):
     with amp.record() as run:
         model, optimizer = started(lr=0.0, device=device)
         one_step(model, optimizer)
@@ -47,7 +47,7 @@ def test_the_losses_scales_skips_and_samples_are_those_of_the_training(device):
 
 @pytest.mark.filterwarnings("ignore:initialize. eps=:UserWarning")
 @pytest.mark.parametrize(("level", "eps", "lost"), [("O3", 1e-8, 1e-8), ("O3", 1e-4, None), ("O2", 1e-8, None)])
-def test_an_eps_that_is_0_in_the_type_of_the_weights_is_told(level, eps, lost):
+def test_an_eps_that_is_0_in_the_type_of_the_weights_gives_a_note(level, eps, lost):
     net = nn.Linear(2, 1)
     with amp.record() as run:
         amp.initialize(net, torch.optim.Adam(net.parameters(), eps=eps), opt_level=level, verbosity=0)

@@ -61,6 +61,7 @@ RUN = Run(
     scale=[65536.0, math.inf],
     skipped=[True, False],
     samples=[8, 0],
+    epoch_samples=40,
     given=[8, 3],
     weights=2**40,
     masters=2,

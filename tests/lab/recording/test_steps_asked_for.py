@@ -13,7 +13,7 @@ from amp_patch.lab.recording.run import Run
 
 
 @pytest.mark.parametrize(("dim", "samples"), [(0, 10), (1, 6), (-1, 8), (3, 0)])
-def test_the_samples_are_those_of_the_dimension_that_is_told(dim, samples):
+def test_samples_are_counted_along_the_named_dimension(dim, samples):
     """Of two micro-batches of (5, 3, 4)."""
     net = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Scripts that train with torch alone, at each level: what three lines of ours would make of them."""
+"""Unedited scripts at each level: they train as with the three lines of amp_patch."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def quiet(monkeypatch):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_trains_as_with_three_lines(name, level):
+def test_an_unedited_script_trains_as_with_three_lines(name, level):
     plain = run_source(SCRIPTS[name])["losses"]
     with UneditedScript(level) as trained:
         losses = run_source(SCRIPTS[name])["losses"]
@@ -162,7 +162,7 @@ def test_a_script_trains_as_with_three_lines(name, level):
     expected = run_source(edited(SCRIPTS[name]), amp=amp, LEVEL=level)["losses"]
     assert losses == expected and trained.missing() is None
     assert (losses == plain) is (level == "O0")
-    if level != "O3":  # without FP32 weights these go elsewhere
+    if level != "O3":  # without FP32 weights, the losses differ more
         torch.testing.assert_close(losses, plain, rtol=0.05, atol=0.02, check_dtype=False)
 
 
@@ -175,7 +175,7 @@ optimizer.step()
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_no_parameter_gets_unscaled_gradients(level):
+def test_a_tensor_that_is_no_parameter_gets_unscaled_gradients(level):
     expected = run_source(NET + ATTACK)["x"].grad
     with UneditedScript(level):
         grad = run_source(NET + ATTACK)["x"].grad
@@ -195,7 +195,7 @@ moved = [any(map(torch.ne, map(torch.sum, a), map(torch.sum, b))) for a, b in zi
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_skips_the_step(level):
+def test_an_unedited_script_skips_a_step_that_overflows(level):
     with UneditedScript(level):
         assert run_source(NET + OVERFLOWS)["moved"] == [True, False, True]
 
@@ -230,7 +230,7 @@ net = torch.compile(net, backend="eager")
 
 @pytest.mark.parametrize("name", ["checkpoints", pytest.param("compiles", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_graphs_that_hide_their_parameters(name, level, fresh_compiler):
+def test_checkpointed_and_compiled_graphs_train_at_a_level(name, level, fresh_compiler):
     script = NET + {"checkpoints": CHECKPOINTS, "compiles": COMPILES}[name]
     plain = run_source(script)["losses"]
     with UneditedScript(level) as trained:
@@ -275,7 +275,7 @@ finally:
 """
 LBFGS = NET.replace("Adam(net.parameters(), lr=1e-2, eps=1e-4)", "LBFGS(net.parameters())") + CLOSURE
 
-# What cannot be taken: the script, what is said of it, and what stands in its line (None: it is said at the end).
+# Unsupported scripts: the script, part of the message, and text of the line that it names (None: none, at the end).
 REFUSED = {
     "lbfgs": (LBFGS, "LBFGS evaluates its closure", "optimizer.step("),
     "losses": (NET + SEVERAL, "given several losses", "autograd.backward"),
@@ -296,7 +296,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_taken_is_refused_in_one_message(name, level):
+def test_an_unsupported_script_is_refused_in_one_message(name, level):
     script, words, there = REFUSED[name]
     trained = UneditedScript(level)
     if there is None:
@@ -304,7 +304,7 @@ def test_what_cannot_be_taken_is_refused_in_one_message(name, level):
             run_source(script)
         error = trained.missing()
     else:
-        # What the script itself catches is not this.
+        # The script must not be able to catch the refusal.
         guarded = "try:\n" + textwrap.indent(script, "    ") + "\nexcept Exception:\n    pass"
         with pytest.raises(ScriptRefused) as caught, trained:
             run_source(guarded)
@@ -341,7 +341,7 @@ def in_fp32(script: str) -> str:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_level_takes_the_place_of_torchs_own_precision(level):
+def test_a_level_replaces_native_mixed_precision(level):
     with UneditedScript(level) as trained:
         losses = run_source(NET + NATIVE)["losses"]
     amp.restore()
@@ -352,7 +352,7 @@ def test_a_level_takes_the_place_of_torchs_own_precision(level):
     assert (losses == run_source(NET + in_fp32(NATIVE))["losses"]) is (level == "O0")
 
 
-def test_torchs_own_precision_is_recorded_as_it_is(tmp_path, monkeypatch):
+def test_a_native_run_is_recorded_without_changes(tmp_path, monkeypatch):
     plain = run_source(NET + NATIVE)["losses"]
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O0")
     monkeypatch.setenv("AMP_PATCH_SEED", "0")
@@ -380,7 +380,7 @@ for step in range(3):
 @pytest.mark.parametrize("limit", [0, 0.01])
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_that_a_script_clips_by_itself_are_those_of_the_step(level, raises, limit):
+def test_a_script_clips_the_gradients_of_its_step(level, raises, limit):
     script = NET.replace("optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)", "optim.SGD(net.parameters(), lr=0.5)")
     script += READS.format(raises=raises, limit=limit)
     before = run_source(script.replace("range(3)", "range(0)"))["net"]
@@ -393,7 +393,7 @@ def test_gradients_that_a_script_clips_by_itself_are_those_of_the_step(level, ra
     assert limit == 0 or max(moved) > most / 2
 
 
-def test_a_script_of_ours_is_left_alone():
+def test_an_edited_script_is_left_alone():
     script = edited(NET + CLIPS).replace("import torch\n", "import torch\nfrom amp_patch import amp\n", 1)
     expected = run_source(script, LEVEL="O1")["losses"]
     amp.restore()
@@ -402,7 +402,7 @@ def test_a_script_of_ours_is_left_alone():
     assert trained.missing() is None and trained.backwards == 0
 
 
-def test_a_level_that_cannot_be_is_refused():
+def test_an_unknown_level_is_refused_by_unedited_script():
     with pytest.raises(ValueError, match=r"level '02' is none of O0, O1"):
         UneditedScript("02")
 
@@ -415,7 +415,7 @@ def run_of(path: Path) -> Run:
 
 
 @pytest.mark.parametrize("name", ["gan", "closure", "accumulates", "phases"])
-def test_its_losses_are_recorded(name, tmp_path, monkeypatch):
+def test_an_unedited_script_records_the_losses_of_an_edited_one(name, tmp_path, monkeypatch):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O2")
     monkeypatch.setenv("AMP_PATCH_SEED", "0")
     runs = []

@@ -54,7 +54,7 @@ found = task.ema.module.state_dict()
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_child_that_averages_the_weights_is_exact_at_each_level(level, monkeypatch):
+def test_a_child_that_averages_weights_is_exact_at_every_level(level, monkeypatch):
     monkeypatch.delenv("AMP_PATCH_OPT_LEVEL", raising=False)
     with UneditedScript(level) as script:
         names = run_source(SCRIPT)

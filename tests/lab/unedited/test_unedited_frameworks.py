@@ -1,4 +1,4 @@
-"""The loops of Lightning, transformers and accelerate at a level, with no line of ours: what ours make of them."""
+"""Unedited loops of Lightning, transformers and accelerate: they train as with amp_patch's lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Result = tuple[list[float], list[torch.Tensor]]
 
 
 def with_lightning(folder: Path, level: str | None) -> Result:
-    """Trained by a plugin of ours; with None as the package does it."""
+    """Train with amp_patch's plugin at `level`, or without it if None."""
     module = Classifier()
     plugins = None if level is None else OptLevelPrecision(level)
     trainer(plugins, accumulate_grad_batches=2, gradient_clip_val=0.05).fit(module, loader())
@@ -47,7 +47,7 @@ def with_transformers(folder: Path, level: str | None) -> Result:
 
 
 def with_accelerate(folder: Path, level: str | None) -> Result:
-    """Trained by lines of ours; with None as the package does it."""
+    """Train with amp_patch's lines at `level`, or without them if None."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     model = network()
     optimizer, losses = adam(model), []
@@ -74,7 +74,7 @@ def with_accelerate(folder: Path, level: str | None) -> Result:
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("train", [with_lightning, with_transformers, with_accelerate])
-def test_a_loop_of_theirs_trains_as_with_lines_of_ours(train, level, tmp_path):
+def test_an_unedited_framework_loop_trains_as_an_edited_one(train, level, tmp_path):
     with UneditedScript(level) as trained:
         losses, found = train(tmp_path, None)
     assert trained.backwards == {with_lightning: 8, with_transformers: 10, with_accelerate: 4}[train]
@@ -84,13 +84,13 @@ def test_a_loop_of_theirs_trains_as_with_lines_of_ours(train, level, tmp_path):
     assert same(found, plain[1]) is (level == "O0")
 
 
-def test_what_cannot_be_taken_of_lightning_names_its_lines():
+def test_an_unsupported_lightning_optimizer_is_refused_with_the_lines_to_write():
     class Unknown(torch.optim.SGD):
-        """Nobody knows when this one calls its closure."""
+        """An optimizer that may call its closure at any time."""
 
     module = Classifier()
     module.configure_optimizers = lambda: Unknown(module.parameters(), lr=0.1)
-    with pytest.raises(ScriptRefused, match="what a Unknown does with it is not known") as caught, UneditedScript("O2"):
+    with pytest.raises(ScriptRefused, match="when Unknown calls it is not known") as caught, UneditedScript("O2"):
         trainer(None).fit(module, loader())
     said = str(caught.value)
     assert "import OptLevelPrecision" in said and "Trainer(plugins=" in said and "scale_loss" not in said

@@ -1,4 +1,4 @@
-"""What an unedited script saves whole, and exports: the file that it would have written without a level."""
+"""Saved and exported models of unedited scripts: the files equal those without a level."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ with open(f"{folder}/bytes.pkl", "wb") as file:
     file.write(pickle.dumps(optimizer))
 """
 FILES = ("model.pt", "all.pt", "part.pt", "old.pt", "model.pkl", "bytes.pkl")
-# Read in a process in which there is no amp_patch.
+# Loads the files in a process without amp_patch.
 LOADS = (
     """
 import sys
@@ -153,7 +153,7 @@ def run_without_us(folder: Path, script: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_whole_model_loads_where_there_is_no_amp_patch(main, tmp_path):
+def test_a_saved_model_loads_without_amp_patch(main, tmp_path):
     for level in LEVELS:
         with UneditedScript(level):
             run_in(main, NET + TRAINS + SAVES, tmp_path / level)
@@ -162,13 +162,13 @@ def test_a_whole_model_loads_where_there_is_no_amp_patch(main, tmp_path):
 
 
 def opcodes(path: Path) -> bytes:
-    """What a file of torch.save has beside the tensors' bytes."""
+    """Return the pickle of a file of torch.save, which has no bytes of tensors."""
     with zipfile.ZipFile(path) as file:
         return next(file.read(name) for name in file.namelist() if name.endswith("data.pkl"))
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_file_has_the_opcodes_that_it_has_without_a_level(main, tmp_path, level):
+def test_a_saved_model_has_the_same_opcodes_as_without_a_level(main, tmp_path, level):
     run_in(main, NET + TRAINS + SAVES, tmp_path / "plain")
     with UneditedScript(level):
         run_in(main, NET + TRAINS + SAVES, tmp_path / level)
@@ -176,7 +176,7 @@ def test_the_file_has_the_opcodes_that_it_has_without_a_level(main, tmp_path, le
         assert opcodes(tmp_path / level / name) == opcodes(tmp_path / "plain" / name)
 
 
-def test_a_recorded_script_saves_no_hook_of_the_recording(main, tmp_path, monkeypatch):
+def test_a_saved_model_of_a_recorded_script_has_no_hook(main, tmp_path, monkeypatch):
     for name, value in ("AMP_PATCH_OPT_LEVEL", "O0"), ("AMP_PATCH_SEED", "0"):
         monkeypatch.setenv(name, value)
     with recorded(str(tmp_path / "run.jsonl"), steps=None, inspect=False, shift=True):
@@ -198,7 +198,7 @@ with torch.no_grad():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_model_that_is_loaded_is_evaluated_in_fp32(main, level):
+def test_a_loaded_model_is_evaluated_in_fp32(main, level):
     with UneditedScript(level):
         names = run_in(main, NET + TRAINS + SAVES + EVALUATES)
     assert isinstance(names["best"], names["Net"]) and names["result"].dtype is torch.float32
@@ -217,7 +217,7 @@ loss = steps(model, optimizer, schedule).detach()
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_training_goes_on_with_what_was_loaded(main, level):
+def test_a_training_resumes_from_a_loaded_checkpoint(main, level):
     with UneditedScript(level) as trained:
         names = run_in(main, NET + TRAINS + SAVES + GOES_ON)
     low = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}.get(level, torch.float32)
@@ -228,7 +228,7 @@ def test_a_training_goes_on_with_what_was_loaded(main, level):
         assert torch.equal(names["loss"], plain["loss"])
 
 
-def test_a_new_optimizer_trains_a_loaded_model_at_the_level(main):
+def test_a_loaded_model_trains_at_the_level_with_a_new_optimizer(main):
     again = "optimizer = torch.optim.SGD(best.train().parameters(), lr=0.01)\nloss = steps(best, optimizer, schedule)"
     with UneditedScript("O1") as trained:
         names = run_in(main, NET + TRAINS + SAVES + EVALUATES + again)
@@ -236,7 +236,7 @@ def test_a_new_optimizer_trains_a_loaded_model_at_the_level(main):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_copies_are_copies_of_the_training(main, level):
+def test_a_deep_copy_of_a_trained_model_computes_the_same(main, level):
     with UneditedScript(level):
         names = run_in(main, NET + TRAINS + "import copy\ntwin = copy.deepcopy(model)\nx = torch.randn(16, 4)")
         model, twin, x = names["model"].eval(), names["twin"].eval(), names["x"]
@@ -245,7 +245,7 @@ def test_copies_are_copies_of_the_training(main, level):
         assert amp.fp32_copy(twin).state_dict().keys() == model.state_dict().keys()
 
 
-def test_what_holds_nothing_of_ours_is_pickled_as_ever(main):
+def test_values_without_models_are_pickled_unchanged(main):
     values = [[1, {"a": 2.0}], {"a": Path("b")}, {1, 2}]
     expected = [pickle.dumps(value, 2) for value in values]
     with UneditedScript("O2"):
@@ -255,7 +255,7 @@ def test_what_holds_nothing_of_ours_is_pickled_as_ever(main):
             pickle.dumps(lambda: None)
 
 
-def test_python_pickles_what_has_something_of_ours_alone(main, monkeypatch, tmp_path):
+def test_only_values_with_models_use_the_python_pickler(main, monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr("amp_patch.lab.unedited.pickles._pickler_of", lambda models: made.append(models))
     with UneditedScript("O2"):
@@ -268,7 +268,7 @@ def test_python_pickles_what_has_something_of_ours_alone(main, monkeypatch, tmp_
     assert made
 
 
-def test_functions_of_pickle_and_torch_are_put_back(main):
+def test_functions_of_pickle_and_torch_are_restored(main):
     owners = [(torch, "save"), (torch, "load"), (torch.serialization, "save"), (pickle, "dump"), (pickle, "dumps")]
     owners += [
         (pickle, "load"),
@@ -287,7 +287,7 @@ def test_functions_of_pickle_and_torch_are_put_back(main):
     assert [vars(owner)[name] for owner, name in owners] == before
 
 
-def test_a_failing_pickle_leaves_the_model_in_its_training(main, tmp_path):
+def test_a_failed_pickle_leaves_the_model_in_its_training(main, tmp_path):
     with UneditedScript("O2"):
         names = run_in(main, NET + TRAINS)
         kind, model = type(names["model"]), names["model"]
@@ -322,7 +322,7 @@ with PackageExporter(f"{folder}/package.pt") as package:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:TypedStorage is deprecated:UserWarning")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_exports_are_of_an_fp32_copy(main, tmp_path, level):
+def test_exports_equal_the_fp32_copy(main, tmp_path, level):
     with UneditedScript(level):
         names = run_in(main, NET + EXPORTS)
     plain = amp.fp32_copy(names["model"])
@@ -343,11 +343,11 @@ def test_exports_are_of_an_fp32_copy(main, tmp_path, level):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_torch_jit_finds_names_where_it_is_called(main):
+def test_torch_jit_resolves_names_of_its_caller(main):
     def doubled(value: torch.Tensor) -> torch.Tensor:
         return 2 * value
 
-    class Doubles:  # a class's names are looked for in the frame of whoever calls torch.jit.script
+    class Doubles:  # torch.jit.script resolves the names of a class in the frame of its caller
         def call(self, value: torch.Tensor) -> torch.Tensor:
             return doubled(value)
 
@@ -360,7 +360,7 @@ def test_torch_jit_finds_names_where_it_is_called(main):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_in_an_edited_script_the_refusal_of_weights_only_says_what_to_do(main, tmp_path, level):
+def test_an_edited_script_gets_a_weights_only_error_with_the_way_out(main, tmp_path, level):
     names = run_in(main, NET + "model = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)")
     model, _ = amp.initialize(names["model"], names["optimizer"], opt_level=level)
     torch.save(model, tmp_path / "model.pt")

@@ -1,4 +1,4 @@
-"""Scripts that train over two processes with torch alone, at a level: as with three lines of ours."""
+"""Unedited scripts over two processes: they train as with the three lines of amp_patch."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def builtin_hook(ddp: Any) -> None:
     ddp._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
 
 
-# The script, the options of DDP, what is done with it at once, and whether the model leaves parameters unused.
+# The script, the options of DDP, a function that prepares the DDP model, and whether parameters stay unused.
 SCRIPTS: dict[str, tuple[str, dict[str, Any], Any, bool]] = {
     "plain": (NET + WRAP + TRAIN, {}, None, False),
     "optimizer last": (NET + WRAP_FIRST + TRAIN, {}, None, False),
@@ -115,7 +115,7 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], Any, bool]] = {
 def trained(script: str, level: str | None, ours: bool, options: Any, prepare: Any, unused: bool) -> dict[str, Any]:
     """Losses, weights and scales of this rank; None: plain torch, without an UneditedScript."""
     names = {"OPTIONS": options, "prepare": prepare or (lambda ddp: None), "UNUSED": unused}
-    # Where nothing is skipped FP16 must hold all, of the weights (O3) or of what goes between the ranks (hooks).
+    # If no step may be skipped, FP16 must hold all values: weights (O3), or gradients between ranks (hooks).
     names["FACTOR"] = 1.0 if level == "O3" or (prepare and level not in ("O1", "O2")) else 1e6
     run_at_level = contextlib.nullcontext() if ours or level is None else UneditedScript(level)
     with run_at_level:
@@ -127,14 +127,14 @@ def trained(script: str, level: str | None, ours: bool, options: Any, prepare: A
     return {"losses": found["losses"], "weights": weights, "scales": {} if level is None else amp.state_dict()}
 
 
-# Every level of the first three; of the options those levels that scale, cast, and cast without a scale.
+# All levels for the first three scripts. For the others, one that scales, one that casts too, one that only casts.
 CASES = [
     (name, level) for name in SCRIPTS for level in LEVELS if name in list(SCRIPTS)[:3] or level in ("O1", "O2", "O5")
 ]
 
 
 @pytest.mark.parametrize(("name", "level"), CASES)
-def test_a_script_under_ddp_trains_as_with_three_lines(ranks, name, level):
+def test_an_unedited_script_under_ddp_trains_as_with_three_lines(ranks, name, level):
     script, *rest = SCRIPTS[name]
     found, expected = ranks(trained, script, level, False, *rest), ranks(trained, script, level, True, *rest)
     for ours, theirs in zip(found, expected, strict=True):
@@ -144,7 +144,7 @@ def test_a_script_under_ddp_trains_as_with_three_lines(ranks, name, level):
     assert not same(found[0]["losses"], found[1]["losses"])
     scaled = level in ("O1", "O2") and name != "no_sync"
     assert found[0]["scales"] == found[1]["scales"]
-    assert not scaled or found[0]["scales"]["loss_scaler0"]["loss_scale"] < 65536.0, "nobody has skipped"
+    assert not scaled or found[0]["scales"]["loss_scaler0"]["loss_scale"] < 65536.0, "no step was skipped"
     if level == "O0":
         plain = ranks(trained, script, None, False, *rest)
         assert [each["losses"] for each in plain] == [each["losses"] for each in found]
@@ -164,7 +164,7 @@ else:
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)
 #net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
 """
-NET_SHARDED = NET.replace("manual_seed(dist.get_rank())", "manual_seed(0)")  # nobody broadcasts weights
+NET_SHARDED = NET.replace("manual_seed(dist.get_rank())", "manual_seed(0)")  # fully_shard does not broadcast weights
 
 
 def sharded(level: str, ours: bool, policy: str | None) -> Any:
@@ -187,7 +187,7 @@ fsdp2 = pytest.mark.skipif(
 
 @fsdp2
 @pytest.mark.parametrize(("level", "policy"), [("O0", None), ("O1", None), ("O4", None), ("O2", "O2"), ("O5", "O5")])
-def test_a_script_under_fully_shard_trains_as_with_three_lines(ranks, level, policy):
+def test_an_unedited_script_under_fully_shard_trains_as_with_three_lines(ranks, level, policy):
     found, expected = ranks(sharded, level, False, policy), ranks(sharded, level, True, policy)
     assert all(same(*each) for each in zip(found, expected, strict=True))
 
@@ -202,7 +202,7 @@ def test_a_script_under_fully_shard_trains_as_with_three_lines(ranks, level, pol
         ("O1", "FSDP1", "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead"),
     ],
 )
-def test_shards_that_a_level_cannot_take_are_refused_with_the_way_out(ranks, level, policy, words):
+def test_unsupported_shards_are_refused_with_the_way_out(ranks, level, policy, words):
     for said in ranks(sharded, level, False, policy):
         assert words in said and "train.py, line" in said
 
@@ -226,7 +226,7 @@ os._exit(0)  # gloo's threads sometimes abort a process that has done all its wo
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [{}, {"COMPILED": "1"}], ids=["eager", "compiled"])
 @pytest.mark.parametrize("level", ["O0", "O2", "O4"])
-def test_under_torchrun(tmp_path, level, environment):
+def test_an_unedited_script_under_torchrun_trains_close_to_fp32(tmp_path, level, environment):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
     def losses(*command: str, **more: str) -> list[list[float]]:

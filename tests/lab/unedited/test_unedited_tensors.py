@@ -1,4 +1,4 @@
-"""Tensors outside of an unedited script's models: those that an optimizer has beside them, and arrays of outputs."""
+"""Tensors outside the models of an unedited script: in optimizers, and as numpy arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ torch.manual_seed(0)
 losses = []
 net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 """
-# SAC: the temperature has a loss and an optimizer of its own.
+# SAC: the temperature has a separate loss and optimizer.
 TEMPERATURE = (
     NET
     + """
@@ -42,7 +42,7 @@ for step in range(3):
     losses += [loss.detach(), log_alpha.detach().clone()]
 """
 )
-# A PDE's coefficient: the model's loss reaches it, and it has an optimizer of its own.
+# A PDE's coefficient: it is in the model's loss, and has a separate optimizer.
 COEFFICIENT = (
     NET
     + """
@@ -68,7 +68,7 @@ AGENT = TEMPERATURE.replace(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("script", [TEMPERATURE, COEFFICIENT, AGENT], ids=["temperature", "coefficient", "agent"])
-def test_an_optimizer_of_a_tensor_of_no_module_trains_as_edited(script, level):
+def test_an_optimizer_of_a_free_tensor_trains_as_in_an_edited_script(script, level):
     with UneditedScript(level) as trained:
         losses = run_source(script)["losses"]
     assert trained.missing() is None
@@ -83,7 +83,7 @@ def edited_losses(script, level):
     return run_source(edited(script), amp=amp, LEVEL=level)["losses"]
 
 
-def test_an_optimizer_of_tensors_of_no_module_alone_is_refused_with_what_to_do():
+def test_an_optimizer_of_only_free_tensors_is_refused_with_the_way_out():
     script = NET + "its = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1)\n"
     script += "its.param_groups[0]['params'][0].sum().backward()"
     with pytest.raises(ScriptRefused, match="put tensors that belong to no module into one"), UneditedScript("O4"):
@@ -105,7 +105,7 @@ nn.functional.linear(torch.randn(8, 4), other.weight).mean().backward()
 
 
 @pytest.mark.parametrize("level", ["O0", "O4"])
-def test_an_optimizer_of_a_module_that_was_not_called_is_still_refused(level):
+def test_an_optimizer_of_a_module_that_was_not_called_is_refused(level):
     said = "holds tensors of no module that was called since"
     with pytest.raises(ScriptRefused, match=said) as caught, UneditedScript(level):
         run_source(NOT_CALLED)
@@ -134,7 +134,7 @@ with torch.no_grad():
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")
 @pytest.mark.parametrize("level", LEVELS)
-def test_arrays_of_outputs_are_fp32(level):
+def test_numpy_arrays_of_outputs_are_fp32(level):
     before = torch.Tensor.numpy
     with UneditedScript(level):
         found = run_source(ARRAYS)
@@ -148,7 +148,7 @@ def test_arrays_of_outputs_are_fp32(level):
 @pytest.mark.parametrize(
     ("level", "ours"), [("O0", ""), ("O1", "from amp_patch import amp\namp.initialize(net, opt_level='O1')\n")]
 )
-def test_arrays_are_torchs_where_nothing_is_cast_and_where_the_script_has_lines_of_ours(level, ours):
+def test_numpy_arrays_keep_their_type_at_o0_and_in_edited_scripts(level, ours):
     with UneditedScript(level):
         found = run_source(NET + ours + "array = torch.ones(2, dtype=torch.float16).numpy()")
     assert found["array"].dtype == np.float16

@@ -1,21 +1,22 @@
 """CUDA-only scripts on the CPU, for one process: `python -m amp_patch run --device cpu train.py`.
 
-Three rules, each in the few places that everything of its kind goes through:
+Three rules hold while it is installed:
 
-1. *Wherever a device goes into torch, CUDA means the CPU*: the `device=` of the functions and methods whose operators
-   have one (torch's own schemas say which), `.to()`, `.cuda()`, default devices, generators, checkpoints. Thin
-   functions in their place, not a TorchFunctionMode: a mode costs microseconds at every call of torch, and each thread
-   would need its own. `torch.device` itself stays: it is a final C type that scripts give to isinstance, and describes
-   "cuda" on any machine.
-2. *`torch.cuda` plays a machine with one GPU*, a Volta (7.0): `is_available()` is True, so that a script takes the path
-   that it was written for; memory statistics are what this process has grown by, streams and events are in order
-   already. FP16 under torch's autocast or amp_patch's is emulated where this CPU has no arithmetic for it.
-3. *A tensor tells the truth*: it lies on the CPU, `is_cuda` is False, `device` is cpu and `get_device()` is -1. Torch,
-   amp_patch and the scripts' own extensions choose their kernels by these. Only `type()` returns a name that equals
-   "torch.cuda.HalfTensor" as well as "torch.HalfTensor": old loops sort gradients by it and would skip them all.
+1. *A device of type CUDA that is passed to torch means the CPU.* This covers the `device=` of functions and methods
+   whose operator has one (torch's schemas list them), `.to()`, `.cuda()`, default devices, generators and checkpoints.
+   Each gets a thin wrapper. A TorchFunctionMode would cost microseconds at each call of torch, and each thread would
+   need its own. `torch.device` is not replaced: it is a final C type that scripts pass to isinstance, and it can
+   describe "cuda" on any machine.
+2. *`torch.cuda` describes a machine with one GPU*, a Volta (7.0). `is_available()` is True, so that a script runs its
+   code for GPUs. Memory statistics are the growth of this process. Streams and events never have to wait. If this CPU
+   has no FP16 arithmetic, FP16 is emulated under torch's autocast and amp_patch's.
+3. *A tensor reports its real device*: `is_cuda` is False, `device` is cpu and `get_device()` is -1. Torch, amp_patch
+   and the script's own extensions choose their kernels by these. The exception is `type()`: the name that it returns
+   equals both "torch.HalfTensor" and "torch.cuda.HalfTensor". Old loops sort gradients by the latter, and would skip
+   them all.
 
-`.cuda()` and `.to("cuda")` copy a tensor that needs no gradient, as a real move does: the script may edit the result in
-place and still has the original. Parameters and what was computed from them stay what they are.
+If a tensor requires no gradient, `.cuda()` and `.to("cuda")` copy it, as a real move does: the script may then edit the
+result in place without changing the original. A tensor that requires a gradient is returned as it is.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _installation = Installation(of_process=True)
 
 
 def install() -> None:
-    """Let CUDA be the CPU for this process, until `uninstall`. Idempotent. Call it before the script's own imports."""
+    """Redirect CUDA to the CPU in this process, until `uninstall`. Idempotent. Call it before the script's imports."""
     _installation.install(_redirect)
 
 
@@ -57,5 +58,5 @@ def _redirect(patches: Patches) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`. What was made meanwhile lies on the CPU and stays there."""
+    """Undo `install`. Tensors made since then are on the CPU and stay there."""
     _installation.uninstall()

@@ -1,7 +1,8 @@
-"""torch's autocast of CUDA, and amp_patch's, are those of the CPU, in FP16 as there.
+"""Autocast regions for "cuda", torch's and amp_patch's, act on the CPU, in FP16 by default as on CUDA.
 
-Torch's FP16 kernels are ten to a hundred times slower than FP32's on a CPU without FP16 arithmetic (cpu_half.py), and
-its autocast leads to them. On such a CPU a torch.autocast in FP16 is entered as one of amp_patch, which emulates FP16.
+On a CPU without FP16 arithmetic, torch's FP16 kernels are ten to a hundred times slower than FP32's (cpu_half.py), and
+torch's autocast calls them. On such a CPU a torch.autocast in FP16 enters an amp_patch.autocast instead, which emulates
+FP16.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from amp_patch.support.patches import Patches
 
 
 def redirect_autocast(patches: Patches) -> None:
-    """Autocasts of "cuda" become those of "cpu", and so do the functions that tell of them."""
+    """Make autocast regions for "cuda" act on the CPU, and the functions that query their state report that region."""
     autocast = torch.amp.autocast_mode.autocast
     make, asked, told = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
@@ -62,11 +63,11 @@ def redirect_autocast(patches: Patches) -> None:
 
 
 class _TorchAutocasts(threading.local):
-    """The torch.autocasts that a thread has entered.
+    """The torch.autocast regions of a thread that were replaced by amp_patch's.
 
     Attributes:
-        areas: what was entered in their place, innermost last.
-        compiled: whether compiled code makes one. Only torch's own autocast casts what runs in there.
+        areas: the amp_patch.autocast regions entered instead, innermost last.
+        compiled: whether compiled code is entering a region now. In compiled code only torch's own autocast casts.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ _torchs = _TorchAutocasts()
 
 
 def _instead(autocast: Any) -> casts_autocast.autocast | None:
-    """The region to enter in place of a torch.autocast; None where FP16 is not emulated, or is not the type."""
+    """Return the region to enter instead of a torch.autocast; None if its type is not FP16 or FP16 is not emulated."""
     fp16 = Policy("O1", dtype=torch.float16, patch_torch_functions=True)
     if (
         _torchs.compiled
@@ -126,7 +127,7 @@ def _enter_instead(patches: Patches, autocast: type) -> None:
 
 
 def _emulates() -> bool:
-    """Whether the innermost region of this thread is a torch.autocast that was entered as one of amp_patch."""
+    """Return whether the innermost region of this thread is a torch.autocast that was replaced by amp_patch's."""
     areas = _torchs.areas
     return bool(areas) and areas[-1].acting is not None and casts_state.current() is areas[-1].acting
 

@@ -1,4 +1,4 @@
-"""Devices that go into torch: where one is CUDA, the CPU takes its place; and types, which have CUDA in their names."""
+"""Devices that are passed to torch: CUDA becomes the CPU. Types such as torch.cuda.HalfTensor become the CPU's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amp_patch.support.patches import Patches
 
 
 def is_cuda(device: Any) -> bool:
-    """Whether `device` names CUDA: "cuda:1", torch.device("cuda"), or a bare number."""
+    """Return whether `device` means CUDA: "cuda:1", torch.device("cuda"), or an index."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -24,7 +24,7 @@ def is_cuda(device: Any) -> bool:
 
 
 def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the CPU for CUDA in its keyword argument `device`, and without pinned memory."""
+    """Wrap `function`: the keyword argument `device` becomes the CPU if it is CUDA, and memory is never pinned."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -45,10 +45,10 @@ def _takes_device(operator: str) -> bool:
 
 
 def redirect_devices(patches: Patches) -> None:
-    """Make a device of type `cuda` the CPU, in every function of torch's that takes a device."""
+    """Replace CUDA by the CPU in the arguments of every function of torch that takes a device."""
     defaults = importlib.import_module("torch.utils._device")
     context = defaults.DeviceContext
-    defaults._device_constructors()  # caches torch's functions: call it before they are replaced
+    defaults._device_constructors()  # it caches torch's functions: must run before they are replaced
     special = ("to", "pin_memory", "is_pinned")
     for owner, prefix in (torch, ""), (torch.fft, "fft_"), (Tensor, ""):
         for name in dir(owner):
@@ -58,7 +58,7 @@ def redirect_devices(patches: Patches) -> None:
             if _takes_device(prefix + name) or name in ("asarray", "new_tensor", "new"):
                 patches.set(owner, name, on_cpu(function))
 
-    # Of `with torch.device("cuda")` and torch.set_default_device.
+    # `with torch.device("cuda")` and torch.set_default_device construct a DeviceContext.
     original = context.__init__
     patches.set(context, "__init__", lambda self, device: original(self, "cpu" if is_cuda(device) else device))
 
@@ -79,7 +79,7 @@ def _first_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
 
 
 def redirect_moves(patches: Patches) -> None:
-    """Make `cuda()`, `to` and their like move nothing, and take CUDA's devices."""
+    """Make `cuda()`, `to` and related methods accept CUDA devices and stay on the CPU."""
     move, parse = Tensor.to, torch._C._nn._parse_to
 
     @functools.wraps(move)
@@ -104,10 +104,10 @@ def redirect_moves(patches: Patches) -> None:
     patches.set(Tensor, "cuda", cuda)
     patches.set(Tensor, "pin_memory", lambda self, device=None: self)
     patches.set(Tensor, "record_stream", lambda self, stream: None)
-    sequence = torch.nn.utils.rnn.PackedSequence  # its `cuda` reads `is_cuda` of the moved tensors
+    sequence = torch.nn.utils.rnn.PackedSequence  # torch's would read `is_cuda` of the moved tensors
     patches.set(sequence, "cuda", lambda self, *args, **kwargs: self.to("cuda"))
 
-    # A DataLoader that pins memory would warn that there is no device, or start a thread that wants one.
+    # A DataLoader that pins memory would warn that there is no device, or start a thread that needs one.
     loader = torch.utils.data.DataLoader
     make = loader.__init__
 
@@ -120,7 +120,7 @@ def redirect_moves(patches: Patches) -> None:
 
 
 def redirect_checkpoints(patches: Patches) -> None:
-    """Whatever a checkpoint says, and whatever `map_location` says, CUDA is the CPU."""
+    """Load a checkpoint on the CPU if its own locations, or `map_location`, name CUDA."""
     for storage in importlib.import_module("torch.storage")._StorageBase, torch.storage.TypedStorage:
         patches.set(storage, "cuda", lambda self, device=None, non_blocking=False: self)
         patches.set(storage, "to", on_cpu(storage.to))
@@ -134,7 +134,7 @@ def redirect_checkpoints(patches: Patches) -> None:
 
 
 class TypeName(str):
-    """The name "torch.HalfTensor", equal to "torch.cuda.HalfTensor" as well. It hashes as the first."""
+    """A type name such as "torch.HalfTensor" that also equals "torch.cuda.HalfTensor". Its hash is the former's."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str) and str(self) == _without_cuda(other)
@@ -150,7 +150,7 @@ def _without_cuda(name: str) -> str:
 
 
 def redirect_types(patches: Patches) -> None:
-    """torch.cuda.HalfTensor is torch.HalfTensor: constructor, argument of `.type()` and of isinstance."""
+    """Make torch.cuda.HalfTensor and the like the CPU's types: as constructors, in `.type()` and in isinstance."""
     for name in dir(torch.cuda):
         if name.endswith(("Tensor", "Storage")) and hasattr(torch, name):
             patches.set(torch.cuda, name, getattr(torch, name))

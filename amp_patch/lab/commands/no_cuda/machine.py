@@ -1,4 +1,4 @@
-"""What `torch.cuda` answers of a machine with one GPU, which is this CPU."""
+"""Replacements for the functions of `torch.cuda`: they describe a machine with one GPU, which is this CPU."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ import torch
 from amp_patch.lab.recording.peak_memory import PeakMemory
 from amp_patch.support.patches import Patches
 
-CAPABILITY = (7, 0)  # the first with FP16 tensor cores, and the oldest that the kernels here serve
+CAPABILITY = (7, 0)  # the first with FP16 tensor cores, and the oldest that amp_patch's kernels support
 NAME = "CPU as CUDA (amp_patch)"
-# What torch's builds for CUDA say of theirs; scripts split the first at import. Of a build for CUDA it is its own.
+# The versions that a build of torch for CUDA reports; scripts split the first at import. A build that has its own keeps
+# them.
 CUDA, CUDNN, NCCL = "12.4", 90100, (2, 21, 5)
 
-peak: PeakMemory | None = None  # measures between install and uninstall
+peak: PeakMemory | None = None  # set between install and uninstall
 
 
 class Stream:
-    """A CUDA stream on a CPU: everything given to it is done already."""
+    """A CUDA stream on a CPU: each call was finished when it returned, so there is never work to wait for."""
 
     cuda_stream = 0
 
@@ -60,7 +61,7 @@ class Event:
         self._seconds: float | None = None
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds of wall-clock time between the two records."""
+        """Return the milliseconds of wall-clock time between the two calls of `record`."""
         if self._seconds is None or end_event._seconds is None:
             raise RuntimeError("Event.elapsed_time: both events must have been recorded")
         return 1e3 * (end_event._seconds - self._seconds)
@@ -79,7 +80,7 @@ class Event:
 
 
 class EmptyBlock:
-    """torch.cuda.device(...), device_of(...) and stream(...): a block of code that changes nothing."""
+    """The context manager of torch.cuda.device(...), device_of(...) and stream(...): it does nothing."""
 
     def __init__(self, place: Any = None) -> None:
         self.stream = place
@@ -92,14 +93,14 @@ class EmptyBlock:
 
 
 class Nothing:
-    """torch.cuda.cudart(): whatever is called, nothing happens and it went well."""
+    """The object of torch.cuda.cudart(): any function of it does nothing and returns 0, success."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *args: 0
 
 
 def _memory() -> int:
-    """Bytes of memory of this machine."""
+    """Return the bytes of memory of this machine; 16 GiB if the system does not report them."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # not Unix
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 16 << 30
@@ -112,17 +113,17 @@ def _free_memory() -> int:
 
 
 def _rng_state() -> torch.Tensor:
-    """A state of as many bytes as a CUDA generator's."""
+    """Return a generator state of the size that a CUDA generator's has."""
     return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
 def _held(*_: Any, **__: Any) -> int:
-    """Bytes by which this process has grown since `install`."""
+    """Return the bytes by which this process has grown since `install`."""
     return _or_say_why(None if peak is None else peak.held())
 
 
 def _most_held(*_: Any, **__: Any) -> int:
-    """The largest `_held` since `install`, or since the script's last reset."""
+    """Return the largest `_held` since `install`, or since the script's last reset of the peak."""
     return _or_say_why(None if peak is None else peak.read("cpu"))
 
 
@@ -139,11 +140,11 @@ def _or_say_why(number: int | None) -> int:
 
 @functools.cache
 def _say_that_nothing_tells() -> None:
-    print("amp_patch: torch.cuda's memory is 0: this system does not tell what a process holds", file=sys.stderr)
+    print("amp_patch: torch.cuda's memory is 0: this system does not report the memory of a process", file=sys.stderr)
 
 
 def _memory_stats(*_: Any, **__: Any) -> Counter[str]:
-    """The memory statistics of torch.cuda; those without a counterpart on a CPU are 0."""
+    """Return torch.cuda's memory statistics. A statistic without a counterpart on a CPU is 0, as in any Counter."""
     told = Counter[str]()
     for kind in ("allocated", "active", "reserved"):
         told[f"{kind}_bytes.all.current"], told[f"{kind}_bytes.all.peak"] = _held(), _most_held()
@@ -167,7 +168,7 @@ def _block(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
-# Result -> the functions of torch.cuda, and of its modules, that have it. A callable result makes the value.
+# Result -> the functions of torch.cuda, and of its modules, that return it. A callable replaces the function.
 _ANSWERS: tuple[tuple[Any, str], ...] = (
     (True, "is_available is_initialized is_bf16_supported"),
     (False, "is_current_stream_capturing is_tf32_supported can_device_access_peer"),
@@ -211,7 +212,7 @@ _CLASSES: tuple[tuple[type, str], ...] = (
 
 
 def redirect_machine(patches: Patches) -> None:
-    """Replace the functions of torch.cuda by ones that speak of one GPU, with this machine's memory."""
+    """Replace the functions of torch.cuda by ones that describe one GPU with this machine's memory."""
     if torch.version.cuda is None:
         patches.set(torch.version, "cuda", CUDA)
     if torch.backends.cudnn.version() is None:
@@ -222,7 +223,7 @@ def redirect_machine(patches: Patches) -> None:
             if name not in vars(owner):
                 continue  # this release of torch has no such function
             stand_in = answer if callable(answer) else _answering(answer)
-            # In the defining module too: scripts call torch.cuda.memory, random and streams by their names.
+            # In the defining module too: scripts also call torch.cuda.memory.*, random.* and streams.*.
             home = importlib.import_module(getattr(vars(owner)[name], "__module__", owner.__name__))
             for place in {owner, home}:
                 patches.set(place, name, stand_in)

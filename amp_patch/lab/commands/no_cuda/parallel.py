@@ -1,4 +1,4 @@
-"""DataParallel calls its module, DistributedDataParallel has no devices, and NCCL is gloo."""
+"""Parallel training on the CPU: DataParallel has one replica, DistributedDataParallel no devices, NCCL becomes gloo."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from amp_patch.support.patches import Patches
 
 
 def redirect_parallel(patches: Patches) -> None:
-    """Make NCCL gloo, and let DataParallel and DistributedDataParallel take CUDA's device ids."""
+    """Replace the backend NCCL by gloo; make DataParallel and DistributedDataParallel ignore CUDA device ids."""
     parallel = torch.nn.DataParallel
     make = parallel.__init__
 
     @functools.wraps(make)
     def one_replica(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         make(self, module, device_ids=[0])
-        self.device_ids = []  # without device ids torch's forward calls the module
+        self.device_ids = []  # without device ids its forward calls the module itself
 
     patches.set(parallel, "__init__", one_replica)
     if not torch.distributed.is_available():
@@ -43,11 +43,11 @@ def redirect_parallel(patches: Patches) -> None:
 
 @functools.cache
 def _wait_for_gloo_at_exit() -> None:
-    """Wait for gloo's threads, which free the last reduction's gradients: at exit that needs the interpreter.
+    """Sleep at exit, so that gloo's threads can free the gradients of the last reduction: they need the GIL for it.
 
-    One that is not yet through when the interpreter ends aborts the process (seen in up to a quarter of the runs of
-    scripts that end with a backward, with plain torch too), and torchrun then tells of a failure. Sleeping lets go of
-    the interpreter, for longer than they ever need.
+    Without this, a thread that is still freeing when the interpreter ends aborts the process, and torchrun reports a
+    failure. Up to a quarter of the runs of scripts that end with a backward pass did so, also with plain torch. The
+    sleep releases the GIL for longer than the threads need.
     """
     atexit.register(time.sleep, 0.1)
 

@@ -1,0 +1,222 @@
+"""Masters and loss scales follow what torch's DataParallel and DistributedDataParallel do to a model.
+
+DDP broadcasts the weights of one process to all when it wraps a model, and when the last process leaves `join()`. At O2
+these are low-precision weights. The masters behind them would keep what each process had before: equal weights, which
+each process would update differently. So masters are broadcast with the weights. So are loss scales: gradients that DDP
+averages must be scaled alike.
+
+A DDP that is there before `initialize` (around the model, inside of it) has hooks of C++ on the accumulation nodes of
+the weights, which a cast takes away, and buckets of the type before. It is given new ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.parallel import distributed as torch_ddp
+
+from amp_patch.masters.masters import links_of, publish
+from amp_patch.policy import Policy
+from amp_patch.support import distributed
+from amp_patch.support.patches import Installation, Patches
+from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.training import Training
+
+_DDP = torch_ddp.DistributedDataParallel
+_FUNCTION = "_sync_module_states"  # torch's DDP broadcasts the weights by this function
+_installation = Installation()
+_unsynced: list[Any] = []  # the DDPs whose `no_sync()` is entered
+_scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
+
+
+def check_ddp(
+    models: Iterable[nn.Module], policy: Policy, kept: list[nn.Module], retyped: Collection[int], process_group: Any
+) -> None:
+    """Raise if a DistributedDataParallel that is inside of a model, or around it, could not go on reducing gradients.
+
+    `retyped`: ids of the parameters whose type `initialize` would change.
+    """
+    for ddp in _that_reduce(retyped):
+        if ddp.mixed_precision is not None or any(id(p) in retyped for p in ddp._delay_all_reduce_params):
+            option = "mixed_precision" if ddp.mixed_precision is not None else "delay_all_reduce_named_params"
+            raise ValueError(
+                f"initialize: a {type(ddp.module).__name__} is in a DistributedDataParallel with {option}=, and "
+                f"opt_level {policy.opt_level!r} changes the type of its parameters, which that option keeps copies of:"
+                " call initialize() first, then wrap the model, or leave the option out"
+            )
+    for model in models:
+        inside = {id(p) for module in model.modules() if isinstance(module, _DDP) for p in module.parameters()}
+        if not inside or not policy.checks_gradients or process_group is not None:
+            continue
+        for key, param in model.named_parameters():
+            if param.requires_grad and id(param) not in inside and not distributed.is_dtensor(param):
+                raise ValueError(
+                    f"initialize: parameter {key!r} of {type(model).__name__} is in none of the model's "
+                    "DistributedDataParallels, so that an overflow of its gradient would be one process's alone, which "
+                    "would skip a step that the others take; pass process_group=torch.distributed.group.WORLD, or wrap "
+                    "the whole model instead"
+                )
+
+
+def _that_reduce(params: Collection[int]) -> list[Any]:
+    """The DistributedDataParallels of this process that have parameters of these ids.
+
+    Nothing leads from a parameter to the DDP around it, so that the garbage collector is asked for all of them.
+    """
+    if not (params and torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    if any(issubclass(type(found), _DDP) for found in gc.get_objects()):
+        gc.collect()  # some may be garbage
+    found = [found for found in gc.get_objects() if issubclass(type(found), _DDP)]
+    return [ddp for ddp in found if any(id(p) in params for p in ddp.parameters())]
+
+
+def reduce_anew(params: Collection[int]) -> None:
+    """Have the DistributedDataParallels around parameters of these ids, whose type has changed, reduce their gradients.
+
+    Between a backward and the next forward, on all ranks. No rank waits for another.
+    """
+    for ddp in _that_reduce(params):
+        _make_reducer(ddp)
+
+
+def _make_reducer(ddp: Any) -> None:
+    """Give `ddp` new hooks and buckets, as when it is unpickled, and these its communication hooks."""
+    builtin = str(ddp._get_ddp_logging_data().get("comm_hook")).removeprefix("BuiltinCommHookType.")
+    hooks, ddp._comm_hooks = ddp._comm_hooks, []
+    ddp._remove_autograd_hooks()  # weights that stay FP32 have kept their hooks
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False  # the next backward is the reducer's first
+    _DDP.__setstate__(ddp, dict(vars(ddp)))
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+    if not hooks and (kind := torch.distributed.BuiltinCommHookType.__members__.get(builtin)) is not None:
+        ddp._register_builtin_comm_hook(kind)
+
+
+def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
+    """Let the scales of `scalers` be broadcast with the weights of `models`, which their losses train."""
+    for model in models:
+        _scalers[model] = scalers
+    install()
+    for ddp in _unsynced:
+        for state in _states(ddp):
+            state.no_sync = True
+
+
+def enter_models(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
+    """`follow`, where the training has masters or checks gradients."""
+    if targets and (training.policy.master_weights or training.policy.checks_gradients):
+        follow(models, training.scalers)
+
+
+def install() -> None:
+    """Let torch's DDP broadcast masters and scales, and tell models of `no_sync()`; idempotent.
+
+    DataParallel's `replicate` publishes edited masters first.
+    """
+    _installation.install(_replace)
+
+
+def uninstall() -> None:
+    """Put back what `install` has replaced."""
+    _installation.uninstall()
+
+
+def installed() -> bool:
+    """Whether `install` is in force."""
+    return _installation.installed
+
+
+def _replace(patches: Patches) -> None:
+    patches.on_remove(_scalers.clear)
+    original = getattr(torch_ddp, _FUNCTION, None)
+    if original is None:  # not in this torch
+        return
+
+    @functools.wraps(original)
+    def with_masters(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        ignored = given["params_and_buffers_to_ignore"]
+        synced = [param for name, param in given["module"].named_parameters() if name not in ignored]
+        if links := links_of(synced):
+            masters = [master.detach() for master in links.masters]
+            torch.distributed._broadcast_coalesced(
+                given["process_group"], masters, given["broadcast_bucket_size"], given["src"]
+            )
+            publish(links)
+        _broadcast_scales(given["module"], given["process_group"], given["broadcast_bucket_size"], given["src"])
+        return result
+
+    patches.set(torch_ddp, _FUNCTION, with_masters)
+    patches.set(_DDP, "no_sync", _telling(_DDP.no_sync))
+    patches.set(nn.DataParallel, "replicate", _of_edited_masters(nn.DataParallel.replicate))
+
+
+def _broadcast_scales(module: nn.Module, process_group: Any, bucket_size: int, src: int) -> None:
+    scalers = {id(s): s for m in module.modules() for s in _scalers.get(m, ()) if s.dynamic}.values()
+    if not scalers:
+        return
+    states = [scaler.state_dict() for scaler in scalers]
+    numbers = [[state["loss_scale"], state["unskipped"]] for state in states]
+    device = next(module.parameters()).device  # where this group can broadcast
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
+    torch.distributed._broadcast_coalesced(process_group, [values], bucket_size, src)
+    for scaler, (loss_scale, unskipped) in zip(scalers, values.tolist(), strict=True):
+        scaler.load_state_dict({"loss_scale": loss_scale, "unskipped": unskipped})
+
+
+def _telling(no_sync: Any) -> Any:
+    """DDP's `no_sync`, which tells the models inside of the DDP and around it.
+
+    Each notes in its forward whether `no_sync()` is entered: as in torch, the forward decides what backward reduces.
+    """
+
+    @functools.wraps(no_sync)
+    @contextmanager
+    def telling(self: Any) -> Iterator[None]:
+        before = [(state, state.no_sync) for state in _states(self)]
+        with no_sync(self):
+            _unsynced.append(self)
+            for state, _ in before:
+                state.no_sync = True
+            try:
+                yield
+            finally:
+                _unsynced.remove(self)
+                for state in _states(self):  # also of models that went through `initialize` meanwhile
+                    state.no_sync = any(each is state and earlier for each, earlier in before)
+
+    return telling
+
+
+def _states(ddp: Any) -> list[Any]:
+    """The states of the models inside of `ddp` and around it."""
+    inside = {id(m): m for m in ddp.module.modules()}
+    around = [m for m in list(_scalers) if id(m) not in inside and any(part is ddp for part in m.modules())]
+    return [state for m in (*inside.values(), *around) if hasattr(state := vars(m).get("_amp"), "no_sync")]
+
+
+def _of_edited_masters(replicate: Any) -> Any:
+    """DataParallel's `replicate`, which publishes edited masters first.
+
+    It copies the weights before any forward, which would do that, has begun.
+    """
+
+    @functools.wraps(replicate)
+    def up_to_date(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for m in module.modules():
+            if (links := getattr(vars(m).get("_amp"), "links", None)) is not None:
+                links.publish_written(m)
+        return replicate(self, module, *args, **kwargs)
+
+    return up_to_date

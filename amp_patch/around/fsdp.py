@@ -1,0 +1,132 @@
+"""Refusals of modules that torch's `fully_shard` (FSDP2) has sharded, and their gather dtype."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_patch.policy import LOW_PRECISION, SPLIT, STOCHASTIC, Policy
+from amp_patch.support import distributed
+from amp_patch.support.distributed import is_dtensor
+from amp_patch.support.fsdp import fsdp_modules, fsdp_state, is_fsdp, param_groups
+from amp_patch.supported import reason
+
+
+def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module], *_: Any) -> None:
+    """Raise ValueError if FSDP gathers a parameter of `models` in another dtype than `policy` wants for it.
+
+    Args:
+        kept: the modules that stay FP32.
+    """
+    stays = {id(module) for root in kept for module in root.modules()}
+    own = dict(policy for module in fsdp_modules(models) for policy in _own_policies(module))
+    for model in models:
+        for name, module, fsdp in _governed(model, "", None):
+            for key, param in module._parameters.items():
+                if param is not None and is_dtensor(param):
+                    gathers = own.get(id(param)) or getattr(fsdp_state(fsdp), "_mp_policy", None)
+                    _check_shard(f"{name}.{key}".lstrip("."), param, policy, id(module) in stays, fsdp, gathers)
+
+
+def _check_shard(name: str, param: Any, policy: Policy, stays: bool, fsdp: Any, gathers: Any) -> None:
+    low, level = policy.cast_model_type, policy.opt_level
+    if policy.master_weights == SPLIT:
+        raise ValueError(
+            f"initialize: parameter {name!r} is sharded, and master_weights='split' is not for shards: "
+            + reason(SPLIT, "FSDP2")
+        )
+    if policy.master_weights == STOCHASTIC and param.requires_grad and not stays:
+        _check_rounded(f"initialize: parameter {name!r}", param)
+    if low is not None and not policy.master_weights:
+        raise ValueError(f"initialize: parameter {name!r} is sharded; {no_masters(policy)}")
+    if fsdp is None:
+        if low is not None and not stays:
+            raise ValueError(
+                f"initialize: parameter {name!r} is a DTensor that no fully_shard gathers, and opt_level {level!r} "
+                f"casts weights to {low}: shard its module with fully_shard(..., mp_policy=amp.fsdp_policy({level!r})),"
+                " or choose opt_level='O1'"
+            )
+        return
+    found = getattr(gathers, "param_dtype", None) or (low if param.dtype is low else torch.float32)
+    wanted = torch.float32 if low is None or stays else low
+    if gathers is None or found is wanted:
+        return
+    if stays and low is not None:
+        raise ValueError(
+            f"initialize: parameter {name!r} stays FP32 at opt_level {level!r} (a batch norm's, or keep_fp32), and "
+            f"fully_shard gathers it in {found}; shard its module on its own, before the one around it: "
+            f"fully_shard(module, mp_policy=amp.fsdp_policy('O0')); or, from torch 2.15, shard with amp.fsdp_policy("
+            f"{level!r}, models=model, keep_fp32=...); or pass keep_batchnorm_fp32=False"
+        )
+    other = "" if found not in LOW_PRECISION or low is not None else ", or choose opt_level='O2' with its dtype"
+    raise ValueError(
+        f"initialize: fully_shard gathers parameter {name!r} in {found}, and opt_level {level!r} wants {wanted}; shard "
+        f"with fully_shard(..., mp_policy=amp.fsdp_policy({level!r}, dtype={policy.dtype})){other}"
+    )
+
+
+def _check_rounded(named: str, param: Any) -> None:
+    if param.dtype is torch.float32:
+        raise ValueError(
+            f"{named} is sharded in torch.float32, and master_weights='stochastic' wants shards in BF16, which each "
+            "step rounds: call model.bfloat16() before fully_shard; or leave master_weights at None, so that the FP32 "
+            "shards are the masters"
+        )
+    check_place(named, param)
+
+
+def check_place(named: str, param: Any) -> None:
+    """Raise ValueError if the indices of the shard's elements in the whole parameter, which seed rounding, are unknown.
+
+    Args:
+        named: the start of the message: the caller and the parameter.
+    """
+    if distributed.place_in_whole(param) is None:
+        raise ValueError(
+            f"{named} is sharded as {param.placements}, and master_weights='stochastic' rounds by the index of an "
+            "element in the whole parameter, which is known if the parameter is "
+            "sharded once, along dimension 0; shard it this way, or leave master_weights at None and shard in FP32"
+        )
+
+
+def no_masters(policy: Policy) -> str:
+    """Return the refusal of sharded parameters by `policy`, which casts weights and makes no masters."""
+    return (
+        f"opt_level {policy.opt_level!r} without master weights would keep no FP32 weights, but fully_shard's shards "
+        "are FP32 and serve as masters at no further cost: choose opt_level='O2'"
+    )
+
+
+def _governed(module: nn.Module, name: str, fsdp: Any) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield (name, module, FSDP module or None) for each module inside `module`. The FSDP module gathers it."""
+    fsdp = module if is_fsdp(module) else fsdp
+    yield name, module, fsdp
+    for key, child in module.named_children():
+        yield from _governed(child, f"{name}.{key}".lstrip("."), fsdp)
+
+
+def stay_fp32(kept: Iterable[nn.Module]) -> Callable[[nn.Parameter], torch.dtype | None]:
+    """Return a `MixedPrecisionPolicy(param_dtype_override_fn=)` that gathers the parameters of `kept` uncast.
+
+    fully_shard calls it once per parameter, before it replaces the parameter by its shard. The function references the
+    parameters weakly.
+    """
+    params = {id(p): weakref.ref(p) for module in kept for p in module.parameters()}
+
+    def override(param: nn.Parameter) -> torch.dtype | None:
+        known = params.get(id(param))
+        return param.dtype if known is not None and known() is param else None
+
+    return override
+
+
+def _own_policies(module: Any) -> Iterator[tuple[int, Any]]:
+    """Yield (id of a shard, its mixed-precision policy); from torch 2.15 on it may differ from that of `module`."""
+    for group in param_groups(module):
+        for param in getattr(group, "fsdp_params", ()):
+            if (policy := getattr(param, "mp_policy", None)) is not None:
+                yield id(getattr(param, "sharded_param", None)), policy

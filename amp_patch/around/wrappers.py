@@ -1,0 +1,96 @@
+"""Wrappers around an optimizer that make two passes before one step, as SAM does."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+
+from amp_patch.masters.masters import publish_written
+from amp_patch.support import generated_class
+from amp_patch.support.generated_class import Generated, base_class
+from amp_patch.support.patches import Attempts
+from amp_patch.training.innermost import innermost, layers, makes_two_passes
+from amp_patch.training.stash import Stash, known_stash, stash_of
+from amp_patch.training.unscale import unscale_pending
+
+
+class AmpWrapper(Generated):
+    """Overrides of a wrapper that makes two passes around an optimizer that went through `initialize`."""
+
+    @classmethod
+    def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            refuse_closure(self, (self, *args), kwargs)
+            return base.step(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+            base.zero_grad(self, *args, **kwargs)  # type: ignore[attr-defined]
+            innermost(self).zero_grad(*args, **kwargs)  # clears the gradients of low-precision parameters too
+
+        def first_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            unscale_pending(innermost(self))
+            result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
+            # A compiled forward, or one of a part of the model, would not publish the masters.
+            publish_written(known_stash(innermost(self)).masters.links)
+            return result
+
+        def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            unscale_pending(innermost(self))  # the wrapper's step moves back only masters that have a gradient
+            return base.second_step(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+        # A scheduler may have captured the step of a wrapper that is an Optimizer: that one gets a hook.
+        hooked = issubclass(base, torch.optim.Optimizer)
+        made = [zero_grad, first_step, second_step] if hooked else [step, zero_grad, first_step, second_step]
+        return {method.__name__: method for method in made if hasattr(base, method.__name__)}
+
+
+def enter_wrappers(optimizer: Any) -> None:
+    """Tell the innermost optimizer of the wrappers around it, and give those with two passes a class; idempotent.
+
+    `optimizer` may be any, wrapped or not, in a training or not.
+    """
+    *wrappers, target = layers(optimizer)
+    stash = stash_of(target)
+    if stash is None or not stash.enabled:
+        return
+    if stash.policy.changes_nothing:
+        return
+    stash.wrapped = stash.wrapped or bool(wrappers)
+    for wrapper in filter(makes_two_passes, wrappers):
+        stash.two_passes = True
+        if isinstance(wrapper, AmpWrapper):
+            continue
+        stash.masters.follow(wrapper)
+        generated_class.give(wrapper, AmpWrapper)
+        stash.neighbours.wrappers.append(weakref.ref(wrapper))
+        if isinstance(wrapper, torch.optim.Optimizer):
+            stash.neighbours.handles.append(wrapper.register_step_pre_hook(refuse_closure))
+
+
+def leave(optimizer: Any, stash: Stash) -> None:
+    """Undo `enter_wrappers`: give the wrappers around `optimizer` their own classes, and keys of parameters."""
+    attempt = Attempts()
+    for wrapper in [wrapper for ref in stash.neighbours.wrappers if isinstance(wrapper := ref(), Generated)]:
+        attempt(generated_class.take, wrapper)
+        attempt(stash.masters.unfollow, wrapper)
+    attempt.finish()
+
+
+def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:
+    """Pre-hook of a wrapper's `step`: its closure would run backward without the scale, and unchecked."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    stash = stash_of(innermost(wrapper))
+    if closure is not None and stash is not None and stash.checks_gradients:
+        name = base_class(wrapper).__name__
+        raise RuntimeError(
+            f"{name}.step: a closure computes the gradients of the second pass inside step(); under loss scaling, and "
+            "with skip_nonfinite=True, make the two passes yourself, each with its own scale_loss: backward, "
+            f"{name}.first_step(zero_grad=True), backward again, {name}.second_step(zero_grad=True) "
+            "(examples/recipes/sam.py)"
+        )
+
+
+sys.modules["amp_patch.training.wrappers"] = sys.modules[__name__]  # as pickles of 0.4 name it

@@ -1,0 +1,72 @@
+"""torch's ZeroRedundancyOptimizer: an optimizer that steps with its process's share of the parameters.
+
+At O2 every process keeps the masters of all parameters, so that gradients are clipped, and models saved, as with any
+optimizer; the state (momentum, Adam's moments) belongs to the masters of the process's share. After a step torch
+broadcasts each share: of masters, in FP32. Masters without memory of their own have theirs for the time of a step, and
+each process then keeps of all of them what the weights take.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from amp_patch.policy import STOCHASTIC, Policy
+from amp_patch.support.distributed import is_zero
+from amp_patch.supported import reason
+
+
+def check_zero(optimizer: Any, policy: Policy) -> None:
+    """Raise unless `initialize` can take this optimizer, which may be any."""
+    if not is_zero(optimizer):
+        return
+    if optimizer._overlap_with_ddp and (policy.checks_gradients or policy.cast_model_type is not None):
+        raise ValueError(
+            "initialize: this ZeroRedundancyOptimizer has overlap_with_ddp=True: it steps during backward, with scaled "
+            f"gradients, and opt_level {policy.opt_level!r} could neither unscale them nor skip an overflow; make it "
+            "with overlap_with_ddp=False, or use O0 or O4 (without skip_nonfinite)"
+        )
+    if policy.master_weights == STOCHASTIC:
+        why = reason(STOCHASTIC, "ZeRO")
+        raise ValueError(f"initialize: master_weights='stochastic' is not for a ZeroRedundancyOptimizer: {why}")
+    if optimizer.parameters_as_bucket_view and policy.closes_masters:
+        raise ValueError(
+            "initialize: this ZeroRedundancyOptimizer has parameters_as_bucket_view=True: its FP32 buffers would keep "
+            f"the memory that master_weights={policy.master_weights!r} is for; make it with "
+            "parameters_as_bucket_view=False, or leave master_weights at None"
+        )
+    if optimizer.parameters_as_bucket_view and policy.cast_model_type is not None and not policy.master_weights:
+        raise ValueError(
+            "initialize: this ZeroRedundancyOptimizer has parameters_as_bucket_view=True: its parameters are parts of "
+            f"FP32 buffers, which the cast of opt_level {policy.opt_level!r} would leave; make it with "
+            "parameters_as_bucket_view=False, or use O2"
+        )
+
+
+def check_group(optimizer: Any, *_: Any) -> None:
+    """Raise if `optimizer`, which has masters, cannot take another group."""
+    if is_zero(optimizer) and optimizer.parameters_as_bucket_view:
+        raise ValueError(
+            "add_param_group: this ZeroRedundancyOptimizer has parameters_as_bucket_view=True, whose FP32 buffers "
+            "cannot take low-precision parameters; make it with parameters_as_bucket_view=False, or give all groups "
+            "at its construction"
+        )
+
+
+def repartition(optimizer: Any) -> None:
+    """Put what the groups of `optimizer` hold now into its partition and into the groups of the optimizer inside.
+
+    Each process keeps the share that it had: torch's partition goes by the order and the sizes of the parameters, which
+    a parameter and its master have alike.
+    """
+    if not is_zero(optimizer) or not hasattr(optimizer, "optim"):
+        return
+    optimizer._clear_cache()
+    optimizer._all_params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = optimizer.optim.state
+    for group, share in zip(
+        optimizer.optim.param_groups, optimizer._partition_parameters()[optimizer.rank], strict=True
+    ):
+        for old, new in zip(group["params"], share["params"], strict=True):
+            if old is not new and old in state:
+                state[new] = state.pop(old)
+        group["params"] = list(share["params"])

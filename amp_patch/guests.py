@@ -1,0 +1,41 @@
+"""The guests of the road: which feature acts at which of its joints (training/joints.py), in which order."""
+
+from __future__ import annotations
+
+from amp_patch.around import captured, ddp, fsdp, wrappers, zero_redundancy
+from amp_patch.around.shared_backward import SharedBackward
+from amp_patch.policy import SPLIT, STOCHASTIC
+from amp_patch.storage import coded_steps, rounded_shards
+from amp_patch.storage.split_master import HALVES
+from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
+from amp_patch.training import joints
+from amp_patch.watch import left_out, thawed
+from amp_patch.ways import trial
+from amp_patch.ways.one_pass import IN_ONE_PASS
+from amp_patch.ways.portions import IN_PORTIONS
+
+
+def enter() -> None:
+    """Register all of them: once, when amp_patch is imported."""
+    joints.forms |= {SPLIT: lambda beside: HALVES, STOCHASTIC: lambda beside: beside.get(ROUNDING)}
+    joints.beside_scale += [beside_scale]
+    joints.keepers += [coded_steps, rounded_shards]
+    joints.ways += [IN_ONE_PASS, IN_PORTIONS]
+    joints.check_models += [fsdp.check_shards, ddp.check_ddp]
+    joints.enter_models += [ddp.enter_models, left_out.watch, thawed.watch_unowned]
+    joints.retyped += [ddp.reduce_anew]
+    joints.unpickled += [ddp.install]
+    joints.regrouped += [zero_redundancy.repartition]
+    joints.wrapped += [wrappers.enter_wrappers]
+    joints.shared_backward += [SharedBackward]
+    joints.captured += [captured.check]
+    joints.check_optimizer += [
+        zero_redundancy.check_zero,
+        trial.check_optimizer,
+        coded_steps.check,
+        rounded_shards.check,
+    ]
+    joints.check_group += [zero_redundancy.check_group, rounded_shards.check_group]
+    joints.enter_optimizer += [coded_steps.enter, rounded_shards.enter, thawed.watch]
+    joints.group_added += [thawed.watch]
+    joints.leave_optimizer += [coded_steps.make_whole, wrappers.leave]

@@ -1,0 +1,134 @@
+"""One call of a function of torch's, as rules look at it."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.lab.survey.kinds import Facts, Kind, Kinds, Place
+
+_NOT_THE_USERS = ("torch", "amp_patch", "contextlib", "functools", "runpy")
+LOWERING = ("lower", "product", "sparse", "einsum", "fused", "rnn")  # rules of the op lists
+_INSTALLED = {"site-packages", "dist-packages"}
+_SAME = {
+    "truediv": "div", "true_divide": "div", "divide": "div", "subtract": "sub", "multiply": "mul",
+    "arccos": "acos", "arcsin": "asin", "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "idiv": "div",
+    "clip": "clamp", "not_equal": "ne", "greater": "gt", "less": "lt", "greater_equal": "ge", "less_equal": "le",
+}  # fmt: skip
+_REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rdiv": "div", "rtruediv": "div", "rpow": "pow"}
+
+
+def op_of(func: Any) -> tuple[str, bool]:
+    """The plain name of a function, "div" of `Tensor.__rtruediv__`, and whether its operands are swapped."""
+    name = getattr(func, "__name__", "").strip("_")
+    if name in _REFLECTED:
+        return _REFLECTED[name], True
+    return _SAME.get(name, name), False
+
+
+def user_line() -> Place:
+    """The line of user code that runs now: of the innermost frame outside of torch and amp_patch."""
+    frame, found = sys._getframe(1), None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        ours = str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS or path.startswith("<frozen")
+        if not ours:
+            if found is None:
+                found = Place(path, frame.f_lineno)
+            if _INSTALLED.isdisjoint(Path(path).parts):
+                outer = f"{os.path.basename(path)}:{frame.f_lineno}" if path != found.file else ""
+                return found._replace(called=outer)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found or Place("", 0)
+
+
+@dataclass
+class Call:
+    """One call.
+
+    Attributes:
+        func: the function; `op` is its plain name, and `swapped` tells of `2 / x`.
+        rule: what O1 and O4 do with it, a word of the op lists.
+        inputs: its floating tensors in order, with what was known of each.
+        result: what it returned.
+        outputs: the floating tensors in that, or what it has written in place, with what is known of them now.
+        inside: whether a model's forward runs.
+        plain: whether O1 and O4 cast nothing here.
+        asked: the line that has asked for FP32 here, by a torch.autocast.
+        errors: what torch raises at a level.
+        in_place: whether it writes into its first argument.
+        written: of a write into a tensor of the model that no optimizer holds: its name, and the numbers before.
+    """
+
+    func: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    rule: str | None = None
+    inputs: list[tuple[Tensor, Facts]] = field(default_factory=list)
+    result: Any = None
+    outputs: list[tuple[Tensor, Facts]] = field(default_factory=list)
+    inside: bool = False
+    plain: bool = False
+    asked: Place | None = None
+    errors: dict[Kind, Exception] = field(default_factory=dict)
+    in_place: bool = False
+    written: tuple[str, Tensor] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        op, self.swapped = op_of(self.func)
+        self.op = self.name or op
+        self._ranges: dict[int, tuple[float, float]] = {}
+
+    @cached_property
+    def line(self) -> Place:
+        """The line of user code."""
+        return user_line()
+
+    @property
+    def lowers(self) -> bool:
+        """Whether O1 and O4 give it low precision."""
+        return self.rule in LOWERING and not self.plain
+
+    @cached_property
+    def learned(self) -> bool:
+        return any(facts.learned for _, facts in self.inputs)
+
+    def scalars(self) -> Iterator[float]:
+        """Its Python numbers, but for axes and the like: integers only where a float could be meant."""
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, float) and math.isfinite(value):
+                yield value
+            elif isinstance(value, int) and not isinstance(value, bool) and abs(value) > 2**16:
+                yield float(value)
+
+    def low(self, at: int = 0) -> Kinds:
+        """Where its input number `at` is of low precision."""
+        return self.inputs[at][1].low if at < len(self.inputs) else frozenset()
+
+    def range(self, tensor: Tensor) -> tuple[float, float]:
+        """The smallest and the largest finite number of a tensor; zeros where there is none. Syncs."""
+        if id(tensor) not in self._ranges:
+            self._ranges[id(tensor)] = finite_range(tensor)
+        return self._ranges[id(tensor)]
+
+
+def finite_range(tensor: Tensor) -> tuple[float, float]:
+    """The smallest and the largest finite number of a tensor; zeros where there is none. Syncs."""
+    tensor = tensor.detach()
+    if not tensor.numel():
+        return 0.0, 0.0
+    low, high = (float(each) for each in torch.aminmax(tensor))
+    if math.isfinite(low) and math.isfinite(high):
+        return low, high
+    finite = tensor[tensor.isfinite()]
+    return finite_range(finite) if finite.numel() else (0.0, 0.0)

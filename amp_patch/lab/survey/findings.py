@@ -1,0 +1,61 @@
+"""Findings: what a rule yields, and how it words them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from amp_patch.lab.survey.calls import Call
+from amp_patch.lab.survey.kinds import KINDS, Kind, Kinds, Place
+from amp_patch.policy import LOW_PRECISION
+
+
+class Finding(NamedTuple):
+    """One thing that would happen.
+
+    Attributes:
+        kinds: at these levels.
+        what: would happen.
+        edit: a way out.
+        line: of user code, where that is not the call's own.
+        op: what is at fault, where that is not the call's function.
+    """
+
+    kinds: Kinds
+    what: str
+    edit: str
+    line: Place | None = None
+    op: str = ""
+
+
+Rule = Callable[[Call], Iterator[Finding]]
+
+
+def type_names(kinds: Iterable[Kind]) -> str:
+    return " and ".join(dict.fromkeys(kind.type_name for kind in sorted(kinds, key=KINDS.index)))
+
+
+def where(kinds: Kinds, happens: Callable[[torch.dtype], bool]) -> Kinds:
+    """Those of `kinds` in whose type something happens."""
+    types = [dtype for dtype in LOW_PRECISION if any(kind.dtype is dtype for kind in kinds) and happens(dtype)]
+    return frozenset(kind for kind in kinds if kind.dtype in types)
+
+
+def number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def name_of(call: Call, at: int = 0) -> str:
+    name = call.inputs[at][1].name if at < len(call.inputs) else ""
+    return name or f"an operand of {call.op}"
+
+
+def is_view(call: Call) -> bool:
+    """Whether a call makes no numbers: a view, a copy, an index."""
+    made, given = call.outputs, call.inputs
+    if not made or not given or call.func is None:
+        return False
+    one, other = made[0][0], given[0][0]
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and one is not other

@@ -1,0 +1,139 @@
+"""Kinds of levels that compute alike, and the facts of a tensor at each: its type, its numbers, its origin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
+
+
+class Kind(NamedTuple):
+    """Levels that give each tensor of a step the same type.
+
+    Attributes:
+        casts: whether these levels cast the model; the others cast around torch's functions.
+        dtype: their low-precision type.
+        levels: their names.
+    """
+
+    casts: bool
+    dtype: torch.dtype
+    levels: tuple[str, ...]
+
+    @property
+    def type_name(self) -> str:
+        return "FP16" if self.dtype is torch.float16 else "BF16"
+
+    @property
+    def step(self) -> float:
+        """The largest relative error of a rounding to the type."""
+        return torch.finfo(self.dtype).eps / 2
+
+    def holds(self, number: float) -> bool:
+        """Whether a finite number is finite in the type."""
+        info = torch.finfo(self.dtype)
+        return abs(number) < info.max / (1 - info.eps / 2) * (1 - info.eps / 4)  # half a step above the largest
+
+    def vanishes(self, number: float) -> bool:
+        """Whether a number that is not 0 is 0 in the type."""
+        info = torch.finfo(self.dtype)
+        return 0 < abs(number) <= info.smallest_normal * info.eps / 2  # half of the smallest
+
+
+def _kind(casts: bool, dtype: torch.dtype) -> Kind:
+    levels = (
+        level
+        for level, policy in OPT_LEVELS.items()
+        if policy.makes_low_tensors and (policy.cast_model_type is not None) == casts and policy.dtype is dtype
+    )
+    return Kind(casts, dtype, tuple(levels))
+
+
+KINDS = tuple(_kind(casts, dtype) for casts in (False, True) for dtype in LOW_PRECISION)
+CASTING = frozenset(kind for kind in KINDS if kind.casts)
+LEVELS = tuple(level for level in OPT_LEVELS if any(level in kind.levels for kind in KINDS))
+
+Kinds = frozenset[Kind]
+NONE: Kinds = frozenset()
+
+
+@dataclass
+class Guard:
+    """A Python number that keeps a tensor from 0, and is 0 itself at some levels.
+
+    Attributes:
+        number: the number.
+        kinds: where it is 0.
+        line: of user code, as `Place`.
+    """
+
+    number: float
+    kinds: Kinds
+    line: Place
+
+
+class Place(NamedTuple):
+    """A line of user code.
+
+    Attributes:
+        file, line: of the innermost code outside of torch and amp_patch.
+        called: "train.py:31", the innermost line outside of installed packages, if `file` is in one.
+    """
+
+    file: str
+    line: int
+    called: str = ""
+
+
+@dataclass
+class Facts:
+    """What is known of a tensor.
+
+    Attributes:
+        low: where it has the low-precision type.
+        rounded: where its numbers were rounded on their way, also if its type is FP32 now.
+        learned: whether it depends on a parameter: then its numbers at a level are not computed.
+        raised: whether user code has asked for FP32 on its way.
+        values: of a tensor that is not learned: the tensor itself, where it would differ in type or numbers.
+        masked: whether its largest negative numbers are those of a mask.
+        infinite: where the numbers of a mask in it are infinite, and FP32's are not.
+        finite: where a mask in it stays finite, since user code takes the smallest number of the type.
+        guard: the number that keeps it from 0.
+        line: of a learned tensor of one element: where it was made.
+        name: of an input or a buffer.
+    """
+
+    low: Kinds = NONE
+    rounded: Kinds = NONE
+    learned: bool = False
+    raised: bool = False
+    values: dict[Kind, Tensor] = field(default_factory=dict)
+    masked: bool = False
+    infinite: Kinds = NONE
+    finite: Kinds = NONE
+    guard: Guard | None = None
+    line: Place | None = None
+    name: str = ""
+
+
+NOTHING = Facts()
+
+
+def cast(tensor: Tensor, facts: Facts, name: str) -> Facts:
+    """The facts of a tensor that goes into a cast model."""
+    if tensor.dtype is not torch.float32:
+        return facts
+    values = dict(facts.values)
+    if not facts.learned:
+        values |= {kind: values.get(kind, tensor.detach()).to(kind.dtype) for kind in CASTING}
+    return replace(facts, low=facts.low | CASTING, rounded=facts.rounded | CASTING, values=values, name=name)
+
+
+def uncast(facts: Facts) -> Facts:
+    """The facts of a tensor that leaves a cast model, or goes into a module that stays FP32."""
+    values = {kind: value.float() if kind.casts else value for kind, value in facts.values.items()}
+    return replace(facts, low=facts.low - CASTING, values=values)

@@ -1,0 +1,217 @@
+"""Rules about ranges: numbers that become infinite or 0, masks, guards, and what rounding leaves of a spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from amp_patch.lab.survey.calls import Call
+from amp_patch.lab.survey.findings import Finding, Rule, is_view, number, type_names, where
+from amp_patch.lab.survey.kinds import KINDS, Facts, Guard, Kind, Kinds
+
+_PHASE = 0.1  # radians by which a sinusoid's arguments are off: the root of the mean square
+_NEAR = 4.0  # an activation so near to the largest number of its type is told of
+_SHARE = 0.1  # of the spread of numbers that rounding may change
+_NATS = 1.0  # of a softmax's largest argument
+_TINY = 2.0**-14  # guarded numbers below come near to 0
+_POLES = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow")
+_SHRINKING = ("mul", "div", "pow", "square", "exp", "softmax", "matmul", "bmm", "linear")
+_SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
+_NORMS = {"batch_norm": "channels", "instance_norm": "rows", "group_norm": "all", "layer_norm": "last", "rms_norm": ""}
+
+
+def _overflows(call: Call) -> Iterator[Finding]:
+    """Finite numbers become infinite."""
+    if is_view(call) or call.op == "output":
+        return
+    edit = "divide it first, or name the module in keep_fp32=, or take BF16 (O4, O5)"
+    for tensor, facts in call.outputs:
+        if facts.learned:
+            low, high = call.range(tensor) if facts.low else (0.0, 0.0)
+            kinds = frozenset(k for k in facts.low if not (k.holds(high) and (k.holds(low) or facts.masked)))
+            worst = high if high >= -low or facts.masked else low
+        else:
+            before = {
+                k for _, given in call.inputs if call.func for k, v in given.values.items() if bool(v.isinf().any())
+            }
+            kinds = frozenset(k for k in facts.values if k not in before and _turns_infinite(tensor, facts.values[k]))
+            worst = max(call.range(tensor), key=abs) if kinds else 0.0
+        if kinds:
+            name = facts.name if call.op in ("input", "buffer") else call.op
+            yield Finding(kinds, f"{name} has {number(worst)}, which is infinite in {type_names(kinds)}", edit)
+
+
+def _turns_infinite(tensor: Tensor, value: Tensor) -> bool:
+    """Whether finite numbers are infinite in `value`, and are no mask: one same number far below 0."""
+    lost = tensor.detach()[value.isinf() & tensor.isfinite()]
+    return bool(lost.numel()) and not bool(lost.max() < 0 and lost.min() == lost.max())
+
+
+def _comes_near(call: Call) -> Iterator[Finding]:
+    """An activation is within a factor of 4 of the largest number."""
+    if is_view(call) or not call.inside or call.op in ("input", "buffer", "output"):
+        return
+    for tensor, facts in call.outputs:
+        if facts.learned and facts.low:
+            low, high = call.range(tensor)
+            most = high if facts.masked else max(high, -low)
+            kinds = frozenset(k for k in facts.low if k.holds(most) and most * _NEAR > torch.finfo(k.dtype).max)
+            if kinds:
+                edge = number(torch.finfo(min(kinds, key=KINDS.index).dtype).max)
+                what = f"{call.op} reaches {number(most)}, near to {type_names(kinds)}'s largest, {edge}"
+                yield Finding(kinds, what, "divide it first, or take BF16 (O4, O5)")
+
+
+def _all_vanish(call: Call) -> Iterator[Finding]:
+    """All numbers become 0."""
+    if not call.inside or call.op not in _SHRINKING:
+        return
+    for tensor, facts in call.outputs:
+        if facts.learned and facts.low:
+            low, high = call.range(tensor)
+            most = max(high, -low)
+            kinds = frozenset(k for k in facts.low if k.vanishes(most))
+            if kinds:
+                what = f"the numbers of {call.op} are at most {number(most)}: all are 0 in {type_names(kinds)}"
+                yield Finding(kinds, what, "scale it later, in FP32 (x.float()), or take BF16 (O4, O5)")
+
+
+def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
+    """A row of a softmax that is masked throughout is -inf throughout, and its result NaN."""
+    edit = "torch.finfo(x.dtype).min as the mask's number, made inside of forward"
+    found = _scores(call)
+    if found is None:
+        return
+    tensor, facts, dim = found
+    if not call.range(tensor)[0] < -torch.finfo(torch.float16).max:
+        return
+    scores = tensor.detach()
+    lives = ~scores.isneginf().all(dim)
+
+    def dies(kind: Kind) -> bool:
+        value = facts.values.get(kind)
+        if value is None:
+            cast = kind in (facts.low | facts.infinite) - facts.finite or (not kind.casts and call.lowers)
+            value = scores.to(kind.dtype) if cast else scores
+        return bool((value.isneginf().all(dim) & lives).any())
+
+    if kinds := frozenset(kind for kind in KINDS if dies(kind)):
+        what = f"a row of {call.op} is masked throughout: in {type_names(kinds)} it is -inf, and its result NaN or 0"
+        yield Finding(kinds, what, edit)
+
+
+def _scores(call: Call) -> tuple[Tensor, Facts, int] | None:
+    """What a call takes a softmax of, or the mask of its attention; and along which dimension."""
+    if call.op in ("softmax", "log_softmax") and call.inputs:
+        dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else -1)
+        return (*call.inputs[0], dim) if isinstance(dim, int) else None
+    if call.op in ("scaled_dot_product_attention", "multi_head_attention_forward"):
+        masks = [(t, facts) for t, facts in call.inputs if not facts.learned and call.range(t)[0] < -1e4]
+        return (*masks[0], -1) if masks else None
+    return None
+
+
+# Python numbers
+
+
+def _guards_vanish(call: Call) -> Iterator[Finding]:
+    """A Python number that keeps numbers from 0 is 0 itself. It is told of where they are divided by."""
+    for _, facts in call.outputs:
+        guard = _guard(call, facts.low)
+        if guard is not None:
+            facts.guard = guard
+    if call.op not in _POLES or (call.op == "pow" and not _negative_power(call)):
+        return
+    at = 1 if call.op == "div" and not call.swapped and len(call.inputs) > 1 else 0
+    if at >= len(call.inputs) or (call.op == "div" and not call.swapped and at == 0):
+        return
+    tensor, facts = call.inputs[at]
+    size = tensor.detach().abs() if facts.low else tensor
+    kinds = where(facts.low, lambda dtype: bool(((size > 0) & (size.to(dtype) == 0)).any()))
+    guard = facts.guard
+    if guard is not None and (found := kinds | (guard.kinds & facts.low)):
+        what = f"{number(guard.number)} is 0 in {type_names(found)}, and {call.op} meets a 0"
+        yield Finding(found, what, "a larger number, 1e-5, or x.float() before it", guard.line)
+    elif kinds and call.op != "sqrt":
+        what = f"{call.op} of numbers that are not 0, and are 0 in {type_names(kinds)}"
+        yield Finding(kinds, what, "x.float() before it, or clamp(min=1e-5)")
+
+
+def _guard(call: Call, low: Kinds) -> Guard | None:
+    if call.op not in ("add", "clamp", "clamp_min", "maximum") or not low or not call.inputs:
+        return None
+    for scalar in call.scalars():
+        kinds = frozenset(kind for kind in low if kind.vanishes(scalar))
+        if kinds and float(call.inputs[0][0].detach().abs().min()) < _TINY:
+            return Guard(scalar, kinds, call.line)
+    return None
+
+
+def _negative_power(call: Call) -> bool:
+    return any(isinstance(value, (int, float)) and value < 0 for value in call.args[1:])
+
+
+def _softmax_is_coarse(call: Call) -> Iterator[Finding]:
+    """The largest argument of a softmax is rounded by more than 1."""
+    if call.op not in _SOFTMAXES or not call.inputs:
+        return
+    tensor, facts = call.inputs[0]
+    if not (facts.rounded and tensor.numel()):
+        return
+    dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else -1)
+    if call.op == "cross_entropy":
+        dim = 1 if tensor.dim() > 1 else 0
+    if not isinstance(dim, int):
+        return
+    top = tensor.detach().amax(dim)
+    top = top[top > -(2.0**14)]  # a row that is masked throughout is another rule's
+    most = max(map(abs, call.range(top))) if top.numel() else 0.0
+    kinds = frozenset(kind for kind in facts.rounded if most * kind.step > _NATS)
+    if kinds:
+        worst = most * max(kind.step for kind in kinds)
+        what = f"the largest arguments of {call.op}, up to {number(most)}, are off by up to {number(worst)} in "
+        yield Finding(kinds, f"{what}{type_names(kinds)}", "a larger temperature; or x.float() before the product")
+
+
+def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
+    """What a norm divides by is small beside its input, and most of what is left is rounding."""
+    if call.op not in _NORMS or not call.inputs or not call.low():
+        return
+    tensor, facts = call.inputs[0]
+    dims = {
+        "channels": [0, *range(2, tensor.dim())],
+        "rows": list(range(2, tensor.dim())),
+        "all": list(range(1, tensor.dim())),
+        "last": [-1],
+        "": [],
+    }[_NORMS[call.op]]
+    if not dims or tensor.numel() < 2:
+        return
+    x = tensor.detach()
+    variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    varies = variance > 1e-11 * mean.square()  # less is FP32's own rounding
+
+    def is_noise(dtype: torch.dtype) -> bool:
+        step, least = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        if not bool((varies & (variance.sqrt() < 16 * (step * mean.abs() + least))).any()):
+            return False
+        noise = (x - x.to(dtype)).square().mean(dims, keepdim=True)
+        return bool((varies & (noise > _SHARE**2 * variance)).any())
+
+    if kinds := where(facts.low, is_noise):
+        worst = number(float(variance[varies].min()))
+        what = f"{call.op} of numbers with a variance of {worst}: they differ by less than {type_names(kinds)}'s steps"
+        yield Finding(kinds, what, "take the mean off, or scale them up, before the model; or keep_fp32= for both")
+
+
+RANGES: tuple[Rule, ...] = (
+    _overflows,
+    _comes_near,
+    _all_vanish,
+    _mask_fills_a_row,
+    _guards_vanish,
+    _softmax_is_coarse,
+    _norms_are_of_noise,
+)

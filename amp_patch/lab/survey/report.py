@@ -1,0 +1,93 @@
+"""The report of a survey: lines of user code, what would happen there, and the levels with nothing to say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from amp_patch.lab.survey.kinds import LEVELS, Place
+from amp_patch.lab.wording import listed, type_name
+
+_JUDGES = "The survey judges the mechanics of one step: ranges, types and roundings. It trains nothing."
+
+
+@dataclass
+class Line:
+    """One thing that would happen.
+
+    Attributes:
+        file, line: of the innermost code outside of torch.
+        called: where the script calls it, if it is in an installed package: "train.py:31".
+        op: the operation.
+        levels: at which it would happen.
+        what: would happen.
+        edit: a way out.
+    """
+
+    file: str
+    line: int
+    called: str
+    op: str
+    levels: list[str]
+    what: str
+    edit: str
+
+    @property
+    def place(self) -> str:
+        """ "train.py:31"."""
+        path = os.path.relpath(self.file) if self.file else "?"
+        return f"{self.file if path.startswith('..') else path}:{self.line}"
+
+
+@dataclass
+class Report:
+    """What a survey has found; `print` it.
+
+    Attributes:
+        lines: in the order of files and lines.
+        lost: "float16" and "bfloat16" -> the share of the updates that would be lost without masters, if a step was
+            seen.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    lost: dict[str, float] = field(default_factory=dict)
+
+    def add(self, place: Place, op: str, levels: Iterable[str], what: str, edit: str) -> None:
+        """Add a line; of one operation of a line that one edit mends, the first words stay, and the levels add up."""
+        key = (place.file, place.line, op, edit)
+        found = next((each for each in self.lines if (each.file, each.line, each.op, each.edit) == key), None)
+        if found is None:
+            found = Line(place.file, place.line, place.called, op, [], what, edit)
+            self.lines.append(found)
+            self.lines.sort(key=lambda each: (each.file, each.line))
+        found.levels = [level for level in LEVELS if level in found.levels or level in levels]
+
+    @property
+    def broken(self) -> list[str]:
+        """The levels at which a line breaks."""
+        return [level for level in LEVELS if any(level in line.levels for line in self.lines)]
+
+    @property
+    def clear(self) -> list[str]:
+        """The levels with nothing to say."""
+        return [level for level in LEVELS if level not in self.broken]
+
+    def __str__(self) -> str:
+        return "\n".join(self._text())
+
+    def _text(self) -> Iterator[str]:
+        for line in self.lines:
+            called = f" (called at {line.called})" if line.called else ""
+            yield f"{line.place}{called}  {line.op}  at {', '.join(line.levels)}"
+            yield f"    {line.what}"
+            yield f"    edit: {line.edit}"
+        yield f"clear: {listed(self.clear)}" if self.clear else "no level is clear"
+        if self.lost:
+            shares = [f"{100 * share:.0f} % in {type_name(dtype)}" for dtype, share in self.lost.items()]
+            yield f"updates that would be lost without masters (O3): {listed(shares)}"
+        yield _JUDGES
+
+    def to_json(self) -> dict[str, object]:
+        """The report as data."""
+        return {"lines": [vars(line) for line in self.lines], "clear": self.clear, "lost_updates": self.lost}

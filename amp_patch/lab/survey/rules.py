@@ -1,0 +1,228 @@
+"""The rules: functions of a call that look at one thing, and yield what would happen to it, and the edit."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from amp_patch.lab.survey.calls import Call
+from amp_patch.lab.survey.findings import Finding, Rule, is_view, name_of, number, type_names, where
+from amp_patch.lab.survey.kinds import CASTING, Facts, Kind, Kinds
+from amp_patch.lab.survey.ranges import RANGES
+
+_PHASE = 0.1  # radians by which a sinusoid's arguments are off: the root of the mean square
+_LARGEST_PHASE = 0.5  # the same of one argument
+_SHARE = 0.1  # of the spread of numbers that rounding may change
+_SINUSOIDS = ("sin", "cos", "tan", "sin_", "cos_", "sincos", "sinc", "polar")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "isin", "searchsorted", "bucketize")
+_DIFFERENCES = ("sub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+
+
+def _angles_move(call: Call) -> Iterator[Finding]:
+    """The argument of a sinusoid is rounded by more than 0.1 radians."""
+    if call.op not in _SINUSOIDS or not call.inputs:
+        return
+    tensor, facts = call.inputs[-1]
+    moved = _moved(tensor, facts)
+    changes = {kind: float(each.abs().max()) for kind, each in moved.items() if each.numel()}
+    kinds = frozenset(
+        kind
+        for kind, most in changes.items()
+        if most > _LARGEST_PHASE or float(moved[kind].square().mean()) > _PHASE**2
+    )
+    if kinds:
+        worst = max(changes[kind] for kind in kinds)
+        what = f"{call.op} of numbers up to {number(max(map(abs, call.range(tensor))))}: angles are off by up to "
+        edit = "make the angles in FP32: int64 times or positions, and frequencies made in forward, or a table module"
+        yield Finding(kinds, f"{what}{worst:.2g} radians in {type_names(kinds)}", edit)
+
+
+def _moved(tensor: Tensor, facts: Facts) -> dict[Kind, Tensor]:
+    """How far rounding moves the numbers of a tensor, at each kind of level."""
+    found = {}
+    for kind in facts.rounded:
+        value = facts.values.get(kind)
+        if value is None and kind in facts.low:
+            value = tensor.detach().to(kind.dtype)
+        if value is not None and value.shape == tensor.shape:
+            found[kind] = (value.to(tensor.dtype) - tensor.detach()).nan_to_num(0, 0, 0)
+    return found
+
+
+def _changed_whole_numbers(tensor: Tensor, facts: Facts) -> Kinds:
+    """Where a tensor of whole numbers has others."""
+    moved = _moved(tensor, facts)
+    if not moved or not bool((tensor.detach() == tensor.detach().round()).all()):
+        return frozenset()
+    return frozenset(kind for kind, each in moved.items() if bool((each.abs() >= 1).any()))
+
+
+def _indices_change(call: Call) -> Iterator[Finding]:
+    """Whole numbers become integers of another value."""
+    result = call.result
+    if not (isinstance(result, Tensor) and result.dtype in _INTEGERS and call.op in ("long", "int", "to", "type")):
+        return
+    if len(call.inputs) != 1:
+        return
+    tensor, facts = call.inputs[0]
+    kinds = _changed_whole_numbers(tensor, facts)
+    if kinds:
+        what = f"{name_of(call)} has whole numbers up to {number(max(map(abs, call.range(tensor))))}: as indices "
+        yield Finding(
+            kinds, f"{what}they are others in {type_names(kinds)}", "pass them as int64, which no level casts"
+        )
+
+
+def _comparisons_change(call: Call) -> Iterator[Finding]:
+    """Whole numbers compare in another way."""
+    if call.op not in _COMPARISONS or not isinstance(call.result, Tensor):
+        return
+    for tensor, facts in call.inputs:
+        changed = frozenset() if facts.learned else _changed_whole_numbers(tensor, facts)
+        if kinds := frozenset(kind for kind in changed if _compares_otherwise(call, kind)):
+            what = f"whole numbers up to {number(max(map(abs, call.range(tensor))))} are compared, and are others in "
+            yield Finding(kinds, f"{what}{type_names(kinds)}", "pass them as int64, which no level casts")
+            return
+
+
+def _compares_otherwise(call: Call, kind: Kind) -> bool:
+    """Whether a comparison has another result with the numbers of a level."""
+    known = {id(tensor): facts.values.get(kind, tensor) for tensor, facts in call.inputs}
+    args = [known.get(id(each), each) for each in call.args]
+    return not torch.equal(call.func(*args, **call.kwargs), call.result)
+
+
+def _targets_are_coarse(call: Call) -> Iterator[Finding]:
+    """The target of a difference, or of a loss, has numbers whose distances low precision does not hold."""
+    if call.op not in _DIFFERENCES or len(call.inputs) < 2:
+        return
+    (one, first), (two, second) = call.inputs[:2]
+    if first.learned == second.learned or one.shape != two.shape:
+        return
+    (target, known), guess = ((two, second), first) if first.learned else ((one, first), second)
+    kinds = _changed_whole_numbers(target, known)
+    lost = _SHARE * float(target.detach().std()) * target.numel() ** 0.5 if target.numel() > 1 else math.inf
+    exact = target.detach()
+    kinds |= where(guess.rounded, lambda dtype: float((exact - exact.to(dtype)).norm()) > lost > 0)
+    if kinds:
+        most = max(map(abs, call.range(target)))
+        steps = max(torch.finfo(kind.dtype).eps for kind in kinds) * 2 ** math.floor(math.log2(max(most, 1e-30)))
+        what = f"the targets of {call.op} are numbers up to {number(most)}, where {type_names(kinds)} has steps of "
+        edit = "take the mean off the targets and divide by their spread; or the loss outside of the model"
+        yield Finding(kinds, f"{what}{number(steps)}", edit)
+
+
+# Errors, refusals and requests
+
+
+def _probabilities_saturate(call: Call) -> Iterator[Finding]:
+    """Probabilities of a binary cross entropy are rounded to 0 or 1, or are refused."""
+    if call.op != "binary_cross_entropy" or not call.inputs:
+        return
+    tensor, facts = call.inputs[0]
+    edit = "binary_cross_entropy_with_logits, without the sigmoid"
+    refused = facts.low - CASTING
+    if refused:
+        yield Finding(
+            refused, f"binary_cross_entropy of {type_names(refused)} is refused", f"{edit}; or allow_banned=True"
+        )
+    p = tensor.detach()
+
+    def saturates(dtype: torch.dtype) -> bool:
+        near = (p < 1) & (1 - p < torch.finfo(dtype).eps / 2)
+        return bool((near | ((p > 0) & (p.to(dtype) == 0))).any())
+
+    if kinds := where(facts.rounded & CASTING, saturates):
+        what = f"probabilities of binary_cross_entropy are 0 or 1 in {type_names(kinds)}: a wrong one is never learned"
+        yield Finding(kinds, what, edit)
+
+
+def _fails(call: Call) -> Iterator[Finding]:
+    """torch raises an error."""
+    told: dict[tuple[str, str], set[Kind]] = {}
+    for kind, error in call.errors.items():
+        text = re.sub(r"\b(c10::)?(Half|BFloat16)\b", "low precision", str(error).partition("\n")[0])
+        if "without overflow" in text:
+            words = "a number does not fit {}", "torch.finfo(x.dtype).min, or max"
+        elif call.rule == "fp32" or "not implemented" in text:
+            words = f"torch has no {call.op} for {{}}", "x.float(), or keep_fp32= for its module"
+        else:
+            words = f"an error in {{}}: {text[:100]}", "x.to(other.dtype), a buffer, or O1 or O4, which cast"
+        told.setdefault(words, set()).add(kind)
+    for (what, edit), kinds in told.items():
+        yield Finding(frozenset(kinds), what.replace("{}", type_names(kinds)), edit)
+
+
+def _asked_for_fp32(call: Call) -> Iterator[Finding]:
+    """A torch.autocast, or a custom_fwd, asks for FP32 and gets low precision."""
+    kinds = frozenset[Kind]().union(*(facts.low for _, facts in call.inputs)) if call.inputs else frozenset()
+    edit = "x.float() there, or keep_fp32= for its module"
+    if call.op == "custom_fwd" and (kinds := kinds & CASTING):
+        yield Finding(kinds, f"custom_fwd asks for FP32 and gets {type_names(kinds)}", edit)
+    elif call.asked is not None and kinds and not is_view(call):
+        what = f"torch.autocast asks for FP32, and what is in it gets {type_names(kinds)}"
+        yield Finding(kinds, what, edit, call.asked, "autocast")
+
+
+def _averages_stand_still(call: Call) -> Iterator[Finding]:
+    """A write into what no optimizer holds is lost by rounding."""
+    if call.written is None or not call.outputs:
+        return
+    name, before = call.written
+    after = call.args[0].detach()
+    step = max(1, before.numel() // 4096)
+    old, change = before.flatten()[::step], (after - before).flatten()[::step]
+    changed = (change != 0) & change.isfinite()
+
+    def loses(dtype: torch.dtype) -> bool:
+        low = old.to(dtype)
+        return 2 * int((changed & ((low.float() + change).to(dtype) == low)).sum()) > int(changed.sum())
+
+    if kinds := where(CASTING, loses):
+        what = f"{name!r}, which no optimizer holds, is changed by less than a step of {type_names(kinds)}: it stands "
+        edit = "a module of its own that has buffers and no parameters, or keep_fp32= for its module"
+        yield Finding(kinds, f"{what}still", edit)
+
+
+def _arrays_fail(call: Call) -> Iterator[Finding]:
+    """NumPy has no BF16."""
+    if call.op in ("numpy", "array") and call.inputs:
+        kinds = frozenset(kind for kind in call.low() if kind.dtype is torch.bfloat16)
+        if kinds:
+            yield Finding(
+                kinds, "numpy() of BF16 is an error", "x.float().numpy(), or cast_model_outputs=torch.float32"
+            )
+
+
+def _loss_is_coarse(call: Call) -> Iterator[Finding]:
+    """A loss that the model itself computes has the steps of BF16."""
+    for tensor, facts in call.outputs if call.op == "output" else ():
+        kinds = frozenset(kind for kind in facts.low & CASTING if kind.dtype is torch.bfloat16)
+        if kinds and tensor.numel() == 1 and tensor.requires_grad:
+            steps = torch.finfo(torch.bfloat16).eps * 2.0 ** math.floor(
+                math.log2(max(*map(abs, call.range(tensor)), 1e-30))
+            )
+            what = f"the loss is computed inside of the model: BF16 has steps of {number(steps)} there"
+            yield Finding(
+                kinds, what, "logits.float() before the loss, or the loss outside of the model", facts.line, "loss"
+            )
+
+
+RULES: tuple[Rule, ...] = (
+    *RANGES,
+    _fails,
+    _angles_move,
+    _indices_change,
+    _comparisons_change,
+    _targets_are_coarse,
+    _probabilities_saturate,
+    _asked_for_fp32,
+    _averages_stand_still,
+    _arrays_fail,
+    _loss_is_coarse,
+)

@@ -1,0 +1,270 @@
+"""survey: which lines of a training a level would break, from one step in FP32."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.lab.diagnose.lost_updates import UpdateMeter
+from amp_patch.lab.diagnose.trial_forward import state_restored
+from amp_patch.lab.survey.calls import LOWERING, Call, user_line
+from amp_patch.lab.survey.kinds import CASTING, Place
+from amp_patch.lab.survey.report import Report
+from amp_patch.lab.survey.rules import RULES, Finding
+from amp_patch.lab.survey.visit import Visitor
+from amp_patch.model.forward import policy_of
+from amp_patch.policy import LOW_PRECISION
+from amp_patch.support import distributed
+from amp_patch.support.patches import Patches
+
+_UNSCALED = "O3"  # the level of FP16 whose loss scale is 1
+
+
+class Surveyor:
+    """Looks at a training in FP32 while its `with` block runs, and puts what it finds into `report`.
+
+    Attributes:
+        report: what was found.
+    """
+
+    def __init__(self) -> None:
+        self.report = Report()
+        self._visitor = Visitor(self._look)
+        self._patches = Patches()
+        self._flushed: dict[tuple[Place, str], Tensor] = {}
+        self._meter: UpdateMeter | None = None
+        self._optimizer: Any = None
+
+    def __enter__(self) -> Surveyor:
+        autocast = torch.amp.autocast_mode.autocast
+        self._patches.set(autocast, "__enter__", self._entering(autocast.__enter__))
+        self._patches.set(autocast, "__exit__", self._leaving(autocast.__exit__))
+        self._patches.set(torch.autograd.Function, "apply", self._applying())
+        self._visitor.__enter__()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        visitor = self._visitor
+        visitor.active = False
+        visitor.__exit__(None, None, None)
+        visitor.stack.close()
+        self._patches.remove()
+        self._read_gradients()
+
+    def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
+        """Look at the forwards of `model`, of which an optimizer holds the `trained` parameters."""
+        self._visitor.follow(model, trained)
+
+    # Rules.
+
+    def _look(self, call: Call) -> None:
+        for rule in RULES:
+            for finding in rule(call):
+                self._note(call, finding)
+        if call.inside and call.rule in LOWERING:
+            for tensor, facts in call.outputs:
+                kinds = [k for k in facts.low if k.dtype is torch.float16 and k.casts]
+                if kinds and facts.learned and tensor.requires_grad and tensor.dim() > 1:
+                    self._watch(tensor, call)
+
+    def _note(self, call: Call, finding: Finding) -> None:
+        levels = [level for kind in finding.kinds for level in kind.levels]
+        line = finding.line or call.line
+        self.report.add(line, finding.op or call.op, levels, finding.what, finding.edit)
+
+    # Gradients.
+
+    def _watch(self, tensor: Tensor, call: Call) -> None:
+        key, flushed = (call.line, call.op), self._flushed
+
+        def gradient_arrives(grad: Tensor | None) -> None:
+            if grad is None:  # of a result that the loss does not depend on
+                return
+            with torch.no_grad():
+                size = grad.detach().float().abs()
+                sums = torch.stack([size.sum(), torch.where(size <= 2.0**-25, size, 0.0).sum()])
+                flushed[key] = sums + flushed[key] if key in flushed else sums
+
+        tensor.register_hook(gradient_arrives)
+
+    def _read_gradients(self) -> None:
+        for (line, op), sums in self._flushed.items():
+            total, lost = sums.tolist()
+            if lost > 0.1 * total > 0:
+                what = (
+                    f"{100 * lost / total:.0f} % of the gradient of {op} is below FP16's smallest at a loss scale of 1"
+                )
+                self.report.add(line, op, [_UNSCALED], what, 'loss_scale="dynamic", which O1 and O2 have')
+
+    # Updates.
+
+    def step_begins(self, optimizer: Any) -> None:
+        """The first step begins."""
+        if self._meter is None and self._visitor.active:
+            names = {id(p): name for model in self._visitor.models for name, p in model.named_parameters()}
+            self._visitor.active = False
+            self._meter, self._optimizer = UpdateMeter(optimizer, names), optimizer
+
+    def step_ends(self, optimizer: Any) -> None:
+        """It has ended."""
+        if self._meter is None or optimizer is not self._optimizer:
+            return
+        for dtype, counts in self._meter.counts_in(LOW_PRECISION).items():
+            changed, lost = (sum(int(each[at]) for each in counts.values()) for at in (0, 1))
+            if changed:
+                self.report.lost[str(dtype).removeprefix("torch.")] = lost / changed
+        self._visitor.active, self._optimizer = True, None
+
+    # Requests for FP32.
+
+    def _entering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        visitor = self._visitor
+
+        @functools.wraps(original)
+        def __enter__(region: Any) -> Any:
+            if region.fast_dtype is torch.float32:
+                visitor.asked.append(user_line())
+            visitor.plain += _casts_nothing(region)
+            return original(region)
+
+        return __enter__
+
+    def _leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        visitor = self._visitor
+
+        @functools.wraps(original)
+        def __exit__(region: Any, *args: Any) -> Any:
+            if region.fast_dtype is torch.float32 and visitor.asked:
+                visitor.asked.pop()
+            visitor.plain -= _casts_nothing(region)
+            return original(region, *args)
+
+        return __exit__
+
+    def _applying(self) -> Any:
+        original, visitor, look = torch.autograd.Function.apply.__func__, self._visitor, self._look  # type: ignore[attr-defined]
+
+        @functools.wraps(original)
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if not (visitor.active and visitor.depth and _asks_for_fp32(cls.forward)):
+                return original(cls, *args, **kwargs)
+            given = [(t, visitor.of(t)) for t in args if isinstance(t, Tensor) and t.is_floating_point()]
+            look(Call(None, inputs=given, inside=True, name="custom_fwd"))
+            for tensor, facts in given:  # O1 and O4 cast them
+                visitor.facts[tensor] = replace(facts, low=facts.low & CASTING)
+            visitor.plain += 1
+            try:
+                return original(cls, *args, **kwargs)
+            finally:
+                visitor.plain -= 1
+                for tensor, facts in given:
+                    visitor.facts[tensor] = facts
+
+        return classmethod(apply)
+
+
+def _casts_nothing(region: Any) -> bool:
+    """Whether a torch.autocast is off, or to FP32: O1 and O4 cast nothing inside of it."""
+    return not region._enabled or region.fast_dtype not in LOW_PRECISION
+
+
+def _asks_for_fp32(forward: Any) -> bool:
+    """Whether torch's custom_fwd has decorated `forward`, with cast_inputs=torch.float32."""
+    code, cells = getattr(forward, "__code__", None), getattr(forward, "__closure__", None) or ()
+    names = () if code is None else code.co_freevars
+    return any(n == "cast_inputs" and c.cell_contents is torch.float32 for n, c in zip(names, cells, strict=False))
+
+
+def survey(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, optimizer: Any = None) -> Report:
+    """Run one step of an FP32 training, and tell which of its lines a level would break::
+
+        print(amp.survey(model, torch.nn.functional.cross_entropy, (inputs, targets)))
+
+    The report has a line for each thing that would happen: file and line, the operation, the levels, and an edit. It
+    judges mechanics (ranges, types, roundings) in one forward and backward, and trains nothing: parameters, gradients,
+    buffers, the optimizer's state and the random numbers that come next are as before. Syncs with the device.
+
+    Args:
+        model: in FP32, before `initialize`.
+        loss_fn: from the model's output, and the last of `inputs` where it takes two arguments, to the loss.
+        inputs: a tuple of the model's inputs, with the targets last where `loss_fn` takes them; a tensor alone, or a
+            dict of inputs by name, for a `loss_fn` of the output.
+        optimizer: to tell the share of the updates that would be lost without masters; a step is made and undone.
+
+    Raises:
+        TypeError: a model, inputs or a loss that is none.
+        ValueError: the model went through `initialize` at a level that casts, or is low precision, or is sharded.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"survey: model is a {type(model).__name__}; wanted a torch.nn.Module")
+    distributed.refuse(model, "survey")
+    policy = policy_of(model)
+    if (policy is not None and not policy.changes_nothing) or any(p.dtype in LOW_PRECISION for p in model.parameters()):
+        level = "low precision" if policy is None else f"at opt_level {policy.opt_level!r}"
+        raise ValueError(
+            f"survey: this {type(model).__name__} is {level}, and the survey looks at an FP32 step: call it before "
+            "initialize(), or give it amp.fp32_copy(model)"
+        )
+    named = inputs if isinstance(inputs, Mapping) else {}
+    given = () if named else (inputs,) if isinstance(inputs, Tensor) else inputs
+    if not isinstance(given, tuple | list):
+        raise TypeError(f"survey: inputs is a {type(inputs).__name__}; wanted a tuple, a tensor or a dict")
+    targets = given[-1:] if len(given) > 1 and _takes_two(loss_fn) else ()
+    params = [*model.parameters()]
+    grads = [param.grad for param in params]
+    surveyor = Surveyor()
+    with state_restored(model), torch.enable_grad():
+        try:
+            for param in params:
+                param.grad = None
+            with surveyor:
+                surveyor.follow(model, [p for p in params if p.requires_grad])
+                loss = loss_fn(model(*given[: len(given) - len(targets)], **named), *targets)
+                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                    raise TypeError("survey: loss_fn did not return a loss, a tensor of one element with a gradient")
+                loss.backward()
+                if optimizer is not None:
+                    _step(surveyor, optimizer)
+        finally:
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+    return surveyor.report
+
+
+def _step(surveyor: Surveyor, optimizer: Any) -> None:
+    """Make a step, for the share of updates that would be lost, and undo it."""
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    before = [param.detach().clone() for param in held]
+    state = {key: {name: _copied(value) for name, value in each.items()} for key, each in optimizer.state.items()}
+    surveyor.stop_calls = True  # type: ignore[attr-defined]
+    try:
+        surveyor.step_begins(optimizer)
+        optimizer.step()
+        surveyor.step_ends(optimizer)
+    finally:
+        with torch.no_grad():
+            for param, value in zip(held, before, strict=True):
+                param.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _takes_two(loss_fn: Any) -> bool:
+    """Whether a loss is a function of the output and of the targets: it cannot be called with the output alone."""
+    try:
+        inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).bind(None)
+    except TypeError:
+        return True
+    except ValueError:  # a builtin without a signature
+        return True
+    return False

@@ -1,0 +1,444 @@
+"""The visitor: a mode that follows each tensor of an FP32 step through all kinds of levels at once."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import re
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from amp_patch.casts.install import resolve_address
+from amp_patch.casts.oplists import LATE, rules_by_name
+from amp_patch.casts.wrappers import wrapped_by
+from amp_patch.lab.survey.calls import LOWERING, Call, finite_range
+from amp_patch.lab.survey.kinds import CASTING, KINDS, NONE, NOTHING, Facts, Kind, Kinds, Place, cast, uncast
+from amp_patch.model.keep_fp32 import is_batch_norm, kept_modules
+from amp_patch.policy import OPT_LEVELS
+from amp_patch.support.compiled import eagerly
+from amp_patch.support.tree import map_tensors, tensors
+
+_RAISING = ("fp32", "norm", "direction", "inexact")
+_SERVED = ("direction", "inexact", "banned")  # computed in FP32 in cast models too, or refused by a rule of ours
+_CONVERTS = ("float", "double", "half", "bfloat16", "to", "type", "type_as")
+_OF_FIRST = ("batch_norm", "instance_norm")  # mixed with FP32 weights these give the type of their input
+_RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "gumbel", "exponential", "poisson")
+_PASSED = ("backward", "grad", "__set__", "__delete__", "requires_grad_", "register_hook")
+_UNTRIED = ("numpy", "array", "item", "tolist", "get", "requires_grad", "retain_grad")
+_ATTRIBUTES = ("data", "T", "mT", "H", "mH", "real")
+_LARGE = 2**14  # a negative number beyond is a mask's
+_FLOAT32 = torch.finfo(torch.float32)
+# How user code names FP32 itself, in place of the type of a tensor.
+_NAMES_FLOAT32 = {
+    "to": re.compile(r"\.to\([^()]*(float32|torch\.float\b)"),
+    "type": re.compile(r"\.type\([^()]*(float32|torch\.float\b)"),
+    "": re.compile(r"(dtype\s*=|finfo\()\s*(torch\.)?float(32)?\b"),
+}
+
+Look = Callable[[Call], None]
+
+
+class Visitor(TorchFunctionMode):
+    """Shows each call of torch's functions in the models' training to `look`, with facts of its tensors.
+
+    It computes in FP32 what user code computes, and changes no number. What depends on no parameter (masks, positions,
+    times) it computes once more in each low-precision type.
+
+    Args:
+        look: is shown each call.
+    """
+
+    def __init__(self, look: Look) -> None:
+        super().__init__()
+        self.look = look
+        self.facts = WeakTensorKeyDictionary()
+        self.models: list[nn.Module] = []
+        self.untrained: dict[int, str] = {}  # storage of a float tensor of a model in no optimizer -> name
+        self.asked: list[Place] = []  # of torch.autocasts that ask for FP32
+        self.plain = 0  # regions in which O1 casts nothing
+        self.depth = 0
+        self.active = True
+        self.stack = ExitStack()
+        self._read: Facts | None = None  # of the tensor whose dtype the forward has read last
+        self._before: list[tuple[Tensor, Facts]] = []
+        self._tried: dict[Any, Exception | None] = {}
+        self._buffers: list[tuple[nn.Module, str, str]] = []
+
+    # Models.
+
+    def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
+        """Look at the forwards of a model; `trained` are the parameters that an optimizer holds."""
+        self.models.append(model)
+        self.stack.enter_context(eagerly())
+        kept = kept_modules([model], OPT_LEVELS["O2"], ())
+        stays = {id(inner) for module in kept for inner in module.modules()}
+        held = {id(param) for param in trained}
+        for path, module in model.named_modules():
+            for name, param in module.named_parameters(recurse=False):
+                if _floats(param):
+                    low = NONE if id(module) in stays else CASTING
+                    self.facts[param] = Facts(low, low, learned=True)
+                    if low and id(param) not in held:
+                        self.untrained[param.untyped_storage().data_ptr()] = f"{path}.{name}".strip(".")
+            if id(module) not in stays:
+                names = (name for name, _ in module.named_buffers(recurse=False))
+                self._buffers += [(module, name, f"{path}.{name}".strip(".")) for name in names]
+        for module in kept:
+            if not is_batch_norm(module) and module is not model:
+                self._hook(module, self._kept_begins, self._kept_ends)
+        self._hook(model, self._forward_begins, self._forward_ends)
+
+    def _hook(self, module: nn.Module, begins: Any, ends: Any) -> None:
+        # Functions, not bound methods: a deepcopy of the model would copy the visitor along with those.
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.active and not _in_backward():
+                begins((args, kwargs))
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.active and not _in_backward():
+                ends((args, kwargs), output)
+
+        self.stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self.stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+
+    def _forward_begins(self, given: Any) -> None:
+        self.depth += 1
+        if self.depth > 1:
+            return
+        with torch._C.DisableTorchFunction():
+            self._read = None
+            self._before = [(tensor, self.of(tensor)) for tensor in _floats(given)]
+            for number, (tensor, facts) in enumerate(self._before):
+                self.facts[tensor] = facts = cast(tensor, facts, f"input {number + 1} of the model")
+                self._show("input", tensor, facts)
+            for module, name, path in self._buffers:
+                buffer = getattr(module, name, None)
+                if isinstance(buffer, Tensor) and _floats(buffer) and buffer.dtype is torch.float32:
+                    new = buffer not in self.facts
+                    self.facts[buffer] = facts = cast(buffer, Facts(), f"buffer {path!r}")
+                    self.untrained[buffer.untyped_storage().data_ptr()] = path
+                    if new:
+                        self._show("buffer", buffer, facts)
+
+    def _forward_ends(self, given: Any, output: Any) -> None:
+        self.depth -= 1
+        if self.depth > 0:
+            return
+        with torch._C.DisableTorchFunction():
+            for tensor in _floats(output):
+                facts = self.of(tensor)
+                self._show("output", tensor, facts)
+                self.facts[tensor] = uncast(facts)
+            for tensor, facts in self._before:
+                self.facts[tensor] = facts
+            self._before = []
+
+    def _kept_begins(self, given: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            for tensor in _floats(given):
+                self.facts[tensor] = uncast(self.of(tensor))
+
+    def _kept_ends(self, given: Any, output: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            for tensor in _floats((given, output)):
+                self.facts[tensor] = cast(tensor, self.of(tensor), "")
+
+    def _show(self, op: str, tensor: Tensor, facts: Facts) -> None:
+        inside = op != "output"
+        self.look(Call(None, inputs=[(tensor, facts)], outputs=[(tensor, facts)], inside=inside, name=op))
+
+    def of(self, tensor: Tensor) -> Facts:
+        """What is known of a tensor."""
+        known: Facts | None = self.facts.get(tensor)
+        if known is not None:
+            return known
+        if tensor.grad_fn is not None:  # made where no mode sees it, by a compiled function
+            low = CASTING if self.depth else NONE
+            return Facts(low, low, learned=True)
+        return NOTHING
+
+    # Calls.
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.active or not self.models or _in_backward():
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name == "__set__" and owner == "data":
+            self._data_is_set(func, *args)
+            return None
+        if name == "__get__":
+            if owner == "dtype" and args[0].is_floating_point():
+                self._read = self.of(args[0])
+            if owner not in _ATTRIBUTES:
+                return func(*args, **kwargs)
+        elif name in _PASSED or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        call = Call(func, args, kwargs, inside=self.depth > 0, asked=self.asked[-1] if self.asked else None)
+        call.rule, call.plain = rule_of(func), self.plain > 0
+        call.inputs = [(tensor, self.of(tensor)) for tensor in _floats((args, kwargs))]
+        call.in_place = _in_place(name, args)
+        if call.in_place and _floats(args[0]):
+            where = self.untrained.get(args[0].untyped_storage().data_ptr())
+            call.written = None if where is None else (where, args[0].detach().clone())
+        result = func(*args, **kwargs)
+        if call.inside and call.op in _CONVERTS and result is args[0]:
+            result = result.view_as(result)  # at a level it is another tensor, of another type than the first
+        call.result = result
+        made = _floats(args[0] if call.in_place else result)
+        if not (call.inputs or made):
+            return result
+        with torch._C.DisableTorchFunction():
+            for tensor, facts in zip(made, self._follow(call, made), strict=True):
+                self.facts[tensor] = facts
+                call.outputs.append((tensor, facts))
+            if call.inside and call.learned:
+                self._try(call)
+            self.look(call)
+        return result
+
+    def _data_is_set(self, func: Any, tensor: Tensor, value: Tensor) -> None:
+        """`tensor.data = value`, which may be a write into an average."""
+        path = self.untrained.get(tensor.untyped_storage().data_ptr()) if _floats(tensor) else None
+        call = Call(None, (tensor,), inputs=[(tensor, self.of(tensor))], name="data")
+        call.written = None if path is None else (path, tensor.detach().clone())
+        func(tensor, value)
+        if path is not None:
+            self.untrained[tensor.untyped_storage().data_ptr()] = path
+            with torch._C.DisableTorchFunction():
+                call.outputs = call.inputs
+                self.look(call)
+
+    def _follow(self, call: Call, made: list[Tensor]) -> list[Facts]:
+        """The facts of what a call has made."""
+        given = [facts for _, facts in call.inputs]
+        low = self._low(call)
+        if all(tensor.dtype is not torch.float32 for tensor in made):
+            low = NONE
+        if call.learned:
+            one = Facts(low, low.union(*(facts.rounded for facts in given)), learned=True)
+            one.raised = any(facts.raised for facts in given) or (bool(call.low()) and self._raises(call))
+            one.masked = any(facts.masked for facts in given) or self._masks(call)
+            finite, infinite = self._mask_at(call, low)
+            one.finite = finite.union(*(facts.finite for facts in given))
+            one.infinite = infinite.union(*(facts.infinite for facts in given))
+            if "softmax" in call.op:
+                one.masked, one.finite, one.infinite = False, NONE, NONE
+            if len(given) == 1:
+                one.guard = given[0].guard
+            if low and len(made) == 1 and made[0].numel() == 1:
+                one.line = call.line
+            return [one] * len(made)
+        values = self._values(call, made, low)
+        found = []
+        for at in range(len(made)):
+            own = {kind: each[at] for kind, each in values.items()}
+            kinds = frozenset(kind for kind, value in own.items() if value.dtype is kind.dtype)
+            named = given[0].name if len(given) == 1 else ""
+            guard = given[0].guard if len(given) == 1 else None
+            found.append(Facts(kinds, frozenset(own), values=own, name=named, guard=guard))
+        return found
+
+    def _low(self, call: Call) -> Kinds:
+        """Where the result is of low precision."""
+        if call.op in _CONVERTS or isinstance(call.kwargs.get("dtype"), torch.dtype):
+            return self._converted(call)
+        return frozenset(kind for kind in KINDS if self._is_low(call, kind))
+
+    def _is_low(self, call: Call, kind: Kind) -> bool:
+        floats = [(tensor.dim() > 0, kind in facts.low) for tensor, facts in call.inputs]
+        if not floats:
+            return False
+        if not kind.casts and call.lowers:
+            return True
+        if not kind.casts and call.rule in _RAISING and not call.plain:
+            return False
+        if call.op in _OF_FIRST:
+            return floats[0][1]
+        if call.rule in LOWERING:
+            return any(low for _, low in floats)
+        voters = [low for large, low in floats if large] or [low for _, low in floats]
+        return all(voters)
+
+    def _converted(self, call: Call) -> Kinds:
+        """Where the result of a conversion, or of a function that is given a type, is of low precision."""
+        given = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.dtype)]
+        if call.op == "type_as" or (call.op == "to" and len(call.inputs) > 1):
+            return call.low(1)
+        if call.op == "to" and not given:
+            return call.low()
+        if call.op in ("to", "type") or call.op not in _CONVERTS:
+            follows = torch.float32 in given and self._follows_a_tensor(call)
+            return self._read.low if follows and self._read is not None else NONE
+        return NONE
+
+    def _raises(self, call: Call) -> bool:
+        """Whether user code asks for FP32 here."""
+        return (call.op in _CONVERTS or "dtype" in call.kwargs) and not self._converted(call)
+
+    def _follows_a_tensor(self, call: Call) -> bool:
+        """Whether the type that the call names is that of a tensor: in the FP32 step the two look alike."""
+        if self._read is None:
+            return False
+        names = _NAMES_FLOAT32.get(call.op, _NAMES_FLOAT32[""])
+        return not names.search(linecache.getline(call.line.file, call.line.line))
+
+    def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
+        """The arguments of a call as they would be at a level, without gradients; and whether they differ."""
+        changed = False
+
+        def one(tensor: Tensor) -> Tensor:
+            nonlocal changed
+            if not tensor.is_floating_point():
+                return tensor
+            facts = self.of(tensor)
+            value = facts.values.get(kind)
+            if value is None and kind in facts.low:
+                value = tensor.detach().to(kind.dtype)
+            changed = changed or value is not None
+            value = tensor.detach() if value is None else value
+            if not kind.casts and value.dtype in (torch.float32, kind.dtype):
+                if call.lowers:
+                    changed, value = True, value.to(kind.dtype)
+                elif call.rule in _RAISING and not call.plain:
+                    value = value.float()
+            return value
+
+        args, kwargs = map_tensors(one, (call.args, call.kwargs))
+        extreme = any(number in (_FLOAT32.min, _FLOAT32.max) for number in call.scalars())
+        if kind in low and extreme and self._follows_a_tensor(call):
+            args = tuple(_of_kind(kind, each) for each in args)
+            kwargs = {key: _of_kind(kind, each) for key, each in kwargs.items()}
+        if call.op in _CONVERTS or "dtype" in kwargs:
+            dtype = kind.dtype if kind in low else torch.float32
+            args = tuple(dtype if each is torch.float32 else each for each in args)
+            kwargs = {key: dtype if each is torch.float32 else each for key, each in kwargs.items()}
+            changed = changed or kind in low
+        return args, kwargs, changed
+
+    def _values(self, call: Call, made: list[Tensor], low: Kinds) -> dict[Kind, list[Tensor]]:
+        """What a call that depends on no parameter makes at each kind of level, where that differs from FP32's."""
+        found: dict[Kind, list[Tensor]] = {}
+        for kind in KINDS:
+            args, kwargs, changed = self._at(call, kind, low)
+            if not changed:
+                continue
+            if not made or (call.in_place and args[0].data_ptr() == made[0].data_ptr()):
+                continue  # it is FP32 at these levels: the write has been done
+            if not _is_random(call.op):
+                try:
+                    with torch.no_grad():
+                        result = call.func(*args, **kwargs)
+                    found[kind] = [args[0]] if call.in_place else _floats(result)
+                except (RuntimeError, TypeError) as error:
+                    call.errors[kind] = error
+            if len(found.get(kind, ())) != len(made):
+                found[kind] = [tensor.to(kind.dtype if kind in low else tensor.dtype) for tensor in made]
+        return found
+
+    def _try(self, call: Call) -> None:
+        """Call a function once at each kind of level, for torch's errors: no kernel, mixed types, a large number."""
+        if call.rule in _SERVED or call.op in _UNTRIED or _is_random(call.op) or (call.in_place and not call.low()):
+            return
+        for kind in KINDS:
+            pattern = tuple(kind in facts.low for _, facts in call.inputs)
+            if not any(pattern) or (not kind.casts and call.rule is not None):
+                continue
+            if all(pattern) and call.rule in LOWERING:
+                continue
+            large = tuple(not kind.holds(number) for number in call.scalars())
+            key = (call.func, kind, pattern, large)
+            if key not in self._tried:
+                self._tried[key] = None
+                try:
+                    args, kwargs, _ = self._at(call, kind, call.low())
+                    with torch.no_grad():
+                        call.func(*args, **kwargs)
+                except (RuntimeError, TypeError) as error:
+                    self._tried[key] = error
+            # Code that takes FP32 on purpose may ask for the type that comes in, and convert back in another branch.
+            on_purpose = any(facts.raised and kind not in facts.low for _, facts in call.inputs)
+            if (known := self._tried[key]) is not None and not on_purpose:
+                call.errors[kind] = known
+
+    # Masks.
+
+    def _masks(self, call: Call) -> bool:
+        """Whether a call adds a mask: a number, or a tensor that depends on no parameter, far below 0."""
+        if any(number < -_LARGE for number in call.scalars()):
+            return True
+        given = [tensor for tensor, facts in call.inputs if not facts.learned]
+        return any(finite_range(tensor)[0] < -_LARGE for tensor in given)
+
+    def _mask_at(self, call: Call, low: Kinds) -> tuple[Kinds, Kinds]:
+        """Where the mask that a call adds is finite, though its FP32 numbers would not be; and where it is infinite."""
+        finite, infinite = set[Kind](), set[Kind]()
+        if any(number == _FLOAT32.min for number in call.scalars()) and self._follows_a_tensor(call):
+            finite |= low
+        for tensor, facts in call.inputs:
+            for kind, value in {} if facts.learned else facts.values.items():
+                if not kind.holds(finite_range(tensor)[0]):
+                    lost = bool((value.isinf() & tensor.isfinite()).any())
+                    (infinite if lost else finite).add(kind)
+        return frozenset(finite), frozenset(infinite)
+
+
+def _of_kind(kind: Kind, value: Any) -> Any:
+    """The smallest and the largest number of `kind` in place of FP32's; all else as it is."""
+    own = torch.finfo(kind.dtype)
+    known = {_FLOAT32.min: own.min, _FLOAT32.max: own.max}
+    return known.get(value, value) if isinstance(value, float) else value
+
+
+def _floats(value: Any) -> list[Tensor]:
+    """The floating tensors in a value whose numbers can be read: not sparse ones, nor those inside of a `vmap`."""
+    return [
+        tensor
+        for tensor in tensors(value)
+        if tensor.is_floating_point()
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    ]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _in_place(name: str, args: Any) -> bool:
+    """Whether a function writes into its first argument."""
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return writes and bool(args) and isinstance(args[0], Tensor)
+
+
+def _is_random(op: str) -> bool:
+    return any(word in op for word in _RANDOM)
+
+
+@functools.cache
+def _rules() -> dict[Any, str]:
+    found: dict[Any, str] = {}
+    for (address, name), rule in rules_by_name("torch").items():
+        if address in LATE or rule in ("scripted", "rnn_input", "fused_input", "disabled"):
+            continue
+        function = getattr(resolve_address(address), name, None)
+        wrapped = wrapped_by(function)
+        for each in (function, None if wrapped is None else wrapped.original):
+            if each is not None:
+                found[each] = rule
+    found[torch.nn.functional.multi_head_attention_forward] = "lower"
+    return found
+
+
+def rule_of(func: Any) -> str | None:
+    """What O1 does with a function: a word of the op lists."""
+    wrapped = wrapped_by(func)
+    return _rules().get(func if wrapped is None else wrapped.original)

@@ -1,0 +1,286 @@
+"""The strategy of optimizers whose state is kept in codes (coded_state.py).
+
+The kernels of one pass take codes themselves, on a CPU. Any other optimizer is stepped in portions, whose states are
+FP32 for that time: its own code steps them. What can be stepped neither way, a step with a closure say, has all states
+in FP32 for the time of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.masters.masters import has_gradient, publish_written, without_materialized
+from amp_patch.multi_tensor import backends
+from amp_patch.optimizers.adam import FusedAdam
+from amp_patch.policy import Policy
+from amp_patch.storage import coded_shards
+from amp_patch.storage.coded_state import Coded, CodedState, Coder
+from amp_patch.support import device_sync
+from amp_patch.support.compiled import wraps
+from amp_patch.support.distributed import is_dtensor, is_zero
+from amp_patch.support.generated_class import base_class
+from amp_patch.supported import reason
+from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training.step import WHOLE, Plain, Step, Strategy
+from amp_patch.ways import one_pass, per_parameter, portions
+from amp_patch.ways.batch import Batch
+from amp_patch.ways.partial_step import PartialStep
+
+KEY = ("optimizer_state",)  # of the generated classes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which optimizers
+
+
+def check(optimizer: Any, policy: Policy) -> None:
+    """Raise unless the (innermost) optimizer can have its state in codes, where `policy` wants it."""
+    if policy.optimizer_state is None:
+        return
+    wanted = f"initialize: optimizer_state={policy.optimizer_state!r}"
+    name = base_class(optimizer).__name__
+    if is_zero(optimizer):
+        raise ValueError(f"{wanted} is not for a ZeroRedundancyOptimizer: {reason('8bit', 'ZeRO')}")
+    sharded = any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
+    if sharded and (against := coded_shards.reason_against(optimizer)) is not None:
+        raise ValueError(
+            f"{wanted} is not for this {name}, whose parameters fully_shard has sharded, so that each process steps a "
+            f"part of each: {against}; leave optimizer_state at None, or use an optimizer that steps each element by "
+            "itself"
+        )
+    if (against := reason_against(optimizer)) is not None:
+        raise ValueError(
+            f"{wanted} is not for this {name}, whose step takes the state of all parameters in FP32 at once: "
+            f"{against}; leave optimizer_state at None, or use an optimizer of torch.optim without that"
+        )
+
+
+def reason_against(optimizer: Any) -> str | None:
+    """Why the state of all parameters has to be there in FP32 for a step; None where it has not."""
+    if one_pass.suits_class(base_class(optimizer)):
+        for group in optimizer.param_groups:
+            for setting in ("capturable", "differentiable"):
+                if group.get(setting):
+                    return f"{setting}=True"
+        own = [setting for setting in ("capturable", "master_weights") if getattr(optimizer, setting, False)]
+        return f"{own[0]}=True" if own else None
+    return portions.reason_against(optimizer)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The step
+
+
+@dataclass
+class CodedBatch(Batch):
+    """A batch whose kernel takes states as codes.
+
+    Attributes:
+        scales: by the name of the state, of each of the masters; without elements beside what is FP32.
+    """
+
+    scales: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def getter(self, name: str) -> Callable[[Any], Any]:  # type: ignore[override]
+        """As `itemgetter(name)`, but it gives codes, and notes their scales."""
+        scales: list[Tensor] = []
+        self.scales[name] = scales
+        nothing = torch.empty(0, dtype=torch.float32, device=self.masters[0].device)
+
+        def get(state: Any) -> Any:
+            value = state.kept(name) if isinstance(state, CodedState) else state[name]
+            scales.append(value.scales if type(value) is Coded else nothing)
+            return value.codes if type(value) is Coded else value
+
+        return get
+
+    def made(self, optimizer: Any, name: str) -> list[Tensor]:
+        for master in self.masters:
+            coder_of(optimizer).fresh(optimizer, master, name)
+        return self.averages(optimizer, name)
+
+    def averages(self, optimizer: Any, name: str) -> list[Tensor]:
+        return list(map(self.getter(name), [optimizer.state[master] for master in self.masters]))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        names = ("momentum_buffer",) if "momentum_buffer" in self.scales else ("exp_avg", "exp_avg_sq")
+        return super().settings | {"scales": [self.scales[name] for name in names if name in self.scales]}
+
+
+class CodedOnePass(one_pass.InOnePass):
+    """In one pass, on codes."""
+
+    batch = CodedBatch
+
+    def run(self, step: Step, plain: Plain) -> Any:
+        if step.links.params:
+            publish_written(step.links)
+        _make_states(step.optimizer)
+        return super().run(step, plain)
+
+
+def _make_states(optimizer: Any) -> None:
+    """Make the states of Adam that are still to be made, one parameter after the other: never all in FP32."""
+    coder = coder_of(optimizer)
+    for group in optimizer.param_groups:
+        if "betas" not in group:
+            continue
+        for master in group["params"]:
+            if optimizer.state.get(master) or not has_gradient(master):
+                continue
+            if isinstance(optimizer, FusedAdam):
+                for name in ("exp_avg", "exp_avg_sq"):
+                    optimizer.averages([master], name)
+            else:
+                try:
+                    one_pass.make_state(optimizer, group, [master])
+                except one_pass.NotKnown:
+                    return
+            coder.take(optimizer, [master])
+            without_materialized([master], lambda: None)
+
+
+class CodedPortions(portions.InPortions):
+    """In portions, on any device: the states of a portion are FP32 at a time."""
+
+    devices = ("cpu", "cuda")
+
+
+CODED_ONE_PASS, CODED_PORTIONS = CodedOnePass(), CodedPortions()
+
+
+class InCodes(Strategy):
+    """On states in codes: in one pass, in portions, or on all of them in FP32."""
+
+    waits = False
+
+    def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
+        return True
+
+    def run(self, step: Step, plain: Plain) -> Any:
+        optimizer = step.optimizer
+        coder = coder_of(optimizer)
+        if device_sync.is_capturing():
+            why = reason("8bit", "CUDA graphs")
+            raise RuntimeError(f"a step with optimizer_state='8bit' cannot be captured in a CUDA graph: {why}")
+
+        def in_fp32(target: Any, *args: Any, **kwargs: Any) -> Any:
+            params = [p for group in target.param_groups for p in group["params"] if args or kwargs or has_gradient(p)]
+            coder.open_all(map(target.state.get, params))
+            try:
+                return plain(target, *args, **kwargs)
+            finally:
+                coder.take(target, params)
+
+        coder.close(optimizer)
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        coder.has_stepped = coder.has_stepped or any(map(has_gradient, params))
+        stands_in = None if step.given else self.steppable(optimizer, coder)
+        try:
+            if stands_in is not None:
+                step.optimizer, coder.stepper = stands_in.shell, (get_ident(), step)
+            result = _strategy(step).run(step, in_fp32)
+        finally:
+            step.optimizer, coder.stepper = optimizer, None
+            if stands_in is not None:
+                stands_in.give_back_attributes()
+            coder.follow()
+        if step.is_running:  # else a step of some parameters
+            coder.report(optimizer)
+        return result
+
+    def steppable(self, optimizer: Any, coder: Coder) -> PartialStep | None:
+        """What is stepped in the place of `optimizer`, whose parameters the strategies do not take; None: it is."""
+        return coded_shards.of_parts(optimizer, coder)
+
+
+IN_CODES = InCodes()
+
+
+def _strategy(step: Step) -> Strategy:
+    optimizer, stash = step.optimizer, step.stash
+    if step.given:
+        return WHOLE
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    on_cpu = all(param.device.type == "cpu" and not is_dtensor(param) for param in params)
+    if one_pass.kernel_of(optimizer) is not None and on_cpu and backends.active is not None:
+        return CODED_ONE_PASS
+    if portions.is_sound(optimizer) and (stash.masters.waiting is None or stash.unobserved):
+        return CODED_PORTIONS
+    return WHOLE
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The optimizer
+
+
+def coder_of(optimizer: Any) -> Coder:
+    """What keeps the state of `optimizer`."""
+    stash = stash_of(optimizer)
+    assert stash is not None
+    coder: Coder = stash.neighbours.coder
+    return coder
+
+
+def is_for(stash: Stash) -> bool:
+    """Whether the optimizer of this stash has its state in codes."""
+    return stash.policy.optimizer_state is not None
+
+
+def enter(optimizer: Any, stash: Stash) -> None:
+    """Have the state of `optimizer` kept in codes, where its policy says so: from the next backward or step on."""
+    if stash.policy.optimizer_state is not None and stash.neighbours.coder is None:
+        keep_state(optimizer, stash, Coder)
+
+
+def keep_state(optimizer: Any, stash: Stash, kind_of_coder: type[Coder]) -> None:
+    """Have the state of `optimizer` kept by a coder of this class."""
+    kind = base_class(optimizer)
+    coder = kind_of_coder(kind.__name__, coded_shards.state_of, per_parameter.fp32_state_of(kind))
+    stash.neighbours.coder = coder
+    stash.neighbours.before_backward.append(_close)
+    stash.neighbours.before_step.append(_close)
+
+
+def _close(optimizer: Any, stash: Stash) -> None:
+    stash.neighbours.coder.close(optimizer)
+
+
+def overrides(base: Any) -> dict[str, Any]:
+    """The methods of optimizers of the class `base` whose state is kept in codes."""
+    loading, saving = _loading(base), _state_dict_in_fp32(base)
+    return {"state_dict": saving, "load_state_dict": loading, "strategy": IN_CODES}
+
+
+def _state_dict_in_fp32(base: Any) -> Any:
+    @wraps(base.state_dict)
+    def state_dict(self: Any) -> dict[str, Any]:
+        found: dict[str, Any] = base.state_dict(self)
+        states = found["state"]
+        plain = {key: state.in_fp32() if isinstance(state, CodedState) else state for key, state in states.items()}
+        return {**found, "state": plain}
+
+    return state_dict
+
+
+def _loading(base: Any) -> Any:
+    @wraps(base.load_state_dict)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        base.load_state_dict(self, state_dict)
+        if (stash := stash_of(self)) is not None:  # lent, or steps would write into the tensors of the checkpoint
+            stash.neighbours.coder.adopt(self, list(self.state), is_lent=True)
+
+    return load_state_dict
+
+
+def make_whole(optimizer: Any, stash: Stash) -> None:
+    """Make the state of `optimizer` FP32 again."""
+    if stash.neighbours.coder is not None:
+        stash.neighbours.coder.make_whole(optimizer)

@@ -1,0 +1,67 @@
+"""Which options of a training go with what is around it: yes, or why not and the way out.
+
+Refusals look their reasons up here, docs/limits.md prints the table, and tests/frontend/test_supported.py walks it.
+"""
+
+from __future__ import annotations
+
+OPTIONS = {
+    "split": '`master_weights="split"`',
+    "stochastic": '`master_weights="stochastic"`',
+    "8bit": '`optimizer_state="8bit"`',
+    "gradient_release": "`gradient_release=True`",
+    "formats": "O6, O7",
+}
+SURROUNDINGS = (
+    *("a closure", "FSDP2", "ZeRO", "DDP", "several optimizers", "wrappers", "CUDA graphs", "registered classes"),
+)
+
+_CLOSURE = (
+    "the step computes gradients inside, in which forwards read masters that the step is writing: call the closure's "
+    "body first, then step() without it, or leave master_weights at None"
+)
+_PROCESSES = "several processes add up their gradients before a step: leave gradient_release out"
+
+# (option, surrounding) -> why not, and the way out. What is not here goes together.
+_REFUSED = {
+    ("split", "a closure"): _CLOSURE,
+    ("split", "FSDP2"): "its FP32 shards are the masters themselves: leave master_weights at None",
+    ("stochastic", "a closure"): _CLOSURE,
+    ("stochastic", "ZeRO"): (
+        "it sends each process's share in FP32, for which all masters are made whole: use master_weights='split', or "
+        "fully_shard with BF16 shards"
+    ),
+    ("stochastic", "CUDA graphs"): (
+        "each replay would round with the random bits of the capture: leave the step out of the graph, or use "
+        "master_weights='split'"
+    ),
+    ("8bit", "ZeRO"): (
+        "the optimizer inside keeps the state of this process's share already: leave optimizer_state at None, or use "
+        "fully_shard, under which each process keeps the codes of its shards"
+    ),
+    ("8bit", "CUDA graphs"): (
+        "no replay would encode what was written into the state: leave the step out of the graph, or optimizer_state "
+        "at None"
+    ),
+    ("gradient_release", "a closure"): "they come when the step has begun: call the closure's body first",
+    ("gradient_release", "FSDP2"): _PROCESSES,
+    ("gradient_release", "ZeRO"): _PROCESSES,
+    ("gradient_release", "DDP"): _PROCESSES,
+    ("gradient_release", "wrappers"): (
+        "they move the weights between backward and step: give the optimizer inside, or leave gradient_release out"
+    ),
+    ("gradient_release", "CUDA graphs"): "a replay runs no hook of backward: leave the iteration out of the graph",
+}
+
+# Each option with each surrounding: None where they go together.
+SUPPORTED = {
+    (option, surrounding): _REFUSED.get((option, surrounding)) for option in OPTIONS for surrounding in SURROUNDINGS
+}
+
+
+def reason(option: str, surrounding: str) -> str:
+    """Return why `option` is refused with `surrounding`, and the way out."""
+    found = SUPPORTED[option, surrounding]
+    if found is None:
+        raise KeyError(f"supported.reason: {option!r} goes with {surrounding!r}")
+    return found

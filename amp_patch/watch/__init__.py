@@ -1,0 +1,3 @@
+"""What looks at a training and changes no numbers of it: guests of the road."""
+
+from __future__ import annotations

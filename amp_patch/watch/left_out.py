@@ -1,0 +1,169 @@
+"""Cast weights, and warnings of what writes them beside the optimizers of `initialize`.
+
+An optimizer that went through no `initialize` steps them without FP32 masters and without a loss scale. An average of
+other weights hardly moves in low precision. A hook of torch's on all optimizers looks for both, as long as there are
+trainings with such weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from amp_patch.masters.masters import link_of
+from amp_patch.model.state import followed_policy
+from amp_patch.support.compiled import not_traced
+from amp_patch.support.device_sync import is_capturing
+from amp_patch.support.generated_class import base_class
+from amp_patch.support.patches import Installation, Patches
+from amp_patch.support.scripts_line import stacklevel
+from amp_patch.training.innermost import innermost
+from amp_patch.training.stash import stash_of
+from amp_patch.training.training import Training
+
+_installation = Installation()
+_models = weakref.WeakSet[nn.Module]()  # those that were cast
+_seen = weakref.WeakSet[Any]()  # optimizers without a stash that were looked at
+_watches = weakref.WeakKeyDictionary[Any, "_Watch"]()
+
+
+def watch(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
+    """Look at each step for writes into cast weights of `models`, which have just entered a training of `targets`."""
+    policy = training.policy
+    low, found = policy.cast_model_type, []
+    if low is None:
+        return
+    owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
+    for model in models:
+        weights = [p for p in model.parameters() if p.dtype is low and id(p) not in owned and link_of(p) is None]
+        found += weights
+        if weights or policy.master_weights:
+            _models.add(model)
+    _seen.clear()
+    for target in targets:
+        _watches.pop(target, None)
+        if found:
+            _watches[target] = _Watch(models, found)
+    if found or policy.master_weights:
+        _installation.install(_hook)
+
+
+def _hook(patches: Patches) -> None:
+    patches.on_remove(register_optimizer_step_pre_hook(_step_begins).remove)
+    for table in (_models, _seen, _watches):
+        patches.on_remove(table.clear)
+
+
+@not_traced
+def _step_begins(optimizer: Any, *_: Any) -> None:
+    known = _watches.get(optimizer)
+    if known is not None:
+        if modules := known.look():
+            _watches.clear()
+            _warn_of_averages(modules, known.dtype)
+        elif known.looks_left <= 0:
+            _watches.clear()
+    elif optimizer not in _seen:
+        _seen.add(optimizer)
+        if stash_of(innermost(optimizer)) is None:
+            _warn_if_left_out(optimizer)
+
+
+def _warn_if_left_out(optimizer: Any) -> None:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for model in list(_models):
+        policy = followed_policy(model)
+        if policy is None or not policy.master_weights:  # O3 steps low-precision weights by design
+            continue
+        if any(id(p) in held and p.dtype is policy.cast_model_type for p in model.parameters()):
+            _watches.clear()  # its steps would look like an average's
+            name, level = base_class(optimizer).__name__, policy.opt_level
+            warnings.warn(
+                f"initialize: this {name} was not given to initialize(), which cast the {base_class(model).__name__} "
+                f"that it steps to {policy.cast_model_type} at {level}: small updates are rounded away without FP32 "
+                "masters, and small gradients without a loss scale. Write `model, optimizer = amp.initialize(model, "
+                f"optimizer, opt_level={level!r})` and `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+                "scaled_loss.backward()`",
+                stacklevel=stacklevel(),
+            )
+            return
+
+
+class _Watch:
+    """Looks at weights when an optimizer's step begins, for averages that are written between its steps.
+
+    One write may be a load or an initialization. An average is written before each step, and is close to other weights
+    of the models. A frozen tower that is loaded or moved before each step is not.
+    """
+
+    def __init__(self, models: list[nn.Module], weights: list[nn.Parameter]) -> None:
+        self.models = [weakref.ref(model) for model in models]
+        self.weights, self.dtype = [weakref.ref(weight) for weight in weights], weights[0].dtype
+        self.state, self.written = _state_of(weights), set[int]()
+        self.looks_left = 4  # at values, which waits for the device
+
+    def look(self) -> list[str]:
+        """The names of the modules all of whose weights were written before this step and before the last one."""
+        if is_capturing():
+            return []
+        weights = [weight for ref in self.weights if (weight := ref()) is not None]
+        now = _state_of(weights)
+        if now == self.state and not self.written:
+            return []
+        written = {key for key in now if self.state.get(key, now[key]) != now[key]}
+        twice, self.state, self.written = written & self.written, now, written
+        if twice:  # at O3 a thawed weight has no master that would tell
+            twice -= {id(p) for each in (*_watches, *_seen) for group in each.param_groups for p in group["params"]}
+            twice -= {id(weight) for weight in weights if link_of(weight) is not None}
+        self.looks_left -= bool(twice)
+        models = [model for ref in self.models if twice and (model := ref()) is not None]
+        others = [_sample(p) for model in models for p in model.parameters() if id(p) not in now]
+        found = [(name, model.get_submodule(name)) for model in models for name in _outermost(model, twice)]
+        return [name for name, module in found if _is_average(list(map(_sample, module.parameters())), others)]
+
+
+def _state_of(weights: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
+    """What a write changes: the version counter, or the memory, by `param.data = value`."""
+    return {id(w): (0 if w.is_inference() else w._version, w.data_ptr()) for w in weights}
+
+
+def _sample(weight: Tensor) -> tuple[torch.Size, Tensor]:
+    return weight.shape, weight.detach().reshape(-1)[:256].to("cpu", torch.float32)
+
+
+def _is_average(weights: list[tuple[torch.Size, Tensor]], others: list[tuple[torch.Size, Tensor]]) -> bool:
+    """Whether each of `weights` is close to one of `others`, by samples of both, and some are not copies of it."""
+    distances = [
+        min(
+            (float((one - other).norm() / other.norm().clamp(min=1e-9)) for s, other in others if s == shape),
+            default=2.0,
+        )
+        for shape, one in weights
+    ]
+    return 0 < max(distances) < 0.5
+
+
+def _outermost(model: nn.Module, weights: Container[int]) -> list[str]:
+    """The names of the outermost modules inside `model` that have no other parameters than `weights` (ids)."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = [id(param) for param in module.parameters()]
+        outer = not any(name.startswith(f"{each}.") for each in found)
+        if name and outer and inside and all(key in weights for key in inside):
+            found.append(name)
+    return found
+
+
+def _warn_of_averages(modules: list[str], dtype: torch.dtype) -> None:
+    warnings.warn(
+        f"initialize: the weights of {modules} are {dtype}, no optimizer holds them, and they are written between "
+        "steps: an average of weights with a decay near 1 stands still in low precision. "
+        f"initialize(..., keep_fp32={modules}) keeps them FP32",
+        stacklevel=stacklevel(),
+    )

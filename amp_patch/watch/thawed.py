@@ -1,0 +1,149 @@
+"""Parameters that came frozen, and may be trained later: in low precision without a master, or in no optimizer.
+
+`watch` subscribes to the backwards, steps and loads of an optimizer that holds some of the former, `watch_unowned` to
+the backwards and steps of a training with some of the latter; no other optimizer is asked.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.masters.grad_field import own_grad
+from amp_patch.model import incoming
+from amp_patch.support.generated_class import base_class
+from amp_patch.support.scripts_line import stacklevel
+from amp_patch.training import joints
+from amp_patch.training.stash import Neighbours, Stash, known_stash, note_sharing, siblings
+from amp_patch.training.training import Training, all_optimizers
+
+
+def watch(optimizer: Any, stash: Stash) -> None:
+    """Have `take` called before each backward and `refuse` before each step once there is a reason; idempotent."""
+    if stash.policy.master_weights or stash.policy.patch_torch_functions:
+        stash.masters.found_bare = partial(_subscribe, stash.neighbours)  # not the stash, which holds the masters
+        if stash.masters.of_groups(optimizer.param_groups).bare:
+            _subscribe(stash.neighbours)
+
+
+def _subscribe(around: Neighbours) -> None:
+    if take not in around.before_backward:
+        around.before_backward.append(take)
+        around.before_step.append(refuse)
+        optimizer = None if around.owner is None else around.owner()
+        if isinstance(optimizer, torch.optim.Optimizer):
+            around.handles += _load_in_fp32(optimizer)
+
+
+def _load_in_fp32(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Keep the loaded state of such parameters FP32, by hooks: torch casts it to their type, which no master takes."""
+    loaded: list[tuple[Tensor, Any]] = []
+
+    def before(optimizer: Any, state_dict: Any) -> None:
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        stash = known_stash(optimizer)
+        bare = stash.masters.of_groups(optimizer.param_groups).bare
+        wanted = {id(p) for p in bare if stash.policy.master_weights or incoming.type_of(p) is not None}
+        found = zip(params, map(state_dict["state"].get, saved), strict=False)  # torch refuses other lengths
+        loaded[:] = [(param, state) for param, state in found if id(param) in wanted and isinstance(state, dict)]
+
+    def after(optimizer: Any) -> None:
+        for param, state in loaded:
+            now = optimizer.state.get(param, {})
+            for name in now.keys() & state.keys():
+                if isinstance(now[name], Tensor) and now[name].dtype is param.dtype:
+                    now[name] = state[name].to(param.device, torch.float32)
+        loaded.clear()
+
+    return [
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after),
+    ]
+
+
+def take(optimizer: Any, stash: Stash) -> None:
+    """Make the masters of low-precision parameters that were frozen, and are no more.
+
+    Raises:
+        RuntimeError: as `refuse`, where the level has no masters.
+    """
+    bare = stash.masters.of_groups(optimizer.param_groups).bare
+    if not any(param.requires_grad for param in bare):
+        return
+    if not stash.policy.master_weights:
+        refuse(optimizer, stash)
+        return
+    for group in optimizer.param_groups:
+        stash.masters.attach(optimizer, group, form=stash.master_form)
+    stash.note_gathered()
+    stash.masters.keep(stash.master_form)
+    joints.tell(joints.regrouped, optimizer)
+    note_sharing([other for other, _ in siblings(stash)])
+
+
+def refuse(optimizer: Any, stash: Stash) -> None:
+    """Raise if such a parameter is trained by now without the FP32 values of its level."""
+    policy = stash.policy
+    bare = stash.masters.of_groups(optimizer.param_groups).bare
+    thawed = next((p for p in bare if p.requires_grad and incoming.type_of(p) is not None), None)
+    if thawed is None:
+        return
+    way = "call scale_loss for its loss" if policy.master_weights else "call initialize() again, then step"
+    name = stash.neighbours.names.get(id(thawed), "of a later group")
+    raise RuntimeError(
+        f"{base_class(optimizer).__name__}: parameter {name!r} came "
+        f"frozen in {thawed.dtype} and requires a gradient since; opt_level {policy.opt_level!r} trains FP32 values, "
+        f"of which it has none: {way}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In no optimizer
+
+
+def watch_unowned(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
+    """Count frozen parameters of `models` that are in no optimizer as unowned once they require a gradient.
+
+    The exit of `scale_loss` then unscales their gradients. A step that finds some warns once: it trains none of them.
+
+    Args:
+        targets: the optimizers of `training`, which has just been entered.
+    """
+
+    def in_none(params: list[Tensor]) -> list[Tensor]:
+        pairs = [pair for each in all_optimizers() for pair in known_stash(each).masters.pairs(each.param_groups)]
+        held = {id(param) for param, _ in pairs}
+        return [param for param in params if id(param) not in held]
+
+    def find(optimizer: Any, stash: Stash) -> None:
+        if found := [param for ref in frozen if (param := ref()) is not None and param.requires_grad]:
+            frozen[:] = [ref for ref in frozen if (param := ref()) is not None and not param.requires_grad]
+            thawed.extend(in_none(found))
+            stash.neighbours.unowned += in_none(found)
+
+    def warn(optimizer: Any, stash: Stash) -> None:
+        if found := in_none([param for param in thawed if own_grad(param) is not None]):
+            thawed.clear()
+            _warn_of_thawed(optimizer, [stash.neighbours.names.get(id(param), "?") for param in found])
+
+    own = {id(p) for each in targets for p, _ in known_stash(each).masters.pairs(each.param_groups)}
+    every: dict[int, Tensor] = {id(p): p for model in models for p in model.parameters() if not p.requires_grad}
+    frozen, thawed = [weakref.ref(param) for key, param in every.items() if key not in own], list[Tensor]()
+    for stash in map(known_stash, targets) if frozen else ():
+        stash.neighbours.before_backward.append(find)
+        stash.neighbours.before_step.append(warn)
+
+
+def _warn_of_thawed(optimizer: Any, names: list[str]) -> None:
+    warnings.warn(
+        f"{base_class(optimizer).__name__}.step: {names[0]!r} was frozen at initialize(), has a gradient now"
+        f"{f' (so have {len(names) - 1} more)' if len(names) > 1 else ''}, and is in no optimizer, so that nothing "
+        "trains it: call optimizer.add_param_group({'params': ...}) where its requires_grad is set",
+        stacklevel=stacklevel(),
+    )

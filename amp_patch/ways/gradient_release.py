@@ -1,0 +1,351 @@
+"""Gradient release: each parameter is stepped in backward, once its gradient is whole, and the gradient is freed.
+
+So the gradients of the whole model are never there at once: 2 bytes a parameter less at O5, 4 at O4. A call of the step
+costs the same for a bias and for a large weight, so small parameters wait until `TOGETHER` elements are ready, or the
+backward ends, and are stepped in one call. `optimizer.step()` afterwards has no gradients left, and ends the iteration:
+it calls the hooks, and schedulers follow it. The numbers are those of a step behind backward, to the bit, where
+parameters are stepped each by itself and nothing looks at several gradients, or at one twice: whatever does is refused
+by name.
+
+Released is in the body of a `scale_loss` alone, and what that optimizer's loss reaches. What a backward elsewhere
+leaves, `step` takes as ever.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+
+from amp_patch import supported
+from amp_patch.casts import regions
+from amp_patch.masters import clipping
+from amp_patch.masters.grad_field import drop_gradients, own_grad
+from amp_patch.masters.gradients import gather
+from amp_patch.masters.held_gradients import HalfGradients
+from amp_patch.masters.masters import Link, LinkList, has_gradient, link_of, master_of, publish, settle
+from amp_patch.policy import Policy, boolean
+from amp_patch.support import device_sync
+from amp_patch.support.blocks import without_grad
+from amp_patch.support.distributed import is_dtensor, is_zero
+from amp_patch.support.generated_class import base_class
+from amp_patch.support.patches import is_untouched
+from amp_patch.training.stash import Stash, known_stash, stash_of
+from amp_patch.training.step import Plain, Step, Strategy, plain_step, suiting, trusted_steps
+from amp_patch.ways import per_parameter, portions, trial
+from amp_patch.ways.partial_step import PartialStep, Written
+
+_WHOLE_WITH = ("capturable", "differentiable")
+_BACKWARD_OF_FUNCTION = BackwardCFunction.apply.__code__
+
+# Elements that are stepped together: their gradients are the most that is kept, beside that of a larger parameter.
+TOGETHER = 2**16
+
+# id(parameter or master) -> the tensor, of those that are stepped in backward.
+_released: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy: Policy) -> bool:
+    """Whether these optimizers shall step in backward; raise unless all can.
+
+    Args:
+        wanted: what `initialize` was given, a word from a command line, say.
+        optimizers: as `initialize` was given them.
+        targets: the innermost ones, which step.
+
+    Raises:
+        ValueError: what is against it, by name. TypeError: `wanted` is no flag.
+    """
+    if not boolean("gradient_release", wanted):
+        return False
+    if policy.changes_nothing or policy.checks_gradients:
+        why = "is the script as it is" if policy.changes_nothing else "checks gradients for overflow before a step"
+        raise ValueError(
+            f"initialize: gradient_release=True contradicts opt_level {policy.opt_level!r} with loss_scale="
+            f"{policy.loss_scale} and skip_nonfinite={policy.skip_nonfinite}, which {why}; use O4 or O5 without these"
+        )
+    held: set[int] = set()
+    for optimizer, target in zip(optimizers, targets, strict=True):
+        name = type(target).__name__
+        if optimizer is not target:
+            raise ValueError(
+                f"initialize: gradient_release=True is not for a {type(optimizer).__name__} around another optimizer: "
+                + supported.reason("gradient_release", "wrappers")
+            )
+        params = [param for group in target.param_groups for param in group["params"]]
+        if any(map(is_dtensor, params)) or is_zero(target) or _has_other_processes():
+            why = supported.reason("gradient_release", "DDP")
+            raise ValueError(f"initialize: gradient_release=True is not for DDP, ZeRO and FSDP2: {why}")
+        trial.check(target, policy.optimizer_state is not None)  # no other asks at O4
+        if (reason := portions.reason_against(target, _WHOLE_WITH)) is not None:
+            raise ValueError(
+                f"initialize: gradient_release=True is not for this {name}, which cannot step one parameter without "
+                f"the others: {reason}; leave gradient_release out"
+            )
+        if held & set(map(id, params)):
+            raise ValueError(
+                "initialize: gradient_release=True is not for parameters of two optimizers, which both want the "
+                "gradient; leave it out"
+            )
+        held.update(map(id, params))
+    return True
+
+
+def enter(targets: Sequence[Any]) -> None:
+    """Have the parameters of these optimizers, which are in a training, stepped in backward from now on."""
+    if not targets:
+        return
+    clipping.install()
+    if _refuse_clipping not in clipping.before_clipping:
+        clipping.before_clipping.append(_refuse_clipping)
+    for optimizer in targets:
+        release = _Release(optimizer)
+        around = known_stash(optimizer).neighbours
+        around.strategy = release
+        around.before_backward.append(release.begin)
+        around.handles.append(optimizer.register_step_post_hook(release.end))
+        around.handles.append(release)
+
+
+class _Release(Strategy):
+    """One optimizer's: steps in backward, and the strategy of the step behind it. As a handle it takes itself away."""
+
+    waits = False
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._ready: list[tuple[int, Tensor]] = []  # (index of the group, parameter): to be stepped together
+        self._elements = 0  # of these
+        self._task = -1  # the backward at whose end they are stepped at the latest, by autograd's number
+        self._reached: set[int] = set()  # parameters (ids) that were ready since the optimizer's last `step`
+        self._body: Any = None  # the `scale_loss` in which that was
+        self._groups: dict[int, int] = {}  # id(master) -> the index of its group, when the body began
+        self._written = Written()  # what a registered class has written since, before all of its step is made
+        self._handles: list[Any] = []
+        self._known: list[int] = []  # ids: the hooks are the parameters'
+        links = known_stash(optimizer).masters.by_master
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                param = links[id(master)][0] if id(master) in links else master
+                if param.requires_grad:
+                    self._handles.append(param.register_post_accumulate_grad_hook(self._gradient_is_whole))
+                    _released.update({id(tensor): tensor for tensor in (param, master)})
+                    self._known += [id(param), id(master)]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for key in self._known:
+            _released.pop(key, None)
+        optimizer = self._optimizer()
+        stash = None if optimizer is None else stash_of(optimizer)
+        if stash is not None:
+            stash.neighbours.strategy = None
+            if self.begin in stash.neighbours.before_backward:
+                stash.neighbours.before_backward.remove(self.begin)
+
+    def begin(self, optimizer: Any, stash: Stash) -> None:
+        """Before a `scale_loss`: note the groups, and refuse a loss that would add to gradients stepped already."""
+        if self._body is not None and self._body.failed:
+            self.end()  # a batch that the script gives up, some of whose parameters are stepped
+        if self._reached:
+            raise RuntimeError(
+                f"scale_loss: gradient_release=True has stepped {len(self._reached)} parameters of this "
+                f"{base_class(optimizer).__name__} in a backward since its last step(): gradients of several losses, "
+                "or micro-batches, cannot add up; call optimizer.step() after each backward, or leave "
+                "gradient_release out"
+            )
+        groups = enumerate(optimizer.param_groups)
+        self._groups = {id(master): index for index, group in groups for master in group["params"]}
+
+    def end(self, *_: Any) -> None:
+        """Behind the optimizer's `step`: the iteration is over."""
+        self._forget_ready()
+        self._reached.clear()
+        self._body, self._written = None, Written()
+
+    def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
+        return True
+
+    def run(self, step: Step, plain: Plain) -> Any:
+        """Step what no backward has stepped: settling masters that one has would be a pass over all weights."""
+        reached = {id(link.master): link.master for param, link in step.links if id(param) in self._reached}
+        step.links = step.links.without({key for key, master in reached.items() if not has_gradient(master)})
+        strategy = _suiting(step, plain, type(step.optimizer))
+        return self._run_rest(step, strategy, plain) if self._written else strategy.run(step, plain)
+
+    def _run_rest(self, step: Step, strategy: Strategy, plain: Plain) -> Any:
+        """Step the groups that no backward has reached, or that have gradients; then write back what all have written.
+
+        A registered class counts its steps in groups and attributes: as in portions, all begin with the same count.
+        """
+        optimizer, written, result = step.optimizer, self._written, None
+        rest = [
+            group
+            for group in optimizer.param_groups
+            if step.given or not written.has(group) or any(map(has_gradient, group["params"]))
+        ]
+        partial = PartialStep(optimizer, [(group, group["params"]) for group in rest])
+        step.optimizer = partial.shell
+        try:
+            if rest:
+                result = strategy.run(step, plain)
+                written.note(partial)
+            else:
+                settle(step.links)
+        finally:
+            step.optimizer = optimizer
+            written.write_back(optimizer)
+        return result
+
+    def _gradient_is_whole(self, param: Tensor) -> None:
+        optimizer = self._optimizer()
+        stash = None if optimizer is None else stash_of(optimizer)
+        if stash is None or optimizer is None or (body := stash.backward.body) is None or own_grad(param) is None:
+            return
+        master = master_of(param)
+        index = self._groups.get(id(param if master is None else master))
+        if index is None:
+            return  # user code has taken it out of the groups
+        self._refuse(stash, param)
+        self._body = body
+        self._reached.add(id(param))
+        self._ready.append((index, param))
+        self._elements += param.numel()
+        if self._elements >= TOGETHER or (task := torch._C._current_graph_task_id()) < 0:
+            self._step_ready()
+        elif task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._step_ready)
+
+    def _step_ready(self) -> None:
+        optimizer = self._optimizer()
+        stash = None if optimizer is None else stash_of(optimizer)
+        ready = [(index, param) for index, param in self._ready if own_grad(param) is not None]
+        self._forget_ready()
+        if ready and optimizer is not None and stash is not None:
+            step_some(optimizer, stash, ready, self._written)
+
+    def _forget_ready(self) -> None:
+        self._ready, self._elements = [], 0
+
+    def _refuse(self, stash: Stash, param: Tensor) -> None:
+        """Raise, before anything is written, where the gradient is not the one that a step would take."""
+        body, grad = stash.backward.body, own_grad(param)
+        if grad is None:
+            return
+        if _is_nested():
+            why = (
+                "gets a gradient in a backward within backward, which may be a part of its gradient (a checkpoint with "
+                "use_reentrant=True): call checkpoint with use_reentrant=False"
+            )
+        elif id(param) in self._reached:
+            why = "has had a gradient in this backward before, which is stepped already (two passes of one graph)"
+        elif stash.step is not None:
+            why = f"gets a gradient in a closure of step(): {supported.reason('gradient_release', 'a closure')}"
+        elif body is not None and body.delay_unscale:
+            why = "gets a gradient that delay_unscale=True leaves for the next micro-batch to add to"
+        elif grad.requires_grad:
+            why = "gets a gradient that is part of a graph (create_graph=True)"
+        elif grad.layout is not torch.strided:
+            why = "gets a sparse gradient"
+        elif device_sync.is_capturing():
+            cause = supported.reason("gradient_release", "CUDA graphs")
+            why = f"gets a gradient in the capture of a CUDA graph: {cause}"
+        elif _has_other_processes():
+            why = "gets a gradient that other processes add theirs to"
+        else:
+            return
+        name = stash.neighbours.names.get(id(param), "a parameter")
+        raise RuntimeError(
+            f"backward: with gradient_release=True {name} {why}; leave gradient_release out of initialize()"
+        )
+
+
+def _is_nested() -> bool:
+    """Whether the backward that runs was started in the backward of an autograd.Function."""
+    frame = sys._getframe(1)
+    while frame.f_code is not _BACKWARD_OF_FUNCTION:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
+
+
+@without_grad
+def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], written: Written) -> None:
+    """Step parameters (index of the group, parameter) that have gradients, as `optimizer.step` would; drop these.
+
+    What a registered class writes into its groups and attributes is in `written` alone. No sync. Under an exception
+    each parameter is stepped or not, weight and master alike.
+    """
+    waiting = stash.masters.waiting
+    pairs: list[tuple[Tensor, Tensor]] = []
+    linked: list[tuple[Tensor, Link]] = []
+    by_group: dict[int, list[Tensor]] = {}
+    for index, param in ready:
+        if (link := link_of(param)) is not None:
+            linked.append((param, link))
+        master = param if link is None else link.master
+        pairs.append((param, master))
+        by_group.setdefault(index, []).append(master)
+    partial = PartialStep(optimizer, [(optimizer.param_groups[index], masters) for index, masters in by_group.items()])
+    plain = plain_step(base_class(optimizer))
+    assert plain is not None
+    step = Step(partial.shell, stash)
+    step.links = LinkList(linked)
+    try:
+        if others := _let_wait(linked, waiting):
+            gather(others, None)
+        with regions.region(None):
+            _suiting(step, plain, type(optimizer)).run(step, plain)
+        if step.unpublished is not None:
+            publish(step.unpublished)
+        if per_parameter.is_registered(base_class(optimizer)):
+            written.note(partial)
+    finally:
+        if waiting is not None:
+            waiting.clear([link.master for _, link in linked])
+        drop_gradients([tensor for pair in pairs for tensor in pair])
+
+
+def _suiting(step: Step, plain: Plain, kind: Any) -> Strategy:
+    """How optimizers of the class `kind` make this step."""
+    return suiting(kind.strategy, step, trusted=is_untouched(plain) or plain in trusted_steps)
+
+
+def _let_wait(linked: list[tuple[Tensor, Link]], waiting: HalfGradients | None) -> list[tuple[Tensor, Tensor]]:
+    """Have gradients wait for the step of their masters as they are, where they can; the others (param, master).
+
+    `HalfGradients.take` would want each alone in its memory: in a hook autograd holds it too, and writes nothing.
+    """
+    if waiting is None or waiting:
+        return [(param, link.master) for param, link in linked]
+    half, others = {}, []
+    for param, link in linked:
+        grad = own_grad(param)
+        if grad is not None and grad.dtype is param.dtype and grad.stride() == param.stride():
+            half[id(link.master)] = grad
+        else:
+            others.append((param, link.master))
+    waiting.hold(half)
+    return others
+
+
+def _refuse_clipping(params: list[Tensor]) -> None:
+    if any(_released.get(id(param)) is param for param in params):
+        raise RuntimeError(
+            "clip_grad: with gradient_release=True parameters are stepped in backward, before all gradients are there "
+            "to be clipped; leave gradient_release out of initialize()"
+        )
+
+
+def _has_other_processes() -> bool:
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,380 @@
+"""The strategy of optimizers that we know: unscale, clip, moments, master, the model's weight in one pass.
+
+`KERNELS` has a function for each: where the optimizer keeps what, and which settings it has. The state is torch's own,
+so that an optimizer may go from this way to torch's and back at any step. What the kernels do not take (sparse
+gradients, capturable=True, a state that somebody has replaced) goes the optimizer's own way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from itertools import chain, compress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch import multi_tensor
+from amp_patch.masters.held_gradients import can_wait
+from amp_patch.masters.masters import (
+    LinkList,
+    add_gradients,
+    materialize,
+    note_stepped,
+    publish_written,
+    settle,
+    without_materialized,
+)
+from amp_patch.multi_tensor import backends
+from amp_patch.optimizers.adam import FusedAdam
+from amp_patch.optimizers.sgd import FusedSGD
+from amp_patch.support import device_sync
+from amp_patch.support.blocks import without_grad
+from amp_patch.support.patches import is_untouched
+from amp_patch.training.stash import Stash
+from amp_patch.training.step import WHOLE, Plain, Step, Strategy
+from amp_patch.ways.batch import Batch, BatchState, Group, NotKnown
+from amp_patch.ways.partial_step import PartialStep
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The optimizers that the kernels know
+
+
+def kernel_of(optimizer: Any) -> Kernel | None:
+    """What steps a batch of this optimizer's parameters, given the overflow flag; None where none of ours does."""
+    return KERNELS.get(getattr(type(optimizer), "_amp_base", type(optimizer)))
+
+
+def counts(optimizer: Any) -> list[int]:
+    """What the groups of an optimizer that counts there (FusedAdam) count with this step; of any other nothing."""
+    groups = optimizer.param_groups if isinstance(optimizer, FusedAdam) else []
+    return [0 if isinstance(step := group.get("step", 0), Tensor) else int(step) + 1 for group in groups]
+
+
+Kernel = Callable[[Any, Batch, Tensor | None], None]
+
+# torch's question whether a graph is captured that would keep the learning rate and the count of now, by its names.
+_CAPTURE_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
+
+
+def _adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
+    for name in _CAPTURE_CHECKS:
+        if (check := getattr(optimizer, name, None)) is not None:
+            check()
+            break
+    group = batch.group
+    names = ("exp_avg", "exp_avg_sq", "step") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
+    averages, squares, steps, *largest = _state_lists(optimizer, batch, names)
+    multi_tensor.multi_tensor_adam(
+        batch.grads,
+        batch.stepped,
+        averages,
+        squares,
+        largest[0] if largest else None,
+        steps,
+        **_adam_settings(batch),
+        decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
+        maximize=group["maximize"],
+        found_inf=found_inf,
+    )
+
+
+def _adam_settings(batch: Batch) -> dict[str, Any]:
+    """What torch's Adams and ours call alike."""
+    beta1, beta2 = batch.group["betas"]
+    numbers = {name: batch.group[name] for name in ("eps", "weight_decay")}
+    return {"lr": _number(batch.group["lr"], batch), "beta1": beta1, "beta2": beta2, **numbers, **batch.settings}
+
+
+def _sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
+    group = batch.group
+    buffers = None
+    if group["momentum"]:
+        if batch.first_run:
+            buffers = batch.made(optimizer, "momentum_buffer")
+        else:
+            buffers = list(map(batch.getter("momentum_buffer"), map(optimizer.state.get, batch.masters)))
+    try:
+        multi_tensor.multi_tensor_sgd(
+            batch.grads,
+            batch.stepped,
+            buffers,
+            lr=_number(group["lr"], batch),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            maximize=group.get("maximize", False),
+            first_run=batch.first_run,
+            found_inf=found_inf,
+            **batch.settings,
+        )
+    finally:
+        if batch.first_run and not batch.is_stepped:
+            for master in batch.masters:
+                optimizer.state[master].pop("momentum_buffer", None)
+
+
+def _fused_sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
+    if optimizer.wd_after_momentum and batch.group["weight_decay"]:
+        raise NotKnown  # its `decay` is more exact than the kernel's
+    _sgd(optimizer, batch, found_inf)
+
+
+def _fused_adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
+    group = batch.group
+    decoupled = optimizer.adam_w_mode and group["weight_decay"]  # its `decay` is more exact than the kernel's
+    count = group.get("step", 0)
+    if decoupled or optimizer.capturable or optimizer.master_weights or isinstance(count, Tensor):
+        raise NotKnown
+    if device_sync.is_capturing():
+        raise NotKnown  # its own step refuses: a replay would not count
+    multi_tensor.multi_tensor_adam(
+        batch.grads,
+        batch.stepped,
+        batch.averages(optimizer, "exp_avg"),
+        batch.averages(optimizer, "exp_avg_sq"),
+        None,
+        float(count),
+        **_adam_settings(batch),
+        decoupled=False,
+        bias_correction=bool(group["bias_correction"]),
+        found_inf=found_inf,
+    )
+
+
+def _number(value: Any, batch: Batch) -> Any:
+    """A setting, on the device of the parameters if it is a tensor; one of the host is read there."""
+    if not isinstance(value, Tensor) or value.device == batch.masters[0].device:
+        return value
+    return value.item() if value.device.type == "cpu" else value.to(batch.masters[0].device)
+
+
+def _state_lists(optimizer: Any, batch: Batch, names: tuple[str, ...]) -> list[list[Tensor]]:
+    """Per name the state of the batch's parameters; what is new is made by torch's own code."""
+    state = optimizer.state
+    states = list(map(state.get, batch.masters))
+    if not all(states):
+        make_state(
+            optimizer, batch.group, [master for master, its in zip(batch.masters, states, strict=True) if not its]
+        )
+        states = [state[master] for master in batch.masters]
+    try:
+        if states[0]["step"].dtype is torch.float64:
+            for its in states:  # torch makes counts FP64 where that is the default type, also in checkpoints
+                its["step"] = its["step"].float()
+        return [list(map(batch.getter(name), states)) for name in names]
+    except KeyError as error:
+        raise NotKnown from error
+
+
+def make_state(optimizer: Any, group: Group, masters: list[Tensor]) -> None:
+    """Let torch make the state of `masters`, in place."""
+    state = optimizer.state
+    # `_init_group` wants a gradient; a stand-in keeps the master's unmaterialized.
+    stand_ins = {nn.Parameter(master.detach(), requires_grad=False): master for master in masters}
+    try:
+        for stand_in in stand_ins:
+            stand_in.grad = stand_in.detach()
+        _, *names = inspect.signature(optimizer._init_group).parameters
+        # The rest are lists to be filled, save that torch 2.6's AdamW is told the group's `amsgrad` too.
+        others = [group.get(name, []) for name in names]
+        optimizer._init_group({**group, "params": list(stand_ins)}, *others)
+        for stand_in, master in stand_ins.items():
+            state[master] = state[stand_in]
+    except Exception as error:  # the optimizer will say so itself
+        raise NotKnown from error
+    finally:
+        for stand_in in stand_ins:
+            state.pop(stand_in, None)
+
+
+KERNELS: dict[type, Kernel] = {
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.SGD: _sgd,
+    FusedAdam: _fused_adam,
+    FusedSGD: _fused_sgd,
+}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The step
+
+_NUMBERS = ("weight_decay", "momentum", "dampening", "eps")  # settings that the kernels do not read from the device
+
+
+def suits_class(base: Any) -> bool:
+    """Whether `base` is exactly a class of the table, whose `step` nobody has replaced."""
+    return base in KERNELS and is_untouched(base.step)
+
+
+class InOnePass(Strategy):
+    """Unscale, clip, moments, master, the model's weight: in one pass over the memory."""
+
+    batch = Batch
+
+    def suits_class(self, base: Any) -> bool:
+        return suits_class(base)
+
+    def knows(self, optimizer: Any, stash: Stash) -> bool:
+        return kernel_of(optimizer) is not None and can_wait()
+
+    def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
+        # With the backend "torch" torch's own kernels are nearer to torch's numbers.
+        return not given and backends.active is not None
+
+    @without_grad
+    def run(self, step: Step, plain: Plain) -> None:
+        optimizer = step.optimizer
+        if step.links.params:
+            publish_written(step.links)
+        try:
+            batches = _batches(optimizer, step.stash, self.batch)
+        except NotKnown:
+            WHOLE.run(step, plain)
+            return
+        step.writes = True
+        counted = counts(optimizer) if batches else []
+        try:
+            _step_all(step, batches, counted, plain)
+        except BaseException:
+            is_left = any(batch.state is BatchState.LEFT for batch in batches)
+            if any(batch.is_stepped for batch in batches) and not is_left:
+                _step_all(step, batches, counted, plain)  # all or nothing, also where somebody interrupts
+            raise
+
+
+IN_ONE_PASS = InOnePass()
+
+
+def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain) -> None:
+    """Step those batches that have not been: in one pass, or the optimizer's own way, which counts by itself."""
+    optimizer, links = step.optimizer, step.links
+    masters = (master for batch in batches for master in batch.masters)
+    left = without_materialized(masters, partial(_run_kernels, step, batches))
+    others = None
+    if left or sum([len(batch.weights) for batch in batches]) < len(links.params):
+        others = links.without({id(m) for b in batches if b.is_stepped and b.weights for m in b.masters})
+        settle(others)
+    if not left:
+        for group, count in zip(optimizer.param_groups, counted, strict=False):
+            group["step"] = count
+        done(step)
+        return
+    by_master = step.stash.masters.by_master
+    step.unpublished = LinkList(by_master[id(m)] for batch in left if batch.weights for m in batch.masters)
+    _step_with_torch(optimizer, left, plain)
+    done(step, others)
+
+
+def done(step: Step, left: LinkList | None = None) -> None:
+    """Note that the strategy has made the step, and brought all masters and weights in step but those of `left`."""
+    # Set `stepped` first: after an interrupt in here `save` has erased the other sign of a finished step.
+    step.stepped = True
+    links = step.links if left is None else step.links.without(set(map(id, left.masters)))
+    links.versions.save()
+
+
+def _run_kernels(step: Step, batches: list[Batch]) -> list[Batch]:
+    """Step those `batches` that have not been; returns those that the kernels do not take, in which nothing changed."""
+    optimizer, flag = step.optimizer, step.overflow
+    kernel, left = kernel_of(optimizer), []
+    for batch in batches:
+        if batch.state is not BatchState.REFUSED and not batch.is_stepped:
+            try:
+                if kernel is None or not _is_ordinary(optimizer, batch.group, flag):
+                    raise NotKnown
+                with torch._C.DisableTorchFunctionSubclass():  # closed masters are asked for anything but their value
+                    kernel(optimizer, batch, None if flag is None else flag.to(batch.grads[0].device))
+            except (NotKnown, TypeError, ValueError):
+                if batch.is_stepped:  # the kernel raises before its first write: this came after it
+                    raise
+                batch.state = BatchState.REFUSED
+        if batch.state is BatchState.REFUSED:
+            left.append(batch)
+        else:
+            if batch.draws and batch.state is BatchState.NEW:
+                note_stepped(batch.masters)
+            batch.state = BatchState.STEPPED
+    return left
+
+
+def _is_ordinary(optimizer: Any, group: Group, flag: Tensor | None) -> bool:
+    """Whether the group has no setting that the kernels do not know."""
+    if group.get("capturable") or group.get("differentiable") or getattr(optimizer, "grad_scale", None) is not None:
+        return False
+    if flag is None and getattr(optimizer, "found_inf", None) is not None:  # a GradScaler's
+        return False
+    settings = (*map(group.get, _NUMBERS), *group.get("betas", ()))
+    return not [setting for setting in settings if isinstance(setting, Tensor)]
+
+
+def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
+    """The parameters that have a gradient: per group and device those whose gradient waits, with a master, without.
+
+    Raises:
+        NotKnown: a gradient is sparse.
+    """
+    waiting = stash.masters.waiting
+    if waiting:
+        add_gradients(stash.masters.links.masters)
+    half = {} if waiting is None else waiting.grads
+    factors = [] if waiting is None else waiting.factors
+    link_of, made = stash.masters.by_master, []
+    for group in optimizer.param_groups:
+        keys = list(map(id, group["params"]))
+        if keys and all(map(half.__contains__, keys)):  # nearly always
+            grads, weights = list(map(half.__getitem__, keys)), [link_of[key][0] for key in keys]
+            made += _by_age(optimizer, kind(group, factors, list(group["params"]), grads, weights))
+            continue
+        batches: dict[tuple[Any, ...], Batch] = {}
+        for master in group["params"]:
+            linked = link_of.get(id(master))
+            waits = linked is not None and id(master) in half
+            grad = half[id(master)] if waits else master.grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                raise NotKnown  # torch may refuse it, before any parameter is stepped
+            which = (waits, linked is None, grad.device)
+            batch = batches.setdefault(which, kind(group, factors if waits else ()))
+            batch.masters.append(master)
+            batch.grads.append(grad)
+            if linked is not None:
+                batch.weights.append(linked[0])
+        for batch in batches.values():
+            made += _by_age(optimizer, batch)
+    return made
+
+
+def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
+    """The batch; SGD's in two, since a first momentum is made otherwise."""
+    if not batch.group.get("momentum"):
+        return [batch.ready()]
+    fresh = [dict.get(optimizer.state[master], "momentum_buffer") is None for master in batch.masters]
+    made = []
+    for first_run in set(fresh):
+        chosen = [is_fresh is first_run for is_fresh in fresh]
+        masters, grads = list(compress(batch.masters, chosen)), list(compress(batch.grads, chosen))
+        weights = list(compress(batch.weights, chosen))
+        made.append(type(batch)(batch.group, batch.factors, masters, grads, weights, first_run=first_run).ready())
+    return made
+
+
+def _step_with_torch(optimizer: Any, batches: list[Batch], plain: Plain) -> None:
+    """Step the parameters of `batches` as the optimizer does it by itself."""
+    chunks = ((group, [b.masters for b in batches if b.group is group]) for group in optimizer.param_groups)
+    partial = PartialStep(optimizer, [(group, list(chain(*masters))) for group, masters in chunks], at_once=True)
+    for batch in batches:
+        batch.state = BatchState.LEFT
+        materialize(batch.masters)
+    try:
+        plain(partial.shell)
+    finally:
+        partial.give_back_attributes()
+    for batch in batches:
+        for master in batch.masters:  # torch's fused kernels leave versions as they are
+            torch.autograd.graph.increment_version(master)

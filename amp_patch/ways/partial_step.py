@@ -1,0 +1,155 @@
+"""A step of an optimizer's own code on other tensors than all that its groups hold: the one way to make such a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.support.generated_class import base_class
+
+Group = dict[str, Any]
+
+NOT_SETTINGS = ("params",)
+NOT_ATTRIBUTES = ("param_groups", "state")
+
+
+def new_of_class(optimizer: Any) -> Any:
+    """Return an object of the class of `optimizer`, without attributes."""
+    return object.__new__(base_class(optimizer))
+
+
+class PartialStep:
+    """An optimizer's own code on some of its parameters, or on tensors in their place.
+
+    The code runs on `shell`, another object of the class: groups and gradients of the optimizer stay as they are,
+    whatever ends the step. The state is the optimizer's.
+
+    Args:
+        optimizer: the user's.
+        chunks: groups of it, each with what is stepped of the group.
+        replace: returns what is stepped in place of a parameter.
+        at_once: whether a setting that the code writes into a group is the optimizer's at once, or never
+            (`Written` collects such settings).
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        chunks: Iterable[tuple[Group, list[Tensor]]],
+        replace: Callable[[Tensor], Tensor] | None = None,
+        *,
+        at_once: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.groups: list[Group] = []
+        self.shell = shell = new_of_class(optimizer)
+        vars(shell).update(vars(optimizer))
+        shell.param_groups = []
+        kind: type[Group] = _Group if at_once else dict
+        for group, params in chunks:
+            self.groups.append(group)
+            shell.param_groups.append(kind(group, params=params if replace is None else list(map(replace, params))))
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes that the code has set on the shell."""
+        return changed(vars(self.optimizer), vars(self.shell), NOT_ATTRIBUTES)
+
+    def give_back_attributes(self) -> None:
+        """Set these on the optimizer."""
+        vars(self.optimizer).update(self.attributes())
+
+
+class _Group(Group):
+    """A group with other parameters: a setting that is written here is written into the group."""
+
+    def __init__(self, group: Group, params: list[Tensor]) -> None:
+        super().__init__(group, params=params)
+        self._group = group
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if name not in NOT_SETTINGS:
+            self._group[name] = value
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
+class PortionsDisagreeError(RuntimeError):
+    """Two portions of a step have written different numbers into the group or the optimizer."""
+
+
+class Written:
+    """What shells have written into groups and attributes in one step: kept apart until all have begun with the same.
+
+    False until a shell has stepped.
+    """
+
+    def __init__(self) -> None:
+        self._attributes: dict[str, Any] | None = None
+        self._settings: dict[int, Group] = {}  # by id(group)
+
+    def __bool__(self) -> bool:
+        return self._attributes is not None
+
+    def has(self, group: Group) -> bool:
+        """Whether a shell has stepped some of this group of the optimizer."""
+        return id(group) in self._settings
+
+    def note(self, partial: PartialStep) -> None:
+        """Take note of what `partial` has written.
+
+        Raises:
+            PortionsDisagreeError: another has written something else.
+        """
+        optimizer, attributes = partial.optimizer, partial.attributes()
+        self._refuse_if_different(optimizer, self._attributes, attributes, "optimizer")
+        for group, after in zip(partial.groups, partial.shell.param_groups, strict=True):
+            settings = changed(group, after, NOT_SETTINGS)
+            self._refuse_if_different(optimizer, self._settings.get(id(group)), settings, "group")
+            self._settings[id(group)] = settings
+        self._attributes = attributes
+
+    @staticmethod
+    def _refuse_if_different(optimizer: Any, before: dict[str, Any] | None, now: dict[str, Any], where: str) -> None:
+        if before is None or same(before, now):
+            return
+        name = next(name for name in [*before, *now] if not same(before.get(name), now.get(name)))
+        kind = base_class(optimizer).__name__
+        raise PortionsDisagreeError(
+            f"{kind}.step: {kind} was registered by register_per_parameter_optimizer, but its step has left {name!r} "
+            f"of the {where} at {before.get(name)} with some parameters and at {now.get(name)} with others: it does "
+            "not step each parameter by itself. Some parameters are stepped: go back to a checkpoint, and leave the "
+            "registration out"
+        )
+
+    def write_back(self, optimizer: Any) -> None:
+        """Have the optimizer and its groups have what the shells have written."""
+        for group in optimizer.param_groups:
+            group.update(self._settings.get(id(group), {}))
+        vars(optimizer).update(self._attributes or {})
+
+
+def changed(before: dict[str, Any], after: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in after.items()
+        if name not in without and not (name in before and before[name] is value)
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nested containers of tensors and numbers are equal, to the bit."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)

@@ -1,0 +1,225 @@
+"""Steps of torch's other optimizers, unmodified, on one cache-sized portion of the parameters after the other.
+
+An optimizer makes pass after pass over all that it is given, and all of that goes through the memory each time. Given
+the masters of a few parameters, it makes all its passes, and we unscale before it and round after it, in the cache.
+
+The optimizer's own code is run on a copy of the optimizer's shell: the state is the optimizer's, and the one group of
+the copy has the same settings and fewer parameters. Groups and gradients stay where they are, so that there is nothing
+to put back after an exception. What was stepped when one comes `Step.leave` publishes and consumes.
+
+This is sound where parameters are stepped each by itself, which is a fact of a release of torch: `BY_CLASS` has it for
+each class of torch.optim, and a test steps each with all its settings in portions and as a whole, on every torch that
+we test. Another's class is stepped as a whole, for it may clip all gradients by one norm, unless a user has registered
+it (per_parameter.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.masters.held_gradients import can_wait, room_for
+from amp_patch.masters.master import Master
+from amp_patch.masters.masters import PLAIN_TYPES, LinkList, has_gradient, materialize, round_into_weights, settle
+from amp_patch.support.blocks import without_grad
+from amp_patch.support.generated_class import base_class
+from amp_patch.support.patches import is_untouched
+from amp_patch.training.stash import Stash
+from amp_patch.training.step import WHOLE, Plain, Step, Strategy
+from amp_patch.ways import per_parameter
+from amp_patch.ways.one_pass import done
+
+logger = logging.getLogger("amp_patch")
+
+Group = dict[str, Any]
+
+# Elements: 2 MB in FP32. Of 1, 2, 4 and 8 MB this took the least time for NAdam (foreach=True, one thread, a cache of
+# 2 MB a core); RMSprop took the same with all four.
+PORTION = 2**19
+
+_said: set[tuple[type, str]] = set()
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What may be stepped in portions
+
+# By class of torch.optim: why its step takes all parameters at once; None where portions give the same numbers.
+BY_CLASS: dict[str, str | None] = {
+    "ASGD": None,
+    "Adadelta": None,
+    "Adafactor": None,
+    "Adagrad": None,
+    "Adam": None,
+    "AdamW": None,
+    "Adamax": None,
+    "LBFGS": "one direction is made of all gradients",
+    "Muon": None,
+    "NAdam": None,
+    "RAdam": None,
+    "RMSprop": None,
+    "Rprop": None,
+    "SGD": None,
+    "SparseAdam": "it takes sparse gradients alone",
+}
+
+# Groups with one of these set are stepped as a whole: torch's fused kernels pass over the memory once by themselves,
+# capturable steps are for GPUs, and autograd's graph through a differentiable step needs its gradients afterwards.
+WHOLE_WITH = ("fused", "capturable", "differentiable")
+
+# The first and the last release of torch that `BY_CLASS` speaks of. In a later one a step may have learnt to look at
+# all parameters at once.
+RELEASES = ((2, 6), (2, 15))
+
+
+def is_torchs(base: Any) -> bool:
+    """Whether `base` is a class of torch.optim itself, with torch's step."""
+    return is_untouched(base.step) and getattr(torch.optim, base.__name__, None) is base
+
+
+def reason_against(optimizer: Any, whole_with: Sequence[str] = WHOLE_WITH) -> str | None:
+    """Why the optimizer, with its settings of now, is stepped as a whole; None where portions are sound.
+
+    Args:
+        whole_with: the settings that are against it.
+    """
+    base = base_class(optimizer)
+    if not per_parameter.is_registered(base) and (reason := _reason_against_class(base)) is not None:
+        return reason
+    for group in optimizer.param_groups:
+        for setting in whole_with:
+            if group.get(setting):
+                return f"{setting}=True"
+        if any(map(_has_tensor, map(group.get, optimizer.defaults))):
+            return "a setting is a tensor"
+    return None
+
+
+def _reason_against_class(base: Any) -> str | None:
+    if not is_torchs(base):
+        return (
+            "its class is not one of torch.optim, nor registered as one that steps each parameter by itself (by "
+            f"amp.register_per_parameter_optimizer, or AMP_PATCH_PER_PARAMETER={base.__name__} without an edit)"
+        )
+    first, last = RELEASES
+    if not first <= tuple(map(int, torch.__version__.split(".")[:2])) <= last:
+        return f"torch {torch.__version__} is not in {_dotted(first)} to {_dotted(last)}, whose optimizers are known"
+    return BY_CLASS.get(base.__name__, "its class is unknown")
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+def _has_tensor(setting: Any) -> bool:
+    return isinstance(setting, Tensor) or (isinstance(setting, tuple | list) and any(map(_has_tensor, setting)))
+
+
+def is_sound(optimizer: Any) -> bool:
+    """Whether nothing is against portions; the log says once per class and reason what is."""
+    reason = reason_against(optimizer)
+    if reason is not None:
+        _say(optimizer, reason)
+    return reason is None
+
+
+def _say(optimizer: Any, reason: str) -> None:
+    base = base_class(optimizer)
+    if (base, reason) not in _said:
+        _said.add((base, reason))
+        logger.info("%s steps all parameters at once, not in portions: %s", base.__name__, reason)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The step
+
+
+class InPortions(Strategy):
+    """The optimizer's own step on a few parameters at a time, between unscaling and rounding, in the cache."""
+
+    devices: tuple[str, ...] = ("cpu",)  # where that is worth while
+
+    def suits_class(self, base: Any) -> bool:
+        return True
+
+    def knows(self, optimizer: Any, stash: Stash) -> bool:
+        params = stash.masters.links.params
+        if not params or not can_wait() or any(param.device.type != "cpu" for param in params):
+            return False
+        return is_sound(optimizer)
+
+    def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
+        if not stash.masters.links or not stash.unobserved:
+            return False
+        if given:
+            _say(optimizer, "step() was given a closure")
+            return False
+        return is_sound(optimizer)
+
+    def run(self, step: Step, plain: Plain) -> Any:
+        portions = list(_portions(step.optimizer))
+        if not portions or not all(_is_dense(m, self.devices) for _, masters in portions for m in masters):
+            return WHOLE.run(step, plain)  # portions are known to be right for dense gradients alone
+        _settle_others(step, portions)
+        _step_each(step, portions, plain)
+        done(step)
+        return None
+
+
+IN_PORTIONS = InPortions()
+
+
+@without_grad
+def _settle_others(step: Step, portions: list[tuple[Group, list[Tensor]]]) -> None:
+    settle(step.links.without({id(master) for _, masters in portions for master in masters}))
+
+
+@without_grad
+def _step_each(step: Step, portions: list[tuple[Group, list[Tensor]]], plain: Plain) -> None:
+    masters_of = step.stash.masters
+    waiting, link_of = masters_of.waiting, masters_of.by_master
+    room = max(sum(map(room_for, masters)) for _, masters in portions)
+    with per_parameter.stepping(step.optimizer, plain) as step_some:
+        for group, masters in portions:
+            links = LinkList(pair for master in masters if (pair := link_of.get(id(master))) is not None)
+            settle(links)
+            try:
+                if waiting is not None:
+                    waiting.lend(masters, room)
+                step.writes = True  # until the first portion runs, written masters are user edits
+                materialize(masters)
+                step_some(group, masters)
+            finally:
+                if waiting is not None:
+                    waiting.lent = {}
+            round_into_weights(links)
+
+
+def _portions(optimizer: Any) -> Iterator[tuple[Group, list[Tensor]]]:
+    """The parameters that have a gradient, in their order: of one group, and together no larger than `PORTION`."""
+    for group in optimizer.param_groups:
+        masters: list[Tensor] = []
+        size = 0
+        for master in group["params"]:
+            if not has_gradient(master):
+                continue
+            count = master.numel()
+            if masters and size + count > PORTION:
+                yield group, masters
+                masters, size = [], 0
+            masters.append(master)
+            size += count
+        if masters:
+            yield group, masters
+
+
+def _is_dense(master: Tensor, devices: tuple[str, ...]) -> bool:
+    """Whether master and gradient are plain tensors on these devices; one that waits in low precision is."""
+    if type(master) not in PLAIN_TYPES or master.device.type not in devices:
+        return False
+    if isinstance(master, Master) and master.waits_alone():
+        return True
+    grad = master.grad
+    return grad is not None and type(grad) in PLAIN_TYPES and grad.layout is torch.strided

@@ -1,0 +1,191 @@
+"""The trial of a registered class of optimizers (per_parameter.py) on small parameters, with the user's settings.
+
+Parameters all together are stepped against one by one.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch import environment
+from amp_patch.policy import Policy
+from amp_patch.support.distributed import stateful
+from amp_patch.support.generated_class import base_class
+from amp_patch.support.random_states import random_states, restored_random_states
+from amp_patch.training.step import Plain
+from amp_patch.ways.partial_step import NOT_SETTINGS, PortionsDisagreeError, changed, new_of_class, same
+from amp_patch.ways.per_parameter import (
+    Registration,
+    is_registered,
+    register_per_parameter_optimizer,
+    registration_of,
+    stepping,
+)
+
+Shape = tuple[int, ...]
+
+STEPS = 12  # some do more at each fifth or tenth, Lookahead's merge say
+_DIFFERENT = "it steps a parameter by itself differently from the same among others; leave the registration out"
+SHIFT = 64.0  # of the weights, by which a state that holds weights is shifted too
+
+
+def check_optimizer(optimizer: Any, policy: Policy) -> None:
+    """`check`, of an optimizer that `initialize` may step in portions, or whose state it keeps in eight bits."""
+    if policy.master_weights or policy.optimizer_state is not None:
+        check(stateful(optimizer), policy.optimizer_state is not None)
+
+
+def check(optimizer: Any, keeps_codes: bool) -> None:
+    """Raise if the (innermost) optimizer is of a registered class and, on small parameters, not what that wants.
+
+    A class that ``AMP_PATCH_PER_PARAMETER`` names is registered here: for a script that is not to be edited.
+
+    Args:
+        keeps_codes: whether its state is to be in eight bits.
+    """
+    base = base_class(optimizer)
+    named = environment.per_parameter_optimizers()
+    if base.__name__ in named and not is_registered(base) and isinstance(optimizer, torch.optim.Optimizer):
+        register_per_parameter_optimizer(base, fp32_state=named[base.__name__])
+    found = registration_of(base)
+    if found is None:
+        return
+    reason = _reason_against(optimizer, found, keeps_codes)
+    if reason is not None:
+        raise ValueError(
+            f"initialize: {base.__name__} was registered by register_per_parameter_optimizer, but tried on small "
+            f"parameters {reason}"
+        )
+
+
+@torch.no_grad()
+def _reason_against(optimizer: Any, found: Registration, keeps_codes: bool) -> str | None:
+    pair: list[Any] = []  # of the same weights, but for a shift
+    try:
+        with warnings.catch_warnings(), restored_random_states() as before:
+            warnings.simplefilter("ignore")
+            whole, portioned = toy_of(optimizer), toy_of(optimizer)
+            if keeps_codes:  # a decay that is added to the gradient would have all state follow the weights
+                pair = [toy_of(optimizer, weight_decay=0.0), toy_of(optimizer, SHIFT, weight_decay=0.0)]
+            for step in range(STEPS):
+                for toy in (whole, portioned, *pair):
+                    _give_gradients(toy, step)
+                    _step_toy(toy, found.plain, by_itself=toy is portioned)
+                if not same(random_states(), before):
+                    return "it draws random numbers, which portions would draw more of; leave the registration out"
+                if not _agree(whole, portioned):
+                    return _DIFFERENT
+    except PortionsDisagreeError:
+        return _DIFFERENT
+    except Exception as error:  # the class's own code, of which nothing is known
+        return f"its step fails ({type(error).__name__}: {error}); mend that, or leave the registration out"
+    names = list(dict.fromkeys(name for state in whole.state.values() for name in state))
+    if unknown := found.fp32_state - set(names):
+        return f"its state has no {sorted(unknown)[0]!r}, which fp32_state names; it has {', '.join(names) or 'none'}"
+    held = [name for name in names if pair and name not in found.fp32_state and _holds_weights(pair, name)]
+    if held:
+        return (
+            f"its state {held[0]!r} holds weights, which eight bits are too few for; register it with "
+            f"fp32_state={[*sorted(found.fp32_state), *held]}"
+        )
+    return None
+
+
+def _small_shapes(params: Sequence[Tensor]) -> list[Shape]:
+    """Two to five shapes of as many dimensions as those of `params`."""
+    shapes = list(dict.fromkeys(tuple(param.shape) for param in params))
+    chosen = [tuple(min(size, 3 + place) for size in shape) for place, shape in enumerate(shapes[:5])]
+    return chosen * 2 if len(chosen) == 1 else chosen
+
+
+def toy_of(optimizer: Any, shift: float = 0.0, **instead: Any) -> Any:
+    """An optimizer of the same class and settings, whose groups have a few small parameters of the same kinds.
+
+    `instead` takes the place of settings that there are. They are FP64, whose last bits tell of a common number that
+    FP32 would round away.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    memo = {id(param): param for param in params}  # deepcopy shares parameters: else each toy copies the model
+    toy: Any = new_of_class(optimizer)
+    of_torch = vars(torch.optim.SGD([nn.Parameter(wave((1,), 1.0, 0.0))]))  # empty dicts of hooks, among others
+    own = {name: value for name, value in vars(optimizer).items() if name not in of_torch or name == "defaults"}
+    own = {name: value for name, value in own.items() if name != "step" and not name.startswith("_amp_")}
+    vars(toy).update(of_torch | {name: copy.deepcopy(value, memo) for name, value in own.items()})
+    toy.state = defaultdict(dict)
+    toy.param_groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        settings = {name: copy.deepcopy(value, memo) for name, value in group.items() if name not in NOT_SETTINGS}
+        settings |= {name: value for name, value in instead.items() if name in settings}
+        shapes = _small_shapes(group["params"])
+        small = [nn.Parameter(wave(shape, 0.37, place + 10.0 * index) + shift) for place, shape in enumerate(shapes)]
+        toy.param_groups.append({**settings, "params": small})
+    return toy
+
+
+def wave(shape: Shape, pace: float, start: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    count = torch.Size(shape).numel()
+    return torch.arange(count, dtype=dtype, device="cpu").mul_(pace).add_(start).sin_().reshape(shape)
+
+
+def _give_gradients(toy: Any, step: int) -> None:
+    """New gradients, small and large; one parameter of each group has none in one of the steps."""
+    for index, group in enumerate(toy.param_groups):
+        for place, param in enumerate(group["params"]):
+            grad = wave(tuple(param.shape), 1.7, place + 3.0 * step + index, param.dtype)
+            grad *= 10.0 ** (place % 5 + 2 * (step % 4) - 4)
+            param.grad = None if place == step == 1 else grad
+
+
+def _step_toy(toy: Any, plain: Plain, by_itself: bool) -> None:
+    if not by_itself:
+        plain(toy)
+        return
+    with stepping(toy, plain) as step_some:
+        for group in toy.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    step_some(group, [param])
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether parameters, state, settings and numbers are equal to the bit, and the state is all of parameters."""
+    return same(_numbers_of(one), _numbers_of(other))
+
+
+def _numbers_of(toy: Any) -> list[Any]:
+    params = params_of(toy)
+    beside = len(toy.state) - sum(param in toy.state for param in params)
+    simple = {name: value for name, value in vars(toy).items() if isinstance(value, Tensor | int | float | str)}
+    settings = [changed({}, group, NOT_SETTINGS) for group in toy.param_groups]
+    return [params, [toy.state.get(param, {}) for param in params], beside, settings, simple]
+
+
+def params_of(toy: Any) -> list[Tensor]:
+    return [param for group in toy.param_groups for param in group["params"]]
+
+
+def _holds_weights(pair: Sequence[Any], name: str) -> bool:
+    """Whether the state of that name follows the weights, which in the two toys are the same but for `SHIFT`.
+
+    An average that is slow has moved by little, but everywhere by the same.
+    """
+    pairs = zip(*(_tensors(toy, name) for toy in pair), strict=True)
+    moves = [(after - before).abs() for before, after in pairs if before.is_floating_point() and before.numel()]
+    return any(
+        move.max() > SHIFT / 2 or (move.min() > SHIFT / 2000 and move.min() > 0.99 * move.max()) for move in moves
+    )
+
+
+def _tensors(toy: Any, name: str) -> Iterator[Tensor]:
+    for group in toy.param_groups:
+        for param in group["params"]:
+            value = toy.state.get(param, {}).get(name)
+            if isinstance(value, Tensor) and value.shape == param.shape:
+                yield value

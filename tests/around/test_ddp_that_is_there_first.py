@@ -1,0 +1,252 @@
+"""A DistributedDataParallel around or inside of a model before `initialize` sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_trainings import SCALED, both_alike, learned, loss_of, mine, mlp, sgd, train_ranks, wrapped
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import LEVELS, SGD, backward, same
+
+from amp_patch import amp
+
+
+def wrapped_first(level: str) -> str:
+    with pytest.raises(ValueError, match="wrapped in DistributedDataParallel") as refused:
+        amp.initialize(DistributedDataParallel(mlp()), opt_level=level)
+    return str(refused.value)
+
+
+def test_a_model_that_ddp_wraps_already_is_refused_with_the_way_out(ranks):  # Apex's issue 1135
+    for told in ranks(wrapped_first, "O1"):
+        assert "pass the model itself and wrap what initialize() returns" in told
+
+
+class Wrapping(nn.Module):
+    """A DistributedDataParallel inside of a model, and a head that it does not have."""
+
+    def __init__(self, head: bool = False) -> None:
+        super().__init__()
+        self.body = DistributedDataParallel(mlp())
+        self.head = nn.Linear(5, 5) if head else nn.Identity()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.body(inputs))
+
+
+def inside(level: str | None, micro_batches: int = 1) -> list[Tensor]:
+    """Trained with the DDP inside; None: with one around, at O1. One rank overflows in the second step."""
+    model: Any = mlp() if level is None else Wrapping()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level or "O1", verbosity=0)
+    wrapped = DistributedDataParallel(model) if level is None else model
+    ddp, skipped = wrapped if level is None else model.body, []
+    for step in range(4):
+        optimizer.zero_grad()
+        for micro in range(micro_batches):
+            inputs, targets = mine(micro_batches * step + micro)
+            if (step, micro) == (1, 0) and dist.get_rank() == 1:
+                inputs[0, 0, 0, 0] = float("inf")
+            with ddp.no_sync() if micro < micro_batches - 1 else contextlib.nullcontext():
+                backward(nn.functional.cross_entropy(wrapped(inputs), targets), optimizer)
+        optimizer.step()
+        skipped.append(optimizer._amp_stash.step_skipped)
+    assert skipped == [False, level != "O0" and level != "O4", False, False]
+    assert level in ("O0", "O4") or amp.state_dict() == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 2}}
+    return learned(model)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_ddp_inside_of_the_model_trains_where_no_weight_is_cast(ranks, micro_batches):
+    around = both_alike(ranks(inside, None, micro_batches))
+    assert same(both_alike(ranks(inside, "O1", micro_batches)), around)
+
+
+def kept_inside() -> list[Tensor]:
+    """O2, but for what is in the DDP."""
+    torch.manual_seed(0)
+    model = Wrapping(head=True)
+    model.head.requires_grad_(False)
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", keep_fp32="body", **SCALED)
+    assert model.head.weight.dtype is torch.float16
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(loss_of(model, mine(step)), optimizer)
+        optimizer.step()
+    return [param.detach().clone() for param in model.body.parameters()]
+
+
+def test_a_ddp_inside_of_the_model_trains_at_o2_where_it_is_kept_in_fp32(ranks):
+    both_alike(ranks(kept_inside))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["inside", "around"])
+def test_a_ddp_that_is_there_first_reduces_what_is_cast(ranks, kind, level):
+    expected, *_ = ranks(wrapped, level, "after")
+    found, other = ranks(wrapped, level, kind)
+    assert all(same(*step) for step in zip(found, other, strict=True)), "the ranks differ"
+    assert all(same(*step) for step in zip(found, expected, strict=False)) and len(found) == len(expected) + 2
+    assert not same(found[-1], found[-2])
+
+
+def options_kept(builtin: bool) -> list[str]:
+    """What DDP says of itself once its weights were cast, and its communication hook was called."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model, called = mlp(), []
+    ddp = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
+
+    def hook(state, bucket):  # DDP reads annotations
+        called.append(state)
+        return fp16_compress_hook(None, bucket)
+
+    if builtin:
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    else:
+        ddp.register_comm_hook("its state", hook)
+    before = ddp._get_ddp_logging_data()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", verbosity=0)
+    assert ddp._get_ddp_logging_data()["comm_hook"] == before["comm_hook"]
+    backward(loss_of(ddp, mine(0)), optimizer)
+    optimizer.step()
+    after = ddp._get_ddp_logging_data()
+    assert [after[key] for key in ("static_graph", "gradient_as_bucket_view")] == [1, 1]
+    assert builtin or set(called) == {"its state"}
+    return learned(model)
+
+
+@pytest.mark.parametrize("builtin", [False, True])
+def test_a_ddp_that_is_there_first_keeps_its_options_and_hooks(ranks, builtin):
+    both_alike(ranks(options_kept, builtin))
+
+
+def ddp_refused(level: str) -> str:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    model = mlp()
+    ddp = DistributedDataParallel(model)
+    ddp.mixed_precision = _MixedPrecision(param_dtype=torch.float16)
+    optimizer = SGD(model.parameters())
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match="DistributedDataParallel") as refused:
+        amp.initialize(model, optimizer, opt_level=level)
+    assert same([param.detach() for param in model.parameters()], before) and not hasattr(optimizer, "_amp_stash")
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_ddp_with_casts_of_its_own_is_refused_with_the_way_out(ranks, level):
+    for told in ranks(ddp_refused, level):
+        assert told == (
+            "initialize: a Sequential is in a DistributedDataParallel with mixed_precision=, and "
+            f"opt_level {level!r} changes the type of its parameters, which that option keeps copies of: "
+            "call initialize() first, then wrap the model, or leave the option out"
+        )
+
+
+def ddp_gone() -> None:
+    """The wrapper is garbage that is not collected yet."""
+    gc.disable()
+    try:
+        model = mlp()
+        wrapped = DistributedDataParallel(model)
+        wrapped.itself = [wrapped]
+        del wrapped
+        amp.initialize(model, SGD(model.parameters()), opt_level="O2")
+    finally:
+        gc.enable()
+
+
+def test_a_ddp_that_was_around_the_model_once_is_no_reason_to_refuse_it(ranks):
+    ranks(ddp_gone)
+
+
+def partly_inside(level: str, grouped: bool, frozen: bool) -> Any:
+    """The head is each rank's own, and overflows on the second in the second step."""
+    torch.manual_seed(0)
+    model = Wrapping(head=True)
+    model.head.requires_grad_(not frozen)
+    group = dist.group.WORLD if grouped else None
+    try:
+        model, optimizer = amp.initialize(
+            model, SGD(model.parameters()), opt_level=level, verbosity=0, process_group=group
+        )
+    except ValueError as refused:
+        return str(refused)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, mine(step))
+        if step == 1 and dist.get_rank() == 1 and not frozen:
+            model.head.weight.register_hook(lambda grad: grad * float("inf"))
+        backward(loss, optimizer)
+        optimizer.step()
+    return [param.detach().clone() for param in model.body.parameters()]
+
+
+def test_what_trains_beside_a_ddp_inside_of_the_model_wants_a_process_group_for_its_overflow(ranks):
+    for told in ranks(partly_inside, "O1", False, False):
+        assert told == (
+            "initialize: parameter 'head.weight' of Wrapping is in none of the model's DistributedDataParallels, so "
+            "that an overflow of its gradient would be one process's alone, which would skip a step that the others "
+            "take; pass process_group=torch.distributed.group.WORLD, or wrap the whole model instead"
+        )
+    both_alike(ranks(partly_inside, "O1", True, False))
+    both_alike(ranks(partly_inside, "O1", False, True))
+    both_alike(ranks(partly_inside, "O4", False, True))
+
+
+def horovods_way(level: str, before: bool) -> list[Tensor]:
+    """Each gradient is averaged as soon as it is there, by a hook on its accumulation node."""
+    model, nodes = mlp(), []
+
+    def average(param: Tensor) -> None:
+        param.grad /= 2
+        dist.all_reduce(param.grad)
+
+    def hook() -> None:
+        for param in model.parameters():
+            node = param.expand_as(param).grad_fn.next_functions[0][0]
+            node.register_hook(lambda *_, param=param: average(param))
+            nodes.append(node)
+
+    if before:
+        hook()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
+    if not before:
+        hook()
+    for step in range(5):
+        optimizer.zero_grad()
+        backward(loss_of(model, mine(step)), optimizer)
+        optimizer.step()
+    return learned(model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_hooks_on_accumulation_nodes_average_gradients_as_ddp_does_though_they_were_there_first(ranks, level):
+    averaged = both_alike(ranks(horovods_way, level, True))
+    assert same(averaged, both_alike(ranks(horovods_way, level, False)))
+    assert same(averaged, both_alike(ranks(train_ranks, level, 5, optim=sgd, **SCALED)))
+
+
+def fsdp1_inside() -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
+    with pytest.raises(ValueError, match="FSDP2") as refused:
+        amp.initialize(model, opt_level="O1")
+    return str(refused.value)
+
+
+def test_fsdp1_inside_of_the_model_is_refused_with_the_way_out(ranks):
+    for told in ranks(fsdp1_inside):
+        assert told == (
+            "initialize: '0' of the model is wrapped in FullyShardedDataParallel, whose flattened shards have no "
+            "common overflow check here; shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead, then call "
+            "initialize()"
+        )

@@ -1,0 +1,282 @@
+"""Small trainings that break at some levels: a comment in the line says at which.
+
+Each function returns (model, loss_fn, inputs) as `amp.survey` takes them. A line without the comment breaks nowhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+FLOAT32 = torch.finfo(torch.float32)
+
+
+def marked(case: Callable) -> dict[int, set[str]]:
+    """The levels in the comments of a case, by the numbers of lines."""
+    lines, first = inspect.getsourcelines(case)
+    found = ((number, re.search(r"# breaks: ([O\d ]+)$", line.rstrip())) for number, line in enumerate(lines, first))
+    return {number: set(match[1].split()) for number, match in found if match}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def scores(self, x):
+        return self.q(x) @ self.k(x).transpose(-1, -2)
+
+
+def dead_row(number: float) -> torch.Tensor:
+    """A causal mask; in the second sequence the first row is masked throughout."""
+    mask = torch.full((2, 4, 4), number).triu(1)
+    mask[1, 0] = number
+    return mask
+
+
+def times():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("frequencies", torch.exp(-math.log(1e4) * torch.arange(8) / 8))
+            self.out = nn.Linear(20, 4)
+
+        def forward(self, x, t):
+            angles = t[:, None] * self.frequencies
+            sines = angles.sin()  # breaks: O5 O7
+            return self.out(torch.cat([x, sines, angles.cos()], -1))  # breaks: O5 O7
+
+    return Net(), F.mse_loss, (torch.randn(4, 4), torch.tensor([937.0, 11.0, 503.0, 999.0]), torch.randn(4, 4))
+
+
+def times_as_integers():
+    def embedding(t, width):
+        frequencies = torch.exp(-math.log(1e4) * torch.arange(width // 2, dtype=torch.float32, device=t.device) / width)
+        angles = t[:, None].float() * frequencies
+        return torch.cat([angles.sin(), angles.cos()], -1)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.time, self.out = nn.Linear(16, 8), nn.Linear(12, 4)
+
+        def forward(self, x, t):
+            return self.out(torch.cat([x, self.time(embedding(t, 16).to(x.dtype))], -1))
+
+    return Net(), F.mse_loss, (torch.randn(4, 4), torch.tensor([937, 11, 503, 999]), torch.randn(4, 4))
+
+
+def years():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+            nn.init.constant_(self.layer.bias, 1995.0)
+
+        def forward(self, x, year):
+            return (self.layer(x)[:, 0] - year).square().mean()  # breaks: O4 O5 O6 O7
+
+    return Net(), lambda loss: loss, (torch.randn(8, 4), torch.arange(1980.0, 2012.0, 4.0))
+
+
+def mask_of_the_smallest_number():
+    class Net(Attention):
+        def forward(self, x, mask):
+            weights = (self.scores(x) + mask).softmax(-1)  # breaks: O2 O3 O5 O7
+            return weights @ self.v(x)
+
+    return Net(), F.mse_loss, (torch.randn(2, 4, 8), dead_row(FLOAT32.min), torch.randn(2, 4, 8))
+
+
+def mask_without_a_dead_row():
+    class Net(Attention):
+        def forward(self, x, mask):
+            return (self.scores(x) + mask).softmax(-1) @ self.v(x)
+
+    return Net(), F.mse_loss, (torch.randn(2, 4, 8), dead_row(FLOAT32.min)[:1], torch.randn(2, 4, 8))
+
+
+def mask_of_the_types_smallest_number():
+    class Net(Attention):
+        def forward(self, x, hidden):
+            scores = self.scores(x)
+            return scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1) @ self.v(x)
+
+    return Net(), F.mse_loss, (torch.randn(2, 4, 8), dead_row(1.0) == 1, torch.randn(2, 4, 8))
+
+
+def mask_in_fused_attention():
+    class Net(Attention):
+        def forward(self, x, mask):
+            q = self.q(x)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask.to(q.dtype))  # breaks: O1 O2 O3 O4 O5 O6 O7
+
+    return Net(), F.mse_loss, (torch.randn(2, 4, 8), dead_row(FLOAT32.min), torch.randn(2, 4, 8))
+
+
+def mask_of_a_billion():
+    class Net(Attention):
+        def forward(self, x, hidden):
+            scores = self.scores(x).masked_fill(hidden, -1e9)  # breaks: O1 O2 O3
+            return scores.softmax(-1) @ self.v(x)
+
+    return Net(), F.mse_loss, (torch.randn(2, 4, 8), torch.ones(4, 4, dtype=torch.bool).triu(1), torch.randn(2, 4, 8))
+
+
+def mask_times_a_billion():
+    class Net(Attention):
+        def forward(self, x, keep):
+            return (self.scores(x) + (1.0 - keep) * -1e9).softmax(-1) @ self.v(x)
+
+    return Net(), F.mse_loss, (torch.randn(2, 4, 8), torch.ones(4, 4).tril(), torch.randn(2, 4, 8))
+
+
+def epsilon_in_a_quotient():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.a(x)
+            return self.b(h / (h.abs().sum(-1, keepdim=True) + 1e-12))  # breaks: O2 O3
+
+    x = torch.randn(8, 4)
+    x[3] = 0
+    return Net(), F.mse_loss, (x, torch.randn(8, 4))
+
+
+def epsilon_in_a_logarithm():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            guarded = self.layer(x).relu() + 1e-8  # breaks: O1 O2 O3
+            return guarded.log()
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
+def epsilon_that_is_not_needed():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.layer(x)
+            return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-8)
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
+def rotary_buffer():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("frequencies", 1e4 ** (-torch.arange(0, 8, 2) / 8))
+            self.q = nn.Linear(8, 8)
+
+        def forward(self, x):
+            angles = torch.arange(x.shape[1], device=x.device)[:, None] * self.frequencies
+            a, b = self.q(x).chunk(2, -1)
+            c, s = angles.cos(), angles.sin()  # breaks: O2 O3 O5 O7
+            return torch.cat([a * c - b * s, a * s + b * c], -1)
+
+    return Net(), F.mse_loss, (torch.randn(1, 4096, 8), torch.randn(1, 4096, 8))
+
+
+def rotary_module():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("frequencies", 1e4 ** (-torch.arange(0, 8, 2) / 8))
+
+        def forward(self, x):
+            angles = torch.arange(x.shape[1], device=x.device)[:, None] * self.frequencies
+            return angles.cos(), angles.sin()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.q = Table(), nn.Linear(8, 8)
+
+        def forward(self, x):
+            a, b = self.q(x).chunk(2, -1)
+            c, s = self.table(x)
+            return torch.cat([a * c - b * s, a * s + b * c], -1)
+
+    return Net(), F.mse_loss, (torch.randn(1, 4096, 8), torch.randn(1, 4096, 8))
+
+
+def float_indices():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.layer = nn.Embedding(5000, 4), nn.Linear(4, 4)
+
+        def forward(self, rows):
+            return self.layer(self.embedding(rows.long()))  # breaks: O2 O3 O5 O7
+
+    return Net(), F.mse_loss, (torch.tensor([3.0, 2049.0, 4001.0, 301.0]), torch.randn(4, 4))
+
+
+def lengths():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, lengths):
+            short = (lengths < 1000)[:, None, None]
+            inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]  # breaks: O2 O3 O5 O7
+            return self.layer(x) * inside[..., None] * short.logical_not()
+
+    return Net(), F.mse_loss, (torch.randn(2, 2999, 4), torch.tensor([2997.0, 301.0]), torch.randn(2, 2999, 4))
+
+
+def saturated_bce():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+            self.layer.weight.data.mul_(16)
+
+        def forward(self, x):
+            return self.layer(x)[:, 0].sigmoid()
+
+    def loss(p, y):
+        return F.binary_cross_entropy(p, y)  # breaks: O1 O2 O3 O4 O5 O6 O7
+
+    return Net(), loss, (torch.randn(64, 4), (torch.rand(64) > 0.5).float())
+
+
+def average_inside():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.mean = nn.Linear(4, 4), nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x):
+            h = self.layer(x)
+            with torch.no_grad():
+                self.mean.mul_(0.9998).add_(h.detach().mean(0), alpha=0.0002)  # breaks: O2 O3 O5 O7
+            return h - self.mean
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
+CASES = (
+    *(times, times_as_integers, years, mask_of_the_smallest_number, mask_without_a_dead_row),
+    *(mask_of_the_types_smallest_number, mask_in_fused_attention, mask_of_a_billion, mask_times_a_billion),
+    *(epsilon_in_a_quotient, epsilon_in_a_logarithm, epsilon_that_is_not_needed, rotary_buffer, rotary_module),
+    *(float_indices, lengths, saturated_bce, average_inside),
+)

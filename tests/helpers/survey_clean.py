@@ -1,0 +1,90 @@
+"""Small trainings that break at no level: (model, loss_fn, inputs), as `amp.survey` takes them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.drop = heads, nn.Dropout(0.1)
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        b, t, w = x.shape
+        q, k, v = self.qkv(self.first(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(w // self.heads)
+        hidden = torch.ones(t, t, dtype=torch.bool, device=x.device).triu(1)
+        weights = self.drop(scores.masked_fill(hidden, float("-inf")).softmax(-1))
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(b, t, w))
+        return x + self.mlp(self.second(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(64, 32), nn.Embedding(32, 32)
+        self.blocks, self.norm = nn.Sequential(Block(32, 4), Block(32, 4)), nn.LayerNorm(32)
+        self.head = nn.Linear(32, 64, bias=False)
+
+    def forward(self, tokens):
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(places))))
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.lstm, self.head = (
+            nn.Embedding(64, 16),
+            nn.LSTM(16, 32, 2, batch_first=True),
+            nn.Linear(32, 64),
+        )
+
+    def forward(self, tokens):
+        return self.head(self.lstm(self.tokens(tokens))[0])
+
+
+def next_token(logits, tokens):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def mlp():
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+    return model, F.cross_entropy, (torch.randn(64, 20), torch.randint(0, 10, (64,)))
+
+
+def cnn():
+    first = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
+    second = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    model = nn.Sequential(first, second, nn.Flatten(), nn.Linear(32, 10))
+    return model, F.cross_entropy, (torch.randn(8, 3, 16, 16), torch.randint(0, 10, (8,)))
+
+
+def transformer():
+    tokens = torch.randint(0, 64, (4, 32))
+    return Transformer(), next_token, (tokens, tokens)
+
+
+def lstm():
+    tokens = torch.randint(0, 64, (4, 32))
+    return Lstm(), next_token, (tokens, tokens)
+
+
+def digits():
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+    default = torch.get_default_device()
+    return model, F.cross_entropy, (torch.tensor(images[:256]).float().to(default), torch.tensor(labels[:256]))
+
+
+CLEAN = (mlp, cnn, transformer, lstm, digits)

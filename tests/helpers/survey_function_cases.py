@@ -1,0 +1,216 @@
+"""Small trainings that break at some levels by functions and libraries; as in survey_cases.py."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def linear_algebra():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 16)
+
+        def forward(self, x):
+            m = self.layer(x).view(-1, 4, 4)
+            return torch.linalg.inv(m @ m.mT + torch.eye(4, dtype=m.dtype, device=m.device))  # breaks: O2 O3 O5 O7
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4, 4))
+
+
+def ctc():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 5)
+
+        def forward(self, x, y):
+            inputs, targets = torch.full((2,), 12), torch.full((2,), 3)
+            return F.ctc_loss(self.layer(x).log_softmax(-1), y, inputs, targets)  # breaks: O2 O3 O5 O7
+
+    return Net(), lambda loss: loss, (torch.randn(12, 2, 4), torch.randint(1, 5, (2, 3)))
+
+
+def custom_fwd():
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x * x
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            (x,) = ctx.saved_tensors
+            return 3 * x * x * gradient
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return Cube.apply(self.layer(x))  # breaks: O2 O3 O5 O7
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
+def autocast_to_fp32():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.layer(x)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a CPU's autocast takes no FP32: it is off then
+                region = torch.autocast(x.device.type, dtype=torch.float32)
+            with region:  # breaks: O1 O2 O3 O4 O5 O6 O7
+                return h * h.exp()
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
+def matrix_exponential():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 16)
+
+        def forward(self, x):
+            m = self.layer(x).view(-1, 4, 4)
+            return torch.matrix_exp(m - m.mT)
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4, 4))
+
+
+def large_matrix_exponential():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 16)
+
+        def forward(self, x):
+            m = self.layer(x).view(-1, 4, 4) + 12 * torch.eye(4, dtype=x.dtype, device=x.device)
+            return torch.matrix_exp(m).log()  # breaks: O2 O3
+
+    return Net(), lambda y, target: y.nan_to_num().square().mean(), (torch.randn(8, 4) / 4, torch.randn(8, 4, 4))
+
+
+def numpy_of_outputs():
+    def loss(outputs, targets):
+        outputs.detach().cpu().numpy().mean()  # breaks: O4 O6
+        return F.mse_loss(outputs, targets)
+
+    return nn.Sequential(nn.Linear(4, 4)), loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
+def loss_inside():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 5)
+
+        def forward(self, x, y):
+            return F.cross_entropy(self.layer(x), y)  # breaks: O5 O7
+
+    return Net(), lambda loss: loss, (torch.randn(64, 4), torch.randint(0, 5, (64,)))
+
+
+def low_temperature():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 5)
+
+        def forward(self, x):
+            logits = self.layer(x) / 1e-4
+            return logits.softmax(-1)  # breaks: O1 O2 O3 O4 O5 O6 O7
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 5).softmax(-1))
+
+
+def norm_of_small_variances():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4, eps=1e-12), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.norm(self.layer(x)))  # breaks: O1 O2 O3 O4 O5 O6 O7
+
+    return Net(), F.mse_loss, (torch.randn(32, 4) * 6e-5, torch.randn(32, 2))
+
+
+def norm_of_small_numbers():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(4, eps=1e-12), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.norm(x))
+
+    return Net(), F.mse_loss, (torch.randn(32, 4) * 3e-5, torch.randn(32, 2))
+
+
+def squares():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.layer(x)
+            return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)  # breaks: O1 O2 O3
+
+    return Net(), F.mse_loss, (torch.randn(8, 4) * 2000, torch.randn(8, 4))
+
+
+def large_inputs():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(torch.log1p(x) / 14)
+
+    return Net(), F.mse_loss, (torch.rand(8, 4) * 1e6 + 1e5, torch.randn(8, 4))
+
+
+def small_gradients():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x)  # breaks: O3
+
+    return Net(), lambda y, target: F.mse_loss(y, target) * 1e-6, (torch.randn(64, 4), torch.randn(64, 4))
+
+
+def mixed_types():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x + torch.arange(4.0, device=x.device))  # breaks: O2 O3 O5 O7
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
+FUNCTION_CASES = (
+    *(linear_algebra, ctc, custom_fwd, autocast_to_fp32, matrix_exponential, large_matrix_exponential),
+    *(numpy_of_outputs, loss_inside, low_temperature, norm_of_small_variances, norm_of_small_numbers, squares),
+    *(small_gradients, mixed_types),
+)

@@ -1,0 +1,117 @@
+"""`check --run`: the first step of a script, unedited, and what a level would break in it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from python_forks import python
+from scripts import environment, start_script
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.layer = nn.Embedding(3000, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(self.rows(x.{conversion}()))  # line 12
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    loss = net(torch.tensor([1.0, 2049.0]){before}).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print("step", step, sys.argv[1:], loss.dtype)
+"""
+
+GAN = """
+import torch
+from torch import nn
+
+nets = [nn.Linear(2, 2), nn.Linear(2, 2)]
+for net in nets:
+    nn.init.constant_(net.weight, 0.01)
+optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+for step in range(3):
+    for net, optimizer, size in zip(nets, optimizers, (1.0, 1e5)):
+        loss = net(torch.full((1, 2), size)).mean()  # line 11
+        loss.backward()
+        optimizer.step()
+    print("step", step)
+"""
+
+OURS = """
+import torch
+from amp_patch import amp
+
+net = torch.nn.Linear(2, 2)
+net, optimizer = amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+for step in range(3):
+    loss = net(torch.full((1, 2), 1e5)).mean()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    print("step", step)
+"""
+
+
+def checked(folder, script, *arguments):
+    return start_script(folder, script, "-m", "amp_patch", "check", "--run", *arguments)
+
+
+def test_a_line_that_breaks_is_named_and_the_script_ends_after_its_first_step(tmp_path):
+    ran = checked(tmp_path, SCRIPT.format(conversion="long", before=""))
+    assert ran.returncode == 1, ran.stderr
+    assert "train.py:12  long  at O2, O3, O5, O7" in ran.stdout
+    assert "clear: O1, O4 and O6" in ran.stdout
+    assert "updates that would be lost without masters (O3)" in ran.stdout
+    assert "step 0 [] torch.float32" in ran.stdout and "step 1" not in ran.stdout
+
+
+def test_a_script_without_such_a_line_ends_with_0(tmp_path):
+    ran = checked(tmp_path, SCRIPT.format(conversion="long", before=".long()"))
+    assert (ran.returncode, "clear: O1, O2, O3, O4, O5, O6 and O7" in ran.stdout) == (0, True), ran.stderr
+
+
+def test_json_is_all_that_is_printed(tmp_path):
+    ran = checked(tmp_path, SCRIPT.format(conversion="long", before=""), "--json")
+    told = json.loads(ran.stdout)
+    assert [(line["line"], line["levels"]) for line in told["lines"]] == [(12, ["O2", "O3", "O5", "O7"])]
+    assert told["clear"] == ["O1", "O4", "O6"]
+    assert "step 0" in ran.stderr
+
+
+def test_each_optimizer_makes_its_first_step(tmp_path):
+    ran = checked(tmp_path, GAN)
+    assert (ran.returncode, "train.py:11  input  at O2, O3" in ran.stdout) == (1, True), ran.stderr
+    assert "step 0" in ran.stdout and "step 1" not in ran.stdout
+
+
+def test_a_script_of_ours_is_looked_at_in_fp32(tmp_path):
+    ran = checked(tmp_path, OURS)
+    assert (ran.returncode, "train.py:8  input  at O2, O3" in ran.stdout) == (1, True), ran.stderr
+    assert "step 1" not in ran.stdout
+
+
+@pytest.mark.parametrize(("script", "words"), [
+    ("import torch\n1 / 0\n", "ZeroDivisionError"),
+    ("import torch\n", "train.py trained nothing: it made no optimizer of torch.optim"),
+    ("raise SystemExit(3)\n", ""),
+])  # fmt: skip
+def test_a_script_that_fails_ends_with_2(tmp_path, script, words):
+    ran = checked(tmp_path, script)
+    assert (ran.returncode, words in ran.stderr) == (2, True), ran.stderr
+
+
+def test_the_scripts_arguments_follow_two_dashes(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT.format(conversion="long", before=".long()"))
+    command = ["-m", "amp_patch", "check", "--run", "train.py", "--", "--epochs", "3"]
+    ran = python(*command, cwd=tmp_path, env=environment())
+    assert "step 0 ['--epochs', '3']" in ran.stdout, ran.stderr

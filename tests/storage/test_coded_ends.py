@@ -1,0 +1,82 @@
+"""Trainings with `optimizer_state="8bit"` on several processes that are ended from outside: `kill -9`, and Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import coded_shards as fsdp
+import pytest
+import torch
+import torch.distributed as dist
+from coded_states import coded, in_codes, interrupt, loss_of, opened
+from ranks import RankError
+from torch import Tensor
+from training import backward, same
+
+from amp_patch import amp
+
+on_cpus = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event"
+)
+
+
+@pytest.mark.slow
+@on_cpus
+@pytest.mark.parametrize(("make", "level"), [("AdamW", "O2"), ("NAdam", "O5"), ("SGD", "O1"), ("FusedAdam", "O4")])
+def test_a_killed_training_of_shards_resumes_to_the_bit_of_one_that_was_not(ranks, tmp_path, make, level):
+    saved = str(tmp_path / "saved")
+    straight = ranks(fsdp.resumable, make, fsdp.SHARDED[level], range(5))
+    with pytest.raises(RankError, match="exit code -9"):
+        ranks(fsdp.resumable, make, fsdp.SHARDED[level], range(5), "", saved, 4)
+    resumed = ranks(fsdp.resumable, make, fsdp.SHARDED[level], range(3, 5), saved)
+    for rank, wanted in zip(resumed, straight, strict=True):
+        assert rank["losses"] == wanted["losses"][3:] and same(rank["end"], wanted["end"])
+        assert rank["coded"] and rank["coded"] == wanted["coded"]
+
+
+def interrupted_shards(make: str, stride: int) -> int:
+    """Ctrl-C in the step, at each `stride`-th line of ours; how many lines there are."""
+
+    def until_the_step() -> tuple[Any, Any]:
+        model, optimizer = fsdp.start(make)
+        fsdp.go_on(model, optimizer, range(2))
+        optimizer.zero_grad()
+        backward(loss_of(model, dist.get_rank()), optimizer)
+        return model, optimizer
+
+    def found(model: Any, optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
+        return fsdp.here(model.parameters()), fsdp.state_of(optimizer)
+
+    model, optimizer = until_the_step()
+    before = found(model, optimizer)
+    lines = torch.tensor(interrupt(sys.maxsize, optimizer.step))
+    after = found(model, optimizer)
+    dist.all_reduce(lines, dist.ReduceOp.MIN)
+    for place in range(0, int(lines), stride):
+        amp.restore()
+        model, optimizer = until_the_step()
+        assert interrupt(place, optimizer.step) == place + 1
+        params = list(model.parameters())
+        assert [param for group in optimizer.param_groups for param in group["params"]] == params, place
+        weights, states = found(model, optimizer)
+        for ours, old, new in zip(weights, before[0], after[0], strict=True):
+            assert torch.equal(ours, old) or torch.equal(ours, new), place
+        for ours, old, new in zip(states, before[1], after[1], strict=True):
+            assert torch.equal(ours, old) or torch.equal(ours, new) or torch.equal(in_codes(ours), new), place
+        for param, state in optimizer.state.items():
+            sharded = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
+            assert sharded and all(value.placements == param.placements for value in sharded), place
+        del sharded
+        fsdp.go_on(model, optimizer, range(3, 4))
+        assert coded(optimizer) and opened(optimizer) == 0, place
+    return int(lines)
+
+
+@on_cpus
+@pytest.mark.parametrize(
+    ("make", "stride"),
+    [("AdamW", 53)] + [pytest.param(make, 11, marks=pytest.mark.slow) for make in ("AdamW", "SGD", "NAdam")],
+)
+def test_an_interrupt_leaves_each_shard_stepped_or_not_and_the_next_step_goes_on(ranks, make, stride):
+    assert min(ranks(interrupted_shards, make, stride)) > 100

@@ -1,0 +1,441 @@
+"""`optimizer_state="8bit"`: the state of optimizers as codes, which everybody who looks finds in FP32."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from coded_states import LEVELS, MAKERS, OPTIM, coded, go_on, in_eight_bits, loss_of, net, opened, start, state_of
+from split_masters import memory_of
+from three_ways import rounds_as_torch
+from torch import Tensor, nn
+from torch_optimizers import OPTIMIZERS
+from training import backward, masters_of, same
+
+from amp_patch import amp, multi_tensor
+from amp_patch.storage import coded_state
+from amp_patch.ways import gradient_release
+
+every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "SGD", "NAdam")])
+every_level = pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
+HERE = [name for name in OPTIMIZERS if hasattr(OPTIM, name) and name != "SparseAdam"]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The numbers
+
+# By class what is kept in codes, of the settings of OPTIMIZERS.
+KEPT = {
+    "ASGD": {},
+    "Adadelta": {"square_avg": torch.uint8, "acc_delta": torch.uint8},
+    "Adafactor": {},
+    "Adagrad": {"sum": torch.uint8},
+    "Adamax": {"exp_avg": torch.int8, "exp_inf": torch.uint8},
+    "Muon": {"momentum_buffer": torch.int8},
+    "RMSprop": {"momentum_buffer": torch.int8},
+    "Rprop": {"prev": torch.int8, "step_size": torch.uint8},
+    "SGD": {"momentum_buffer": torch.int8},
+    **{name: {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8} for name in ("Adam", "AdamW", "NAdam", "RAdam")},
+}
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_step_is_decode_the_optimizers_own_step_encode_to_the_bit(name):
+    settings: dict[str, Any] = OPTIMIZERS[name] | {"lr": 0.01}
+    if name in ("Adam", "AdamW", "SGD"):
+        settings["fused"] = True
+        if not rounds_as_torch():
+            pytest.skip("torch's fused kernels round otherwise on this machine")
+    made = getattr(OPTIM, name)
+
+    def params(model: nn.Module) -> list[nn.Parameter]:
+        return [p for p in model.parameters() if p.dim() == 2 or name != "Muon"]
+
+    model, plain = net(), net()
+    reference = made(params(plain), **settings)
+    model, optimizer = amp.initialize(
+        model, made(params(model), **settings), opt_level="O0", optimizer_state="8bit", verbosity=0
+    )
+    for step in range(4):
+        for one, other in ((model, optimizer), (plain, reference)):
+            other.zero_grad()
+            loss_of(one, step).backward()
+            other.step()
+        for param, state in reference.state.items():
+            for key, dtype in KEPT[name].items():
+                if param.numel() >= 4096:
+                    state[key].copy_(in_eight_bits(state[key], dtype))
+        assert same(model.parameters(), plain.parameters())
+        assert same(state_of(optimizer), state_of(reference))
+    assert coded(optimizer) == dict.fromkeys(KEPT[name], 2) and opened(optimizer) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [*((make, LEVELS["O5"]) for make in MAKERS.values()), *((MAKERS["AdamW"], each) for each in LEVELS.values())]
+    + [(MAKERS["NAdam"], LEVELS[name]) for name in ("O0", "O1", "stochastic")],
+)
+def test_a_training_is_near_that_with_fp32_state(make, options):
+    losses = []
+    for kept in ("8bit", None):
+        model, optimizer = start(make, **options, optimizer_state=kept)
+        losses.append(go_on(model, optimizer, range(12)))
+        assert bool(coded(optimizer)) is (kept is not None) and opened(optimizer) == 0
+        amp.restore()
+    ours, theirs = losses
+    assert ours[-1] < 0.8 * ours[0] and abs(ours[-1] - theirs[-1]) < 0.05 * theirs[0]
+
+
+def test_what_stays_fp32_is_named_with_its_reason():
+    _, optimizer = start(MAKERS["AdamW, amsgrad"])
+    go_on(_, optimizer, range(1))
+    assert set(coded(optimizer)) == {"exp_avg", "exp_avg_sq"}
+    assert all(reason for reason in coded_state.IN_FP32.values())
+    for state in optimizer.state.values():
+        assert type(state.kept("step")) is Tensor and type(state.kept("max_exp_avg_sq")) is Tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Overflow, accumulation, clipping
+
+
+@one_of_each_way
+def test_a_step_that_overflows_changes_nothing(make):
+    model, optimizer = start(make, loss_scale="dynamic")
+    go_on(model, optimizer, range(3))
+    before = copy.deepcopy((masters_of(optimizer), state_of(optimizer)))
+    backward(loss_of(model, 3) * float("inf"), optimizer)
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped
+    assert same(masters_of(optimizer), before[0]) and same(state_of(optimizer), before[1])
+    optimizer.zero_grad()
+    go_on(model, optimizer, range(4, 5))
+    assert not same(state_of(optimizer), before[1])
+
+
+@pytest.mark.parametrize("delays", [False, True])
+@one_of_each_way
+def test_gradients_add_up_over_micro_batches_and_are_clipped(make, delays):
+    def train(parts: int) -> list[Tensor]:
+        model, optimizer = start(make, master_weights="split")
+        for step in range(3):
+            optimizer.zero_grad()
+            for part in range(parts):
+                delay = delays and part < parts - 1
+                with amp.scale_loss(loss_of(model, step) / parts, optimizer, delay_unscale=delay) as scaled:
+                    scaled.backward()
+            nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-2)
+            optimizer.step()
+        return [*masters_of(optimizer), *state_of(optimizer)]
+
+    assert same(train(1), train(2))  # halves of one batch are exact
+
+
+def test_a_parameter_without_a_gradient_keeps_its_state():
+    model, optimizer = start(MAKERS["NAdam"])
+    go_on(model, optimizer, range(2))
+    model[2].requires_grad_(False)
+    first, *_ = amp.master_params(optimizer)
+    frozen = list(amp.master_params(optimizer))[2]
+    before = [optimizer.state[master]["exp_avg"].clone() for master in (first, frozen)]
+    go_on(model, optimizer, range(2, 3))
+    after = [optimizer.state[master]["exp_avg"] for master in (first, frozen)]
+    assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [False, True]
+
+
+def test_a_step_with_a_closure_takes_all_state_at_once():
+    losses = []
+    for closure in (True, False):
+        model, optimizer = start(MAKERS["NAdam"], opt_level="O4")
+
+        def evaluate(model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(evaluate) if closure else (evaluate(), optimizer.step())
+        losses.append(evaluate().item())
+        assert coded(optimizer) == {"exp_avg": 2, "exp_avg_sq": 2} and opened(optimizer) == 0
+        amp.restore()
+    assert losses[0] == losses[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who looks, and who writes
+
+
+@one_of_each_way
+def test_whoever_looks_finds_fp32_and_a_step_gives_the_memory_back(make):
+    model, optimizer = start(make)
+    go_on(model, optimizer, range(2))
+    wanted = state_of(optimizer)
+    assert opened(optimizer) == 0
+    for master, state in optimizer.state.items():
+        for name, value in state.items():
+            assert value is state[name] and value is state.get(name)
+            if value.dim():
+                assert type(value) is Tensor and value.dtype is torch.float32 and value.shape == master.shape
+        assert same(state.values(), dict(state).values()) and same(state.values(), {**state}.values())
+        assert list(state) == list(state.keys()) == list(state.copy())
+    assert opened(optimizer) and same([t for state in optimizer.state.values() for t in state.values()], wanted)
+    del value, state
+    go_on(model, optimizer, range(2, 3))
+    assert opened(optimizer) == 0
+
+
+@one_of_each_way
+def test_looking_changes_no_bit(make):
+    ends = []
+    for looks in (True, False):
+        model, optimizer = start(make)
+        for step in range(4):
+            if looks:
+                repr(dict(optimizer.state))
+                sum(t.sum() for state in optimizer.state.values() for t in state.values())
+            go_on(model, optimizer, range(step, step + 1))
+        ends.append([*masters_of(optimizer), *state_of(optimizer)])
+        amp.restore()
+    assert same(*ends)
+
+
+def written(optimizer: Any, way: str, new: Tensor) -> Tensor:
+    """What is found after `new` was written into a large tensor of the state."""
+    param = list(amp.master_params(optimizer))[2]
+    state = optimizer.state[param]
+    name = "momentum_buffer" if "momentum_buffer" in state else "exp_avg"
+    if way == "in place":
+        state[name].copy_(new)
+    elif way == "item":
+        state[name] = new.clone()
+    elif way == "update":
+        state.update({name: new.clone()})
+    elif way == "|=":
+        state |= {name: new.clone()}
+    elif way == "dict":
+        optimizer.state[param] = {**state, name: new.clone()}
+    elif way == "|= of states":
+        optimizer.state |= {param: {**state, name: new.clone()}}
+    else:
+        state[name].data = new.clone()
+    found: Tensor = optimizer.state[param][name]
+    return found
+
+
+@one_of_each_way
+@pytest.mark.parametrize("where", ["before backward", "before step", "in a hook"])
+@pytest.mark.parametrize("way", ["in place", "item", "update", "data", "|=", "dict", "|= of states"])
+def test_what_is_written_is_encoded(make, where, way):
+    def train(new: Tensor | None, way: str) -> list[Tensor]:
+        model, optimizer = start(make)
+        go_on(model, optimizer, range(2))
+        write = (lambda *_: None) if new is None else (lambda *_: written(optimizer, way, new))
+        if where == "before backward":
+            found = write()
+            assert new is None or torch.equal(found, new), "until it is encoded"
+        optimizer.zero_grad()
+        backward(loss_of(model, 2), optimizer)
+        if where == "before step":
+            write()
+        elif where == "in a hook":
+            optimizer.register_step_pre_hook(lambda *_: (write(), None)[1])
+        optimizer.step()
+        assert set(coded(optimizer).values()) == {2}
+        found = [*masters_of(optimizer), *state_of(optimizer)]
+        amp.restore()
+        return found
+
+    new = torch.randn((48, 131), generator=torch.Generator().manual_seed(9))
+    ours = train(new, way)
+    assert same(ours, train(in_eight_bits(new, torch.int8), "item")) and not same(ours, train(None, way))
+
+
+def test_a_tensor_that_somebody_holds_follows_each_step():
+    for make in (MAKERS["AdamW"], MAKERS["NAdam"]):
+        model, optimizer = start(make)
+        go_on(model, optimizer, range(2))
+        master = next(iter(amp.master_params(optimizer)))
+        held, view = optimizer.state[master]["exp_avg"], optimizer.state[master]["exp_avg_sq"].view(-1)
+        for step in range(2, 4):
+            before = held.clone()
+            go_on(model, optimizer, range(step, step + 1))
+            state = optimizer.state_dict()["state"][0]
+            assert torch.equal(held, state["exp_avg"]) and not torch.equal(held, before)
+            assert torch.equal(view.view_as(held), state["exp_avg_sq"])
+        held.zero_()
+        backward(loss_of(model, 9), optimizer)
+        assert not optimizer.state_dict()["state"][0]["exp_avg"].any()
+        del held, view
+        optimizer.step()
+        assert opened(optimizer) == 0
+        amp.restore()
+
+
+@one_of_each_way
+@pytest.mark.parametrize("whole", [False, True], ids=["tensor", "dict"])
+def test_a_tensor_that_was_assigned_follows_each_step_and_its_edits_count(make, whole):
+    model, optimizer = start(make)
+    go_on(model, optimizer, range(2))
+    param = list(amp.master_params(optimizer))[2]
+    name = next(name for name in ("momentum_buffer", "exp_avg") if name in optimizer.state[param])
+    held = torch.zeros(48, 131)
+    if whole:
+        optimizer.state[param] = {**optimizer.state[param], name: held}
+    else:
+        optimizer.state[param][name] = held
+    for step in range(2, 4):
+        before = held.clone()
+        go_on(model, optimizer, range(step, step + 1))
+        assert torch.equal(held, optimizer.state_dict()["state"][2][name]) and not torch.equal(held, before)
+    held.zero_()
+    backward(loss_of(model, 9), optimizer)
+    assert not optimizer.state_dict()["state"][2][name].any()
+    del held
+    optimizer.step()
+    assert opened(optimizer) == 0
+
+
+def test_the_state_of_another_optimizer_is_taken_over():
+    model, optimizer = start(MAKERS["AdamW"])
+    go_on(model, optimizer, range(2))
+    straight, its_optimizer = copy.deepcopy((model, optimizer))
+    twin, later = start(MAKERS["AdamW"])
+    twin.load_state_dict(model.state_dict())
+    for old, new in zip(amp.master_params(optimizer), amp.master_params(later), strict=True):
+        later.state[new] = optimizer.state[old]
+    go_on(twin, later, range(2, 3))
+    looked_at = next(iter(later.state.values()))["exp_avg"]
+    go_on(twin, later, range(3, 4))
+    go_on(straight, its_optimizer, range(2, 4))
+    assert torch.equal(looked_at, later.state_dict()["state"][0]["exp_avg"]), "it follows its own optimizer"
+    assert same(state_of(later), state_of(its_optimizer)) and same(masters_of(later), masters_of(its_optimizer))
+
+
+@one_of_each_way
+def test_a_checkpoint_that_the_script_holds_is_left_as_it_was(make):
+    model, optimizer = start(make)
+    go_on(model, optimizer, range(2))
+    checkpoint = optimizer.state_dict()
+    large = [t for state in checkpoint["state"].values() for t in state.values() if t.numel() >= 4096]
+    before = copy.deepcopy(large)
+    optimizer.load_state_dict(checkpoint)
+    assert same(state_of(optimizer), [t for _, state in sorted(checkpoint["state"].items()) for t in state.values()])
+    go_on(model, optimizer, range(2, 4))
+    assert same(large, before) and opened(optimizer) == 0
+
+
+def test_names_come_and_go_as_in_a_dict():
+    model, optimizer = start(MAKERS["AdamW"])
+    go_on(model, optimizer, range(2))
+    state = optimizer.state[next(iter(amp.master_params(optimizer)))]
+    value = state["exp_avg"].clone()
+    assert torch.equal(state.pop("exp_avg"), value) and "exp_avg" not in state and state.pop("exp_avg", 7) == 7
+    with pytest.raises(KeyError):
+        state["exp_avg"]
+    assert state.setdefault("exp_avg", value) is value and state.get("none", 3) == 3 and len(state) == 3
+    state["exp_avg"] *= 2
+    del state["step"]
+    assert state.popitem()[0] == "exp_avg" and list(state) == ["exp_avg_sq"]
+
+
+def test_threads_that_look_at_once_all_see_one_tensor():
+    model, optimizer = start(MAKERS["AdamW"])
+    go_on(model, optimizer, range(2))
+    state = optimizer.state[next(iter(amp.master_params(optimizer)))]
+    with ThreadPoolExecutor(4) as pool:
+        found = [look.result() for look in [pool.submit(state.__getitem__, "exp_avg") for _ in range(20)]]
+    assert all(tensor is found[0] for tensor in found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+@pytest.mark.parametrize(("masters", "most"), [("split", 8.2), ("stochastic", 6.2)])
+def test_a_parameter_takes_8_or_6_bytes_with_adamw(masters, most):
+    if multi_tensor.backend() != "cpp":
+        pytest.skip("without the extension a portion of the state is FP32 at the step")
+    model = nn.Linear(256, 256, bias=False)
+    model, optimizer = start(MAKERS["AdamW"], model, master_weights=masters)
+    held: list[int] = []
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        (master,) = amp.master_params(optimizer)
+        with torch._C.DisableTorchFunctionSubclass():
+            kept = map(optimizer.state[master].kept, ("exp_avg", "exp_avg_sq")) if optimizer.state else ()
+            state = [t for value in kept for t in (value.codes, value.scales)]
+            grads = optimizer._amp_stash.masters.waiting.grads.values()
+            half = [t for t in [getattr(master, "low_half", None)] if t is not None]
+            held.append(memory_of([model.weight, master, *half, *grads, *state]))
+
+    optimizer.register_step_pre_hook(before)
+    for _ in range(2):
+        backward(model(torch.randn(4, 256)).square().mean(), optimizer)
+        optimizer.step()
+    assert most - 0.2 < held[-1] / model.weight.numel() < most and opened(optimizer) == 0
+
+
+def test_the_state_of_a_first_step_is_never_fp32_as_a_whole():
+    """Of twelve layers the states of one are there at a time."""
+    if multi_tensor.backend() != "cpp":
+        pytest.skip("without the extension a portion of the state is FP32 at the step: all twelve layers")
+    for make in (MAKERS["AdamW"], MAKERS["FusedAdam"], MAKERS["SGD"]):
+        model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))
+        model, optimizer = start(make, model, master_weights="split")
+        backward(model(torch.randn(4, 128)).square().mean(), optimizer)
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+            optimizer.step()
+        events = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        held = most = 0
+        for size in events:
+            held += size
+            most = max(most, held)
+        assert most < 4 * 12 * 128 * 128, "FP32 of one state"
+        amp.restore()
+
+
+def small_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 85), nn.Linear(85, 5))  # 4,080 elements in the larger weight
+
+
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize(
+    ("make", "model", "largest"),
+    [
+        (MAKERS["AdamW"], small_net, 4080),
+        (MAKERS["NAdam"], small_net, 4080),
+        (lambda p: OPTIM.SGD(p, lr=0.1), net, 0),
+        (MAKERS["AdamW"], net, None),
+    ],
+)
+def test_a_state_of_which_nothing_is_quantized_is_logged_once_after_the_first_step(
+    make, model, largest, release, caplog, monkeypatch
+):
+    monkeypatch.setattr(gradient_release, "TOGETHER", 1)  # a small parameter is stepped before the large ones
+    model, optimizer = start(make, model(), gradient_release=release)
+    optimizer.step()  # without a gradient
+    assert not caplog.records
+    go_on(model, optimizer, range(3))
+    logged = [record.getMessage() for record in caplog.records]
+    if largest is None:
+        assert not logged
+    else:
+        (message,) = logged
+        assert "keeps no state of this" in message and f"largest state tensor has {largest} elements" in message
+        assert "at least 4096 elements" in message
+
+
+def test_a_run_s_record_counts_codes_and_scales_and_opens_nothing():
+    with amp.record() as run:
+        model, optimizer = start(MAKERS["AdamW"], master_weights="split")
+        go_on(model, optimizer, range(2))
+    large = [p.numel() for p in model.parameters() if p.numel() >= 4096]
+    small = [p.numel() for p in model.parameters() if p.numel() < 4096]
+    blocks = sum(-(-size // 256) for size in large)
+    assert run.state == 2 * (sum(large) + 4 * blocks + 4 * sum(small)) + 4 * len(large + small)
+    assert opened(optimizer) == 0

@@ -1,0 +1,387 @@
+"""`master_weights="stochastic"` with torch's `fully_shard`: elements are rounded by their place in the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from coded_shards import (
+    MAKERS,
+    ROUNDED,
+    SHARDED,
+    go_on,
+    here,
+    net,
+    overflows,
+    referenced,
+    sharded,
+    start,
+    state_of,
+    trained,
+)
+from coded_states import MAKERS as CODED_MAKERS
+from coded_states import loss_of
+from coded_states import state_of as whole_state_of
+from fsdp_trainings import (
+    averaged,
+    four_fixture,  # noqa: F401  the fixture `four`
+    full,
+    fully_shard,
+    one_fixture,  # noqa: F401  the fixture `one`
+    restored_fixture,  # noqa: F401  the fixture `restored`
+)
+from three_ways import rounds_as_torch
+from torch import Tensor, nn
+from training import backward, same
+
+from amp_patch import amp
+from amp_patch.support import device_sync
+from amp_patch.support.distributed import place_in_whole
+from amp_patch.training.step import ClosureAlreadyRun
+
+pytestmark = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event"
+)
+
+OPTIONS = {"FP32 state": ROUNDED, "8 bit": SHARDED["stochastic"]}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The numbers
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, marks=() if make in ("AdamW", "NAdam") else pytest.mark.slow) for make in CODED_MAKERS],
+)
+def test_each_step_is_the_optimizers_own_of_the_elements_here_rounded_by_their_place(ranks, make, options):
+    if "Adam" in make and not rounds_as_torch():
+        pytest.skip("torch's fused kernels round otherwise on this machine")
+    ours, theirs = ranks(trained, make, options), ranks(referenced, make, options)
+    for rank, wanted in zip(ours, theirs, strict=True):
+        assert rank["losses"] == wanted["losses"] and rank["opened"] == 0
+        assert same(rank["weights"], wanted["weights"]) and same(rank["state"], wanted["state"])
+        assert bool(rank["coded"]) is (options is not ROUNDED)
+
+
+def even() -> nn.Sequential:
+    """Whose shards end, on up to four processes, where torch's vectorized loops and the blocks of 256 do."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 1024), nn.GELU(), nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 64))
+
+
+def whole_training(make: str, options: Any, build: Any, shards: bool) -> dict[str, Any]:
+    """Each process has the same batches, so that the mean of their gradients is each one's."""
+    model = build()
+    inputs = torch.randn(8, 48, generator=torch.Generator().manual_seed(0))
+    if shards:
+        model = fully_shard(model.bfloat16(), mp_policy=amp.fsdp_policy("O5"))
+    options = {"optimizer_state": None, "verbosity": 0} | options
+    model, optimizer = amp.initialize(model, MAKERS[make](model.parameters()), **options)
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = (model(inputs).float() - step).square().mean()
+        losses.append(loss.item())
+        backward(loss, optimizer)
+        optimizer.step()
+    return {
+        "losses": losses,
+        "weights": [full(p).detach().clone() for p in model.parameters()],
+        "state": list(map(full, whole_state_of(optimizer))),
+        "chance": amp.state_dict(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [("AdamW", ROUNDED), ("NAdam", SHARDED["stochastic"])]
+    + [
+        pytest.param(make, options, marks=pytest.mark.slow)
+        for make in ("AdamW", "SGD", "FusedAdam", "RMSprop")
+        for options in OPTIONS.values()
+    ],
+)
+@averaged
+def test_one_process_two_and_an_unsharded_model_have_the_same_bits(ranks, one, make, options):
+    wanted = whole_training(make, options, even, shards=False)
+    for result in (*one(whole_training, make, options, even, True), *ranks(whole_training, make, options, even, True)):
+        assert result["losses"] == wanted["losses"] and result["chance"] == wanted["chance"]
+        assert same(result["weights"], wanted["weights"]) and same(result["state"], wanted["state"])
+
+
+@pytest.mark.slow
+@averaged
+def test_four_processes_have_them_too_and_so_have_rows_that_do_not_divide(ranks, four):
+    for build in (even, net):
+        wanted = whole_training("NAdam", ROUNDED, build, shards=False)
+        arguments = (whole_training, "NAdam", ROUNDED, build, True)
+        for result in (*four(*arguments), *ranks(*arguments)):
+            assert same(result["weights"], wanted["weights"]) and result["losses"] == wanted["losses"]
+
+
+def of_two_meshes() -> list[Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(net().bfloat16(), mesh, mp_policy=amp.fsdp_policy("O5"))
+    model, optimizer = amp.initialize(model, MAKERS["NAdam"](model.parameters()), **ROUNDED, verbosity=0)
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 48, generator=torch.Generator().manual_seed(0))
+        backward((model(inputs).float() - step).square().mean(), optimizer)
+        optimizer.step()
+    return [full(p).detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.slow
+@averaged
+def test_hybrid_sharding_rounds_replicas_alike(four):
+    wanted = whole_training("NAdam", ROUNDED, net, shards=False)["weights"]
+    assert all(same(weights, wanted) for weights in four(of_two_meshes))
+
+
+def places() -> list[list[int | None]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    twice = init_device_mesh("cpu", (1, 2))
+    counted = [torch.arange(count * 6.0).reshape(count, 2, 3) for count in (7, 1, 0, 4)]
+    made = [
+        *(distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in counted),
+        distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()]),
+        distribute_tensor(torch.zeros(4, 2), twice, [Replicate(), Shard(0)]),
+        distribute_tensor(torch.zeros(4, 2), mesh, [Shard(1)]),
+        distribute_tensor(torch.zeros(4, 2), twice, [Shard(0), Shard(0)]),
+    ]
+    return [[place_in_whole(t), int(t.to_local().flatten()[0]) if t.to_local().numel() else -1] for t in made]
+
+
+def test_the_place_of_a_shard_is_that_of_its_first_element(ranks):
+    first, second = ranks(places)
+    assert [place for place, _ in first] == [0, 0, 0, 0, 0, 0, None, None]
+    assert [place for place, _ in second] == [24, 6, 0, 12, 0, 4, None, None]
+    assert [found for _, found in second[:4]] == [24, -1, -1, 12]
+
+
+def held() -> list[tuple[int, dict[str, int]]]:
+    """Of each parameter the elements here, and the bytes of weight, gradient and state; the masters' come to 0."""
+    model, optimizer = start("AdamW", **ROUNDED)
+    go_on(model, optimizer, range(1))
+    backward(loss_of(model, 1), optimizer)
+    optimizer.step()
+    masters = [part.master for part in optimizer._amp_stash.masters.parts.values()]
+    with torch._C.DisableTorchFunctionSubclass():
+        assert all(master.untyped_storage().nbytes() == 0 for master in masters) and len(masters) == 8
+    assert not any(optimizer._amp_stash.masters.stepped_grads), "the shards alone have the gradients"
+    assert not any(master.waiting for master in masters)
+    found = []
+    for param, state in optimizer.state.items():
+        tensors = {"weight": param, "grad": param.grad, **{n: state.kept(n) for n in ("exp_avg", "exp_avg_sq")}}
+        sizes = {name: here([t])[0].nbytes for name, t in tensors.items()}
+        found.append((param.to_local().numel(), sizes))
+    return found
+
+
+def test_each_process_has_twelve_bytes_for_each_of_its_elements(ranks):
+    for rank in ranks(held):
+        assert len(rank) == 8
+        for size, sizes in rank:
+            assert sizes == {"weight": 2 * size, "grad": 2 * size, "exp_avg": 4 * size, "exp_avg_sq": 4 * size}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Overflow, accumulation, clipping, closures, readers and writers
+
+
+def chance() -> dict[str, Any]:
+    return amp.state_dict()["loss_scaler0"]["stochastic_rounding"]
+
+
+@pytest.mark.parametrize("make", ["AdamW", "NAdam"])
+def test_an_overflow_on_one_process_is_skipped_by_all_and_draws_nothing(ranks, make):
+    for rank in ranks(overflows, make, ROUNDED):
+        assert rank["skipped"] and same(rank["before"], rank["after"])
+        assert rank["amp"]["loss_scaler0"]["stochastic_rounding"]["steps"] == [2] * 8
+        assert not same(rank["after"], rank["end"])
+
+
+def accumulated(make: str, ways: str) -> list[Tensor]:
+    """Two micro-batches that are powers of two of one another, whose sum and norm BF16 and FP32 have exactly."""
+    model, optimizer = start(make, **ROUNDED)
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in (0.5, 0.25, 0.25) if ways == "parts" else (1.0,):
+            backward(part * loss_of(model, step), optimizer)
+        if ways == "clipped":
+            nn.utils.clip_grad_value_(model.parameters(), 2.0**-10)
+        if ways == "by hand":
+            for param in model.parameters():
+                param.grad.to_local().clamp_(-(2.0**-10), 2.0**-10)
+        optimizer.step()
+    return [*here(model.parameters()), *state_of(optimizer)]
+
+
+@pytest.mark.parametrize("make", ["AdamW", "NAdam"])
+def test_gradients_add_up_and_are_clipped_on_the_shards(ranks, make):
+    parts, whole, clipped, by_hand = (
+        ranks(accumulated, make, ways) for ways in ("parts", "whole", "clipped", "by hand")
+    )
+    assert all(map(same, parts, whole)) and all(map(same, clipped, by_hand))
+    assert not same(clipped[0], whole[0])
+
+
+def with_closure(made: bool) -> dict[str, Any]:
+    """A closure that has run before the step is that of an unedited script."""
+    model, optimizer = start("SGD", **ROUNDED)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        backward(loss, optimizer)
+        if made:
+            with pytest.raises(RuntimeError, match="a closure is not for master_weights='stochastic'"):
+                optimizer.step(lambda: None)
+            assert optimizer.step(ClosureAlreadyRun(loss)) is loss
+        else:
+            optimizer.step()
+    return {"weights": here(model.parameters()), "state": state_of(optimizer)}
+
+
+def test_a_closure_is_refused_and_one_that_has_run_is_not(ranks):
+    for ours, wanted in zip(ranks(with_closure, True), ranks(with_closure, False), strict=True):
+        assert same(ours["weights"], wanted["weights"]) and same(ours["state"], wanted["state"])
+
+
+def read_and_written(make: str) -> None:
+    model, optimizer = start(make, **ROUNDED)
+    go_on(model, optimizer, range(2))
+    param = model[2].weight
+    assert optimizer.param_groups[0]["params"][2] is param, "checkpoints find shards by identity"
+    assert list(amp.master_params(optimizer)) == list(model.parameters())
+    for name in ("exp_avg", "exp_avg_sq"):
+        value = optimizer.state[param][name]
+        assert value.dtype is torch.float32 and value.shape == param.shape and value.placements == param.placements
+    optimizer.state[param]["exp_avg"].zero_()
+    optimizer.state[param]["exp_avg_sq"] = torch.ones_like(optimizer.state[param]["exp_avg_sq"])
+    before, optimizer.param_groups[0]["lr"] = here([param]), 0.0
+    go_on(model, optimizer, range(2, 3))
+    assert same(here([param]), before), "a number that BF16 has stays"
+    assert float(optimizer.state[param]["exp_avg_sq"].to_local().min()) > 0.5, "what was written is stepped"
+    with torch.no_grad():
+        param.fill_(1.0)
+    go_on(model, optimizer, range(3, 4))
+    assert bool((param.to_local() == 1).all())
+
+
+@pytest.mark.parametrize("make", ["AdamW", "NAdam"])
+def test_groups_hold_the_shards_and_who_reads_the_state_finds_dtensors_in_fp32(ranks, make):
+    ranks(read_and_written, make)
+
+
+def grows() -> None:
+    model = sharded("O5", torch.bfloat16)
+    model[2].requires_grad_(False)
+    optimizer, later = MAKERS["AdamW"](list(model[:3].parameters())), list(model[3:].parameters())
+    model, optimizer = amp.initialize(model, optimizer, **ROUNDED, verbosity=0)
+    go_on(model, optimizer, range(2))
+    assert len(chance()["steps"]) == 2
+    optimizer.add_param_group({"params": later, "lr": 1.0})
+    model[2].requires_grad_(True)
+    before = here(model.parameters())
+    go_on(model, optimizer, range(2, 3))
+    assert len(chance()["steps"]) == 8 and optimizer.param_groups[1]["lr"] == 1.0
+    assert not any(same([a], [b]) for a, b in zip(before, here(model.parameters()), strict=True) if a.numel())
+
+
+def begins_without_any() -> None:
+    """An optimizer that holds frozen shards alone, and a group of others, when its training begins."""
+    model = sharded("O5", torch.bfloat16)
+    later = list(model[2].parameters())
+    optimizer = MAKERS["AdamW"](list(model[0].requires_grad_(False).parameters()))
+    model, optimizer = amp.initialize(model, optimizer, **ROUNDED, verbosity=0)
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": later})
+    before = here([*model[0].parameters(), *later])
+    go_on(model, optimizer, range(2))
+    after = here([*model[0].parameters(), *later])
+    assert chance()["steps"] == [2] * 4 and not any(map(torch.equal, before, after))
+    assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("train", [grows, begins_without_any])
+def test_a_group_that_comes_later_and_shards_that_were_frozen(ranks, train):
+    ranks(train)
+
+
+def moved(moves: bool) -> list[Tensor]:
+    model, optimizer = start("AdamW", **ROUNDED)
+    go_on(model, optimizer, range(2))
+    if moves:
+        model._apply(lambda tensor: tensor.clone())  # as model.to(device) does: the same parameters in other memory
+    go_on(model, optimizer, range(2, 4))
+    return here(model.parameters())
+
+
+def test_shards_that_lie_elsewhere_by_now_are_stepped_there(ranks):
+    assert all(map(same, ranks(moved, True), ranks(moved, False)))
+
+
+def without_policy(policy: Any) -> list[Tensor]:
+    """fully_shard gathers parameters in their own type where it is not told of another."""
+    model = fully_shard(net().bfloat16(), **({} if policy is None else {"mp_policy": amp.fsdp_policy(policy)}))
+    model, optimizer = amp.initialize(model, MAKERS["AdamW"](model.parameters()), **ROUNDED, verbosity=0)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(loss_of(model, step), optimizer)
+        optimizer.step()
+    return here(model.parameters())
+
+
+def test_shards_in_bf16_need_no_policy(ranks):
+    assert all(map(same, ranks(without_policy, None), ranks(without_policy, "O5")))
+
+
+def captured(options: Any) -> None:
+    model, optimizer = start("AdamW", **options)
+    go_on(model, optimizer, range(2))
+    before = [*here(model.parameters()), *state_of(optimizer)]
+    backward(loss_of(model, 2), optimizer)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(device_sync, "is_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="master_weights='stochastic' cannot be captured"):
+            optimizer.step()
+    assert same([*here(model.parameters()), *state_of(optimizer)], before)
+
+
+def test_a_step_in_the_capture_of_a_graph_is_refused_and_changes_nothing(ranks):
+    ranks(captured, ROUNDED)
+
+
+def begun_in_bf16(make: Any) -> None:
+    """Steps of torch's own, or the optimizer's constructor, have left state in BF16 when the training begins."""
+    model = sharded("O5", torch.bfloat16)
+    optimizer = make(list(model.parameters()))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [value.float() for value in state_of(optimizer)]
+    model, optimizer = amp.initialize(model, optimizer, **ROUNDED, verbosity=0)
+    assert same(state_of(optimizer), before)
+    parts = [nn.Parameter(part.float()) for part in here(model.parameters())]
+    reference = make(parts)
+    for part, state in zip(parts, optimizer.state_dict()["state"].values(), strict=True):
+        reference.state[part] = {name: here([value])[0] for name, value in state.items()}
+    backward(loss_of(model, 1), optimizer)
+    for part, shard in zip(parts, model.parameters(), strict=True):
+        part.grad = shard.grad.to_local().float()
+    optimizer.step()
+    reference.step()
+    states = sorted(reference.state_dict()["state"].items())
+    assert same(state_of(optimizer), [value for _, state in states for value in state.values()])
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.Adagrad])
+def test_state_that_was_made_in_bf16_is_fp32_from_then_on(ranks, make):
+    ranks(begun_in_bf16, make)

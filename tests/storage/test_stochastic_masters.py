@@ -1,0 +1,419 @@
+"""`master_weights="stochastic"`: BF16 weights without masters, which each step rounds up or down by chance."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from split_masters import MAKERS, OPTIM, iterate_split, loss_of, memory_of, net, opened
+from three_ways import rounds_as_torch
+from torch import Tensor, nn
+from training import ADAMW, SGD, backward, masters_of, same, through_pickle
+
+from amp_patch import amp, multi_tensor
+from amp_patch.masters.closed_master import form_of
+from amp_patch.storage.stochastic_master import Rounding
+from amp_patch.support import device_sync, tree
+
+every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "NAdam", "FusedLAMB")])
+
+
+def start(make: Any, model: nn.Sequential | None = None, **options: Any) -> tuple[nn.Sequential, Any]:
+    model = net() if model is None else model
+    options = {"opt_level": "O5", "master_weights": "stochastic", "verbosity": 0} | options
+    return amp.initialize(model, make(model.parameters()), **options)
+
+
+def chance() -> dict[str, Any]:
+    return amp.state_dict()["loss_scaler0"]["stochastic_rounding"]
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def rounded(masters: list[Tensor], step: int, seed: int = 0, edits: int = 0) -> list[Tensor]:
+    """These values as BF16 by the chance of the step of this number, from 0."""
+    weights = [torch.empty_like(m, dtype=torch.bfloat16) for m in masters]
+    draws = [number << 40 | edits << 32 | step for number in range(len(masters))]
+    multi_tensor.multi_tensor_stochastic_round(masters, weights, seed, draws)
+    return weights
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The numbers
+
+
+@every_maker
+def test_a_step_is_the_optimizers_on_the_weights_as_fp32_and_rounds_them_by_chance(make):
+    if make is MAKERS["AdamW"] and not rounds_as_torch():
+        pytest.skip("torch's fused kernels round otherwise on this machine")
+    model, optimizer = start(make)
+    plain = net().bfloat16()
+    wanted = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
+    reference = make(wanted)
+    assert same(model.parameters(), plain.parameters()), "to the nearest at first"
+    for step in range(20):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        loss, expected = loss_of(model, step), loss_of(lambda x: plain(x.bfloat16()), step)
+        backward(loss, optimizer)
+        expected.backward()
+        for param, master in zip(plain.parameters(), wanted, strict=True):
+            master.grad = param.grad.float()
+        if step % 4 == 1:
+            nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-3)
+            nn.utils.clip_grad_value_(wanted, 1e-3)
+        optimizer.step()
+        reference.step()
+        with torch.no_grad():
+            for param, master, weight in zip(
+                plain.parameters(), wanted, rounded([m.detach() for m in wanted], step), strict=True
+            ):
+                param.copy_(weight)
+                master.copy_(weight)
+        assert loss.item() == expected.item()
+        assert same(model.parameters(), plain.parameters()) and opened(optimizer) == 0
+    assert same(amp.master_params(optimizer), wanted)
+    for master, param in zip(amp.master_params(optimizer), wanted, strict=True):
+        assert same(*(tree.tensors(o.state[p]) for o, p in ((optimizer, master), (reference, param))))
+
+
+@one_of_each_way
+def test_threads_and_a_replay_change_no_bit_and_another_seed_does(make):
+    def train(threads: int, seed: int = 0) -> list[Tensor]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(16, 2500), nn.GELU(), nn.Linear(2500, 5))
+            model, optimizer = start(make, model)
+            amp.load_state_dict({"loss_scaler0": amp.state_dict()["loss_scaler0"] | with_seed(seed)})
+            iterate_split(model, optimizer, range(5))
+        finally:
+            torch.set_num_threads(before)
+        return weights_of(model)
+
+    wanted = train(1)
+    assert same(train(2), wanted) and same(train(1), wanted) and not same(train(1, seed=1), wanted)
+
+
+def with_seed(seed: int) -> dict[str, Any]:
+    return {"stochastic_rounding": {"seed": seed, "steps": []}}
+
+
+def test_updates_that_rounding_to_nearest_loses_are_made_on_the_mean():
+    """Each step wants 1 / 50 of the distance between two BF16 numbers."""
+
+    def train(kind: Any) -> Tensor:
+        model = nn.Linear(1000, 1, bias=False)
+        nn.init.constant_(model.weight, 1.0)
+        level = {"opt_level": "O3", "dtype": torch.bfloat16} if kind is None else {"master_weights": kind}
+        model, optimizer = amp.initialize(
+            model, OPTIM.SGD(model.parameters(), lr=2.0**-7 / 50), **{"opt_level": "O5", "verbosity": 0} | level
+        )
+        for _ in range(50):
+            optimizer.zero_grad()
+            backward(-model(torch.ones(1, 1000)).sum(), optimizer)
+            optimizer.step()
+        return model.weight.detach().float()
+
+    exact, lost, by_chance = train(True), train(None), train("stochastic")
+    assert (exact == 1 + 2.0**-7).all() and (lost == 1).all()
+    # 50,000 choices with a chance of 1 / 50: the mean of 1,000 elements, and its deviation.
+    assert abs((by_chance.mean() - 1).item() * 2**7 - 1) < 4 * (50 * 0.02 * 0.98 / 1000) ** 0.5
+    assert len(by_chance.unique()) > 3
+
+
+@one_of_each_way
+def test_a_step_that_overflows_changes_nothing(make):
+    model, optimizer = start(make, loss_scale="dynamic")
+    iterate_split(model, optimizer, range(3))
+    before = weights_of(model)
+    backward(loss_of(model, 3) * float("inf"), optimizer)
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped and same(model.parameters(), before)
+    optimizer.zero_grad()
+    iterate_split(model, optimizer, range(4, 5))
+    assert not same(model.parameters(), before)
+
+
+@pytest.mark.parametrize("delays", [False, True])
+@one_of_each_way
+def test_gradients_add_up_over_micro_batches(make, delays):
+    def train(halves: int) -> list[Tensor]:
+        model, optimizer = start(make)
+        for step in range(3):
+            optimizer.zero_grad()
+            for half in range(halves):
+                loss, delay = loss_of(model, step) / halves, delays and half < halves - 1
+                with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled:
+                    scaled.backward()
+            optimizer.step()
+        return weights_of(model)
+
+    assert same(train(1), train(2))  # halves of one batch are exact
+
+
+def test_a_parameter_without_a_gradient_keeps_its_weight_and_its_count():
+    for make in (MAKERS["AdamW"], MAKERS["NAdam"], MAKERS["FusedLAMB"]):
+        model, optimizer = start(make)
+        model[3].requires_grad_(False)
+        before = weights_of(model)
+        for step in range(2):
+            optimizer.zero_grad(set_to_none=True)
+            backward(loss_of(model, step), optimizer)
+            optimizer.step()
+        after = weights_of(model)
+        assert same(after[4:], before[4:]) and not same(after[:4], before[:4])
+        assert chance()["steps"] == [2, 2, 2, 2, 0, 0]
+        amp.restore()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who looks, and who writes
+
+
+@one_of_each_way
+def test_whoever_looks_finds_the_weight_in_fp32_and_writes_are_rounded_by_chance(make):
+    model, optimizer = start(make)
+    iterate_split(model, optimizer, range(2))
+    for param, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
+        assert master.dtype is torch.float32 and not master.is_open and torch.equal(master, param.float())
+    held = [master.detach() for master in amp.master_params(optimizer)]
+    for edits in (1, 2):
+        wanted = rounded([1.01 * master for master in masters_of(optimizer)], 2, edits=edits)
+        with torch.no_grad():
+            for master in amp.master_params(optimizer):
+                master.mul_(1.01)
+        loss_of(model, 9)  # a forward
+        assert same(held, [w.float() for w in wanted]), "what shares the memory sees the rounding, with no read between"
+        assert same(model.parameters(), wanted) and same(amp.master_params(optimizer), [w.float() for w in wanted])
+    del held
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+    assert (next(amp.master_params(optimizer)) == 0.5).all()
+    iterate_split(model, optimizer, range(2, 3))
+    assert opened(optimizer) == 0 and chance()["steps"] == [3] * 6
+
+
+def test_a_parameter_takes_12_bytes_with_adamw():
+    if multi_tensor.backend() != "cpp":
+        pytest.skip("without the extension gradients are FP32 at the end of the body")
+    model = nn.Linear(256, 256, bias=False)
+    model, optimizer = amp.initialize(model, ADAMW(model.parameters()), opt_level="O5", master_weights="stochastic")
+    held: list[int] = []
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        (master,) = amp.master_params(optimizer)
+        with torch._C.DisableTorchFunctionSubclass():
+            state = [t for t in optimizer.state[master].values() if t.dim()]
+            held.append(memory_of([model.weight, master, *optimizer._amp_stash.masters.waiting.grads.values(), *state]))
+
+    optimizer.register_step_pre_hook(before)
+    for _ in range(2):
+        backward(model(torch.randn(4, 256)).square().mean(), optimizer)
+        optimizer.step()
+    assert held[-1] == 12 * model.weight.numel()
+
+
+def test_a_run_s_record_counts_no_masters():
+    with amp.record() as run:
+        model, optimizer = start(MAKERS["AdamW"])
+        iterate_split(model, optimizer, range(2))
+    assert run.masters == 0 and run.weights == 2 * sum(p.numel() for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints, copies, and the way back
+
+
+def saved(model: nn.Module, optimizer: Any) -> list[Any]:
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+@one_of_each_way
+def test_a_training_goes_on_from_a_checkpoint_to_the_bit(make, order):
+    model, optimizer = start(make)
+    amp.load_state_dict({"loss_scaler0": amp.state_dict()["loss_scaler0"] | with_seed(5)})
+    iterate_split(model, optimizer, range(3))
+    states = saved(model, optimizer)
+    assert states[2]["loss_scaler0"]["stochastic_rounding"] == {"seed": 5, "steps": [3] * 6, "order": "model"}
+    iterate_split(model, optimizer, range(3, 6))
+    wanted = weights_of(model)
+    amp.restore()
+    for seeded in (True, False):
+        again, its_optimizer = start(make)
+        loads = (again.load_state_dict, its_optimizer.load_state_dict, amp.load_state_dict)
+        if not seeded:  # of a level with masters, or of an older release
+            states[2]["loss_scaler0"].pop("stochastic_rounding")
+        for index in order:
+            loads[index](states[index])
+        iterate_split(again, its_optimizer, range(3, 6))
+        assert same(weights_of(again), wanted) is seeded
+        amp.restore()
+
+
+@pytest.mark.parametrize("other", [None, "split"])
+def test_checkpoints_move_to_and_from_fp32_masters(other):
+    for first, second in (("stochastic", other), (other, "stochastic")):
+        model, optimizer = start(MAKERS["AdamW"], master_weights=first)
+        iterate_split(model, optimizer, range(3))
+        states, wanted = saved(model, optimizer), masters_of(optimizer)
+        amp.restore()
+        again, its_optimizer = start(MAKERS["AdamW"], master_weights=second)
+        again.load_state_dict(states[0])
+        its_optimizer.load_state_dict(states[1])
+        amp.load_state_dict(states[2])
+        nearest = [value.bfloat16().float() for value in wanted]
+        assert same(amp.master_params(its_optimizer), nearest if second == "stochastic" else wanted)
+        iterate_split(again, its_optimizer, range(3, 5))
+        amp.restore()
+
+
+def test_what_old_code_reads_of_the_state_is_as_it_was():
+    start(MAKERS["AdamW"])
+    state = amp.state_dict()
+    assert list(state) == ["loss_scaler0"]  # Apex raises for any other key
+    assert {name: state["loss_scaler0"][name] for name in ("loss_scale", "unskipped")} == {
+        "loss_scale": 1.0,
+        "unskipped": 0,
+    }
+    amp.restore()
+    start(MAKERS["AdamW"], master_weights=None)
+    amp.load_state_dict(state)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
+
+
+@pytest.mark.parametrize(
+    "state", [{"seed": -1, "steps": []}, {"seed": 2**63, "steps": []}, {"seed": 0, "steps": [1.5]}, {"seed": 0}, 7]
+)
+def test_a_state_that_cannot_be_is_refused_before_anything_is_loaded(state):
+    start(MAKERS["AdamW"], num_losses=2)
+    before = amp.state_dict()
+    wrong = copy.deepcopy(before)
+    wrong["loss_scaler1"]["unskipped"] = 9
+    wrong["loss_scaler0"]["stochastic_rounding"] = state
+    with pytest.raises(ValueError, match="load_state_dict: stochastic_rounding is"):
+        amp.load_state_dict(wrong)
+    assert amp.state_dict() == before
+
+
+@one_of_each_way
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
+def test_copies_train_on_to_the_bit(make, copied):
+    model, optimizer = start(make)
+    iterate_split(model, optimizer, range(3))
+    twin, its_optimizer = copied((model, optimizer))
+    assert iterate_split(twin, its_optimizer, range(3, 8)) == iterate_split(model, optimizer, range(3, 8))
+    assert same(twin.parameters(), model.parameters())
+    assert all(isinstance(form_of(master), Rounding) for master in amp.master_params(its_optimizer))
+
+
+def test_restore_gives_the_weights_back_in_fp32():
+    model, optimizer = start(MAKERS["AdamW"])
+    iterate_split(model, optimizer, range(3))
+    wanted = [weight.float() for weight in weights_of(model)]
+    amp.restore()
+    assert same(model.parameters(), wanted) and all(type(p) is nn.Parameter for p in model.parameters())
+    optimizer.zero_grad()
+    loss_of(model, 3).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("first", [None, "split", "stochastic"])
+@pytest.mark.parametrize("second", [None, "split", "stochastic"])
+def test_initialize_again_keeps_them_another_way(first, second):
+    model, optimizer = start(MAKERS["AdamW"], master_weights=first)
+    iterate_split(model, optimizer, range(3))
+    before = masters_of(optimizer)
+    amp.initialize(model, optimizer, opt_level="O5", master_weights=second, verbosity=0)
+    wanted = [value.bfloat16().float() for value in before] if second == "stochastic" else before
+    assert same(amp.master_params(optimizer), wanted)
+    iterate_split(model, optimizer, range(3, 5))
+    assert opened(optimizer) == 0
+    if second == "stochastic":
+        assert chance()["steps"] == [2] * 6
+
+
+def test_several_optimizers_and_a_group_that_comes_later_have_chances_of_their_own():
+    model = net()
+    optimizers = [OPTIM.SGD(model[0].parameters(), lr=0.1), OPTIM.SGD(model[3].parameters(), lr=0.1)]
+    amp.initialize(model, optimizers, opt_level="O5", master_weights="stochastic", verbosity=0)
+    optimizers[0].add_param_group({"params": list(model[2].parameters())})
+    for step in range(2):
+        with amp.scale_loss(loss_of(model, step), optimizers) as loss:
+            loss.backward()
+        for optimizer in optimizers[: 2 - step]:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert chance()["steps"] == [2, 2, 2, 2, 1, 1]
+    draws = [master.draw for optimizer in optimizers for master in amp.master_params(optimizer)]
+    assert len({draw >> 40 for draw in draws}) == 6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where it is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"opt_level": "O2"}, ValueError, "master_weights='stochastic' contradicts float16 weights.*opt_level='O5'"),
+        ({"opt_level": "O4"}, ValueError, "master_weights=stochastic contradicts opt_level 'O4'"),
+        ({"master_weights": "random"}, TypeError, "'random'; wanted 'split', 'stochastic', True, False"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options, error, match):
+    model = net()
+    with pytest.raises(error, match=match):
+        start(SGD, model, **options)
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_o2_in_bfloat16_takes_it():
+    _, optimizer = start(MAKERS["AdamW"], opt_level="O2", dtype=torch.bfloat16)
+    assert all(isinstance(form_of(master), Rounding) for master in amp.master_params(optimizer))
+
+
+@pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "NAdam", "SGD")])
+def test_a_step_in_the_capture_of_a_graph_is_refused_and_changes_nothing(make, monkeypatch):
+    model, optimizer = start(make)
+    iterate_split(model, optimizer, range(2))
+    before = weights_of(model)
+    backward(loss_of(model, 2), optimizer)
+    monkeypatch.setattr(device_sync, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="master_weights='stochastic' cannot be captured"):
+        optimizer.step()
+    monkeypatch.undo()
+    assert same(model.parameters(), before)
+
+
+def on_ranks(case: str) -> Any:
+    """A training on two processes, which have seeded torch differently: the weights in the end."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model, rank = net(), torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    make = MAKERS["NAdam" if case == "portions" else "AdamW"]
+    model, optimizer = start(make, model)
+    wrapped = DistributedDataParallel(model)
+    for step in range(5):
+        optimizer.zero_grad()
+        backward(loss_of(wrapped, 2 * step + rank), optimizer)
+        optimizer.step()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("case", ["one pass", "portions"])
+def test_ranks_of_ddp_round_alike(ranks, case):
+    ours, theirs = ranks(on_ranks, case)
+    assert same(ours, theirs)

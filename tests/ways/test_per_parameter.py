@@ -1,0 +1,426 @@
+"""Classes of optimizers that are not torch's, which a user registers as stepping each parameter by itself."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from coded_states import coded, go_on, in_eight_bits, loss_of, net, opened, start, state_of, through_file
+from in_portions import Each
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import masters_of, same
+
+from amp_patch import amp, multi_tensor
+from amp_patch.ways import gradient_release, partial_step, per_parameter, portions
+
+pytestmark = pytest.mark.usefixtures("registrations")
+
+
+class Counting(Each):
+    """As many write their step: the count is the group's, another one the optimizer's."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self.calls += 1
+        for group in self.stepped_groups():
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(self.direction(group, param), alpha=-group["lr"])
+        return loss
+
+    def stepped_groups(self) -> list[Any]:
+        return self.param_groups
+
+    def direction(self, group: Any, param: Tensor) -> Tensor:
+        state = self.state[param]
+        average = state.setdefault("exp_avg", torch.zeros_like(param))
+        average.lerp_(param.grad, 0.1)
+        return average.sign() / group["step"]
+
+
+class CountingGradients(Counting):
+    """Counts only steps of groups with gradients."""
+
+    def stepped_groups(self) -> list[Any]:
+        return [group for group in self.param_groups if any(param.grad is not None for param in group["params"])]
+
+
+class Averaging(Counting):
+    """Keeps the average of the weights, as schedule-free ones do."""
+
+    def direction(self, group: Any, param: Tensor) -> Tensor:
+        average = self.state[param].setdefault("z", param.clone())
+        return average.lerp_(param, 0.5).sub(param) - param.grad
+
+
+class AveragingSlowly(Counting):
+    def direction(self, group: Any, param: Tensor) -> Tensor:
+        self.state[param].setdefault("ema", torch.zeros_like(param)).lerp_(param, 0.001)
+        return param.grad
+
+
+class Decaying(Counting):
+    """Its momentum has something of the weights, as SGD's: eight bits are enough for it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, weight_decay=0.1)
+
+    def direction(self, group: Any, param: Tensor) -> Tensor:
+        average = self.state[param].setdefault("momentum", torch.zeros_like(param))
+        return average.mul_(0.9).add_(param.grad).add_(param, alpha=group["weight_decay"])
+
+
+class Clipping(Each):
+    """Looks at all gradients."""
+
+    def direction(self, group: Any, param: Tensor) -> Tensor:
+        norms = [
+            other.grad.norm() for group in self.param_groups for other in group["params"] if other.grad is not None
+        ]
+        return param.grad / torch.stack(norms).norm().clamp(min=1)
+
+
+class Estimating(Counting):
+    """From its 16th step on the learning rate comes from the parameters that it was given: no short trial shows it."""
+
+    def direction(self, group: Any, param: Tensor) -> Tensor:
+        if group["step"] > 15:
+            group["lr"] = float(param.norm())
+        return super().direction(group, param)
+
+
+class Drawing(Each):
+    def direction(self, group: Any, param: Tensor) -> Tensor:
+        return torch.rand_like(param)
+
+
+class Failing(Each):
+    def direction(self, group: Any, param: Tensor) -> Tensor:
+        raise ArithmeticError("odd shape")
+
+
+def two_groups(make: Any) -> Any:
+    """What makes an optimizer of two groups, the second of which has another learning rate."""
+
+    def made(params: Any) -> Any:
+        first, *others = params
+        return make([{"params": others}, {"params": [first], "lr": 0.02}])
+
+    return made
+
+
+def unlike(optimizer: Any) -> list[Any]:
+    return [optimizer.calls, *({n: v for n, v in group.items() if n != "params"} for group in optimizer.param_groups)]
+
+
+LEVELS = [{"opt_level": "O5"}, {"opt_level": "O5", "master_weights": "split"}, {"opt_level": "O2", "loss_scale": 128.0}]
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=["O5", "split", "O2"])
+def test_it_steps_in_portions_to_the_bits_of_a_step_at_once(level, monkeypatch):
+    def train() -> list[Any]:
+        model, optimizer = start(two_groups(Counting), optimizer_state=None, **level)
+        waits.append(optimizer._amp_stash.masters.waiting is not None)
+        go_on(model, optimizer, range(4))
+        return [*masters_of(optimizer), *model.state_dict().values()], unlike(optimizer)
+
+    monkeypatch.setattr(portions, "PORTION", 48 * 131)  # each large weight is one by itself
+    waits: list[bool] = []
+    wanted = train()
+    assert amp.register_per_parameter_optimizer(Counting) is Counting
+    steps: list[int] = []
+    own = per_parameter.PartialStep
+    counted = lambda optimizer, chunks: steps.append(len(chunks[0][1])) or own(optimizer, chunks)  # noqa: E731
+    monkeypatch.setattr(per_parameter, "PartialStep", counted)
+    found = train()
+    assert same(found[0], wanted[0]) and found[1] == wanted[1]
+    assert waits == [False, multi_tensor.backend() == "cpp"]
+    assert multi_tensor.backend() != "cpp" or max(steps) < len(list(net().parameters()))
+
+
+def test_a_group_without_gradients_counts_its_steps_too():
+    def train() -> list[Any]:
+        model, optimizer = start(two_groups(Counting), optimizer_state=None, master_weights="split")
+        for step in range(3):
+            optimizer.zero_grad()
+            with amp.scale_loss(loss_of(model, step), optimizer) as loss:
+                loss.backward()
+            next(iter(model.parameters())).grad = None
+            optimizer.step()
+        return unlike(optimizer)
+
+    wanted = train()
+    amp.register_per_parameter_optimizer(Counting)
+    assert train() == wanted
+
+
+@pytest.mark.parametrize(
+    "level", [*LEVELS, {"opt_level": "O0"}, {"opt_level": "O4"}], ids=["O5", "split", "O2", "O0", "O4"]
+)
+def test_its_state_in_eight_bits_is_that_of_decode_step_encode(level):
+    amp.register_per_parameter_optimizer(Counting)
+    model, optimizer = start(two_groups(Counting), **level)
+    other, reference = start(two_groups(Counting), optimizer_state=None, **level)
+    for step in range(3):
+        assert go_on(model, optimizer, range(step, step + 1)) == go_on(other, reference, range(step, step + 1))
+        for state in reference.state.values():
+            if state["exp_avg"].numel() >= 4096:
+                state["exp_avg"].copy_(in_eight_bits(state["exp_avg"], torch.int8))
+    assert coded(optimizer) == {"exp_avg": 2} and opened(optimizer) == 0
+    assert same(masters_of(optimizer), masters_of(reference)) and unlike(optimizer) == unlike(reference)
+
+
+def test_a_checkpoint_goes_on_to_the_bit_and_between_fp32_and_eight_bits():
+    amp.register_per_parameter_optimizer(Counting)
+
+    model, optimizer = start(Counting)
+    go_on(model, optimizer, range(3))
+    saved = through_file([model.state_dict(), optimizer.state_dict(), amp.state_dict()])
+    went_on = go_on(model, optimizer, range(3, 6))
+    for state in ("8bit", None):
+        other, again = start(Counting, optimizer_state=state)
+        other.load_state_dict(saved[0])
+        again.load_state_dict(saved[1])
+        amp.load_state_dict(saved[2])
+        assert again.calls == 0 and again.param_groups[0]["step"] == 3
+        losses = go_on(other, again, range(3, 6))
+        assert losses == went_on if state else losses[0] == went_on[0]
+
+
+def test_state_that_has_something_of_the_weights_is_not_what_holds_them():
+    amp.register_per_parameter_optimizer(Decaying)
+    model, optimizer = start(Decaying)
+    go_on(model, optimizer, range(1))
+    assert coded(optimizer) == {"momentum": 2}
+
+
+def test_state_that_holds_weights_is_refused_until_it_is_named():
+    amp.register_per_parameter_optimizer(AveragingSlowly)
+    with pytest.raises(ValueError, match="its state 'ema' holds weights"):
+        start(AveragingSlowly)
+    amp.register_per_parameter_optimizer(Averaging)
+    with pytest.raises(ValueError, match=r"its state 'z' holds weights.*register it with fp32_state=\['z'\]"):
+        start(Averaging)
+    start(Averaging, optimizer_state=None)
+    amp.register_per_parameter_optimizer(Averaging, fp32_state=["z"])
+    model, optimizer = start(Averaging)
+    go_on(model, optimizer, range(2))
+    assert coded(optimizer) == {}
+    amp.register_per_parameter_optimizer(Averaging, fp32_state=["zz"])
+    with pytest.raises(ValueError, match=r"its state has no 'zz', which fp32_state names; it has z$"):
+        start(Averaging)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Clipping, "it steps a parameter by itself differently from the same among others"),
+        (Drawing, "it draws random numbers, which portions would draw more of"),
+        (Failing, r"its step fails \(ArithmeticError: odd shape\)"),
+    ],
+)
+def test_a_class_that_is_none_is_refused_before_anything_is_written(kind, reason):
+    amp.register_per_parameter_optimizer(kind)
+    model = net()
+    optimizer = kind(model.parameters())
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    wanted = f"^initialize: {kind.__name__} was registered by register_per_parameter_optimizer, but tried on small "
+    with pytest.raises(ValueError, match=f"{wanted}parameters {reason}.*leave the registration out"):
+        amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    assert type(optimizer) is kind and not optimizer.state and torch.equal(torch.get_rng_state(), before)
+    assert all(param.dtype is torch.float32 for param in model.parameters())
+
+
+def test_what_no_trial_shows_ends_the_step_that_shows_it(monkeypatch):
+    amp.register_per_parameter_optimizer(Estimating)
+    model, optimizer = start(two_groups(Estimating), optimizer_state="8bit")
+    go_on(model, optimizer, range(15))
+    monkeypatch.setattr(portions, "PORTION", 1)
+    shown = r"^Estimating.step: .* has left 'lr' of the group at .* does not step each parameter by itself"
+    with pytest.raises(RuntimeError, match=shown):
+        go_on(model, optimizer, range(15, 16))
+
+
+def test_a_copy_and_a_pickle_go_on_as_it_does():
+    amp.register_per_parameter_optimizer(Counting)
+    model, optimizer = start(Counting, master_weights="split")
+    go_on(model, optimizer, range(2))
+    other, copied = copy.deepcopy((model, optimizer))
+    assert go_on(other, copied, range(2, 4)) == go_on(model, optimizer, range(2, 4))
+    assert coded(copied) == coded(optimizer) == {"exp_avg": 2}
+
+
+RELEASED = {
+    "O4": {"opt_level": "O4"},
+    "O5": {},
+    "split": {"master_weights": "split"},
+    "stochastic": {"master_weights": "stochastic"},
+    "O4 in eight bits": {"opt_level": "O4", "optimizer_state": "8bit"},
+    "split in eight bits": {"master_weights": "split", "optimizer_state": "8bit"},
+}
+unused = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("level", RELEASED.values(), ids=RELEASED)
+@pytest.mark.parametrize("kind", [Counting, CountingGradients])
+@pytest.mark.parametrize("together", [1, gradient_release.TOGETHER])
+def test_a_step_in_backward_has_the_same_bits_and_counts_once(kind, level, together, monkeypatch):
+    amp.register_per_parameter_optimizer(kind)
+    monkeypatch.setattr(gradient_release, "TOGETHER", together)
+
+    def train(release: bool) -> list[Any]:
+        model = net()
+        optimizer = two_groups(kind)(model.parameters())
+        optimizer.add_param_group({"params": list(copy.deepcopy(unused).parameters())})  # without gradients
+        options = {"opt_level": "O5", "verbosity": 0} | level
+        model, optimizer = amp.initialize(model, optimizer, gradient_release=release, **options)
+        counts, losses = [], []
+        for step in range(4):
+            before = model[2].weight.detach().clone()
+            with amp.scale_loss(loss_of(model, step), optimizer) as loss:
+                loss.backward()
+                assert torch.equal(model[2].weight, before) is not release
+            counts.append(unlike(optimizer))
+            optimizer.step()
+            losses.append(loss.item())
+            counts.append(unlike(optimizer))
+            optimizer.zero_grad()
+        end = [*masters_of(optimizer), *model.parameters(), *state_of(optimizer)]
+        found = [[t.detach().clone() for t in end], losses, counts]
+        amp.restore()
+        return found
+
+    released, ordinary = train(True), train(False)
+    assert same(released[0], ordinary[0]) and released[1:] == ordinary[1:]
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingGradients])
+def test_gradients_that_another_backward_leaves_are_stepped_from_the_same_numbers(kind):
+    amp.register_per_parameter_optimizer(kind)
+
+    def train(release: bool) -> tuple[list[Tensor], list[Any]]:
+        model, other = net(), copy.deepcopy(unused)
+        optimizer = two_groups(kind)([*model.parameters(), *other.parameters()])
+        model, optimizer = amp.initialize(
+            [model, other], optimizer, opt_level="O5", gradient_release=release, verbosity=0
+        )
+        for step in range(2):
+            with amp.scale_loss(loss_of(model[0], step), optimizer) as loss:
+                loss.backward()
+            for master in list(amp.master_params(optimizer))[-3:-1]:
+                master.grad = torch.ones_like(master)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = [t.detach().clone() for t in (*masters_of(optimizer), *model[1].parameters(), *state_of(optimizer))]
+        amp.restore()
+        return found, unlike(optimizer)
+
+    released, ordinary = train(True), train(False)
+    assert same(released[0], ordinary[0]) and released[1] == ordinary[1]
+    assert released[1][:2] == [2, {"lr": 0.1, "step": 2}]
+
+
+def test_a_backward_that_fails_counts_no_step_and_the_next_does():
+    amp.register_per_parameter_optimizer(Counting)
+    model, optimizer = start(Counting, optimizer_state=None, gradient_release=True)
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model, 0), optimizer) as loss:
+        loss.backward()
+        raise ZeroDivisionError
+    assert optimizer.calls == 0
+    go_on(model, optimizer, range(1, 3))
+    assert optimizer.calls == optimizer.param_groups[0]["step"] == 2
+
+
+def test_portions_of_a_backward_that_disagree_are_refused_there(monkeypatch):
+    amp.register_per_parameter_optimizer(Estimating)
+    monkeypatch.setattr(gradient_release, "TOGETHER", 1)
+    model, optimizer = start(Estimating, optimizer_state=None, gradient_release=True)
+    go_on(model, optimizer, range(15))
+    with (
+        pytest.raises(partial_step.PortionsDisagreeError, match="has left 'lr' of the group at"),
+        amp.scale_loss(loss_of(model, 15), optimizer) as loss,
+    ):
+        loss.backward()
+
+
+def test_one_that_is_not_registered_is_refused_with_the_way_out():
+    way_out = r"nor registered .*amp\.register_per_parameter_optimizer, or AMP_PATCH_PER_PARAMETER=(Counting|Heir)"
+    with pytest.raises(ValueError, match=way_out):
+        start(Counting)
+    amp.register_per_parameter_optimizer(Counting)
+
+    class Heir(Counting):
+        pass
+
+    with pytest.raises(ValueError, match=way_out):
+        start(Heir)
+    with pytest.raises(ValueError, match=f"gradient_release=True is not for this Heir.*{way_out}"):
+        start(Heir, optimizer_state=None, gradient_release=True)
+
+
+def test_the_environment_registers_what_it_names(monkeypatch):
+    monkeypatch.setenv("AMP_PATCH_PER_PARAMETER", "Lion, Averaging:z,Counting")
+    for kind, wanted in (Counting, {"exp_avg": 2}), (Averaging, {}):
+        model, optimizer = start(kind)
+        go_on(model, optimizer, range(1))
+        assert coded(optimizer) == wanted
+    amp.register_per_parameter_optimizer(Averaging)  # what the script says counts
+    with pytest.raises(ValueError, match="'z' holds weights"):
+        start(Averaging)
+
+
+def test_a_step_that_was_put_in_the_place_of_the_registered_one_is_another():
+    amp.register_per_parameter_optimizer(Counting)
+    own = Counting.step
+    try:
+        Counting.step = Each.step
+        with pytest.raises(ValueError, match="nor registered"):
+            start(Counting)
+    finally:
+        Counting.step = own
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fp32_state", "message"),
+    [
+        (nn.Linear, (), r"optimizer_class is <class .*Linear'>; wanted a subclass of torch\.optim\.Optimizer"),
+        (
+            Each([nn.Parameter(torch.ones(1))]),
+            (),
+            r"an object of Each; wanted a subclass of torch\.optim\.Optimizer \(the class, not one",
+        ),
+        (Counting, "z", r"fp32_state is 'z'; wanted a list of names of state tensors"),
+        (Counting, [1], r"fp32_state is \[1\]; wanted a list"),
+    ],
+)
+def test_what_cannot_be_registered(wanted, fp32_state, message):
+    with pytest.raises(TypeError, match=f"^register_per_parameter_optimizer: .*{message}"):
+        amp.register_per_parameter_optimizer(wanted, fp32_state=fp32_state)
+
+
+def trained_in_shares(sharded: bool) -> list[Tensor]:
+    amp.register_per_parameter_optimizer(Counting)
+    make: Any = Counting
+    if sharded:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        make = partial(ZeroRedundancyOptimizer, optimizer_class=Counting, lr=0.1)
+    model, optimizer = start(make, optimizer_state=None, master_weights="split")
+    wrapped = DistributedDataParallel(model) if sharded else model
+    go_on(wrapped, optimizer, range(3))
+    return masters_of(optimizer)
+
+
+def test_a_zero_redundancy_optimizer_of_a_registered_class_trains_as_one_process_does(ranks):
+    wanted = trained_in_shares(False)
+    for found in ranks(trained_in_shares, True):
+        assert same(found, wanted)
