@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import eight_bit_state
+import uneven_gradients as cases
 from poster import dots
 
 from amp_patch.lab.comparison.comparison import Comparison
@@ -29,6 +30,7 @@ from amp_patch.support.guard import Guard
 
 ROOT = Path(__file__).parents[1]
 EIGHT_BITS = ROOT / "benchmarks/results/eight_bit_state.json"
+UNEVEN = ROOT / "benchmarks/results/uneven_gradients.json"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 CLAIMED = ("O1", "O2", "O4", "O5")
 METRIC = "held_out_loss"
@@ -177,6 +179,19 @@ def state_in_eight_bits(rows: Path = EIGHT_BITS) -> list[str]:
         "FP32. Muon is combined with AdamW for parameters that are no matrix.",
         "\n".join(table),
         f"`python benchmarks/eight_bit_state.py` trains them; these figures are of: {found['machine']}.",
+        *uneven_gradients(),
+    ]
+
+
+def uneven_gradients(rows: Path = UNEVEN) -> list[str]:
+    """Where gradients in one block differ by orders of magnitude, from the rows of uneven_gradients.py."""
+    found = loads(rows.read_text())
+    heads = [cases.HEADS, ["---", "---", "---:", "---:"]]
+    return [
+        "The 256 elements of a block share a scale. Where their gradients differ by orders of magnitude, AdamW at O0, "
+        "the mean of three seeds:",
+        "\n".join(f"| {' | '.join(row)} |" for row in [*heads, *map(cases.cells, found["rows"])]),
+        f"`python benchmarks/uneven_gradients.py` trains them; these figures are of: {found['machine']}.",
     ]
 
 

@@ -192,11 +192,12 @@ def multi_tensor_stochastic_round(
 def multi_tensor_encode(values: Tensors, codes: Tensors, scales: Tensors) -> None:
     """FP32 ``values`` in eight bits each: into ``codes`` and ``scales``, which are written in place.
 
-    Codes are int8 for numbers of both signs; uint8 for those that are not negative, where negative ones become 0. They
-    are those of the dynamic map (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861) of
-    each number over its scale. 256 elements that follow each other in memory share a scale, float32: the one of largest
-    magnitude, with its sign, which therefore comes back to the bit. Any other is within half of the distance of two
-    codes. A block of numbers below 2^-126 is zeros. One with a NaN or an infinity is NaN as a whole.
+    Codes of int8 are the bytes of `torch.float8_e4m3fn`, for numbers of both signs. Codes of uint8 are E5M3 without a
+    sign, for squares; a negative number becomes its magnitude. 256 elements that follow each other in memory share a
+    scale, float32: the largest magnitude, whose elements come back to the bit. Any other is rounded to the code below
+    or above it by its own lowest bits, so that the mean is the number. In a block of squares that has numbers, the
+    least is 2^-32 of the largest, and never 0. A block of momenta below 2^-109 is zeros. One with a NaN, an infinity or
+    a number from 2^126 on is NaN as a whole.
 
     ``scales`` has for each tensor one of shape [ceil(elements / 256)]. Tensors of values and codes at a place have one
     shape and one memory order, as for `multi_tensor_adam`, whose errors this raises. Of what `multi_tensor_decode`

@@ -37,15 +37,3 @@ def update_scale(scale: float, tracker: int, overflow: bool, growth: float, back
     if overflow:
         return scale * backoff, 0
     return (scale * growth, 0) if tracker + 1 == interval else (scale, tracker + 1)
-
-
-def dynamic_map(signed: bool) -> Tensor:
-    """The 256 numbers of the dynamic map (arXiv:2110.02861), FP64, in order: seven decades of equally spaced ones."""
-    numbers = [0.0, 1.0]
-    for power in range(7):
-        count = 2**power if signed else 2 ** (power + 1)
-        edges = torch.linspace(0.1, 1, count + 1, dtype=torch.float64)
-        numbers += (10.0 ** (power - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
-    if signed:
-        numbers += [-number for number in numbers if number not in (0.0, 1.0)]
-    return torch.tensor(sorted(numbers), dtype=torch.float64)
