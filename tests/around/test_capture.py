@@ -78,7 +78,7 @@ def test_a_captured_step_asks_nothing_and_does_what_another_does(maker, level, s
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_what_cannot_skip_by_itself_is_refused_by_name(level, capturing):
+def test_optimizers_that_cannot_skip_on_the_device_are_refused_by_name(level, capturing):
     model, optimizer = start_capturable(lambda params: torch.optim.SGD(params, lr=0.1), level)
     iteration(model, optimizer, *training.images(0))
     capturing["on"] = True
@@ -166,7 +166,7 @@ def test_the_first_step_of_a_parameter_that_joins_is_refused(capturing):
         optimizer.step()
 
 
-def test_what_keeps_no_state_has_no_first_step(capturing):
+def test_optimizers_without_state_need_no_first_step(capturing):
     model, optimizer = start_capturable(lambda params: torch.optim.SGD(params, lr=0.1), "O5")
     twin, its = start_capturable(lambda params: torch.optim.SGD(params, lr=0.1), "O5")
     iteration(twin, its, *training.images(0))
@@ -186,7 +186,7 @@ class Sign(torch.optim.Optimizer):
                 param.sub_(param.grad.sign(), alpha=group["lr"])
 
 
-def test_whoever_has_made_no_state_in_a_step_keeps_none(capturing):
+def test_an_optimizer_that_made_no_state_in_a_step_keeps_none(capturing):
     model, optimizer = start_capturable(Sign, "O5")
     iteration(model, optimizer, *training.images(0))
     capturing["on"] = True
@@ -290,7 +290,7 @@ def test_masters_that_are_read_between_replays_have_the_values_of_the_last_one()
     assert all(any(torch.equal(p, value) for p in model.parameters()) for value in wanted)
 
 
-def test_what_was_written_into_masters_counts_until_it_is_split():
+def test_writes_into_masters_count_until_they_are_split():
     model, optimizer = start_split()
     with torch.no_grad():
         for master in amp.master_params(optimizer):

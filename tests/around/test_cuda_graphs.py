@@ -54,7 +54,7 @@ def test_a_thousand_replays_are_a_thousand_steps(maker, level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_forward_and_backward_by_themselves_follow_the_batch_and_the_weights(level):
+def test_captured_forward_and_backward_follow_the_batch_and_the_weights(level):
     model, _ = start_capturable(MAKERS["FusedSGD"], level, "cuda")
     images, classes = (t.clone() for t in training.images(0, "cuda"))
     side = torch.cuda.Stream()
@@ -78,7 +78,7 @@ def test_forward_and_backward_by_themselves_follow_the_batch_and_the_weights(lev
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_what_cannot_skip_by_itself_is_refused_by_name(level):
+def test_optimizers_that_cannot_skip_on_the_device_are_refused_by_name(level):
     model, optimizer = start_capturable(lambda params: torch.optim.SGD(params, lr=0.1), level, "cuda")
     batch = training.images(0, "cuda")
     iteration(model, optimizer, *batch)

@@ -152,7 +152,7 @@ def reduced_by_hand(level: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_averaged_by_hand_inside_scale_loss_train_as_under_ddp(ranks, level):
+def test_gradients_averaged_inside_scale_loss_train_like_under_ddp(ranks, level):
     assert same(
         both_alike(ranks(reduced_by_hand, level)), both_alike(ranks(train_ranks, level, 5, optim=sgd, **SCALED))
     )

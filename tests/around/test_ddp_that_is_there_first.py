@@ -62,7 +62,7 @@ def inside(level: str | None, micro_batches: int = 1) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_ddp_inside_of_the_model_trains_where_no_weight_is_cast(ranks, micro_batches):
+def test_a_ddp_inside_of_the_model_trains_without_cast_weights(ranks, micro_batches):
     around = both_alike(ranks(inside, None, micro_batches))
     assert same(both_alike(ranks(inside, "O1", micro_batches)), around)
 
@@ -87,7 +87,7 @@ def test_a_ddp_inside_of_the_model_trains_at_o2_where_it_is_kept_in_fp32(ranks):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", ["inside", "around"])
-def test_a_ddp_that_is_there_first_reduces_what_is_cast(ranks, kind, level):
+def test_an_earlier_ddp_reduces_cast_weights(ranks, kind, level):
     expected, *_ = ranks(wrapped, level, "after")
     found, other = ranks(wrapped, level, kind)
     assert all(same(*step) for step in zip(found, other, strict=True)), "the ranks differ"
@@ -122,7 +122,7 @@ def options_kept(builtin: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("builtin", [False, True])
-def test_a_ddp_that_is_there_first_keeps_its_options_and_hooks(ranks, builtin):
+def test_an_earlier_ddp_keeps_its_options_and_hooks(ranks, builtin):
     both_alike(ranks(options_kept, builtin))
 
 
@@ -141,7 +141,7 @@ def ddp_refused(level: str) -> str:
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_a_ddp_with_casts_of_its_own_is_refused_with_the_way_out(ranks, level):
+def test_a_ddp_with_casts_is_refused_with_the_way_out(ranks, level):
     for told in ranks(ddp_refused, level):
         assert told == (
             "initialize: a Sequential is in a DistributedDataParallel with mixed_precision=, and "
@@ -189,7 +189,7 @@ def partly_inside(level: str, grouped: bool, frozen: bool) -> Any:
     return [param.detach().clone() for param in model.body.parameters()]
 
 
-def test_what_trains_beside_a_ddp_inside_of_the_model_wants_a_process_group_for_its_overflow(ranks):
+def test_weights_outside_of_an_inner_ddp_need_a_process_group_for_overflows(ranks):
     for told in ranks(partly_inside, "O1", False, False):
         assert told == (
             "initialize: parameter 'head.weight' of Wrapping is in none of the model's DistributedDataParallels, so "

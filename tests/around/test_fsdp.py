@@ -298,6 +298,6 @@ def refusal(what: str) -> str:
         ("inspect", ["inspect", "sharded", "a copy of the model"]),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(ranks, what, words):
+def test_unsupported_combinations_are_refused_by_name(ranks, what, words):
     for message in ranks(refusal, what):
         assert all(word in message for word in words), message

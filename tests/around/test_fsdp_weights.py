@@ -73,7 +73,7 @@ def kept(level: str, by_policy: bool) -> tuple[Any, Any, float]:
 @averaged
 @pytest.mark.parametrize("by_policy", [False, True][: 1 + KNOWS_PARAMETERS])
 @pytest.mark.parametrize(("level", "low"), [("O2", torch.float16), ("O5", torch.bfloat16)])
-def test_modules_stay_fp32_by_a_shard_of_their_own_or_by_the_policy(ranks, level, low, by_policy):
+def test_modules_stay_fp32_by_a_separate_shard_or_by_the_policy(ranks, level, low, by_policy):
     for types, state, progress in ranks(kept, level, by_policy):
         assert types["0"] == (low, [low, low], low)
         assert types["1"] == (low, [torch.float32] * 2, low)

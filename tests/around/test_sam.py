@@ -160,7 +160,7 @@ def test_the_second_pass_is_at_the_moved_weights(level, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("delayed", [0, 1])
-def test_gradients_of_a_delayed_exit_are_there_for_both_passes(delayed, level, kind):
+def test_gradients_of_a_delayed_exit_serve_both_passes(delayed, level, kind):
     model = linear([[64.0]])
     sam = kind(model.parameters(), torch.optim.SGD, rho=1.0, lr=1.0)
     model, sam = amp.initialize(model, sam, opt_level=level, loss_scale=8.0)
@@ -174,7 +174,7 @@ def test_gradients_of_a_delayed_exit_are_there_for_both_passes(delayed, level, k
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", CAST)
-def test_the_move_is_there_at_once_for_forwards_that_do_not_look(level, kind):  # compiled ones, and those of parts
+def test_the_move_reaches_forwards_without_a_check_at_once(level, kind):  # compiled ones, and those of parts
     model = nn.Sequential(linear([[1.0]]))
     sam = kind(model.parameters(), torch.optim.SGD, rho=2.0, lr=1.0)
     model, sam = amp.initialize(model, sam, opt_level=level, loss_scale=64.0)
@@ -187,7 +187,7 @@ def test_the_move_is_there_at_once_for_forwards_that_do_not_look(level, kind):  
 @pytest.mark.parametrize("whole", [True, False], ids=["the wrapper", "its base"])
 @pytest.mark.parametrize("overflows", [(True, False), (False, True), (True, True)], ids=["first", "second", "both"])
 @pytest.mark.parametrize("level", SCALED)
-def test_an_overflow_in_either_pass_leaves_everything_as_before(level, overflows, whole, kind):
+def test_an_overflow_in_either_pass_changes_nothing(level, overflows, whole, kind):
     model = convnet()
     sam = kind(model.parameters(), torch.optim.Adam, lr=0.01, rho=0.1)
     amp.initialize(model, given(sam, whole), opt_level=level, loss_scale="dynamic", verbosity=0)
@@ -241,7 +241,7 @@ def test_a_closure_under_scaling_is_refused_before_anything_moves(level, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
-def test_a_closure_without_scaling_is_what_it_is_in_fp32(level, kind):
+def test_a_closure_without_scaling_equals_fp32(level, kind):
     model = linear([[1.0]])
     sam = kind(model.parameters(), torch.optim.SGD, rho=2.0, lr=1.0)
     model, sam = amp.initialize(model, sam, opt_level=level)
@@ -292,7 +292,7 @@ def test_its_state_dict_resumes(level):
 
 
 @pytest.mark.parametrize("level", CAST)
-def test_what_it_keeps_for_the_parameters_goes_to_the_masters_and_back(level):
+def test_its_state_for_parameters_moves_to_the_masters_and_back(level):
     model = linear([[1.0]])
     sam = Sam(model.parameters(), torch.optim.SGD, lr=1.0)
     model(torch.ones(1, 1)).sum().backward()

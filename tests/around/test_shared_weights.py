@@ -56,7 +56,7 @@ def test_an_overflow_in_a_shared_weight_skips_the_steps_of_both_optimizers(last,
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_id", [None, 0, 1])
-def test_a_shared_weight_s_gradients_of_a_delayed_exit_are_unscaled_for_whoever_comes_first(loss_id, level):
+def test_a_shared_weight_s_gradients_of_a_delayed_exit_are_unscaled_for_the_first_reader(loss_id, level):
     model, first, second = two_of_one_weight(level, 8.0)
     one = torch.ones(1, 1)
     backward(model(one).sum(), first, loss_id=0, delay_unscale=True)

@@ -145,7 +145,7 @@ def test_a_frozen_module_is_freed_while_its_optimizer_is_there():
     assert weight() is None and optimizer is not None
 
 
-def test_finite_gradients_add_up_as_ever():
+def test_finite_gradients_accumulate():
     model = nn.Sequential(linear([[2.0]]), linear([[3.0]]))
     model, optimizer = amp.initialize(
         model, torch.optim.SGD(model[1].parameters(), lr=0.0), opt_level="O2", loss_scale=4.0, verbosity=0

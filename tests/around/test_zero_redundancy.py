@@ -186,5 +186,5 @@ def zero_refused() -> None:
         optimizer.add_param_group({"params": list(model[3].parameters())})
 
 
-def test_what_a_zero_redundancy_optimizer_cannot_do_is_refused_with_the_way_out(ranks):
+def test_unsupported_uses_of_a_zero_redundancy_optimizer_are_refused_with_the_way_out(ranks):
     ranks(zero_refused)

@@ -58,7 +58,7 @@ EDITS = (add, copy_into, data_copy, data_add, data_assigned, data_assigned_where
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("edit", EDITS)
-def test_a_forward_sees_what_was_written_into_the_optimizer_s_parameters(edit, level, device):
+def test_a_forward_sees_writes_into_the_optimizer_s_parameters(edit, level, device):
     model, optimizer = start_scalar(level, device=device)
     assert output(model) == 1.0
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_in_every_grad_mode(level, mode):
 
 
 @pytest.mark.parametrize("level", CAST)
-def test_an_alias_that_somebody_keeps_is_followed_for_good(level):
+def test_an_alias_of_a_master_is_followed_until_it_is_freed(level):
     model, optimizer = start_scalar(level)
     kept = [p.data for p in amp.master_params(optimizer)]
     for expected in (2.0, 3.0, 4.0):
@@ -112,7 +112,7 @@ def test_an_alias_that_somebody_keeps_is_followed_for_good(level):
 
 
 @pytest.mark.parametrize("level", CAST)
-def test_edits_of_the_model_s_own_weights_stand_beside_those_of_other_masters(level):
+def test_edits_of_weights_and_edits_of_other_masters_both_count(level):
     model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level)
     model[0].weight.data.fill_(0.5)  # a clamp, as of a WGAN
@@ -163,7 +163,7 @@ def test_a_forward_on_another_thread_sees_them():
     assert seen == [2.0]
 
 
-def test_dataparallel_copies_what_was_edited(monkeypatch):
+def test_dataparallel_copies_edited_weights(monkeypatch):
     before, copied = nn.DataParallel.replicate, []
     model, optimizer = start_scalar()
     module = importlib.import_module("torch.nn.parallel.data_parallel")
@@ -176,7 +176,7 @@ def test_dataparallel_copies_what_was_edited(monkeypatch):
     assert nn.DataParallel.replicate is before
 
 
-def test_nothing_is_written_where_nothing_was_edited():
+def test_without_edits_nothing_is_written():
     model, optimizer = start_scalar()
     output(model)
     version = model.weight._version

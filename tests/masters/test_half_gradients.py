@@ -64,7 +64,7 @@ def test_they_stay_half_until_the_step(level, device):
 
 @LEVELS
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_whoever_looks_sees_fp32_and_unscaled_numbers_which_the_step_takes(level, look):
+def test_a_read_returns_fp32_unscaled_numbers_that_the_step_uses(level, look):
     model, optimizer = start_row(level)
     backward_row(model, optimizer)
     look(model, optimizer)
@@ -112,7 +112,7 @@ def test_a_step_and_a_clip_find_what_a_backward_through_a_master_has_added(make,
 
 
 @pytest.mark.parametrize("written", [None, torch.tensor([[8.0, 16.0]])], ids=["None", "another"])
-def test_what_somebody_writes_in_their_place_counts(written):
+def test_assigned_gradients_count(written):
     model, optimizer = start_row()
     backward_row(model, optimizer)
     master_of(optimizer).grad = written
@@ -148,7 +148,7 @@ def hold_its_memory(model, kept):
 
 @LEVELS
 @pytest.mark.parametrize("hold", [hold_it, hold_a_view, hold_its_memory])
-def test_a_gradient_that_somebody_holds_is_not_left_to_him(level, hold):
+def test_a_gradient_that_the_caller_holds_is_not_reused(level, hold):
     model, optimizer = start_row(level)
     kept: list[Tensor] = []
     hold(model, kept)
@@ -160,7 +160,7 @@ def test_a_gradient_that_somebody_holds_is_not_left_to_him(level, hold):
 
 
 @pytest.mark.parametrize("looks", [True, False])
-def test_a_step_is_skipped_whether_or_not_somebody_looks_at_what_overflowed(looks):
+def test_a_step_is_skipped_with_and_without_a_read_of_the_overflow(looks):
     model, optimizer = start_row()
     backward_row(model, optimizer, math.inf)
     if looks:
@@ -190,7 +190,7 @@ def test_clipping_by_norm_leaves_them_waiting(level, whose, max_norm):
 
 
 @pytest.mark.parametrize(("level", "factor"), [("O2", 1.0), ("O2", math.inf), ("O5", 1.0), ("O5", 2.0**63)])
-def test_the_norm_out_of_the_overflow_check_is_that_of_a_pass_of_its_own(level, factor):
+def test_the_norm_from_the_overflow_check_equals_a_separate_pass(level, factor):
     found = []
     for clips_before in (False, True):
         model, optimizer = start_row(level)
@@ -306,7 +306,7 @@ def test_a_parameter_that_has_left_the_groups_is_none_of_the_optimizers_any_more
     assert not optimizer._amp_stash.step_skipped and [p.item() for p in model.parameters()] == [3, -1]
 
 
-def test_who_asks_again_after_an_interrupt_is_not_given_the_gradient_twice():
+def test_a_read_after_an_interrupt_does_not_add_the_gradient_twice():
     model, optimizer = start_row()
     backward_row(model, optimizer)
     master = master_of(optimizer)
@@ -347,7 +347,7 @@ from test_half_gradients import *
 model, optimizer = start_row()
 with Keeping():
     backward_row(model, optimizer)
-test_a_gradient_that_somebody_holds_is_not_left_to_him("O2", hold_it)
+test_a_gradient_that_the_caller_holds_is_not_reused("O2", hold_it)
 """
     here = Path(__file__).parent
     folders = map(str, (here, here.parent, here.parent / "helpers"))

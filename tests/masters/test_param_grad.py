@@ -68,7 +68,7 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_done_to_it_is_what_the_step_takes(level, options, optimizer, edit, device):
+def test_edits_of_param_grad_reach_the_step(level, options, optimizer, edit, device):
     """Against the optimizer itself on FP32 weights, given the gradient that the edit leaves."""
     model, ours = start_level(level, options, OPTIMIZERS[optimizer], device)
     plain = nn.Parameter(torch.tensor([[1.0, 2.0]], device=device))
@@ -162,7 +162,7 @@ def test_an_overflow_can_be_seen_in_it(level, options):
     assert not model.weight.grad.isfinite().any()
 
 
-def test_that_of_another_optimizers_parameters_stays_theirs_in_a_body():
+def test_gradients_of_another_optimizer_s_parameters_stay_in_a_body():
     """A GAN's generator loss fills the discriminator's gradients, which the discriminator's step must not see."""
     disc, gen = linear([[1.0, 2.0]]), linear([[1.0], [1.0]])
     (disc, gen), (opt_d, opt_g) = amp.initialize(
@@ -229,7 +229,7 @@ def test_sparse_gradients_are_the_masters_too(level, options):
 
 
 @LEVELS
-def test_nothing_is_made_where_nobody_asks(level, options):
+def test_no_gradient_is_made_without_a_read(level, options):
     if amp.multi_tensor.backend() != "cpp":
         pytest.skip("in plain torch masters' gradients are made at once")
     model, optimizer = start_level(level, options)
@@ -244,7 +244,7 @@ def test_nothing_is_made_where_nobody_asks(level, options):
 
 
 @LEVELS
-def test_a_copy_has_gradients_of_its_own(level, options):
+def test_a_copy_has_separate_gradients(level, options):
     model, optimizer = start_level(level, options)
     other, others = copy.deepcopy((model, optimizer))
     backward_row(other, others)
@@ -276,7 +276,7 @@ def test_restore_gives_torchs_attribute_back():
 
 
 @LEVELS
-def test_other_parameters_answer_as_ever(level, options):
+def test_other_parameters_return_their_gradients_unchanged(level, options):
     start_level(level, options)
     other = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     other.sum().backward()

@@ -68,7 +68,7 @@ def four_steps(model, lookahead):
 @pytest.mark.parametrize("kind", [Lookahead, LookaheadOptimizer])
 @pytest.mark.parametrize("when", ["given", "put around afterwards"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_lookahead_is_what_it_is_in_fp32(level, when, kind, put):
+def test_lookahead_equals_fp32(level, when, kind, put):
     model = linear([[4.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     if when == "given":
@@ -138,7 +138,7 @@ class Free(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_schedule_free_optimizers_evaluate_what_they_say(level):
+def test_schedule_free_optimizers_evaluate_their_averages(level):
     model, optimizer = start_scalar(level, weight=4.0, optimizer=Free)
     for expected in (3.5, 3.0):
         backward(model(torch.full((1, 1), 0.5)).sum(), optimizer)

@@ -95,7 +95,7 @@ def test_an_average_moves_by_less_than_low_precision_can_hold(level):
 
 
 @pytest.mark.parametrize("level", MASTERED)
-def test_weights_that_somebody_edited_are_averaged_as_edited(level):
+def test_edited_weights_are_averaged_as_edited(level):
     model = linear([[1.0]])
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level)
     average = AveragedModel(model)
@@ -120,7 +120,7 @@ def test_masters_stay_out_of_the_average(level):
     step(model, optimizer, 0)
 
 
-def test_other_models_are_averaged_as_ever_and_restore_gives_torch_its_class_back():
+def test_other_models_are_averaged_by_torch_and_restore_restores_its_class():
     names = ("__init__", "update_parameters")
     before = [vars(AveragedModel)[name] for name in names]
     start_average("O2")
@@ -135,7 +135,7 @@ def test_other_models_are_averaged_as_ever_and_restore_gives_torch_its_class_bac
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_recipe_s_way_is_an_average_of_the_masters_by_hand(level):
+def test_the_recipe_s_average_equals_one_of_the_masters(level):
     model, optimizer = start_average(level)
     values = amp.fp32_copy(model)
     average = AveragedModel(values, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -269,7 +269,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_averages_are_found_by_their_shapes_where_no_optimizer_holds_them(case):
+def test_averages_in_no_optimizer_are_found_by_their_shapes(case):
     make, trained, expected = FOUND[case]
     model = make()
     ids = {id(p) for name in trained for p in model.get_submodule(name).parameters()}

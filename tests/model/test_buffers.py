@@ -178,7 +178,7 @@ def test_exact_values_survive_a_move(where):
     assert model.table.table is not low and torch.equal(model.state_dict()["table.table"], FREQUENCIES)
 
 
-def test_what_was_written_since_is_what_comes_back():
+def test_later_writes_into_a_buffer_are_restored():
     model, _ = cast_model()
     with torch.no_grad():
         model.table.table[1] = 5.0
@@ -226,7 +226,7 @@ def test_a_buffer_that_two_modules_share_stays_shared():
     assert model[1].table is model[0].table and torch.equal(model[0].table, FREQUENCIES)
 
 
-def test_only_what_is_rounded_takes_memory():
+def test_only_rounded_buffers_use_memory():
     model = nn.Sequential(Table(torch.ones(4)), Table(FREQUENCIES))
     amp.initialize(model, opt_level="O5")
     assert [len(vars(table).get("_amp_exact", {})) for table in model] == [0, 1]
@@ -320,7 +320,7 @@ def test_the_way_out_of_the_warning_is_one():
     assert model[1].average.dtype is torch.float32 and (model[1].average != 1.0).all()
 
 
-def test_a_watched_model_goes_when_nobody_holds_it():
+def test_a_watched_model_is_freed_with_its_last_reference():
     model = amp.initialize(nn.Sequential(Averaging()), opt_level="O5")
     gone = weakref.ref(model)
     gc.disable()

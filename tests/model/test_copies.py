@@ -294,7 +294,7 @@ def test_a_copy_of_a_copy_is_alike(kind, duplicate):
 
 @pytest.mark.parametrize("second", LEVELS)
 @pytest.mark.parametrize("kind", CAST)
-def test_a_copy_enters_a_training_of_its_own(kind, second):
+def test_a_copy_enters_a_separate_training(kind, second):
     model, optimizer = trained(kind)
     expected = masters_of(optimizer)
     student = copy.deepcopy(model)

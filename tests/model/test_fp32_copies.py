@@ -101,7 +101,7 @@ def test_an_fp32_copy_runs_in_fp32_while_the_training_lives(level):
     assert training.same(in_eager(plain), expected)
 
 
-def test_an_fp32_copy_is_of_the_plain_classes_where_no_casts_of_the_process_act():
+def test_an_fp32_copy_has_plain_classes_without_process_casts():
     model = amp.initialize(convnet(), opt_level="O2")
     plain = amp.fp32_copy(model)
     assert type(plain) is training.ConvNet

@@ -223,7 +223,7 @@ def test_a_copy_that_is_initialized_again_knows_what_came_low(level, by):
 @every_half
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_restore_gives_back_the_type_that_came(level, split, half):
+def test_restore_restores_the_incoming_type(level, split, half):
     model = net(half)
     before, frozen = types(model), model.frozen.weight.detach().clone()
     options = {"master_weights": "split"} if split and level == "O5" else {}

@@ -100,7 +100,7 @@ def test_a_thawed_weight_of_a_new_group_gets_its_master():
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("cleared", [False, True])
-def test_a_thawed_weight_that_is_appended_to_a_group_by_hand_gets_its_master(level, cleared):
+def test_an_unfrozen_weight_appended_to_a_group_gets_a_master(level, cleared):
     model = net(torch.bfloat16)
     optimizer = SGD(trained(model))
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -115,7 +115,7 @@ def test_a_thawed_weight_that_is_appended_to_a_group_by_hand_gets_its_master(lev
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_thawed_weight_that_is_appended_to_a_group_by_hand_is_refused_under_casts(level):
+def test_an_unfrozen_weight_appended_to_a_group_is_refused_under_casts(level):
     model = net(torch.bfloat16)
     optimizer = SGD(trained(model))
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -212,7 +212,7 @@ def test_quantized_weights_that_are_trained_are_refused_by_name(level, kind):
     ("level", "half", "split", "bytes_each"),
     [("O5", torch.bfloat16, True, 2), ("O5", torch.bfloat16, False, 4), ("O2", torch.float16, False, 4)],
 )
-def test_initialize_peaks_at_what_it_keeps_and_one_tensor(level, half, split, bytes_each):
+def test_initialize_peaks_at_its_kept_memory_and_one_tensor(level, half, split, bytes_each):
     model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(16)]).to(half)
     size, one = 16 * 128 * 128, 128 * 128
     options = {"master_weights": "split"} if split else {}

@@ -84,7 +84,7 @@ def test_a_module_with_the_name_of_an_integer_type_is_still_told_of_mixed_floats
 
 
 @pytest.mark.parametrize("level", CAST)
-def test_a_method_called_by_itself_is_still_told_of_methods(level):
+def test_a_method_called_outside_of_forward_still_names_methods(level):
     model = amp.initialize(Net(nn.Linear(8, 2)), opt_level=level, verbosity=0)
     words = str(error_of(model.encode, torch.ones(2, 8)))
     assert re.search(r"Net\.encode\(\) was called directly, .*methods=\('encode',\)\)$", words)

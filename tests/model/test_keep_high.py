@@ -111,7 +111,7 @@ def test_keep_high_names_others(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_a_kept_module_multiplies_itself_stays_high_too(level):
+def test_products_inside_of_a_kept_module_stay_high_too(level):
     model = nn.Sequential(nn.Linear(8, 8), Attention(), Attention(), nn.Linear(8, 8))
     kept = amp.initialize(copy.deepcopy(model), opt_level=level, keep_high="1", verbosity=0)
     assert len(rows_of(kept, X)) == 1 + 3 + 1

@@ -52,7 +52,7 @@ def test_a_custom_norm_can_be_kept(level):
     assert model(torch.full((1, 4), 300.0)).isfinite().all()
 
 
-def test_a_batch_norm_with_a_forward_of_its_own_is_given_fp32():
+def test_a_batch_norm_with_a_custom_forward_receives_fp32():
     class MyNorm(nn.BatchNorm1d):
         def forward(self, inputs):
             return super().forward(inputs - self.running_mean)
@@ -180,7 +180,7 @@ def test_a_child_of_the_same_training_keeps_its_own_types_inside_its_parent():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_kept_containers_keep_what_is_inside_them(level):
+def test_kept_containers_keep_the_modules_inside(level):
     class Heads(nn.Module):
         def __init__(self):
             super().__init__()

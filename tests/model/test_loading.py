@@ -197,7 +197,7 @@ def test_a_checkpoint_that_has_the_model_s_own_tensors(level):
     assert same(all_of(model, optimizer), before)
 
 
-def test_a_child_that_loads_by_itself_takes_the_high_halves():
+def test_a_child_s_load_state_dict_sets_the_high_halves():
     model, optimizer = rows(2**16, SPLIT)
     value = every_low_half()[5 * 2**16 : 6 * 2**16]
     model.child.load_state_dict({name: value.view_as(old) for name, old in model.child.state_dict().items()})

@@ -140,7 +140,7 @@ class Refuses(Plain):
         raise RuntimeError("not to be copied")
 
 
-def test_what_has_no_floats_is_itself_and_so_is_what_cannot_be_copied_or_is_no_batch() -> None:
+def test_objects_without_floats_and_uncopyable_ones_are_passed_unchanged() -> None:
     ring = Plain(index=torch.tensor([1]))
     ring.again = [ring]
     deep = Plain(a=Plain(a=Plain(a=Plain(x=torch.ones(1)))))

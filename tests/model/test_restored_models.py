@@ -106,7 +106,7 @@ def test_the_trainings_from_before_stay_when_one_of_a_comparison_cannot_be_resto
     assert known(torch.ones(1, 1)).dtype is torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float16
 
 
-def test_an_initialize_that_fails_tells_why_though_what_it_began_cannot_be_undone(monkeypatch):
+def test_a_failing_initialize_raises_its_error_although_undoing_fails(monkeypatch):
     model = linear([[1.0]])
 
     def fail(*_):
@@ -143,7 +143,7 @@ def test_a_class_patched_later_is_what_runs():
     assert model(torch.ones(1, 1)).item() == 3.0
 
 
-def test_a_registry_of_the_user_s_classes_sees_none_of_ours():
+def test_a_registry_of_the_user_s_classes_sees_no_generated_class():
     registry = []
 
     class Registered(nn.Module):

@@ -168,7 +168,7 @@ def read_and_written(make: str) -> None:
 
 
 @pytest.mark.parametrize("make", ["AdamW", "NAdam"])
-def test_who_reads_the_state_finds_dtensors_in_fp32_and_what_is_written_is_encoded(ranks, make):
+def test_reads_of_the_state_return_fp32_dtensors_and_writes_are_encoded(ranks, make):
     ranks(read_and_written, make)
 
 
@@ -336,5 +336,5 @@ def refused() -> None:
         amp.initialize(model, OPTIM.LBFGS(model.parameters()), opt_level="O4", optimizer_state="8bit", verbosity=0)
 
 
-def test_what_cannot_be_is_refused_by_name(ranks):
+def test_unsupported_combinations_are_refused_by_name(ranks):
     ranks(refused)

@@ -89,7 +89,7 @@ def test_a_training_is_near_that_with_fp32_state(make, options):
     assert ours[-1] < 0.8 * ours[0] and abs(ours[-1] - theirs[-1]) < 0.05 * theirs[0]
 
 
-def test_what_stays_fp32_is_named_with_its_reason():
+def test_state_that_stays_fp32_is_named_with_its_reason():
     _, optimizer = start(MAKERS["AdamW, amsgrad"])
     go_on(_, optimizer, range(1))
     assert set(coded(optimizer)) == {"exp_avg", "exp_avg_sq"}
@@ -170,7 +170,7 @@ def test_a_step_with_a_closure_takes_all_state_at_once():
 
 
 @one_of_each_way
-def test_whoever_looks_finds_fp32_and_a_step_gives_the_memory_back(make):
+def test_a_read_returns_fp32_and_a_step_frees_the_memory(make):
     model, optimizer = start(make)
     go_on(model, optimizer, range(2))
     wanted = state_of(optimizer)
@@ -229,7 +229,7 @@ def written(optimizer: Any, way: str, new: Tensor) -> Tensor:
 @one_of_each_way
 @pytest.mark.parametrize("where", ["before backward", "before step", "in a hook"])
 @pytest.mark.parametrize("way", ["in place", "item", "update", "data", "|=", "dict", "|= of states"])
-def test_what_is_written_is_encoded(make, where, way):
+def test_writes_are_encoded(make, where, way):
     def train(new: Tensor | None, way: str) -> list[Tensor]:
         model, optimizer = start(make)
         go_on(model, optimizer, range(2))
@@ -254,7 +254,7 @@ def test_what_is_written_is_encoded(make, where, way):
     assert same(ours, train(in_eight_bits(new, torch.int8), "item")) and not same(ours, train(None, way))
 
 
-def test_a_tensor_that_somebody_holds_follows_each_step():
+def test_a_tensor_that_the_caller_holds_follows_each_step():
     for make in (MAKERS["AdamW"], MAKERS["NAdam"]):
         model, optimizer = start(make)
         go_on(model, optimizer, range(2))
@@ -413,7 +413,7 @@ def small_net() -> nn.Sequential:
         (MAKERS["AdamW"], net, None),
     ],
 )
-def test_a_state_of_which_nothing_is_quantized_is_logged_once_after_the_first_step(
+def test_state_without_quantized_tensors_is_logged_once_after_the_first_step(
     make, model, largest, release, caplog, monkeypatch
 ):
     monkeypatch.setattr(gradient_release, "TOGETHER", 1)  # a small parameter is stepped before the large ones

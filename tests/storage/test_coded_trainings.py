@@ -266,7 +266,7 @@ def test_optimizers_that_cannot_are_refused_by_name(make, match):
         ({"opt_level": "O5", "master_weights": False}, "contradicts opt_level 'O5' without masters"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(options, match):
+def test_unsupported_combinations_are_refused_by_name(options, match):
     with pytest.raises(ValueError, match=match):
         start(MAKERS["AdamW"], **options)
 

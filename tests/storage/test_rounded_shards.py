@@ -324,7 +324,7 @@ def moved(moves: bool) -> list[Tensor]:
     return here(model.parameters())
 
 
-def test_shards_that_lie_elsewhere_by_now_are_stepped_there(ranks):
+def test_shards_that_moved_in_memory_are_stepped_there(ranks):
     assert all(map(same, ranks(moved, True), ranks(moved, False)))
 
 

@@ -267,5 +267,5 @@ def refused_later() -> None:
 
 
 @pytest.mark.parametrize("refuse", [refused, refused_later])
-def test_what_cannot_be_is_refused_by_name(ranks, refuse):
+def test_unsupported_combinations_are_refused_by_name(ranks, refuse):
     ranks(refuse)

@@ -94,7 +94,7 @@ def test_a_step_that_overflows_changes_nothing(make):
 # Who looks, and who writes
 
 
-def test_whoever_looks_finds_an_fp32_parameter(training):
+def test_a_read_returns_an_fp32_parameter(training):
     model, optimizer = training
     for param, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
         assert is_split(master) and isinstance(master, nn.Parameter) and master.requires_grad and master.is_leaf
@@ -110,7 +110,7 @@ def test_whoever_looks_finds_an_fp32_parameter(training):
     assert opened(optimizer) == 0, "a step gives the memory back"
 
 
-def test_what_is_written_into_masters_reaches_the_model(training):
+def test_writes_into_masters_reach_the_model(training):
     model, optimizer = training
     writes = [lambda m: m.mul_(2), lambda m: m.data.mul_(2), lambda m: m.detach().mul_(2), lambda m: m.copy_(2 * m)]
 
@@ -127,7 +127,7 @@ def test_what_is_written_into_masters_reaches_the_model(training):
         assert same(amp.master_params(optimizer), wanted)
 
 
-def test_what_is_written_into_weights_is_in_the_masters(training):
+def test_writes_into_weights_reach_the_masters(training):
     model, optimizer = training
     next(amp.master_params(optimizer)).sum()  # one is open, with the value before
     with torch.no_grad():
@@ -355,7 +355,7 @@ def test_shapes_and_orders_of_all_kinds():
         ({"opt_level": "O5", "master_weights": "halves"}, TypeError, "wanted 'split', 'stochastic', True, False"),
     ],
 )
-def test_what_cannot_be_split_is_refused_by_name(options, error, match):
+def test_parameters_that_cannot_be_split_are_refused_by_name(options, error, match):
     model = net()
     with pytest.raises(error, match=match):
         amp.initialize(model, SGD(model.parameters()), **{"master_weights": "split"} | options)

@@ -187,7 +187,7 @@ def test_a_graph_that_has_saved_a_view_of_a_master_refuses_after_the_step(traini
         loss.backward()
 
 
-def test_weights_that_are_laid_out_anew_leave_masters_as_the_state_is():
+def test_weights_with_a_new_layout_leave_masters_laid_out_like_the_state():
     def train(kind: Any) -> list[Tensor]:
         model, optimizer = start_split(MAKERS["NAdam"], master_weights=kind)
         iterate_split(model, optimizer, range(2))

@@ -49,7 +49,7 @@ def rounded(masters: list[Tensor], step: int, seed: int = 0, edits: int = 0) -> 
 
 
 @every_maker
-def test_a_step_is_the_optimizers_on_the_weights_as_fp32_and_rounds_them_by_chance(make):
+def test_a_step_is_the_optimizer_s_on_fp32_weights_rounded_stochastically(make):
     if make is MAKERS["AdamW"] and not rounds_as_torch():
         pytest.skip("torch's fused kernels round otherwise on this machine")
     model, optimizer = start(make)
@@ -106,7 +106,7 @@ def with_seed(seed: int) -> dict[str, Any]:
     return {"stochastic_rounding": {"seed": seed, "steps": []}}
 
 
-def test_updates_that_rounding_to_nearest_loses_are_made_on_the_mean():
+def test_updates_that_rounding_to_nearest_loses_are_made_on_average():
     """Each step wants 1 / 50 of the distance between two BF16 numbers."""
 
     def train(kind: Any) -> Tensor:
@@ -179,7 +179,7 @@ def test_a_parameter_without_a_gradient_keeps_its_weight_and_its_count():
 
 
 @one_of_each_way
-def test_whoever_looks_finds_the_weight_in_fp32_and_writes_are_rounded_by_chance(make):
+def test_a_read_returns_the_weight_in_fp32_and_writes_are_rounded_stochastically(make):
     model, optimizer = start(make)
     iterate_split(model, optimizer, range(2))
     for param, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
@@ -279,7 +279,7 @@ def test_checkpoints_move_to_and_from_fp32_masters(other):
         amp.restore()
 
 
-def test_what_old_code_reads_of_the_state_is_as_it_was():
+def test_old_readers_of_the_state_find_it_unchanged():
     start(MAKERS["AdamW"])
     state = amp.state_dict()
     assert list(state) == ["loss_scaler0"]  # Apex raises for any other key
@@ -344,7 +344,7 @@ def test_initialize_again_keeps_them_another_way(first, second):
         assert chance()["steps"] == [2] * 6
 
 
-def test_several_optimizers_and_a_group_that_comes_later_have_chances_of_their_own():
+def test_several_optimizers_and_a_later_group_have_separate_random_draws():
     model = net()
     optimizers = [OPTIM.SGD(model[0].parameters(), lr=0.1), OPTIM.SGD(model[3].parameters(), lr=0.1)]
     amp.initialize(model, optimizers, opt_level="O5", master_weights="stochastic", verbosity=0)
@@ -372,7 +372,7 @@ def test_several_optimizers_and_a_group_that_comes_later_have_chances_of_their_o
         ({"master_weights": "random"}, TypeError, "'random'; wanted 'split', 'stochastic', True, False"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(options, error, match):
+def test_unsupported_combinations_are_refused_by_name(options, error, match):
     model = net()
     with pytest.raises(error, match=match):
         start(SGD, model, **options)

@@ -60,7 +60,7 @@ def test_a_step_with_a_closure_makes_the_update_of_the_step_after_it(make):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_closure_adds_to_the_gradients_that_are_there(name):
+def test_a_closure_adds_to_existing_gradients(name):
     results = []
     for closure in (False, True):
         model, optimizer = start(ALL[name])
@@ -124,7 +124,7 @@ class SamOfItsOwn(torch.optim.SGD):
 # The gradient of w * w / 2 is w, and lr 1/2: 1 -> 1/2 -> 1/4; and 1 - 1/2 * (1 + 1/2).
 @pytest.mark.parametrize(("kind", "wanted"), [(Twice, 0.25), (SamOfItsOwn, 0.25)])
 @pytest.mark.parametrize("how", [{"fused": True}, {"foreach": False}], ids=str)
-def test_a_step_that_calls_the_closure_twice_computes_the_second_on_what_it_has_written(kind, wanted, how):
+def test_a_step_that_calls_the_closure_twice_computes_the_second_on_written_weights(kind, wanted, how):
     model = linear([[1.0]])
     model, optimizer = amp.initialize(model, kind(model.parameters(), lr=0.5, **how), opt_level="O5", verbosity=0)
 

@@ -82,7 +82,7 @@ def test_a_copied_training_unscales_the_gradients_of_parameters_in_no_optimizer(
     assert model[1].bias.grad.tolist() == [3.0]
 
 
-def test_an_optimizer_that_is_copied_by_itself_has_no_other() -> None:
+def test_an_optimizer_copied_alone_has_no_other() -> None:
     model = ones(nn.Linear(2, 2), nn.Linear(2, 1))
     model, optimizers = start_all(model, [sgd(layer.parameters()) for layer in model], opt_level="O1")
     alone = copy.deepcopy(optimizers[0])
@@ -106,7 +106,7 @@ def test_a_copy_of_two_optimizers_with_one_parameter_knows_that_they_share_it() 
 
 @both_ways
 @every_master
-def test_what_was_written_into_masters_is_in_a_copy(copied: Any, options: dict[str, Any]) -> None:
+def test_writes_into_masters_are_in_a_copy(copied: Any, options: dict[str, Any]) -> None:
     model = ones(nn.Linear(1, 1, bias=False))
     pair = start_all(model, sgd(model.parameters()), **options)
     for master in amp.master_params(pair[1]):
@@ -134,7 +134,7 @@ def test_a_large_edit_of_masters_reaches_the_weights_of_a_copy(copied: Any, opti
 
 @both_ways
 @every_master
-def test_what_was_written_into_weights_is_in_a_copy(copied: Any, options: dict[str, Any]) -> None:
+def test_writes_into_weights_are_in_a_copy(copied: Any, options: dict[str, Any]) -> None:
     """Also where somebody has looked at the masters before."""
     model = ones(nn.Linear(1, 1, bias=False))
     pair = start_all(model, sgd(model.parameters()), **options)
@@ -148,7 +148,7 @@ def test_what_was_written_into_weights_is_in_a_copy(copied: Any, options: dict[s
 
 
 @every_master
-def test_a_new_group_leaves_what_was_written_into_masters(options: dict[str, Any]) -> None:
+def test_a_new_group_keeps_writes_into_masters(options: dict[str, Any]) -> None:
     model = ones(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     model, optimizer = start_all(model, sgd(model[0].parameters()), **options)
     for master in amp.master_params(optimizer):

@@ -53,7 +53,7 @@ def test_the_overflow_of_one_loss_is_not_blamed_on_another(level, delay, device)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("order", ["bad first", "good first"])
 @pytest.mark.parametrize("way", ["plain", "delay_unscale", "delay_overflow_check"])
-def test_of_two_losses_of_one_optimizer_only_that_which_overflowed_is_scaled_down(level, order, way):
+def test_only_the_overflowed_loss_of_two_is_scaled_down(level, order, way):
     model = linear([[1.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, num_losses=2, verbosity=0)
@@ -73,7 +73,7 @@ def test_of_two_losses_of_one_optimizer_only_that_which_overflowed_is_scaled_dow
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_third_loss_after_an_overflow_is_checked_by_itself(level):
+def test_a_third_loss_after_an_overflow_is_checked_separately(level):
     model = linear([[1.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = amp.initialize(

@@ -54,7 +54,7 @@ def test_the_scale_stays_in_its_range():
 
 
 @pytest.mark.parametrize(("low", "high", "start"), [(1.0, 2.0**24, 65536.0), (1.0, 512.0, 512.0), (2e5, 2e6, 2e5)])
-def test_the_start_lies_in_the_range(low, high, start):
+def test_the_initial_scale_is_in_the_range(low, high, start):
     assert scaler(minimum=low, maximum=high).loss_scale() == start
 
 

@@ -68,7 +68,7 @@ torch.save([tell(options, maker) for options in TRAININGS for maker in MAKERS], 
 
 
 @pytest.mark.skipif(not __debug__, reason="this process has no asserts either")
-def test_what_asserts_leave_out_is_no_part_of_a_training(tmp_path, monkeypatch, capsys):
+def test_removed_asserts_change_no_training(tmp_path, monkeypatch, capsys):
     script, here, there = (tmp_path / name for name in ("story.py", "here.pt", "there.pt"))
     script.write_text(STORY)
     monkeypatch.setattr(sys, "argv", [str(script), str(here)])

@@ -91,7 +91,7 @@ def test_noise_added_to_the_gradients_is_in_the_step(level):
 
 @every_level
 @pytest.mark.parametrize("when", ["before the step", "after the step"])
-def test_statistics_of_the_gradients_are_those_of_fp32(level, when):
+def test_statistics_of_the_gradients_equal_fp32(level, when):
     model, optimizer = start_integers(level)
     backward_ones(model, optimizer)
     if when == "after the step":
@@ -136,7 +136,7 @@ def test_no_step_takes_the_gradients_of_the_last_one(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_of_a_skipped_step_the_overflow_can_be_read_until_it_is_cleared(level):
+def test_a_skipped_step_s_overflow_can_be_read_until_it_is_cleared(level):
     model, optimizer = start_integers(level)
     backward(model(torch.ones(2, 4)).float().sum() * float("inf"), optimizer)
     optimizer.step()

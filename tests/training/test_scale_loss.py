@@ -110,7 +110,7 @@ def test_delay_overflow_check_skips_the_step_but_moves_the_scale_later():
 
 
 @pytest.mark.parametrize("level", SCALED)
-def test_each_loss_has_a_scale_of_its_own_and_any_overflow_skips_the_step(level):
+def test_each_loss_has_a_separate_scale_and_any_overflow_skips_the_step(level):
     model, optimizer = setup(level, num_losses=3, verbosity=0, loss_scale="dynamic")
     backward(quarter(model, 1.0, 2.0), optimizer, loss_id=0)
     backward(quarter(model, math.inf, 2.0), optimizer, loss_id=2)
@@ -221,7 +221,7 @@ def test_a_group_added_late_brings_no_stale_scaled_gradient(level):
 
 
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
-def test_a_closure_that_calls_scale_loss_trains_where_nothing_is_scaled(level):
+def test_a_closure_that_calls_scale_loss_trains_without_scaling(level):
     model, optimizer = setup(level)
 
     def closure():
@@ -296,7 +296,7 @@ def test_a_body_inside_a_body_of_the_same_optimizer_is_refused(level):
 
 
 @pytest.mark.parametrize("level", EVERY)
-def test_clipping_a_model_of_which_only_a_part_is_trained(level):
+def test_clipping_a_partly_trained_model_uses_the_trained_gradients(level):
     model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
     model, optimizer = amp.initialize(model, sgd(model[1]), opt_level=level, loss_scale=64.0)
     for _ in range(2):
@@ -307,7 +307,7 @@ def test_clipping_a_model_of_which_only_a_part_is_trained(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_scale_is_that_of_the_moment_in_which_the_body_begins(level):
+def test_the_scale_is_read_when_the_body_begins(level):
     model, optimizer = setup(level, loss_scale="dynamic")
     first, second = (amp.scale_loss(quarter(model, 1.0, 2.0), optimizer) for _ in range(2))
     with first as scaled_loss:

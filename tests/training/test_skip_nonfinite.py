@@ -318,7 +318,7 @@ def test_closures_and_steps_in_the_body_are_refused(options):
 
 
 @pytest.mark.parametrize("level", ["O0", "O4"])
-def test_what_steps_by_itself_is_refused_before_anything_is_changed(level):
+def test_optimizers_that_step_in_backward_are_refused_before_any_change(level):
     model = linear([[1.0]])
     with pytest.raises(ValueError, match=r"LBFGS .* without skip_nonfinite"):
         amp.initialize(model, OPTIM.LBFGS(model.parameters()), opt_level=level, skip_nonfinite=True)

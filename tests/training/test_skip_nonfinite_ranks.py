@@ -54,7 +54,7 @@ def train_rank(options: dict[str, Any], way: str, bad: float, on: bool) -> dict[
 
 @every_training
 @pytest.mark.parametrize("way", ["ddp", "no_sync", "process group"])
-def test_all_ranks_skip_what_is_not_finite_on_one(ranks, options, way):
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(ranks, options, way):
     results = ranks(train_rank, options, way, math.nan, True)
     for seen in results:
         assert seen["skipped"] == [False, True, False]

@@ -92,7 +92,7 @@ def by_the_scale(loss: Tensor, scaled: Tensor, optimizer: Any) -> None:
 @SCALED
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("body", [by_parts, with_a_penalty, by_the_scale])
-def test_bodies_that_scale_each_gradient_train_as_before(level, body):
+def test_bodies_that_scale_each_gradient_train_unchanged(level, body):
     model, optimizer = start(level)
     with amp.scale_loss(loss := loss_of(model), optimizer) as scaled:
         body(loss, scaled, optimizer)
@@ -183,7 +183,7 @@ def test_a_scaled_loss_may_be_added_to_that_of_the_next_body(level):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-def test_what_is_not_entered_says_so(level):
+def test_a_context_that_was_not_entered_says_so(level):
     model, optimizer = start(level, loss_scale=None)
     with pytest.raises(AttributeError, match=r"no attribute 'backward'; write `with amp\.scale_loss"):
         amp.scale_loss(loss_of(model), optimizer).backward()

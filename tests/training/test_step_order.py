@@ -149,7 +149,7 @@ def test_the_step_begins_from_what_a_pre_hook_has_written(make, level, registere
 @REGISTERED
 @AT_LEVELS
 @KINDS
-def test_what_a_post_hook_has_written_into_masters_is_in_the_model_after_the_step(make, level, registered):
+def test_a_post_hook_s_writes_into_masters_are_in_the_model_after_the_step(make, level, registered):
     @torch.no_grad()
     def write(optimizer, *_):
         for master in parameters_of_groups(optimizer):
@@ -342,7 +342,7 @@ def test_a_scheduler_that_has_captured_step_leads_to_the_one_of_the_training(mak
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")  # torch's own, of what Dynamo imports
-def test_the_step_of_an_optimizer_in_no_training_is_compiled_as_ever():
+def test_the_step_of_an_optimizer_in_no_training_is_compiled():
     def frames():
         torch._dynamo.reset()
         param, counter = nn.Parameter(torch.ones(3)), CompileCounter()

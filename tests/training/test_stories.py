@@ -35,7 +35,7 @@ def test_many_stories(first: int) -> None:
     tell_all(range(first, first + CHAPTER))
 
 
-def test_a_story_that_fails_is_told_in_few_events() -> None:
+def test_a_failing_story_is_shrunk_to_few_events() -> None:
     story = drawn(3)
 
     def fails(story: Story) -> bool:

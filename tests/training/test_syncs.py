@@ -98,7 +98,7 @@ def test_gradients_that_are_only_checked_cost_the_same_sync(level, masters, clip
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
-def test_no_sync_where_nothing_is_scaled(level, device):
+def test_no_sync_without_scaling(level, device):
     assert set(a_step(level, device, lambda params: None).values()) == {0}
 
 

@@ -26,7 +26,7 @@ one_of_each_way = pytest.mark.parametrize("make", [MAKERS["AdamW"], MAKERS["NAda
 
 @pytest.mark.parametrize("level", [*LEVELS, *CODED])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_bits_are_those_of_a_step_behind_backward(make, level, monkeypatch):
+def test_the_bits_equal_a_step_after_backward(make, level, monkeypatch):
     monkeypatch.setattr(gradient_release, "TOGETHER", 2000)  # two calls
 
     def train(**options: Any) -> tuple[list[Tensor], list[float]]:
@@ -152,7 +152,7 @@ def test_hooks_that_were_there_first_see_each_gradient_and_may_change_it():
 
 
 @one_of_each_way
-def test_a_gradient_that_is_not_laid_out_as_its_weight_is_stepped_among_others_as_by_itself(make, monkeypatch):
+def test_a_gradient_with_another_layout_is_stepped_among_others_like_alone(make, monkeypatch):
     def train(together: int) -> list[Tensor]:
         monkeypatch.setattr(gradient_release, "TOGETHER", together)
         model = net()

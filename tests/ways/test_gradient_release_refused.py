@@ -28,7 +28,7 @@ from amp_patch.support import device_sync
         (lambda p: OPTIM.Adam(p, capturable=True), {}, "Adam.*capturable=True"),
     ],
 )
-def test_what_cannot_step_in_backward_is_refused_at_once_by_name(make, options, match):
+def test_optimizers_that_cannot_step_in_backward_are_refused_at_once_by_name(make, options, match):
     model = net()
     with pytest.raises(ValueError, match=f"gradient_release=True.*{match}"):
         amp.initialize(

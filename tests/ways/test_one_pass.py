@@ -200,7 +200,7 @@ REFUSED = {
 
 @both_levels
 @pytest.mark.parametrize("recipe, error, message", REFUSED.values(), ids=REFUSED)
-def test_what_torch_refuses_is_refused_by_torch(level, recipe, error, message, kernels):
+def test_arguments_that_torch_refuses_are_refused_by_torch(level, recipe, error, message, kernels):
     for way in (OnePass(), Unfused()):
         model = training.linear([[1.0, 2.0]])
         optimizer = recipe(model.parameters())

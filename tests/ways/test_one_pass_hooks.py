@@ -70,7 +70,7 @@ def test_a_closure_that_a_hook_brings_is_called(make):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @MAKES
-def test_a_step_that_somebody_puts_in_the_place_of_torchs_is_called(make, when, monkeypatch):
+def test_a_step_that_replaces_torchs_is_called(make, when, monkeypatch):
     calls = []
 
     def replace():
@@ -91,7 +91,7 @@ def test_a_step_that_somebody_puts_in_the_place_of_torchs_is_called(make, when, 
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_class_whose_step_somebody_has_replaced_is_none_of_the_table(replaced, monkeypatch):
+def test_a_class_with_a_replaced_step_is_not_in_the_table(replaced, monkeypatch):
     """Where its first optimizer is initialized afterwards: `initialize` makes a subclass of each class once."""
     if replaced:
         monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)

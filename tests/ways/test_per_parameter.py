@@ -240,7 +240,7 @@ def test_a_class_that_is_none_is_refused_before_anything_is_written(kind, reason
     assert all(param.dtype is torch.float32 for param in model.parameters())
 
 
-def test_what_no_trial_shows_ends_the_step_that_shows_it(monkeypatch):
+def test_a_fault_that_no_probe_shows_ends_the_step_that_shows_it(monkeypatch):
     amp.register_per_parameter_optimizer(Estimating)
     model, optimizer = start(two_groups(Estimating), optimizer_state="8bit")
     go_on(model, optimizer, range(15))
@@ -352,7 +352,7 @@ def test_portions_of_a_backward_that_disagree_are_refused_there(monkeypatch):
         loss.backward()
 
 
-def test_one_that_is_not_registered_is_refused_with_the_way_out():
+def test_an_unregistered_class_is_refused_with_the_way_out():
     way_out = r"nor registered .*amp\.register_per_parameter_optimizer, or AMP_PATCH_PER_PARAMETER=(Counting|Heir)"
     with pytest.raises(ValueError, match=way_out):
         start(Counting)
@@ -367,7 +367,7 @@ def test_one_that_is_not_registered_is_refused_with_the_way_out():
         start(Heir, optimizer_state=None, gradient_release=True)
 
 
-def test_the_environment_registers_what_it_names(monkeypatch):
+def test_the_environment_registers_its_named_classes(monkeypatch):
     monkeypatch.setenv("AMP_PATCH_PER_PARAMETER", "Lion, Averaging:z,Counting")
     for kind, wanted in (Counting, {"exp_avg": 2}), (Averaging, {}):
         model, optimizer = start(kind)
@@ -378,7 +378,7 @@ def test_the_environment_registers_what_it_names(monkeypatch):
         start(Averaging)
 
 
-def test_a_step_that_was_put_in_the_place_of_the_registered_one_is_another():
+def test_a_replaced_step_of_a_registered_class_is_not_registered():
     amp.register_per_parameter_optimizer(Counting)
     own = Counting.step
     try:
@@ -402,7 +402,7 @@ def test_a_step_that_was_put_in_the_place_of_the_registered_one_is_another():
         (Counting, [1], r"fp32_state is \[1\]; wanted a list"),
     ],
 )
-def test_what_cannot_be_registered(wanted, fp32_state, message):
+def test_classes_that_cannot_be_registered_are_refused(wanted, fp32_state, message):
     with pytest.raises(TypeError, match=f"^register_per_parameter_optimizer: .*{message}"):
         amp.register_per_parameter_optimizer(wanted, fp32_state=fp32_state)
 

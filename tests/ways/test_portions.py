@@ -212,7 +212,7 @@ def test_an_edit_of_a_weight_that_is_not_stepped_is_adopted(frozen, how_many):
 
 
 @pytest.mark.parametrize("who", ["wrapped", "two_passes"])
-def test_where_somebody_else_needs_the_gradients(who, how_many):
+def test_other_readers_of_gradients_prevent_portions(who, how_many):
     model, optimizer = training(torch.optim.NAdam, "O5")
     setattr(optimizer._amp_stash, who, True)
     backward_batch(model, optimizer, 0)
@@ -249,7 +249,7 @@ def test_only_on_the_cpu(device):
     assert (optimizer._amp_stash.masters.waiting is not None) == (device == "cpu")
 
 
-def test_what_a_script_keeps_in_its_groups_is_no_reason_against_portions(how_many):
+def test_extra_values_in_groups_allow_portions(how_many):
     """A name of each group's own, a list, a tensor: no optimizer of torch's reads them."""
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(200)))
     own: list[Any] = ["name", ["a", "list"], torch.ones(2), None, 0.0]
@@ -292,7 +292,7 @@ def test_hooks_run_once_a_step_and_see_the_gradients(monkeypatch):
     assert partial_step.same(seen[0], seen[1])
 
 
-def test_what_a_hook_writes_into_masters_reaches_the_weights():
+def test_a_hook_s_writes_into_masters_reach_the_weights():
     def halve(optimizer: Any, *_: Any) -> None:
         with torch.no_grad():
             for master in amp.master_params(optimizer):

@@ -73,7 +73,7 @@ def made(name: str, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("away", [2, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", HERE)
-def test_what_the_table_says_of_a_class_holds_with_all_its_settings(name, away):
+def test_the_table_s_row_of_a_class_holds_with_all_settings(name, away):
     """At once with those that differ from the first combination in two settings at most; with all it is slow."""
     kind = getattr(torch.optim, name)
     first = next(combinations(name))
@@ -159,14 +159,14 @@ def test_toys_show_what_no_class_may_do(kind):
 
 
 @pytest.mark.parametrize("release", ["2.5.1", "2.16.0a0+git1", "3.0.0"])
-def test_of_another_release_of_torch_nothing_is_known(release, monkeypatch):
+def test_for_another_release_of_torch_the_table_is_empty(release, monkeypatch):
     optimizer = made("NAdam")
     assert portions.reason_against(optimizer) is None
     monkeypatch.setattr(torch, "__version__", release)
     assert portions.reason_against(optimizer) == f"torch {release} is not in 2.6 to 2.15, whose optimizers are known"
 
 
-def test_the_releases_are_those_that_are_tested():
+def test_the_releases_equal_the_tested_ones():
     tested = [tuple(map(int, which.torch.split(".")[:2])) for which in versions.VERSIONS]
     assert (min(tested), max(tested)) == portions.RELEASES
 
