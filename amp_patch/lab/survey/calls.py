@@ -36,7 +36,7 @@ def op_of(func: Any) -> tuple[str, bool]:
 
 
 def user_line() -> Place:
-    """The line of user code that runs now: of the innermost frame outside of torch and amp_patch."""
+    """Return the line of the innermost frame outside of torch and amp_patch."""
     frame, found = sys._getframe(1), None
     while frame is not None:
         path = frame.f_code.co_filename
@@ -57,16 +57,16 @@ class Call:
 
     Attributes:
         func: the function; `op` is its plain name, and `swapped` tells of `2 / x`.
-        rule: what O1 and O4 do with it, a word of the op lists.
-        inputs: its floating tensors in order, with what was known of each.
-        result: what it returned.
-        outputs: the floating tensors in that, or what it has written in place, with what is known of them now.
+        rule: its rule at O1 and O4, a word of the op lists.
+        inputs: its floating tensors in order, each with its facts before the call.
+        result: the value that it returned.
+        outputs: the floating tensors in `result`, or the tensor that was written in place, each with its facts now.
         inside: whether a model's forward runs.
         plain: whether O1 and O4 cast nothing here.
-        asked: the line that has asked for FP32 here, by a torch.autocast.
-        errors: what torch raises at a level.
+        asked: the line of a torch.autocast around the call that asks for FP32.
+        errors: torch's error at a kind of level.
         in_place: whether it writes into its first argument.
-        written: of a write into a tensor of the model that no optimizer holds: its name, and the numbers before.
+        written: (name, numbers before), if it writes into a tensor of the model that no optimizer holds.
     """
 
     func: Any
@@ -116,14 +116,14 @@ class Call:
         return self.inputs[at][1].low if at < len(self.inputs) else frozenset()
 
     def range(self, tensor: Tensor) -> tuple[float, float]:
-        """The smallest and the largest finite number of a tensor; zeros where there is none. Syncs."""
+        """Return the smallest and the largest finite number of a tensor, or zeros if none is finite. Syncs."""
         if id(tensor) not in self._ranges:
             self._ranges[id(tensor)] = finite_range(tensor)
         return self._ranges[id(tensor)]
 
 
 def finite_range(tensor: Tensor) -> tuple[float, float]:
-    """The smallest and the largest finite number of a tensor; zeros where there is none. Syncs."""
+    """Return the smallest and the largest finite number of a tensor, or zeros if none is finite. Syncs."""
     tensor = tensor.detach()
     if not tensor.numel():
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Findings: what a rule yields, and how it words them."""
+"""Findings, which rules yield, and their words."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Finding(NamedTuple):
     """One thing that would happen.
 
     Attributes:
-        kinds: at these levels.
-        what: would happen.
+        kinds: the levels.
+        what: the thing, in words.
         edit: a way out.
-        line: of user code, where that is not the call's own.
-        op: what is at fault, where that is not the call's function.
+        line: the line of user code, if it is not the call's own.
+        op: the operation at fault, if it is not the call's function.
     """
 
     kinds: Kinds
@@ -38,7 +38,7 @@ def type_names(kinds: Iterable[Kind]) -> str:
 
 
 def where(kinds: Kinds, happens: Callable[[torch.dtype], bool]) -> Kinds:
-    """Those of `kinds` in whose type something happens."""
+    """Return the members of `kinds` for whose type `happens` is true."""
     types = [dtype for dtype in LOW_PRECISION if any(kind.dtype is dtype for kind in kinds) and happens(dtype)]
     return frozenset(kind for kind in kinds if kind.dtype in types)
 

@@ -67,8 +67,8 @@ class Guard:
 
     Attributes:
         number: the number.
-        kinds: where it is 0.
-        line: of user code, as `Place`.
+        kinds: the levels at which it is 0.
+        line: the line of user code.
     """
 
     number: float
@@ -80,7 +80,7 @@ class Place(NamedTuple):
     """A line of user code.
 
     Attributes:
-        file, line: of the innermost code outside of torch and amp_patch.
+        file, line: the innermost code outside of torch and amp_patch.
         called: "train.py:31", the innermost line outside of installed packages, if `file` is in one.
     """
 
@@ -91,20 +91,20 @@ class Place(NamedTuple):
 
 @dataclass
 class Facts:
-    """What is known of a tensor.
+    """The facts of a tensor.
 
     Attributes:
-        low: where it has the low-precision type.
-        rounded: where its numbers were rounded on their way, also if its type is FP32 now.
-        learned: whether it depends on a parameter: then its numbers at a level are not computed.
+        low: the levels at which it has the low-precision type.
+        rounded: the levels at which its numbers were rounded on their way, even if its type is FP32 now.
+        learned: whether it depends on a parameter. If so, its numbers at a level are not computed.
         raised: whether user code has asked for FP32 on its way.
-        values: of a tensor that is not learned: the tensor itself, where it would differ in type or numbers.
-        masked: whether its largest negative numbers are those of a mask.
-        infinite: where the numbers of a mask in it are infinite, and FP32's are not.
-        finite: where a mask in it stays finite, since user code takes the smallest number of the type.
+        values: if it is not learned, the tensor at each kind of level where its type or numbers differ from FP32's.
+        masked: whether its largest negative numbers belong to a mask.
+        infinite: the levels at which a mask in it is infinite, and FP32's is not.
+        finite: the levels at which a mask in it stays finite, since user code takes the smallest number of the type.
         guard: the number that keeps it from 0.
-        line: of a learned tensor of one element: where it was made.
-        name: of an input or a buffer.
+        line: if it is learned and has one element, the line that made it.
+        name: the name of the input or buffer.
     """
 
     low: Kinds = NONE

@@ -103,7 +103,7 @@ def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
 
 
 def _scores(call: Call) -> tuple[Tensor, Facts, int] | None:
-    """What a call takes a softmax of, or the mask of its attention; and along which dimension."""
+    """Return the argument of a softmax, or the mask of an attention, with its facts and the dimension."""
     if call.op in ("softmax", "log_softmax") and call.inputs:
         dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else -1)
         return (*call.inputs[0], dim) if isinstance(dim, int) else None
@@ -117,7 +117,7 @@ def _scores(call: Call) -> tuple[Tensor, Facts, int] | None:
 
 
 def _guards_vanish(call: Call) -> Iterator[Finding]:
-    """A Python number that keeps numbers from 0 is 0 itself. It is told of where they are divided by."""
+    """A Python number that keeps numbers from 0 is 0 itself. It is named if a division or logarithm follows."""
     for _, facts in call.outputs:
         guard = _guard(call, facts.low)
         if guard is not None:
@@ -176,7 +176,7 @@ def _softmax_is_coarse(call: Call) -> Iterator[Finding]:
 
 
 def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
-    """What a norm divides by is small beside its input, and most of what is left is rounding."""
+    """The spread of a norm's input is smaller than its rounding."""
     if call.op not in _NORMS or not call.inputs or not call.low():
         return
     tensor, facts = call.inputs[0]

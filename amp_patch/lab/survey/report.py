@@ -42,10 +42,10 @@ class Line:
 
 @dataclass
 class Report:
-    """What a survey has found; `print` it.
+    """The findings of a survey; `print` it.
 
     Attributes:
-        lines: in the order of files and lines.
+        lines: sorted by file and line.
         lost: "float16" and "bfloat16" -> the share of the updates that would be lost without masters, if a step was
             seen.
     """
@@ -54,7 +54,7 @@ class Report:
     lost: dict[str, float] = field(default_factory=dict)
 
     def add(self, place: Place, op: str, levels: Iterable[str], what: str, edit: str) -> None:
-        """Add a line; of one operation of a line that one edit mends, the first words stay, and the levels add up."""
+        """Add a line. If the operation and its edit are there already, add the levels to them."""
         key = (place.file, place.line, op, edit)
         found = next((each for each in self.lines if (each.file, each.line, each.op, each.edit) == key), None)
         if found is None:

@@ -27,10 +27,10 @@ _UNSCALED = "O3"  # the level of FP16 whose loss scale is 1
 
 
 class Surveyor:
-    """Looks at a training in FP32 while its `with` block runs, and puts what it finds into `report`.
+    """Looks at a training in FP32 while its `with` block runs.
 
     Attributes:
-        report: what was found.
+        report: the findings.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Surveyor:
         self._read_gradients()
 
     def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
-        """Look at the forwards of `model`, of which an optimizer holds the `trained` parameters."""
+        """Look at the forwards of `model`. An optimizer holds the `trained` parameters."""
         self._visitor.follow(model, trained)
 
     # Rules.
@@ -84,7 +84,7 @@ class Surveyor:
         key, flushed = (call.line, call.op), self._flushed
 
         def gradient_arrives(grad: Tensor | None) -> None:
-            if grad is None:  # of a result that the loss does not depend on
+            if grad is None:  # the loss does not depend on this result
                 return
             with torch.no_grad():
                 size = grad.detach().float().abs()
@@ -188,7 +188,7 @@ def survey(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, optimi
 
     The report has a line for each thing that would happen: file and line, the operation, the levels, and an edit. It
     judges mechanics (ranges, types, roundings) in one forward and backward, and trains nothing: parameters, gradients,
-    buffers, the optimizer's state and the random numbers that come next are as before. Syncs with the device.
+    buffers, the optimizer's state and the random generators are restored. Syncs with the device.
 
     Args:
         model: in FP32, before `initialize`.

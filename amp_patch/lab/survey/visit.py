@@ -47,8 +47,8 @@ Look = Callable[[Call], None]
 class Visitor(TorchFunctionMode):
     """Shows each call of torch's functions in the models' training to `look`, with facts of its tensors.
 
-    It computes in FP32 what user code computes, and changes no number. What depends on no parameter (masks, positions,
-    times) it computes once more in each low-precision type.
+    User code computes in FP32, and no number changes. Tensors that depend on no parameter (masks, positions, times) are
+    computed once more in each low-precision type.
 
     Args:
         look: is shown each call.
@@ -154,7 +154,7 @@ class Visitor(TorchFunctionMode):
         self.look(Call(None, inputs=[(tensor, facts)], outputs=[(tensor, facts)], inside=inside, name=op))
 
     def of(self, tensor: Tensor) -> Facts:
-        """What is known of a tensor."""
+        """Return the facts of a tensor."""
         known: Facts | None = self.facts.get(tensor)
         if known is not None:
             return known
@@ -324,7 +324,7 @@ class Visitor(TorchFunctionMode):
         return args, kwargs, changed
 
     def _values(self, call: Call, made: list[Tensor], low: Kinds) -> dict[Kind, list[Tensor]]:
-        """What a call that depends on no parameter makes at each kind of level, where that differs from FP32's."""
+        """Return the results of a call that depends on no parameter, at each kind of level that differs from FP32."""
         found: dict[Kind, list[Tensor]] = {}
         for kind in KINDS:
             args, kwargs, changed = self._at(call, kind, low)
@@ -439,6 +439,6 @@ def _rules() -> dict[Any, str]:
 
 
 def rule_of(func: Any) -> str | None:
-    """What O1 does with a function: a word of the op lists."""
+    """Return the rule of a function at O1, a word of the op lists; None for a function that is not listed."""
     wrapped = wrapped_by(func)
     return _rules().get(func if wrapped is None else wrapped.original)
