@@ -390,7 +390,7 @@ def storms_are_storms() -> Iterator[None]:
 
 
 @hunt(60, many=2_000, fresh=False, case=cases())
-@pytest.mark.filterwarnings("ignore:.*gathered for this optimizer")
+@pytest.mark.filterwarnings("ignore:.*gathered for this optimizer", "ignore:.*loss depends on no parameter")
 def test_a_storm(case: Case) -> None:
     """Weights, masters, gradients, state, buffers, scales and skips are those of the training by hand."""
     try:
