@@ -99,7 +99,8 @@ class ScaledBackward(Block):
             if scaled.requires_grad:  # hooks that are builtins cost no Python frame
                 self._hooks.append(loss.register_hook(self._of_loss.append))
                 self._hooks.append(scaled.register_hook(self._of_scaled.append))
-                if all(stash.bodies == 1 for stash in self.stashes):  # the first ones
+                # In first bodies alone. FSDP calls such hooks when the backward pass is over.
+                if all(stash.bodies == 1 and not stash.neighbours.sharded for stash in self.stashes):
                     self._others = slips.OtherBackwards()
                     self._hooks.append(self._others)  # before `watch`, so that after an interrupt its hooks are removed
                     self._others.watch(scaled, self.params())
