@@ -1,6 +1,6 @@
 """optimizer_state="8bit" where gradients in one block of 256 elements differ by orders of magnitude, beside FP32 state.
 
-    python benchmarks/uneven_gradients.py [--repeats N] [--json PATH]    # some minutes
+    python benchmarks/uneven_gradients.py [--repeats N] [--json PATH]    # two minutes
 
 AdamW steps one weight of 64 x 64, four rows of which lie in a block, at O0. The odd rows are those of small gradients:
 
