@@ -48,7 +48,7 @@ class Rounding(Form):
         self.seed = 0
         self._masters: dict[int, weakref.ref[ClosedMaster]] = {}  # by the number of the master
         self._positions: dict[int, int] = {}  # id(parameter) -> position; empty in a copy
-        self._later: dict[int, int] = {}  # number of a master that does not exist yet -> loaded count of steps
+        self._later: dict[int, int] = {}  # number of a later master -> loaded steps
 
     def __getstate__(self) -> dict[str, Any]:
         return {"seed": self.seed, "_masters": {}, "_positions": {}, "_later": {**self._later, **self._steps()}}

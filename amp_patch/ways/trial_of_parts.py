@@ -1,7 +1,7 @@
-"""The trial of a registered class of optimizers where each process steps a part of each parameter (`fully_shard`).
+"""The self-check of a registered optimizer class for `fully_shard`, where each process steps a part of each parameter.
 
-A step that takes each element's own weight, gradient and state, and nothing of the others, does to a part what it does
-to the same part of the whole.
+An elementwise step gives a part of a parameter the same numbers whether the part is stepped alone or within the whole.
+One toy steps whole parameters, another steps all their parts, and the numbers are compared.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from amp_patch.ways.partial_step import same
 from amp_patch.ways.per_parameter import registration_of
 from amp_patch.ways.trial import Shape, settings_of, toy_of, wave
 
-# torch's vectorized loops take so many elements at once, at most. The rest goes another way, where `pow`, `sigmoid` or
-# `atan2` of the same number may have another last bit: to the bit are compared toys whose parts are all multiples.
+# Torch's vectorized loops take at most 16 elements at once. A scalar loop takes the remainder, and may give `pow`,
+# `sigmoid` or `atan2` another last bit. Therefore toys are compared bit for bit only if the size of each part is a
+# multiple of VECTOR.
 VECTOR = 16
-CLOSE = 1e-10  # of the sum of all numbers, in other toys: far more than FP64 rounds, far less than a norm does
+CLOSE = 1e-10  # else the tolerance, times the sum of magnitudes: far above FP64 rounding, far below a norm's effect
 EVEN: Shape = (VECTOR, 3 * VECTOR, 3)
 ODD: Shape = (5, 7, 3)
 
-# Of each kind one toy is as large as the user's own, up to this: beyond thresholds by size (128 rows and columns, 4,096
-# elements), and below the 32,768 elements that torch shares among threads.
+# For each number of dimensions one toy has the size of the user's largest parameter, up to this limit. The limit is
+# above the usual thresholds by size (128 rows and columns, 4,096 elements), and below the 32,768 elements that make
+# torch use several threads.
 LARGE: Shape = (13 * VECTOR, 9 * VECTOR)
 LARGE_VECTOR = 288 * VECTOR
 
-# By step, the decimal exponent of the gradients: norms come to both sides of what they are clamped to.
+# The decimal exponent of the gradients in each step, so that norms get above and below an optimizer's clamps.
 EXPONENTS = (-1, -8, 2, 0, -4, 6, 1, -6, 4, -2, 8, -3)
 CUT_STEPS = 2 * len(EXPONENTS)
 
 _OTHERWISE = (
-    "it steps a part of a parameter otherwise than the same part within the whole, by a norm or a mean of it, say"
+    "it steps a part of a parameter differently from the same part within the whole, for example by a norm or a mean"
 )
 
 
 @torch.no_grad()
 def reason_against_parts(optimizer: Any) -> str | None:
-    """Why an optimizer of a registered class cannot step a part of a parameter by itself; None where it can.
+    """Return why an optimizer of a registered class cannot step a part of a parameter alone; None if it can.
 
-    Toy parameters are cut along each of their dimensions into unequal parts, one of one row, as processes hold them.
-    Given the parts of the same gradients, all numbers have to be the parts of the whole's. Then they are cut into parts
-    of which one is empty.
+    Toy parameters are cut along each dimension into unequal parts, one of them a single row. After each step, weights
+    and states of the parts must equal the parts of the whole's. Then the same is done with an additional empty part.
     """
     found = registration_of(base_class(optimizer))
     if found is None:
@@ -71,7 +72,7 @@ def reason_against_parts(optimizer: Any) -> str | None:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Of one parameter along one dimension."""
+    """One parameter, and its parts along one dimension."""
 
     whole: Tensor
     dim: int
@@ -83,12 +84,12 @@ class _Cut:
         return grad
 
     def pieces(self, value: Tensor) -> list[Tensor]:
-        """Of a tensor of the parameter's shape, in memory of their own."""
+        """Return copies of the pieces of `value`, a tensor of the parameter's shape, along the cut."""
         sizes = [part.shape[self.dim] for part in self.parts]
         return [piece.clone(memory_format=torch.contiguous_format) for piece in value.split(sizes, self.dim)]
 
     def divides(self, value: Tensor, parts: Sequence[Any]) -> bool:
-        """Whether `parts` are those of `value`, to the bit where torch's loops give the same bits."""
+        """Return whether `parts` equal the pieces of `value`: bit for bit if all sizes are multiples of VECTOR."""
         pieces = self.pieces(value)
         for part, piece in zip(parts, pieces, strict=True):
             if not isinstance(part, Tensor) or part.shape != piece.shape or part.dtype is not piece.dtype:
@@ -100,7 +101,7 @@ class _Cut:
 
 
 class _Toys:
-    """An optimizer of whole parameters, and one of all parts of all cuts of these."""
+    """Two toy optimizers: one of whole parameters, and one of all parts of all cuts of these parameters."""
 
     def __init__(self, optimizer: Any, plain: Plain, empty: bool) -> None:
         self._plain = plain
@@ -108,9 +109,9 @@ class _Toys:
         self._cuts = []
         seen = set()
         for group, of_parts in zip(self._whole.param_groups, self._parts.param_groups, strict=True):
-            if (kind := _kind_of(group)) in seen:  # as with a group a layer, each with a learning rate of its own
+            if (kind := _kind_of(group)) in seen:  # for example one group per layer, which differ in the learning rate
                 for alike in (group, of_parts):
-                    alike["params"] = [nn.Parameter(wave((1,), 1.0, 0.0))]  # which gets no gradient
+                    alike["params"] = [nn.Parameter(wave((1,), 1.0, 0.0))]  # gets no gradient, so no step
                 continue
             seen.add(kind)
             cuts = [_cut(param, dim, empty) for param in group["params"] for dim in range(param.dim())]
@@ -118,20 +119,20 @@ class _Toys:
             self._cuts += cuts
 
     def reason_at(self, step: int) -> str | None:
-        """Make a step; why the parts are not those of the whole then."""
+        """Make a step; return why the parts then differ from the whole, or None."""
         for place, param in enumerate(dict.fromkeys(cut.whole for cut in self._cuts)):
             param.grad = _varied_gradient(param, place, step)
         return self._reason()
 
     def reason_with_an_infinity(self) -> str | None:
-        """Whether one infinity ends the step of a whole parameter, of which no other process would hear."""
+        """Return a reason if one infinity ends the step of a whole parameter: other processes' parts would be stepped."""
         try:
             for value in (float("inf"), 1.0):
                 for cut in self._cuts:
                     cut.gradient.view(-1)[-1:] = value
                 if (reason := self._reason()) is not None:
                     return reason
-        except Exception:  # it may raise for infinities, in the whole as in a part
+        except Exception:  # a class may raise for infinities, in a part as in the whole
             return None
         return None
 
@@ -164,14 +165,14 @@ class _Toys:
 
 
 def _kind_of(group: dict[str, Any]) -> tuple[Any, ...]:
-    """Shapes and settings of a group; of a setting in floating point whether it is zero."""
+    """Return the shapes and settings of a group; for a float setting only whether it is zero."""
     settings = {name: value for name, value in group.items() if isinstance(value, int | float | str | None)}
     kinds = [(name, bool(value) if isinstance(value, float) else value) for name, value in sorted(settings.items())]
     return (*(tuple(param.shape) for param in group["params"]), *kinds)
 
 
 def _is_of_elements(value: Any, shape: torch.Size) -> bool:
-    """Whether a state is a number, or has one for each element; in a container nobody would look for the elements."""
+    """Return whether a state is a number, or a tensor of the parameter's shape. A container may hold only numbers."""
     if isinstance(value, dict):
         return all(_is_of_elements(item, torch.Size()) for item in value.values())
     if isinstance(value, list | tuple):
@@ -180,7 +181,7 @@ def _is_of_elements(value: Any, shape: torch.Size) -> bool:
 
 
 def _cut(param: Tensor, dim: int, empty: bool) -> _Cut:
-    """Into one row (of a vector that is compared to the bit `VECTOR`), some, and the rest; and none, where `empty`."""
+    """Cut into a first row (`VECTOR` elements of a vector), some rows, the rest, and an empty part if `empty`."""
     size = param.shape[dim]
     unit = VECTOR if param.dim() == 1 and size % VECTOR == 0 else 1
     first = min(unit, size)
@@ -190,8 +191,8 @@ def _cut(param: Tensor, dim: int, empty: bool) -> _Cut:
 
 
 def _shapes_to_cut(params: Sequence[Tensor]) -> list[Shape]:
-    """Three shapes for each number of dimensions among `params`."""
-    kinds: dict[int, Tensor] = {}  # the largest of each
+    """Return three shapes for each number of dimensions among `params`: even, odd and large."""
+    kinds: dict[int, Tensor] = {}  # number of dimensions -> largest parameter
     for param in params:
         if param.dim() and param.numel() > (kinds[param.dim()].numel() if param.dim() in kinds else -1):
             kinds[param.dim()] = param
@@ -204,7 +205,7 @@ def _shapes_to_cut(params: Sequence[Tensor]) -> list[Shape]:
 
 
 def _large(shape: Shape) -> Shape:
-    """The two largest sizes of `shape`, up to `LARGE`, as multiples of `VECTOR`; the others 1."""
+    """Return `shape` with its two largest sizes capped at `LARGE`, as multiples of `VECTOR`, and all others 1."""
     if len(shape) == 1:
         return (_multiple(min(shape[0], LARGE_VECTOR)),)
     first, second = sorted(sorted(range(len(shape)), key=lambda dim: -shape[dim])[:2])
@@ -220,7 +221,7 @@ def _multiple(size: int) -> int:
 
 
 def _varied_gradient(param: Tensor, place: int, step: int) -> Tensor:
-    """Large and small; in turns even, falling along all dimensions, and zero in the first row or column."""
+    """Return a gradient. By turns it is plain, decreases along all dimensions, or is 0 in the first row or column."""
     grad = wave(tuple(param.shape), 1.7, place + 3.0 * step, param.dtype)
     grad *= 10.0 ** EXPONENTS[(step + step // len(EXPONENTS) + 5 * place) % len(EXPONENTS)]
     if step % 3 == 1:

@@ -174,7 +174,8 @@ def refused(kind: Any) -> None:
     wanted = (
         rf"^initialize: optimizer_state='8bit' is not for this {kind.__name__}, whose parameters fully_shard has "
         "sharded, so that each process steps a part of each: tried on small parameters it steps a part of a parameter "
-        "otherwise than the same part within the whole, by .*; leave optimizer_state at None, or use an optimizer that"
+        "differently from the same part within the whole, for example by .*; leave optimizer_state at None, or use an "
+        "optimizer that"
     )
     with pytest.raises(ValueError, match=wanted):
         amp.initialize(model, optimizer, opt_level="O5", optimizer_state="8bit", verbosity=0)

@@ -16,7 +16,7 @@ from amp_patch.ways.trial_of_parts import reason_against_parts
 
 pytestmark = pytest.mark.usefixtures("registrations")
 
-OTHERWISE = "it steps a part of a parameter otherwise than the same part within the whole"
+OTHERWISE = "it steps a part of a parameter differently from the same part within the whole"
 
 
 def tried(
