@@ -1,3 +1,3 @@
-"""Where FP32 values of weights and of optimizer state are kept otherwise than in FP32 tensors: guests of the road."""
+"""Storage formats for FP32 values other than FP32 tensors: split and stochastic masters, 8-bit optimizer state."""
 
 from __future__ import annotations

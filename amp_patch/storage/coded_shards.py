@@ -1,8 +1,8 @@
-"""State in codes of parameters that torch's `fully_shard` has sharded: each process keeps that of its own elements.
+"""8-bit optimizer state of parameters sharded by `fully_shard`: each process stores the state of its local shards.
 
-Whoever reads such a state finds DTensors, laid out as the parameter. The step is made on plain tensors: an optimizer
-that steps each element by itself steps the elements that are here, and need not know of the others. So the kernels,
-and portions, are those of any training.
+A read of this state returns a DTensor with the parameter's placements. The step runs on plain tensors, the local
+shards. An elementwise optimizer needs no other elements, so the step uses the same kernels, and the same portions, as
+without sharding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.ways.partial_step import PartialStep
 from amp_patch.ways.per_parameter import is_registered
 
-# Of torch.optim, those whose step of a part of a parameter is not the part of its step, with the reason.
+# Optimizers of torch.optim that are not elementwise, with the reason: stepping a shard of a parameter alone would give
+# other numbers than stepping the parameter.
 OVER_WHOLE_TENSORS = {
     "Adafactor": "it takes means over rows and columns of the gradient, and a norm of the whole",
     "Muon": "it multiplies the whole momentum by itself",
@@ -27,7 +28,7 @@ OVER_WHOLE_TENSORS = {
 
 
 def reason_against(optimizer: Any) -> str | None:
-    """Why no part of a parameter can be stepped by itself by this (innermost) optimizer; None where it can."""
+    """Return why this (innermost) optimizer cannot step a shard of a parameter alone; None if it can."""
     base = base_class(optimizer)
     if is_registered(base):
         return "it is a registered class, of which nothing tells what its step does to a part of a parameter"
@@ -39,7 +40,7 @@ def reason_against(optimizer: Any) -> str | None:
 
 
 class ShardState(CodedState):
-    """The state of a sharded parameter. It holds this process's part of each tensor, as codes or in FP32."""
+    """The state of a sharded parameter: the local shard of each state tensor, as codes or in FP32."""
 
     __slots__ = ("param",)
 
@@ -48,16 +49,16 @@ class ShardState(CodedState):
         super().__init__(coder, {name: self._part(value) for name, value in state.items()})
 
     def _part(self, value: Any) -> Any:
-        """What is kept of a value that somebody puts here: of one that is sharded as the parameter is its part."""
+        """Return the value to store: the local shard of a DTensor sharded like the parameter, else `value` itself."""
         return local(value).detach() if isinstance(value, Tensor) and are_alike(value, self.param) else value
 
     def _whole(self, value: Any) -> Any:
-        """What somebody reads: a DTensor around a tensor of the shape that the parameter has here."""
+        """Return the value to read: a tensor with the shape of the local shard is wrapped in a DTensor."""
         if type(value) is not Tensor or value.shape != local(self.param).shape:
             return value
         kind: Any = type(self.param)
         spec: Any = self.param._spec  # type: ignore[attr-defined]  # noqa: SLF001
-        return kind(value, spec, requires_grad=False)  # `from_local` would move what fully_shard offloads to the CPU
+        return kind(value, spec, requires_grad=False)  # `from_local` would move shards that are offloaded to the CPU
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
@@ -67,7 +68,7 @@ class ShardState(CodedState):
         value = self._part(value)
         kept = self.kept(name) if name in self else None
         if isinstance(value, Tensor) and type(kept) is Coded and kept.value is not None and value.is_set_to(kept.value):
-            return  # after `state["exp_avg"] *= 0.5`
+            return  # `state["exp_avg"] *= 0.5` has already written into the value
         super().__setitem__(name, value)
 
     def pop(self, name: str, *default: Any) -> Any:
@@ -78,12 +79,12 @@ class ShardState(CodedState):
 
 
 def state_of(coder: Coder, param: Tensor, state: dict[str, Any]) -> CodedState:
-    """What keeps the state of `param`, which may be sharded, in codes."""
+    """Return the CodedState for `param`, a ShardState if it is sharded, with the entries of `state`."""
     return ShardState(coder, param, state) if is_dtensor(param) else CodedState(coder, state)
 
 
 def are_alike(tensor: Any, param: Any) -> bool:
-    """Whether both are sharded alike, with no sum outstanding: element by element they lie on one process."""
+    """Return whether both are DTensors with the same placements, none partial, so that local shards match by index."""
     return (
         is_dtensor(tensor)
         and is_dtensor(param)
@@ -99,10 +100,11 @@ def are_alike(tensor: Any, param: Any) -> bool:
 
 
 def of_parts(optimizer: Any, coder: Coder) -> PartialStep | None:
-    """An optimizer of plain parameters in the memory of the shards here; settings and state are those of `optimizer`.
+    """Return a step on plain parameters that share the memory of the local shards, with the settings and state of
+    `optimizer`.
 
-    None where nothing is sharded, and where a gradient is not laid out as its parameter, as those of tensor parallelism
-    may be: which of both is the same on all processes.
+    Return None if no parameter with a gradient is sharded, or if a gradient has other placements than its parameter, as
+    tensor parallelism may leave it. All processes get the same answer.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     sharded = [param for param in params if is_dtensor(param) and has_gradient(param)]
@@ -112,7 +114,7 @@ def of_parts(optimizer: Any, coder: Coder) -> PartialStep | None:
 
 
 def part_of(param: Tensor) -> Tensor:
-    """A plain parameter in the memory of the part that is here; `param` itself where it is whole."""
+    """Return a plain parameter that shares the memory of the local shard; if `param` is not sharded, `param` itself."""
     if not is_dtensor(param):
         return param
     part = nn.Parameter(local(param).detach(), requires_grad=False)

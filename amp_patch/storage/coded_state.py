@@ -1,9 +1,9 @@
-"""An optimizer's state in eight bits an element, which everybody who looks finds in FP32.
+"""Optimizer state stored in 8 bits per element, and read and written by user code in FP32.
 
-The state of a parameter is a dict, as torch has it, whose large tensors are kept as codes (`multi_tensor_encode`). Who
-reads one gets an FP32 tensor, decoded at that moment; what is written there is encoded before the next backward or
-step. Codes of what codes were decoded into are the same codes, so that nothing is lost by looking. A copy or a pickle
-of the dict is an ordinary one, in FP32.
+The state of a parameter is a dict, as in torch, whose large tensors are stored as codes: 8-bit integers with an FP32
+scale per block (`multi_tensor_encode`). A read decodes the codes into an FP32 tensor. Before the next backward or step
+this tensor is encoded again, with all writes into it. Decoding and encoding again gives the same codes, so a read alone
+loses nothing. A copy or a pickle of the dict is a plain dict of FP32 tensors.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from amp_patch.support.distributed import local
 
 logger = logging.getLogger("amp_patch")
 
-LEAST = 4096  # elements of the smallest tensor that is kept in codes
-MOST_ROOM = 2**24  # elements of the largest memory that is kept from a step to the next
+LEAST = 4096  # elements of the smallest tensor that is stored as codes
+MOST_ROOM = 2**24  # elements of the largest buffer that is reused by the next step
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which tensors are kept in codes
+# Which tensors are stored as codes
 
-# States that are never negative, by their names in torch's optimizers and ours: uint8.
+# State tensors that are never negative, by their names in torch's and amp_patch's optimizers: uint8 codes.
 UNSIGNED = {"exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum", "variance", "step_size"}
 
-# States that stay FP32, with the reason: (class, or "" for all; state; "" or another state beside which it does so).
+# State tensors that stay FP32, with the reason. The key: the class, or "" for every class; the name of the state; the
+# name of another state that must be present too, or "".
 IN_FP32: dict[tuple[str, str, str], str] = {
     ("", "max_exp_avg_sq", ""): "a running maximum never takes back what was once rounded up",
     ("ASGD", "ax", ""): "it is the average of the weights, which the script takes for its result",
@@ -45,9 +46,12 @@ IN_FP32: dict[tuple[str, str, str], str] = {
 
 
 def codes_of(kind: str, name: str, beside: Iterable[str]) -> torch.dtype | None:
-    """The type of the codes of a state tensor, by the optimizer's class, its name, and the states beside it.
+    """Return the dtype of a state tensor's codes; None if it stays FP32.
 
-    None where it stays FP32.
+    Args:
+        kind: the name of the optimizer's class.
+        name: the name of the state tensor.
+        beside: the names of the parameter's state tensors.
     """
     for (of_class, state, other), _ in IN_FP32.items():
         if state == name and of_class in ("", kind) and (not other or other in beside):
@@ -72,13 +76,14 @@ def _is_large(value: Any, param: Tensor) -> bool:
 
 
 class Coded:
-    """One state tensor.
+    """One state tensor, stored as codes.
 
     Attributes:
-        codes: int8 or uint8, of the tensor's shape and strides.
+        codes: int8 or uint8, with the tensor's shape and strides.
         scales: FP32, shape [ceil(elements / 256)].
-        value: FP32, while somebody looks or a step is made: it counts, and the codes do not.
-        is_lent: whether it is a step that has `value`, which ends with it; else somebody may hold it.
+        value: FP32, set by a read or for a step, until the next `encode`. While it is set, the codes are stale.
+        is_lent: whether `value` was made for a step alone, so that `encode` may free it without looking for references
+            in user code.
     """
 
     __slots__ = ("codes", "is_lent", "scales", "value")
@@ -92,7 +97,7 @@ class Coded:
         self.scales = torch.zeros(-(-like.numel() // BLOCK), dtype=torch.float32, device=like.device)
 
     def decoded(self) -> Tensor:
-        """The value, as a tensor of its own."""
+        """Return the value in FP32, in newly allocated memory."""
         if self.value is not None:
             return self.value.detach().clone()
         made = torch.empty_like(self.codes, dtype=torch.float32)
@@ -100,7 +105,7 @@ class Coded:
         return made
 
     def to_encode(self) -> Tensor:
-        """The value, laid out as the codes; these go with it where somebody has moved it to another device."""
+        """Return the value with the strides of the codes. If its device or shape has changed, allocate new codes."""
         value = self.value
         assert value is not None
         if value.device != self.codes.device or value.shape != self.codes.shape:
@@ -110,14 +115,14 @@ class Coded:
         return torch.empty_like(self.codes, dtype=torch.float32).copy_(value)
 
     def is_held(self) -> bool:
-        """Whether somebody else holds the value, or memory of it."""
+        """Return whether user code references the value or its storage."""
         if self.is_lent or self.value is None:
             return False
         storage = self.value.untyped_storage()
         return sys.getrefcount(self.value) > 2 or holders(storage) != lone_holders()
 
     def follow(self) -> None:
-        """Decode what somebody holds anew."""
+        """Decode the codes into `value`, if it is set: user code that references it reads the new numbers."""
         if self.value is not None:
             value, self.value = self.value, None
             value.copy_(self.decoded())
@@ -125,7 +130,7 @@ class Coded:
 
 
 class CodedState(dict[str, Any]):
-    """The state of one parameter: what is kept in codes is decoded where it is read."""
+    """The state of one parameter: reading an entry that is stored as codes decodes it."""
 
     __slots__ = ("coder",)
 
@@ -140,13 +145,13 @@ class CodedState(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         kept = super().get(name)
         if type(kept) is Coded and value is not None and value is kept.value:
-            return  # after `state["exp_avg"] *= 0.5`
+            return  # `state["exp_avg"] *= 0.5` has already written into the value
         if isinstance(value, Tensor) and value.numel() >= LEAST:
             self.coder.is_up_to_date = False
         super().__setitem__(name, value)
 
     def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # without this method `dict(state)` would copy what is kept
+        return super().__iter__()  # Without this method, `dict(state)` would copy the `Coded` objects
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401
@@ -170,7 +175,7 @@ class CodedState(dict[str, Any]):
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # dict's would pass by `__setitem__`
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # dict's does not call `__setitem__`
         self.update(other)
         return self
 
@@ -184,11 +189,11 @@ class CodedState(dict[str, Any]):
         return dict(self)
 
     def kept(self, name: str) -> Any:
-        """The state of that name as it is kept: a `Coded`, or what anybody reads."""
+        """Return the stored entry without decoding it: a `Coded`, or the value itself."""
         return super().__getitem__(name)
 
     def in_fp32(self) -> dict[str, Any]:
-        """An ordinary dict, with tensors of its own in the place of codes."""
+        """Return a plain dict where each `Coded` is decoded into newly allocated memory."""
         kept = ((name, self.kept(name)) for name in self)
         return {name: value.decoded() if type(value) is Coded else value for name, value in kept}
 
@@ -205,7 +210,7 @@ class CodedState(dict[str, Any]):
 
 
 def stored(state: Any) -> Any:
-    """The state of a parameter, with codes and scales in the place of what they are decoded into: to count bytes."""
+    """Return the state of a parameter with codes and scales instead of decoded tensors, for counting its bytes."""
     if not isinstance(state, CodedState):
         return state
     kept = ((name, state.kept(name)) for name in state)
@@ -217,17 +222,17 @@ def stored(state: Any) -> Any:
 
 
 class Coder:
-    """Keeps the state of one optimizer in codes; `close` is to be called before each backward and each step.
+    """The codes of one optimizer's state. The caller calls `close` before each backward and each step.
 
     Args:
         kind: the name of the optimizer's class.
-        state_of: makes of this coder, a parameter and its state what keeps that.
-        in_fp32: names of states that stay FP32, beside those of `IN_FP32`.
+        state_of: takes this coder, a parameter and its state dict, and returns the CodedState.
+        in_fp32: names of further state tensors that stay FP32, next to `IN_FP32`.
 
     Attributes:
-        is_up_to_date: whether nothing was put into the states since `close`.
-        has_stepped: whether a step had a gradient.
-        stepper: the thread that makes a step, and that `Step`.
+        is_up_to_date: False if a large tensor was put into a state since the last `close`.
+        has_stepped: whether any step so far had a gradient.
+        stepper: (id of the thread, its `Step`) of the step on stand-ins that is running; else None.
     """
 
     def __init__(
@@ -241,19 +246,19 @@ class Coder:
         self.stepper: tuple[int, Any] | None = None
         self._opened: list[Coded] = []
         self._lock = RLock()
-        self._room = Recycled()  # the memory that steps have the values in
-        self._most = 0  # the elements that it has
+        self._room = Recycled()  # the FP32 buffer of the values of a step
+        self._most = 0  # its number of elements
 
     @property
     def is_stepping(self) -> bool:
-        """Whether this thread makes a step, for which states of shards are plain tensors (coded_shards.py).
+        """Return whether this thread is in a step. If so, ShardState returns plain tensors instead of DTensors.
 
-        After Ctrl-C `stepper` may be there still: its step is over.
+        After Ctrl-C `stepper` may be left over from a step that has ended; therefore `is_running` is checked too.
         """
         return self.stepper is not None and self.stepper[0] == get_ident() and self.stepper[1].is_running
 
     def open(self, coded: Coded) -> Tensor:
-        """The FP32 value of a tensor, which counts from now on until `close`."""
+        """Return the FP32 value of a state tensor. Until the next `encode`, the codes are stale."""
         with self._lock:
             value = coded.value
             if value is None:
@@ -264,7 +269,7 @@ class Coder:
 
     @without_grad
     def open_all(self, states: Iterable[Any]) -> None:
-        """Have the tensors of these states in FP32, for a step; those that nobody looks at in memory of their own."""
+        """Decode all tensors of these states for a step. A value that user code has read before stays as it is."""
         with self._lock:
             kept = (value for state in states if isinstance(state, CodedState) for value in map(state.kept, state))
             closed = [value for value in kept if type(value) is Coded and value.value is None]
@@ -279,13 +284,13 @@ class Coder:
                     self._hand_out(coded, value, is_lent=True)
 
     def _hand_out(self, coded: Coded, value: Tensor, is_lent: bool) -> None:
-        """Have `value` count. In this order: after Ctrl-C no value that counts is unknown to `encode`."""
+        """List `coded` in `_opened`, then set its value. In the other order Ctrl-C could hide a value from `encode`."""
         self._opened.append(coded)
         coded.is_lent = is_lent
         coded.value = value
 
     def _room_for(self, codes: list[Tensor]) -> list[Tensor]:
-        """FP32 tensors laid out as these."""
+        """Return uninitialized FP32 tensors with the shapes and strides of `codes`; on a CPU in the reused buffer."""
         if codes[0].device.type != "cpu":
             return [torch.empty_like(t, dtype=torch.float32) for t in codes]
         counts = [-(-t.numel() // 16) * 16 for t in codes]
@@ -298,9 +303,10 @@ class Coder:
         return [part.as_strided(t.shape, t.stride()) for t, part in zip(codes, parts, strict=True)]
 
     def close(self, optimizer: Any) -> None:
-        """Encode what was read or put into the states of `optimizer`; no sync.
+        """Encode all values that user code has read from, or put into, the states of `optimizer`; no sync.
 
-        A tensor that user code has put there is the value from then on: while user code holds it, it follows each step.
+        A tensor that user code has put there becomes the `value`. While user code references it, each step writes the
+        new numbers into it.
         """
         states = optimizer.state
         if not self.is_up_to_date or dict in map(type, states.values()):
@@ -314,24 +320,24 @@ class Coder:
 
     @without_grad
     def take(self, optimizer: Any, params: Iterable[Tensor]) -> None:
-        """Keep in codes what of these parameters' states is not, and encode what was read."""
+        """Encode the states of these parameters, new tensors included, and every value that is set."""
         with self._lock:
             self.adopt(optimizer, params, is_lent=True)
             self.encode()
 
     @without_grad
     def adopt(self, optimizer: Any, params: Iterable[Tensor], *, is_lent: bool) -> None:
-        """Have what of these parameters' states is not in codes encoded by the next `encode`.
+        """Wrap the large FP32 tensors in these parameters' states in `Coded`; the next `encode` encodes them.
 
         Args:
-            is_lent: as `Coded.is_lent`, of these tensors.
+            is_lent: `Coded.is_lent` of the new ones.
         """
         states = optimizer.state
         with self._lock:
             for param in params:
                 state = states.get(param)
                 if isinstance(state, CodedState) and state.coder is not self:
-                    state = state.in_fp32()  # of another optimizer
+                    state = state.in_fp32()  # assigned from another optimizer's state
                 if type(state) is dict and state:
                     state = states[param] = self.state_of(self, param, state)
                 if isinstance(state, CodedState):
@@ -348,7 +354,7 @@ class Coder:
             dict.__setitem__(state, name, coded)
 
     def _forget_replaced(self, states: Iterable[Any]) -> None:
-        """Let go of values that are in no state any more: with two `Coded` of one tensor, it would count as held."""
+        """Drop each `Coded` that is in no state any more: its reference would keep its value from being freed."""
         kept = {id(value) for state in states if isinstance(state, CodedState) for value in map(state.kept, state)}
         self._opened = [coded for coded in self._opened if id(coded) in kept]
 
@@ -356,7 +362,7 @@ class Coder:
         return None if name in self._in_fp32 else codes_of(self.kind, name, beside)
 
     def fresh(self, optimizer: Any, param: Tensor, name: str) -> None:
-        """Put a state tensor that is still to be written into the state of `param`: codes where it is kept so."""
+        """Add entry `name` to the state of `param`: zero codes if it is stored as codes, else uninitialized memory."""
         state = optimizer.state[param]
         if type(state) is dict:
             state = optimizer.state[param] = self.state_of(self, param, state)
@@ -367,10 +373,10 @@ class Coder:
 
     @without_grad
     def encode(self) -> None:
-        """Encode all that was read, and give its memory back; what somebody holds is decoded anew."""
+        """Encode all values that are set, and free them. If user code references one, decode the new codes into it."""
         with self._lock:
             groups: dict[torch.device, list[Coded]] = {}
-            for coded in dict.fromkeys(self._opened):  # one that Ctrl-C kept from having its value is there twice
+            for coded in dict.fromkeys(self._opened):  # after Ctrl-C in `_hand_out` one may be listed twice
                 if coded.value is not None:
                     groups.setdefault(coded.value.device, []).append(coded)
             for group in groups.values():
@@ -380,12 +386,12 @@ class Coder:
 
     @without_grad
     def follow(self) -> None:
-        """Decode anew what somebody holds: the codes have changed."""
+        """Decode the changed codes into each value that user code references."""
         for coded in self._opened:
             coded.follow()
 
     def report(self, optimizer: Any) -> None:
-        """After the first step: log if it has kept no state in codes."""
+        """After the first step, log a warning if no state is stored as codes."""
         if self._has_reported or not self.has_stepped:
             return
         self._has_reported = True
@@ -404,7 +410,7 @@ class Coder:
         )
 
     def make_whole(self, optimizer: Any) -> None:
-        """Make the states of `optimizer` ordinary dicts in FP32, in place."""
+        """Replace the states of `optimizer` by plain dicts of FP32 tensors, in place."""
         for param, state in list(optimizer.state.items()):
             if isinstance(state, CodedState):
                 optimizer.state[param] = state.in_fp32()

@@ -1,8 +1,8 @@
-"""The strategy of optimizers whose state is kept in codes (coded_state.py).
+"""The step strategy of optimizers whose state is stored as codes (coded_state.py).
 
-The kernels of one pass take codes themselves, on a CPU. Any other optimizer is stepped in portions, whose states are
-FP32 for that time: its own code steps them. What can be stepped neither way, a step with a closure say, has all states
-in FP32 for the time of the step.
+On a CPU, the one-pass kernels read and write codes directly. Any other optimizer runs its own step in portions: the
+states of one portion at a time are decoded to FP32. If neither is possible, for example in a step with a closure, all
+states are decoded to FP32 for the step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from amp_patch.ways import one_pass, per_parameter, portions
 from amp_patch.ways.batch import Batch
 from amp_patch.ways.partial_step import PartialStep
 
-KEY = ("optimizer_state",)  # of the generated classes
+KEY = ("optimizer_state",)  # key of the generated optimizer classes
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ KEY = ("optimizer_state",)  # of the generated classes
 
 
 def check(optimizer: Any, policy: Policy) -> None:
-    """Raise unless the (innermost) optimizer can have its state in codes, where `policy` wants it."""
+    """Raise if `policy` asks for 8-bit state and the (innermost) optimizer cannot have it."""
     if policy.optimizer_state is None:
         return
     wanted = f"initialize: optimizer_state={policy.optimizer_state!r}"
@@ -62,7 +62,7 @@ def check(optimizer: Any, policy: Policy) -> None:
 
 
 def reason_against(optimizer: Any) -> str | None:
-    """Why the state of all parameters has to be there in FP32 for a step; None where it has not."""
+    """Return why a step needs the state of all parameters in FP32 at once; None if it does not."""
     if one_pass.suits_class(base_class(optimizer)):
         for group in optimizer.param_groups:
             for setting in ("capturable", "differentiable"):
@@ -82,13 +82,13 @@ class CodedBatch(Batch):
     """A batch whose kernel takes states as codes.
 
     Attributes:
-        scales: by the name of the state, of each of the masters; without elements beside what is FP32.
+        scales: name of the state tensor -> for each master the scales of its codes, or an empty tensor if it is FP32.
     """
 
     scales: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def getter(self, name: str) -> Callable[[Any], Any]:  # type: ignore[override]
-        """As `itemgetter(name)`, but it gives codes, and notes their scales."""
+        """Return a function like `itemgetter(name)` that returns codes, and appends their scales to `self.scales`."""
         scales: list[Tensor] = []
         self.scales[name] = scales
         nothing = torch.empty(0, dtype=torch.float32, device=self.masters[0].device)
@@ -115,7 +115,7 @@ class CodedBatch(Batch):
 
 
 class CodedOnePass(one_pass.InOnePass):
-    """In one pass, on codes."""
+    """The one-pass kernels, on codes."""
 
     batch = CodedBatch
 
@@ -127,7 +127,7 @@ class CodedOnePass(one_pass.InOnePass):
 
 
 def _make_states(optimizer: Any) -> None:
-    """Make the states of Adam that are still to be made, one parameter after the other: never all in FP32."""
+    """Create missing Adam states and encode them one parameter at a time, so that they are never all in FP32."""
     coder = coder_of(optimizer)
     for group in optimizer.param_groups:
         if "betas" not in group:
@@ -148,7 +148,7 @@ def _make_states(optimizer: Any) -> None:
 
 
 class CodedPortions(portions.InPortions):
-    """In portions, on any device: the states of a portion are FP32 at a time."""
+    """Steps in portions, on any device: only the states of one portion are FP32 at a time."""
 
     devices = ("cpu", "cuda")
 
@@ -157,7 +157,7 @@ CODED_ONE_PASS, CODED_PORTIONS = CodedOnePass(), CodedPortions()
 
 
 class InCodes(Strategy):
-    """On states in codes: in one pass, in portions, or on all of them in FP32."""
+    """A step on states stored as codes: in one pass, in portions, or with all states in FP32."""
 
     waits = False
 
@@ -192,12 +192,12 @@ class InCodes(Strategy):
             if stands_in is not None:
                 stands_in.give_back_attributes()
             coder.follow()
-        if step.is_running:  # else a step of some parameters
+        if step.is_running:  # else only some parameters were stepped (gradient release)
             coder.report(optimizer)
         return result
 
     def steppable(self, optimizer: Any, coder: Coder) -> PartialStep | None:
-        """What is stepped in the place of `optimizer`, whose parameters the strategies do not take; None: it is."""
+        """Return the step on stand-ins if the parameters are sharded; None if `optimizer` itself is stepped."""
         return coded_shards.of_parts(optimizer, coder)
 
 
@@ -222,7 +222,7 @@ def _strategy(step: Step) -> Strategy:
 
 
 def coder_of(optimizer: Any) -> Coder:
-    """What keeps the state of `optimizer`."""
+    """Return the coder that stores the state of `optimizer`."""
     stash = stash_of(optimizer)
     assert stash is not None
     coder: Coder = stash.neighbours.coder
@@ -230,18 +230,18 @@ def coder_of(optimizer: Any) -> Coder:
 
 
 def is_for(stash: Stash) -> bool:
-    """Whether the optimizer of this stash has its state in codes."""
+    """Return whether the optimizer of this stash stores its state as codes."""
     return stash.policy.optimizer_state is not None
 
 
 def enter(optimizer: Any, stash: Stash) -> None:
-    """Have the state of `optimizer` kept in codes, where its policy says so: from the next backward or step on."""
+    """If the policy asks for it, store the state of `optimizer` as codes from the next backward or step on."""
     if stash.policy.optimizer_state is not None and stash.neighbours.coder is None:
         keep_state(optimizer, stash, Coder)
 
 
 def keep_state(optimizer: Any, stash: Stash, kind_of_coder: type[Coder]) -> None:
-    """Have the state of `optimizer` kept by a coder of this class."""
+    """Attach a coder of this class to `optimizer`; it encodes the state before each backward and each step."""
     kind = base_class(optimizer)
     coder = kind_of_coder(kind.__name__, coded_shards.state_of, per_parameter.fp32_state_of(kind))
     stash.neighbours.coder = coder
@@ -254,7 +254,7 @@ def _close(optimizer: Any, stash: Stash) -> None:
 
 
 def overrides(base: Any) -> dict[str, Any]:
-    """The methods of optimizers of the class `base` whose state is kept in codes."""
+    """Return the methods of the generated class of `base` with its state stored as codes."""
     loading, saving = _loading(base), _state_dict_in_fp32(base)
     return {"state_dict": saving, "load_state_dict": loading, "strategy": IN_CODES}
 
@@ -274,13 +274,13 @@ def _loading(base: Any) -> Any:
     @wraps(base.load_state_dict)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         base.load_state_dict(self, state_dict)
-        if (stash := stash_of(self)) is not None:  # lent, or steps would write into the tensors of the checkpoint
+        if (stash := stash_of(self)) is not None:  # Not lent: steps would write into the checkpoint's tensors
             stash.neighbours.coder.adopt(self, list(self.state), is_lent=True)
 
     return load_state_dict
 
 
 def make_whole(optimizer: Any, stash: Stash) -> None:
-    """Make the state of `optimizer` FP32 again."""
+    """Decode the state of `optimizer` into plain FP32 dicts."""
     if stash.neighbours.coder is not None:
         stash.neighbours.coder.make_whole(optimizer)

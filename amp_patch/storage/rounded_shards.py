@@ -1,8 +1,8 @@
-"""Parameters that `fully_shard` has sharded in BF16, and that each step rounds by chance (master_weights="stochastic").
+"""Stochastic rounding (master_weights="stochastic") of BF16 parameters that are sharded by `fully_shard`.
 
-The groups keep the shards, which checkpoints find by identity. The step is that of any training, on the masters of the
-parts that are here: each is rounded by its place in the whole parameter, so that no bit depends on how many processes
-there are. The optimizer's state is FP32, and whoever reads it finds DTensors laid out as the parameters.
+The groups keep the DTensors, because checkpoints find parameters by identity. The step runs on the masters of the local
+shards. The random bits of an element depend on its index in the whole parameter, so the results are the same for any
+number of processes. The optimizer's state is FP32; a read returns DTensors with the placements of the parameters.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import Plain, Step
 from amp_patch.ways.partial_step import PartialStep
 
-KEY = ("rounded_shards",)  # of the generated classes
+KEY = ("rounded_shards",)  # key of the generated optimizer classes
 
 
 def check(optimizer: Any, policy: Policy) -> None:
-    """Raise unless the (innermost) optimizer can step the parts of the shards that `policy` has rounded by chance.
+    """Raise if `policy` asks for stochastic rounding of shards and the (innermost) optimizer is not elementwise.
 
-    Those that are frozen count: they may be trained later. Where the state is kept in codes, `coded_steps.check` has
-    made the same trial.
+    Frozen parameters count too, because they may be trained later. With 8-bit state nothing is checked here:
+    `coded_steps.check` has already made the same check.
     """
     if policy.optimizer_state is None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -42,7 +42,7 @@ def check(optimizer: Any, policy: Policy) -> None:
 
 
 def check_group(optimizer: Any, stash: Stash, params: list[Tensor]) -> None:
-    """Raise as `check`, of the parameters of a group that comes later; and where these are not sharded by rows."""
+    """Check the parameters of an added group as `check` does; also raise if one is not sharded along dimension 0."""
     policy = stash.policy
     _check("add_param_group", optimizer, policy, params)
     for index, param in enumerate(params):
@@ -67,17 +67,17 @@ def _is_low_shard(param: Tensor) -> bool:
 
 
 class InFp32(Coder):
-    """Keeps the state of a parameter that is sharded as FP32 tensors of what is here."""
+    """The state of sharded parameters as FP32 tensors, of the local shards alone; nothing becomes codes."""
 
     def _codes_of(self, name: str, beside: Iterable[str]) -> torch.dtype | None:
         return None
 
     def report(self, optimizer: Any) -> None:
-        """Log nothing: no state was to be in codes."""
+        """Log nothing: no state is meant to become codes."""
 
 
 class OnMasters(coded_steps.InCodes):
-    """On the masters of the parts of shards."""
+    """A step on the masters of the local shards."""
 
     def run(self, step: Step, plain: Plain) -> Any:
         stash = step.stash
@@ -123,7 +123,7 @@ def _gradient(optimizer: Any, stash: Stash, shard: Any) -> Tensor:
 
 
 def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
-    """Have these wait for their masters; FP32 ones where none can, or where others wait that are to be multiplied."""
+    """Hold these BF16 gradients for the step. If none can be held, or others are held already, set FP32 `.grad`."""
     waiting = stash.masters.waiting
     if waiting is not None and not waiting:
         waiting.hold(grads)
@@ -134,7 +134,7 @@ def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
 
 
 def _take_gradients(stash: Stash) -> None:
-    """Forget them: the shards have them."""
+    """Clear the gradients of the masters: the shards keep theirs."""
     for part in stash.masters.parts.values():
         if stash.masters.waiting is not None:
             stash.masters.waiting.drop(part.master)
@@ -146,12 +146,12 @@ def _take_gradients(stash: Stash) -> None:
 
 
 def is_for(stash: Stash) -> bool:
-    """Whether the optimizer of this stash has shards that are rounded, or may come to have some."""
+    """Return whether the optimizer of this stash has rounded shards, or may get some in a later group."""
     return stash.master_form is not None and bool(stash.neighbours.sharded or stash.masters.parts)
 
 
 def enter(optimizer: Any, stash: Stash) -> None:
-    """Have the state of an optimizer of rounded shards kept for their parts; of a copy make these anew."""
+    """Store the state of an optimizer of rounded shards for the local shards. A copied optimizer gets new masters."""
     if (form := stash.master_form) is None:
         return
     for group in optimizer.param_groups:
@@ -162,7 +162,7 @@ def enter(optimizer: Any, stash: Stash) -> None:
 
 
 def overrides(base: Any) -> dict[str, Any]:
-    """The methods of optimizers of the class `base` with rounded shards."""
+    """Return the methods of the generated class of `base` for rounded shards."""
 
     @wraps(base.load_state_dict)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ def overrides(base: Any) -> dict[str, Any]:
             base.load_state_dict(self, state_dict)
             return
         try:
-            stash.masters.exchange(self, shards=False)  # torch casts the state to the type of the parameter
+            stash.masters.exchange(self, shards=False)  # on the shards, torch would cast the state to BF16
             base.load_state_dict(self, state_dict)
         finally:
             stash.masters.exchange(self, shards=True)

@@ -1,4 +1,4 @@
-"""FP32 masters in two halves: the BF16 weight is the high one, and an int16 tensor keeps the other 16 bits."""
+"""FP32 masters stored in two halves: the BF16 weight is the high half, an int16 tensor holds the low 16 bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from amp_patch.masters.closed_master import ClosedMaster, Form
 
 
 class Halves(Form):
-    """Of each master the low half is kept beside the weight, as int16: every number comes back to the bit."""
+    """The form of a master stored as the weight and an int16 low half: the FP32 value is restored bit for bit."""
 
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
         master.low_half = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)

@@ -1,7 +1,7 @@
-"""An optimizer of other tensors in the memory of its parameters, for a step that cannot be made on these.
+"""A step on stand-ins: plain tensors that share the memory of parameters which the strategies cannot step (shards).
 
-It is another object, so that groups and states of the user's optimizer are as ever, whatever ends the step. Settings
-and states that are written there are the optimizer's at once.
+The step runs on a second optimizer object, so an exception leaves the groups of the user's optimizer unchanged. A
+setting or state written into the second object is written into the user's optimizer at once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from amp_patch.ways.partial_step import PartialStep
 
 
 class _States(defaultdict[Tensor, Any]):
-    """The states of an optimizer's parameters, by the stand-ins of these; each is the optimizer's own."""
+    """The `state` of the second object: stand-in -> the same state dict that the optimizer has for its parameter."""
 
     def __init__(self, optimizer: Any, coder: Coder, params: dict[Tensor, Tensor]) -> None:
         super().__init__(dict)
         self._states, self._coder, self._params = optimizer.state, coder, params
         for stand_in, param in params.items():
-            if param in optimizer.state:  # a dict of torch's where somebody has asked for it before the first step
+            if param in optimizer.state:  # a plain dict if user code has read it before the first step
                 self[stand_in] = optimizer.state[param]
 
     def __missing__(self, stand_in: Tensor) -> Any:
@@ -31,14 +31,14 @@ class _States(defaultdict[Tensor, Any]):
         return self[stand_in]
 
     def __setitem__(self, stand_in: Tensor, state: Any) -> None:
-        if (param := self._params.get(stand_in)) is not None:  # else `make_state` has put it there
+        if (param := self._params.get(stand_in)) is not None:  # else `make_state` steps on its own stand-ins
             state = state if isinstance(state, CodedState) else self._coder.state_of(self._coder, param, state)
             self._states[param] = state
         super().__setitem__(stand_in, state)
 
 
 def with_stand_ins(optimizer: Any, coder: Coder, stand_in: Callable[[Tensor], Tensor]) -> PartialStep:
-    """A step of `optimizer`, whose state `coder` keeps, on what `stand_in` gives in the place of each parameter."""
+    """Return a step of `optimizer` on `stand_in(param)` instead of each parameter; `coder` stores the state."""
     params: dict[Tensor, Tensor] = {}
 
     def noted(param: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Masters that are nothing beside their BF16 weights: what is written into one is rounded into the weight by chance.
+"""Masters without memory next to their BF16 weights: a value written into one is rounded stochastically to BF16.
 
-So an update smaller than half the distance to the next BF16 number is made in a part of the steps, as often as it is
-large, where rounding to nearest would lose it in all of them.
+An update smaller than half the distance to the next BF16 number changes the weight with a probability proportional to
+its size. Rounding to nearest would lose it in every step.
 """
 
 from __future__ import annotations
@@ -20,40 +20,41 @@ from amp_patch.policy import STOCHASTIC, Policy
 from amp_patch.support import device_sync
 from amp_patch.supported import reason
 
-# A draw, from the low bits: the steps of this master; what was written into it since the last step, for which kernels
-# that make the step need no draw; its number in the training.
+# A draw selects the random bits of one write into a master. From the low bits: the number of its steps (32 bits); the
+# number of edits by user code since the last step (8 bits), 0 for the step itself; the master's number in the training.
 _EDITS, _NUMBER = 32, 40
 _MOST_EDITS = (1 << _NUMBER - _EDITS) - 1
 _STEPS = (1 << _EDITS) - 1
-ROUNDING = "stochastic_rounding"  # the name in `state_dict` of what rounds the weights of a training
-ORDER = "model"  # of the steps in a state dict: by the parameters' positions in the training's models
+ROUNDING = "stochastic_rounding"  # the key of the Rounding in the `state_dict` of a training
+ORDER = "model"  # steps in a state dict are ordered by the parameters' positions in the training's models
 
 
 class Rounding(Form):
-    """The chance by which one training's weights are rounded: a seed, and how often each was.
+    """The random bits for rounding the weights of one training: a seed, and a count of steps for each master.
 
-    The bits of a step depend on the seed, on the number of the master (the position of its parameter in the training's
-    models), and on how many steps that master has had. So they are the same on each process of a DDP training, in
-    portions and in one pass, in the parts that `fully_shard` makes, and after a checkpoint with `state_dict`; whatever
-    type the parameters came in, in whichever order of groups, and whether some were thawed later.
+    The bits of a step depend only on the seed, the number of the master (the position of its parameter in the
+    training's models), and the number of its steps. They are the same on each process of a DDP training, in portions
+    and in one pass, in shards of `fully_shard`, and after a checkpoint with `state_dict`. They do not depend on the
+    original dtype of the parameters, the order of the groups, or on parameters that are unfrozen later.
 
     Attributes:
-        seed: of 63 bits; 0 unless somebody has loaded another, for processes that seed torch differently must agree.
+        seed: 63 bits, 0 unless `load_state_dict` has set it. It is not drawn from torch's generator, because processes
+            may seed that differently.
     """
 
     is_exact = False
 
     def __init__(self) -> None:
         self.seed = 0
-        self._masters: dict[int, weakref.ref[ClosedMaster]] = {}  # by their number
-        self._positions: dict[int, int] = {}  # of parameters, by their id; a copy has none
-        self._later: dict[int, int] = {}  # steps that were loaded for masters that are not there yet, by their number
+        self._masters: dict[int, weakref.ref[ClosedMaster]] = {}  # by the number of the master
+        self._positions: dict[int, int] = {}  # id(parameter) -> position; empty in a copy
+        self._later: dict[int, int] = {}  # number of a later master -> loaded steps
 
     def __getstate__(self) -> dict[str, Any]:
         return {"seed": self.seed, "_masters": {}, "_positions": {}, "_later": {**self._later, **self._steps()}}
 
     def number(self, params: Iterable[Tensor]) -> None:
-        """Have the masters of these parameters numbered by their order here; others are numbered as they come."""
+        """Number the masters of these parameters by their order here. Masters of other parameters get later numbers."""
         self._positions = {id(param): position for position, param in enumerate(params)}
 
     def note_part(self, part: Tensor, whole: Tensor) -> None:
@@ -74,7 +75,7 @@ class Rounding(Form):
         return {number: _known(master) & _STEPS for number, master in self._alive().items()}
 
     def check_step(self) -> None:
-        """Raise in the capture of a CUDA graph: each replay would round by the draws of now, and lose the same part."""
+        """Raise in the capture of a CUDA graph: each replay would use the same random bits, and round the same way."""
         if device_sync.is_capturing():
             raise RuntimeError(
                 "a step with master_weights='stochastic' cannot be captured in a CUDA graph: "
@@ -82,9 +83,9 @@ class Rounding(Form):
             )
 
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
-        if value is not None:  # to the nearest: that this is no update, which might get lost
+        if value is not None:  # to nearest: this is no update, so none can get lost
             multi_tensor.multi_tensor_scale([value], [param], 1.0)
-        if master.draw is None:  # a copy has that of the original
+        if master.draw is None:  # a copied master keeps the original's draw
             number = self._number_of(param)
             master.draw = number << _NUMBER | self._later.pop(number, 0)
         self._masters[master.draw >> _NUMBER] = weakref.ref(master)
@@ -100,7 +101,7 @@ class Rounding(Form):
         multi_tensor.multi_tensor_stochastic_round(values, weights, self.seed, draws, starts)
 
     def _draw(self, master: ClosedMaster) -> int:
-        """The draw for what was written into an open master, which moves on: the step, or an edit of somebody's."""
+        """Return the draw for this write, and advance the count of steps if a step wrote, else the count of edits."""
         draw = _known(master)
         if master.joined is None:
             note_stepped([master])
@@ -109,25 +110,25 @@ class Rounding(Form):
         return draw | master.edits << _EDITS
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed, and the steps of each master, by its number."""
+        """Return the seed, and the counts of steps ordered by the number of the master."""
         steps = {**self._later, **self._steps()}
         in_order = [steps.get(number, 0) for number in range(max(steps, default=-1) + 1)]
         return {"seed": self.seed, "steps": in_order, "order": ORDER}
 
     def load_state_dict(self, state: Any) -> None:
-        """Take what `state_dict` gave."""
+        """Restore the seed and the counts of steps from a `state_dict`."""
         seed, steps = _checked(state)
         self.seed, self._later = seed, dict(enumerate(steps))
         for number, master in self._alive().items():
             master.draw, master.edits = number << _NUMBER | self._later.pop(number, 0), 0
 
     def check(self, state: Any) -> None:
-        """Raise ValueError where `load_state_dict` could not take `state`."""
+        """Raise ValueError if `load_state_dict` would refuse `state`."""
         _checked(state)
 
 
 def beside_scale(policy: Policy) -> dict[str, Rounding]:
-    """What a training of this policy saves beside its loss scale."""
+    """Return the entries that a training of this policy saves next to its loss scale."""
     return {ROUNDING: Rounding()} if policy.master_weights == STOCHASTIC else {}
 
 
@@ -155,4 +156,4 @@ def _checked(state: Any) -> tuple[int, list[int]]:
     return seed, steps
 
 
-sys.modules["amp_patch.masters.stochastic_master"] = sys.modules[__name__]  # as pickles of 0.4 name it
+sys.modules["amp_patch.masters.stochastic_master"] = sys.modules[__name__]  # pickles of 0.4 import it under this name

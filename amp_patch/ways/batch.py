@@ -1,4 +1,4 @@
-"""Parameters that one call of a kernel steps, with what it reads and writes."""
+"""The parameters of one kernel call, with the tensors and settings that the kernel reads and writes."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ Group = dict[str, Any]
 
 
 class NotKnown(Exception):
-    """A setting or a state that the kernels do not take."""
+    """Raised for a setting or a state that the kernels do not support."""
 
 
 class BatchState(Enum):
-    """How far the step of a batch has come."""
+    """The progress of the step of a batch."""
 
     NEW = auto()
-    STEPPED = auto()  # by a kernel, into the weights
-    REFUSED = auto()  # by the kernels
-    LEFT = auto()  # to the optimizer's own step
+    STEPPED = auto()  # a kernel has written masters and weights
+    REFUSED = auto()  # the kernel does not support it, and has written nothing
+    LEFT = auto()  # the optimizer's own code steps it
 
 
 @dataclass
 class Batch:
-    """Parameters of one group whose gradients are of one kind: one call of a kernel.
+    """Parameters of one group that one kernel call steps: their gradients have one dtype, and are all scaled or not.
 
     Attributes:
-        group: the optimizer's, for its settings.
-        factors: what the gradients are multiplied by.
-        masters: what is stepped; a parameter that is its own master, too.
-        grads: of low precision, still scaled, or FP32.
-        weights: the model's, which take the rounded results; empty where each master is its own.
-        first_run: whether there is no momentum yet.
-        stepped: what the kernel writes in the place of the masters.
-        seed, draws, starts: by which it rounds the masters that are weights.
-        version: of the first of these, before the step.
+        group: the optimizer's param group, with the settings.
+        factors: the numbers that the kernel multiplies the gradients by.
+        masters: the tensors of the group: FP32 masters, or parameters without a separate master.
+        grads: the gradients: in low precision and still scaled, or FP32.
+        weights: the model's weights, which receive the rounded results; empty if no parameter has a separate master.
+        first_run: whether the momentum buffers do not exist yet.
+        stepped: the tensors that the kernel writes for the masters (`kernel_tensors`).
+        seed, draws, starts: the arguments of stochastic rounding, if `stepped` are BF16 weights.
+        version: the version counter of `stepped[0]` before the step.
     """
 
     group: Group
@@ -60,37 +60,37 @@ class Batch:
     version: int = -1
     state: BatchState = BatchState.NEW
 
-    getter = itemgetter  # of a state's name: gives of the states of the masters what the kernel takes
+    getter = itemgetter  # getter(name)(state of a master) -> the tensor that the kernel takes
 
     def ready(self) -> Batch:
-        """The batch, with what its kernel will write."""
+        """Set the tensors that the kernel writes, and return the batch."""
         self.stepped, self.seed, self.draws, self.starts = kernel_tensors(self.masters)
         self.version = self.stepped[0]._version
         return self
 
     def made(self, optimizer: Any, name: str) -> list[Tensor]:
-        """State of that name, new and not written yet, of each of the masters."""
+        """Add an uninitialized state tensor `name` for each master, and return these tensors."""
         made = [torch.empty_like(master, requires_grad=False) for master in self.masters]
         for master, tensor in zip(self.masters, made, strict=True):
             optimizer.state[master][name] = tensor
         return made
 
     def averages(self, optimizer: FusedAdam, name: str) -> list[Tensor]:
-        """State of that name of an optimizer of ours, zeros where there was none."""
+        """Return the state tensor `name` of each master in a FusedAdam; a missing one is created as zeros."""
         return optimizer.averages(self.masters, name)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What each kernel is given."""
+        """The keyword arguments common to all kernels."""
         low = None if self.draws else self.weights or None
         chance = {"seed": self.seed, "draws": self.draws, "starts": self.starts}
         return {"low": low, "factors": self.factors, **chance}
 
     @property
     def is_stepped(self) -> bool:
-        """Whether a kernel has made the step, which counts as a write to each master, as an adopted edit does.
+        """Return whether a kernel has written the masters.
 
-        The version tells where an exception came before `state` did.
+        If an exception came after the write and before `state` was set, the changed version counter shows it.
         """
         if self.state is not BatchState.NEW:
             return self.state is BatchState.STEPPED

@@ -1,14 +1,15 @@
-"""Gradient release: each parameter is stepped in backward, once its gradient is whole, and the gradient is freed.
+"""Gradient release: backward steps each parameter once its gradient is complete, and frees the gradient.
 
-So the gradients of the whole model are never there at once: 2 bytes a parameter less at O5, 4 at O4. A call of the step
-costs the same for a bias and for a large weight, so small parameters wait until `TOGETHER` elements are ready, or the
-backward ends, and are stepped in one call. `optimizer.step()` afterwards has no gradients left, and ends the iteration:
-it calls the hooks, and schedulers follow it. The numbers are those of a step behind backward, to the bit, where
-parameters are stepped each by itself and nothing looks at several gradients, or at one twice: whatever does is refused
-by name.
+The gradients of the whole model never exist at once, which saves 2 bytes per parameter at O5 and 4 at O4. One call of
+the step costs the same for a bias as for a large weight. Therefore small parameters are deferred until `TOGETHER`
+elements are ready, or the backward ends, and are stepped in one call.
 
-Released is in the body of a `scale_loss` alone, and what that optimizer's loss reaches. What a backward elsewhere
-leaves, `step` takes as ever.
+The `optimizer.step()` after backward finds no gradients left. It ends the iteration: it calls the hooks, and schedulers
+count it. The results equal a step after backward, bit for bit, if the optimizer steps each parameter independently and
+no code needs several gradients, or one gradient twice. Other cases are refused by name.
+
+Gradients are released only in the body of a `scale_loss`, and only if its loss reaches the parameter. Gradients of any
+other backward are left to `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -44,23 +45,24 @@ from amp_patch.ways.partial_step import PartialStep, Written
 _WHOLE_WITH = ("capturable", "differentiable")
 _BACKWARD_OF_FUNCTION = BackwardCFunction.apply.__code__
 
-# Elements that are stepped together: their gradients are the most that is kept, beside that of a larger parameter.
+# Elements that are stepped in one call. At most this many gradient elements are kept, next to one larger parameter's.
 TOGETHER = 2**16
 
-# id(parameter or master) -> the tensor, of those that are stepped in backward.
+# id -> parameter or master, for all that are stepped in backward.
 _released: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy: Policy) -> bool:
-    """Whether these optimizers shall step in backward; raise unless all can.
+    """Return whether these optimizers are to step in backward; raise if one of them cannot.
 
     Args:
-        wanted: what `initialize` was given, a word from a command line, say.
-        optimizers: as `initialize` was given them.
-        targets: the innermost ones, which step.
+        wanted: the argument `gradient_release` of `initialize`: a bool, None, or one of them as a string.
+        optimizers: the arguments of `initialize`.
+        targets: the innermost optimizers inside their wrappers.
 
     Raises:
-        ValueError: what is against it, by name. TypeError: `wanted` is no flag.
+        ValueError: an optimizer, a parameter or the policy does not allow it.
+        TypeError: `wanted` is none of these.
     """
     if not boolean("gradient_release", wanted):
         return False
@@ -82,7 +84,7 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
         if any(map(is_dtensor, params)) or is_zero(target) or _has_other_processes():
             why = supported.reason("gradient_release", "DDP")
             raise ValueError(f"initialize: gradient_release=True is not for DDP, ZeRO and FSDP2: {why}")
-        trial.check(target, policy.optimizer_state is not None)  # no other asks at O4
+        trial.check(target, policy.optimizer_state is not None)  # `check_optimizer` skips it at O4
         if (reason := portions.reason_against(target, _WHOLE_WITH)) is not None:
             raise ValueError(
                 f"initialize: gradient_release=True is not for this {name}, which cannot step one parameter without "
@@ -98,7 +100,7 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
 
 
 def enter(targets: Sequence[Any]) -> None:
-    """Have the parameters of these optimizers, which are in a training, stepped in backward from now on."""
+    """From now on, step the parameters of these optimizers, which are in a training, in backward."""
     if not targets:
         return
     clipping.install()
@@ -114,21 +116,21 @@ def enter(targets: Sequence[Any]) -> None:
 
 
 class _Release(Strategy):
-    """One optimizer's: steps in backward, and the strategy of the step behind it. As a handle it takes itself away."""
+    """Gradient release of one optimizer: its steps in backward, and the strategy of `step()`. `remove` ends it."""
 
     waits = False
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._ready: list[tuple[int, Tensor]] = []  # (index of the group, parameter): to be stepped together
-        self._elements = 0  # of these
-        self._task = -1  # the backward at whose end they are stepped at the latest, by autograd's number
-        self._reached: set[int] = set()  # parameters (ids) that were ready since the optimizer's last `step`
-        self._body: Any = None  # the `scale_loss` in which that was
-        self._groups: dict[int, int] = {}  # id(master) -> the index of its group, when the body began
-        self._written = Written()  # what a registered class has written since, before all of its step is made
+        self._ready: list[tuple[int, Tensor]] = []  # (index of the group, parameter): deferred to the next call
+        self._elements = 0  # number of elements in `_ready`
+        self._task = -1  # autograd's id of the backward whose end is to call `_step_ready`
+        self._reached: set[int] = set()  # ids of parameters that were ready since the last `step()`
+        self._body: Any = None  # the `scale_loss` body that filled `_reached`
+        self._groups: dict[int, int] = {}  # id(master) -> index of its group at the beginning of the body
+        self._written = Written()  # writes of a registered class; `step()` writes them back
         self._handles: list[Any] = []
-        self._known: list[int] = []  # ids: the hooks are the parameters'
+        self._known: list[int] = []  # the keys in `_released`
         links = known_stash(optimizer).masters.by_master
         for group in optimizer.param_groups:
             for master in group["params"]:
@@ -151,9 +153,9 @@ class _Release(Strategy):
                 stash.neighbours.before_backward.remove(self.begin)
 
     def begin(self, optimizer: Any, stash: Stash) -> None:
-        """Before a `scale_loss`: note the groups, and refuse a loss that would add to gradients stepped already."""
+        """Before a `scale_loss`: save the groups, and raise if the loss would add to gradients already stepped."""
         if self._body is not None and self._body.failed:
-            self.end()  # a batch that the script gives up, some of whose parameters are stepped
+            self.end()  # the body raised, and user code dropped this batch
         if self._reached:
             raise RuntimeError(
                 f"scale_loss: gradient_release=True has stepped {len(self._reached)} parameters of this "
@@ -165,7 +167,7 @@ class _Release(Strategy):
         self._groups = {id(master): index for index, group in groups for master in group["params"]}
 
     def end(self, *_: Any) -> None:
-        """Behind the optimizer's `step`: the iteration is over."""
+        """After the optimizer's `step()`: reset for the next iteration."""
         self._forget_ready()
         self._reached.clear()
         self._body, self._written = None, Written()
@@ -174,16 +176,17 @@ class _Release(Strategy):
         return True
 
     def run(self, step: Step, plain: Plain) -> Any:
-        """Step what no backward has stepped: settling masters that one has would be a pass over all weights."""
+        """Step the parameters that no backward has stepped. Syncing the others would cost a pass over all weights."""
         reached = {id(link.master): link.master for param, link in step.links if id(param) in self._reached}
         step.links = step.links.without({key for key, master in reached.items() if not has_gradient(master)})
         strategy = _suiting(step, plain, type(step.optimizer))
         return self._run_rest(step, strategy, plain) if self._written else strategy.run(step, plain)
 
     def _run_rest(self, step: Step, strategy: Strategy, plain: Plain) -> Any:
-        """Step the groups that no backward has reached, or that have gradients; then write back what all have written.
+        """Step the groups that no backward has reached, or that have gradients; then write back the settings of all.
 
-        A registered class counts its steps in groups and attributes: as in portions, all begin with the same count.
+        A registered class may count its steps in groups or attributes. As in portions, each partial step begins with
+        the same count, and the new count is written back once.
         """
         optimizer, written, result = step.optimizer, self._written, None
         rest = [
@@ -236,7 +239,7 @@ class _Release(Strategy):
         self._ready, self._elements = [], 0
 
     def _refuse(self, stash: Stash, param: Tensor) -> None:
-        """Raise, before anything is written, where the gradient is not the one that a step would take."""
+        """Raise, before any write, if the gradient may be incomplete or is not usable for a step."""
         body, grad = stash.backward.body, own_grad(param)
         if grad is None:
             return
@@ -269,7 +272,7 @@ class _Release(Strategy):
 
 
 def _is_nested() -> bool:
-    """Whether the backward that runs was started in the backward of an autograd.Function."""
+    """Return whether the running backward was started inside the backward of an autograd.Function."""
     frame = sys._getframe(1)
     while frame.f_code is not _BACKWARD_OF_FUNCTION:
         if frame.f_back is None:
@@ -280,10 +283,10 @@ def _is_nested() -> bool:
 
 @without_grad
 def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], written: Written) -> None:
-    """Step parameters (index of the group, parameter) that have gradients, as `optimizer.step` would; drop these.
+    """Step these (index of the group, parameter), which have gradients, as `optimizer.step` does; free the gradients.
 
-    What a registered class writes into its groups and attributes is in `written` alone. No sync. Under an exception
-    each parameter is stepped or not, weight and master alike.
+    Writes of a registered class into its groups and attributes are only collected in `written`. No sync. After an
+    exception each parameter is either stepped, weight and master, or unchanged.
     """
     waiting = stash.masters.waiting
     pairs: list[tuple[Tensor, Tensor]] = []
@@ -316,14 +319,15 @@ def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], wri
 
 
 def _suiting(step: Step, plain: Plain, kind: Any) -> Strategy:
-    """How optimizers of the class `kind` make this step."""
+    """Return the strategy of the class `kind` for this step."""
     return suiting(kind.strategy, step, trusted=is_untouched(plain) or plain in trusted_steps)
 
 
 def _let_wait(linked: list[tuple[Tensor, Link]], waiting: HalfGradients | None) -> list[tuple[Tensor, Tensor]]:
-    """Have gradients wait for the step of their masters as they are, where they can; the others (param, master).
+    """Defer the low-precision gradients that can be deferred; return (param, master) of the others.
 
-    `HalfGradients.take` would want each alone in its memory: in a hook autograd holds it too, and writes nothing.
+    `HalfGradients.take` is not used, because it refuses a gradient that is referenced elsewhere. In a hook autograd
+    references each gradient too, but does not write it.
     """
     if waiting is None or waiting:
         return [(param, link.master) for param, link in linked]

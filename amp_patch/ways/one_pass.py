@@ -1,8 +1,8 @@
-"""The strategy of optimizers that we know: unscale, clip, moments, master, the model's weight in one pass.
+"""The step strategy of the optimizers in `KERNELS`: unscale, clip, moments, master and weight in one pass over memory.
 
-`KERNELS` has a function for each: where the optimizer keeps what, and which settings it has. The state is torch's own,
-so that an optimizer may go from this way to torch's and back at any step. What the kernels do not take (sparse
-gradients, capturable=True, a state that somebody has replaced) goes the optimizer's own way.
+For each class, `KERNELS` has a function that passes its state and settings to a kernel. The state has torch's format,
+so each step may use either the kernels or torch's own code. If the kernels do not support a case (sparse gradients,
+capturable=True, a state that user code has replaced), the optimizer's own code makes the step.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from amp_patch.ways.partial_step import PartialStep
 
 
 def kernel_of(optimizer: Any) -> Kernel | None:
-    """What steps a batch of this optimizer's parameters, given the overflow flag; None where none of ours does."""
+    """Return the function (optimizer, batch, overflow flag) that steps a batch; None if there is none for the class."""
     return KERNELS.get(getattr(type(optimizer), "_amp_base", type(optimizer)))
 
 
 def counts(optimizer: Any) -> list[int]:
-    """What the groups of an optimizer that counts there (FusedAdam) count with this step; of any other nothing."""
+    """Return `group["step"]` after this step for each group of a FusedAdam; [] for an optimizer of another class."""
     groups = optimizer.param_groups if isinstance(optimizer, FusedAdam) else []
     return [0 if isinstance(step := group.get("step", 0), Tensor) else int(step) + 1 for group in groups]
 
 
 Kernel = Callable[[Any, Batch, Tensor | None], None]
 
-# torch's question whether a graph is captured that would keep the learning rate and the count of now, by its names.
+# The names of torch's check for CUDA graphs: a capture would record the current learning rate and step count.
 _CAPTURE_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 
 
@@ -82,7 +82,7 @@ def _adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
 
 
 def _adam_settings(batch: Batch) -> dict[str, Any]:
-    """What torch's Adams and ours call alike."""
+    """Return the arguments with the same names in torch's Adam, AdamW and FusedAdam."""
     beta1, beta2 = batch.group["betas"]
     numbers = {name: batch.group[name] for name in ("eps", "weight_decay")}
     return {"lr": _number(batch.group["lr"], batch), "beta1": beta1, "beta2": beta2, **numbers, **batch.settings}
@@ -130,7 +130,7 @@ def _fused_adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
     if decoupled or optimizer.capturable or optimizer.master_weights or isinstance(count, Tensor):
         raise NotKnown
     if device_sync.is_capturing():
-        raise NotKnown  # its own step refuses: a replay would not count
+        raise NotKnown  # FusedAdam.step raises: a replay would not advance the count of steps
     multi_tensor.multi_tensor_adam(
         batch.grads,
         batch.stepped,
@@ -146,14 +146,14 @@ def _fused_adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
 
 
 def _number(value: Any, batch: Batch) -> Any:
-    """A setting, on the device of the parameters if it is a tensor; one of the host is read there."""
+    """Return a setting for the kernel: a number, or a tensor on the parameters' device; a CPU tensor is read."""
     if not isinstance(value, Tensor) or value.device == batch.masters[0].device:
         return value
     return value.item() if value.device.type == "cpu" else value.to(batch.masters[0].device)
 
 
 def _state_lists(optimizer: Any, batch: Batch, names: tuple[str, ...]) -> list[list[Tensor]]:
-    """Per name the state of the batch's parameters; what is new is made by torch's own code."""
+    """Return for each name the list of the masters' state tensors; torch's own code creates missing states."""
     state = optimizer.state
     states = list(map(state.get, batch.masters))
     if not all(states):
@@ -163,7 +163,7 @@ def _state_lists(optimizer: Any, batch: Batch, names: tuple[str, ...]) -> list[l
         states = [state[master] for master in batch.masters]
     try:
         if states[0]["step"].dtype is torch.float64:
-            for its in states:  # torch makes counts FP64 where that is the default type, also in checkpoints
+            for its in states:  # with FP64 as default dtype torch makes FP64 counts; checkpoints may have them too
                 its["step"] = its["step"].float()
         return [list(map(batch.getter(name), states)) for name in names]
     except KeyError as error:
@@ -171,20 +171,20 @@ def _state_lists(optimizer: Any, batch: Batch, names: tuple[str, ...]) -> list[l
 
 
 def make_state(optimizer: Any, group: Group, masters: list[Tensor]) -> None:
-    """Let torch make the state of `masters`, in place."""
+    """Let torch's `_init_group` create the state of `masters`, in place."""
     state = optimizer.state
-    # `_init_group` wants a gradient; a stand-in keeps the master's unmaterialized.
+    # `_init_group` needs a gradient. Without stand-ins, the masters' deferred gradients would be materialized.
     stand_ins = {nn.Parameter(master.detach(), requires_grad=False): master for master in masters}
     try:
         for stand_in in stand_ins:
             stand_in.grad = stand_in.detach()
         _, *names = inspect.signature(optimizer._init_group).parameters
-        # The rest are lists to be filled, save that torch 2.6's AdamW is told the group's `amsgrad` too.
+        # The other arguments are lists to be filled; only torch 2.6's AdamW also takes the group's `amsgrad`.
         others = [group.get(name, []) for name in names]
         optimizer._init_group({**group, "params": list(stand_ins)}, *others)
         for stand_in, master in stand_ins.items():
             state[master] = state[stand_in]
-    except Exception as error:  # the optimizer will say so itself
+    except Exception as error:  # the optimizer's own step will raise it again
         raise NotKnown from error
     finally:
         for stand_in in stand_ins:
@@ -207,12 +207,12 @@ _NUMBERS = ("weight_decay", "momentum", "dampening", "eps")  # settings that the
 
 
 def suits_class(base: Any) -> bool:
-    """Whether `base` is exactly a class of the table, whose `step` nobody has replaced."""
+    """Return whether `base` is exactly a class of `KERNELS`, and its `step` has not been replaced."""
     return base in KERNELS and is_untouched(base.step)
 
 
 class InOnePass(Strategy):
-    """Unscale, clip, moments, master, the model's weight: in one pass over the memory."""
+    """A step in one pass over memory: unscale, clip, moments, master and weight."""
 
     batch = Batch
 
@@ -223,7 +223,7 @@ class InOnePass(Strategy):
         return kernel_of(optimizer) is not None and can_wait()
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
-        # With the backend "torch" torch's own kernels are nearer to torch's numbers.
+        # With the backend "torch", torch's own step is closer to torch's numbers.
         return not given and backends.active is not None
 
     @without_grad
@@ -243,7 +243,7 @@ class InOnePass(Strategy):
         except BaseException:
             is_left = any(batch.state is BatchState.LEFT for batch in batches)
             if any(batch.is_stepped for batch in batches) and not is_left:
-                _step_all(step, batches, counted, plain)  # all or nothing, also where somebody interrupts
+                _step_all(step, batches, counted, plain)  # all or nothing, after Ctrl-C too
             raise
 
 
@@ -251,7 +251,7 @@ IN_ONE_PASS = InOnePass()
 
 
 def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain) -> None:
-    """Step those batches that have not been: in one pass, or the optimizer's own way, which counts by itself."""
+    """Step the batches that are not stepped yet: by kernels, or by the optimizer's own code, which counts its steps."""
     optimizer, links = step.optimizer, step.links
     masters = (master for batch in batches for master in batch.masters)
     left = without_materialized(masters, partial(_run_kernels, step, batches))
@@ -271,15 +271,15 @@ def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain
 
 
 def done(step: Step, left: LinkList | None = None) -> None:
-    """Note that the strategy has made the step, and brought all masters and weights in step but those of `left`."""
-    # Set `stepped` first: after an interrupt in here `save` has erased the other sign of a finished step.
+    """Record that the step is made, and that all weights are in sync with their masters except the links in `left`."""
+    # Set `stepped` first: after Ctrl-C inside `save` the version counters no longer show that the step is made.
     step.stepped = True
     links = step.links if left is None else step.links.without(set(map(id, left.masters)))
     links.versions.save()
 
 
 def _run_kernels(step: Step, batches: list[Batch]) -> list[Batch]:
-    """Step those `batches` that have not been; returns those that the kernels do not take, in which nothing changed."""
+    """Run the kernels on batches not stepped yet. Return the refused batches, whose tensors are unchanged."""
     optimizer, flag = step.optimizer, step.overflow
     kernel, left = kernel_of(optimizer), []
     for batch in batches:
@@ -287,10 +287,10 @@ def _run_kernels(step: Step, batches: list[Batch]) -> list[Batch]:
             try:
                 if kernel is None or not _is_ordinary(optimizer, batch.group, flag):
                     raise NotKnown
-                with torch._C.DisableTorchFunctionSubclass():  # closed masters are asked for anything but their value
+                with torch._C.DisableTorchFunctionSubclass():  # kernels read no values of closed masters, only metadata
                     kernel(optimizer, batch, None if flag is None else flag.to(batch.grads[0].device))
             except (NotKnown, TypeError, ValueError):
-                if batch.is_stepped:  # the kernel raises before its first write: this came after it
+                if batch.is_stepped:  # no refusal: a kernel refuses before its first write
                     raise
                 batch.state = BatchState.REFUSED
         if batch.state is BatchState.REFUSED:
@@ -303,7 +303,7 @@ def _run_kernels(step: Step, batches: list[Batch]) -> list[Batch]:
 
 
 def _is_ordinary(optimizer: Any, group: Group, flag: Tensor | None) -> bool:
-    """Whether the group has no setting that the kernels do not know."""
+    """Return whether the kernels support all settings of the group."""
     if group.get("capturable") or group.get("differentiable") or getattr(optimizer, "grad_scale", None) is not None:
         return False
     if flag is None and getattr(optimizer, "found_inf", None) is not None:  # a GradScaler's
@@ -313,7 +313,9 @@ def _is_ordinary(optimizer: Any, group: Group, flag: Tensor | None) -> bool:
 
 
 def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
-    """The parameters that have a gradient: per group and device those whose gradient waits, with a master, without.
+    """Return batches of the parameters that have a gradient.
+
+    In each group and on each device there are up to three: with a deferred gradient, with a master, without a master.
 
     Raises:
         NotKnown: a gradient is sparse.
@@ -338,7 +340,7 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
             if grad is None:
                 continue
             if grad.layout is not torch.strided:
-                raise NotKnown  # torch may refuse it, before any parameter is stepped
+                raise NotKnown  # torch's own step may raise, before it steps any parameter
             which = (waits, linked is None, grad.device)
             batch = batches.setdefault(which, kind(group, factors if waits else ()))
             batch.masters.append(master)
@@ -351,7 +353,7 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
 
 
 def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
-    """The batch; SGD's in two, since a first momentum is made otherwise."""
+    """Return the batch; with momentum split in two, because the first momentum is a copy of the gradient."""
     if not batch.group.get("momentum"):
         return [batch.ready()]
     fresh = [dict.get(optimizer.state[master], "momentum_buffer") is None for master in batch.masters]
@@ -365,7 +367,7 @@ def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
 
 
 def _step_with_torch(optimizer: Any, batches: list[Batch], plain: Plain) -> None:
-    """Step the parameters of `batches` as the optimizer does it by itself."""
+    """Step the parameters of `batches` with the optimizer's own code."""
     chunks = ((group, [b.masters for b in batches if b.group is group]) for group in optimizer.param_groups)
     partial = PartialStep(optimizer, [(group, list(chain(*masters))) for group, masters in chunks], at_once=True)
     for batch in batches:
@@ -376,5 +378,5 @@ def _step_with_torch(optimizer: Any, batches: list[Batch], plain: Plain) -> None
     finally:
         partial.give_back_attributes()
     for batch in batches:
-        for master in batch.masters:  # torch's fused kernels leave versions as they are
+        for master in batch.masters:  # torch's fused kernels do not increment version counters
             torch.autograd.graph.increment_version(master)

@@ -1,4 +1,4 @@
-"""A step of an optimizer's own code on other tensors than all that its groups hold: the one way to make such a step."""
+"""Running an optimizer's own step on some of its parameters, or on other tensors instead of them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def new_of_class(optimizer: Any) -> Any:
 
 
 class PartialStep:
-    """An optimizer's own code on some of its parameters, or on tensors in their place.
+    """A second optimizer object, `shell`, whose groups hold some of the parameters, or other tensors instead of them.
 
-    The code runs on `shell`, another object of the class: groups and gradients of the optimizer stay as they are,
-    whatever ends the step. The state is the optimizer's.
+    The class's own code runs on `shell`, so an exception leaves groups and gradients of the optimizer unchanged. The
+    `state` dict is the optimizer's.
 
     Args:
-        optimizer: the user's.
-        chunks: groups of it, each with what is stepped of the group.
-        replace: returns what is stepped in place of a parameter.
-        at_once: whether a setting that the code writes into a group is the optimizer's at once, or never
-            (`Written` collects such settings).
+        optimizer: the user's optimizer.
+        chunks: (group, parameters of this group to step).
+        replace: maps each parameter to the tensor that is stepped instead.
+        at_once: If True, a setting that the code writes into a group of `shell` is written into the optimizer's group
+            too. If False, it is not; the caller may collect it by `Written`.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class PartialStep:
         return changed(vars(self.optimizer), vars(self.shell), NOT_ATTRIBUTES)
 
     def give_back_attributes(self) -> None:
-        """Set these on the optimizer."""
+        """Copy these attributes to the optimizer."""
         vars(self.optimizer).update(self.attributes())
 
 
 class _Group(Group):
-    """A group with other parameters: a setting that is written here is written into the group."""
+    """A copy of a group with other parameters. A setting written into it is written into the original group too."""
 
     def __init__(self, group: Group, params: list[Tensor]) -> None:
         super().__init__(group, params=params)
@@ -84,9 +84,10 @@ class PortionsDisagreeError(RuntimeError):
 
 
 class Written:
-    """What shells have written into groups and attributes in one step: kept apart until all have begun with the same.
+    """Settings and attributes that the partial steps of one step have written, until `write_back`.
 
-    False until a shell has stepped.
+    They are collected because each partial step must begin with the values from before the step. The object is falsy
+    until the first `note`.
     """
 
     def __init__(self) -> None:
@@ -97,14 +98,14 @@ class Written:
         return self._attributes is not None
 
     def has(self, group: Group) -> bool:
-        """Whether a shell has stepped some of this group of the optimizer."""
+        """Return whether a partial step of this group has been noted."""
         return id(group) in self._settings
 
     def note(self, partial: PartialStep) -> None:
-        """Take note of what `partial` has written.
+        """Collect the settings and attributes that `partial` has written.
 
         Raises:
-            PortionsDisagreeError: another has written something else.
+            PortionsDisagreeError: an earlier partial step has written other values.
         """
         optimizer, attributes = partial.optimizer, partial.attributes()
         self._refuse_if_different(optimizer, self._attributes, attributes, "optimizer")
@@ -128,7 +129,7 @@ class Written:
         )
 
     def write_back(self, optimizer: Any) -> None:
-        """Have the optimizer and its groups have what the shells have written."""
+        """Write the collected settings and attributes into the optimizer and its groups."""
         for group in optimizer.param_groups:
             group.update(self._settings.get(id(group), {}))
         vars(optimizer).update(self._attributes or {})
@@ -143,7 +144,7 @@ def changed(before: dict[str, Any], after: dict[str, Any], without: Sequence[str
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two nested containers of tensors and numbers are equal, to the bit."""
+    """Return whether two nested containers of tensors and numbers are equal bit for bit."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):

@@ -1,11 +1,10 @@
-"""Steps of an optimizer's own code on some of its parameters, and which classes of other packages that is right for.
+"""The registry of other packages' optimizer classes that step each parameter independently, and their partial steps.
 
-Nobody but its author, or who has read it, knows that a class steps each parameter by itself. So a user registers it;
-`initialize` tries the class on small parameters (trial.py), and refuses where a parameter by itself is stepped
-differently.
+Whether a class steps each parameter independently is known only from its source, so users register it. `initialize`
+tests the class on small parameters (trial.py), and refuses it if a parameter stepped alone gets other numbers.
 
-Such a step often writes into its group (`group["step"] += 1`) or into the optimizer. Each portion begins with what was
-there before the step, and what the portions have written, all of them the same, is written back once.
+The step of a registered class may write into its group (`group["step"] += 1`) or into the optimizer. Each portion
+begins with the values from before the step. All portions must write the same values, which are written back once.
 """
 
 from __future__ import annotations
@@ -43,27 +42,29 @@ _registered: WeakKeyDictionary[type, Registration] = WeakKeyDictionary()
 def register_per_parameter_optimizer(
     optimizer_class: OptimizerClass, *, fp32_state: Sequence[str] = ()
 ) -> OptimizerClass:
-    """Say that a class of optimizers steps each parameter by itself, so that amp_patch may step a portion at a time.
+    """Declare that an optimizer class steps each parameter independently, so that amp_patch may step it in portions.
 
-    That is so where the step of a parameter takes its own weight, gradient and state, the settings of its group and a
-    count of steps, but no number made of several parameters (a common norm, an estimated learning rate). With it the
-    class has what torch's own have: with masters on a CPU its steps are made in portions, its gradients wait in low
-    precision; with split masters a portion of masters is FP32 at a time; `optimizer_state="8bit"` and
-    `gradient_release=True` are possible.
+    Register a class if the step of a parameter uses only its weight, gradient and state, the settings of its group and
+    a count of steps. Do not register a class that uses a number computed from several parameters, for example a common
+    norm or an estimated learning rate.
 
-    `initialize` checks it on small parameters with the optimizer's settings. What no short trial shows is yours to
-    know: a step that looks at several parameters only now and then, say.
+    A registered class gets the same treatment as torch's classes. With masters on a CPU, its steps run in portions and
+    its gradients stay in low precision until then. With split masters, only one portion of masters is FP32 at a time.
+    `optimizer_state="8bit"` and `gradient_release=True` are allowed.
+
+    `initialize` tests the class on small parameters with the optimizer's settings. The test is short: it misses, for
+    example, a step that combines several parameters only once in 1,000 steps.
 
     Args:
-        optimizer_class: a subclass of torch.optim.Optimizer; its own subclasses are not registered by it.
-        fp32_state: names of state tensors that stay FP32 under `optimizer_state="8bit"`, those that hold weights or
-            their average, or a running maximum.
+        optimizer_class: a subclass of torch.optim.Optimizer. Its subclasses are not registered with it.
+        fp32_state: names of state tensors that stay FP32 under `optimizer_state="8bit"`. Name each that holds weights,
+            an average of weights, or a running maximum.
 
     Returns:
-        `optimizer_class`: this is a decorator, too.
+        `optimizer_class`, so that this can be used as a decorator.
 
     Raises:
-        TypeError: it is no such class, or `fp32_state` no sequence of names.
+        TypeError: `optimizer_class` is no subclass of Optimizer, or `fp32_state` no sequence of names.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         is_class = isinstance(optimizer_class, type)
@@ -84,23 +85,23 @@ def register_per_parameter_optimizer(
 
 
 def _own_step(base: Any) -> Plain:
-    step: Plain = plain_step(base) or base.step  # before its first object is made torch's hooks are not around it
+    step: Plain = plain_step(base) or base.step  # torch wraps `step` when the first object is made
     return step
 
 
 def is_registered(base: Any) -> bool:
-    """Whether `base` is a registered class, with the step that it had then."""
+    """Return whether `base` is registered, and its `step` has not been replaced since."""
     found = _registered.get(base)
     return found is not None and found.plain is _own_step(base)
 
 
 def registration_of(base: Any) -> Registration | None:
-    """What was said of `base`, where it is registered."""
+    """Return the Registration of `base`, or None."""
     return _registered[base] if is_registered(base) else None
 
 
 def fp32_state_of(base: Any) -> frozenset[str]:
-    """The names of state tensors that a registered class has in FP32 always."""
+    """Return the names of state tensors that always stay FP32; empty if `base` is not registered."""
     return _registered[base].fp32_state if is_registered(base) else frozenset()
 
 
@@ -110,7 +111,7 @@ def fp32_state_of(base: Any) -> frozenset[str]:
 
 @contextmanager
 def stepping(optimizer: Any, plain: Plain) -> Iterator[Callable[[Group, list[Tensor]], None]]:
-    """One step in portions: gives what runs `plain` on some masters of a group.
+    """Make one step in portions; yields a function that runs `plain` on some masters of a group.
 
     Raises:
         PortionsDisagreeError: two portions of a registered class have written different numbers into the group or the
@@ -130,6 +131,6 @@ def stepping(optimizer: Any, plain: Plain) -> Iterator[Callable[[Group, list[Ten
         yield step_some
         for group in optimizer.param_groups:
             if not written.has(group):
-                step_some(group, group["params"])  # without gradients
+                step_some(group, group["params"])  # no gradients, but it may count
     finally:
         written.write_back(optimizer)

@@ -1,16 +1,16 @@
-"""Steps of torch's other optimizers, unmodified, on one cache-sized portion of the parameters after the other.
+"""Steps of torch's other optimizers, unmodified, on one cache-sized portion of the parameters at a time.
 
-An optimizer makes pass after pass over all that it is given, and all of that goes through the memory each time. Given
-the masters of a few parameters, it makes all its passes, and we unscale before it and round after it, in the cache.
+A step makes several passes over its parameters, gradients and state. If these are larger than the cache, each pass
+reads them from main memory. A portion fits in the cache, so unscaling, all passes of the step and rounding run there.
 
-The optimizer's own code is run on a copy of the optimizer's shell: the state is the optimizer's, and the one group of
-the copy has the same settings and fewer parameters. Groups and gradients stay where they are, so that there is nothing
-to put back after an exception. What was stepped when one comes `Step.leave` publishes and consumes.
+The optimizer's own code runs on a second object (`PartialStep`) with the optimizer's state, and one group with the same
+settings and fewer parameters. Groups and gradients of the optimizer are not touched, so an exception needs no restore.
+For portions stepped before the exception, `Step.leave` copies the masters back to the weights and clears the gradients.
 
-This is sound where parameters are stepped each by itself, which is a fact of a release of torch: `BY_CLASS` has it for
-each class of torch.optim, and a test steps each with all its settings in portions and as a whole, on every torch that
-we test. Another's class is stepped as a whole, for it may clip all gradients by one norm, unless a user has registered
-it (per_parameter.py).
+Portions give the same numbers only if the class steps each parameter independently. This may change with a release of
+torch. `BY_CLASS` lists the classes of torch.optim; a test compares portions with whole steps, for all settings and all
+tested releases. A class of another package is stepped as a whole, because it may for example clip all gradients by one
+norm, unless a user has registered it (per_parameter.py).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ logger = logging.getLogger("amp_patch")
 
 Group = dict[str, Any]
 
-# Elements: 2 MB in FP32. Of 1, 2, 4 and 8 MB this took the least time for NAdam (foreach=True, one thread, a cache of
-# 2 MB a core); RMSprop took the same with all four.
+# Elements of a portion: 2 MB in FP32. Among 1, 2, 4 and 8 MB, 2 MB was the fastest for NAdam (foreach=True, one thread,
+# a cache of 2 MB per core); for RMSprop all four took the same time.
 PORTION = 2**19
 
 _said: set[tuple[type, str]] = set()
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What may be stepped in portions
+# Which optimizers may be stepped in portions
 
-# By class of torch.optim: why its step takes all parameters at once; None where portions give the same numbers.
+# Class of torch.optim -> why its step needs all parameters at once; None if portions give the same numbers.
 BY_CLASS: dict[str, str | None] = {
     "ASGD": None,
     "Adadelta": None,
@@ -65,25 +65,25 @@ BY_CLASS: dict[str, str | None] = {
     "SparseAdam": "it takes sparse gradients alone",
 }
 
-# Groups with one of these set are stepped as a whole: torch's fused kernels pass over the memory once by themselves,
-# capturable steps are for GPUs, and autograd's graph through a differentiable step needs its gradients afterwards.
+# If one of these is set, the group is stepped as a whole: torch's fused kernels make only one pass anyway, capturable
+# steps are for GPUs, and the autograd graph of a differentiable step needs the gradients afterwards.
 WHOLE_WITH = ("fused", "capturable", "differentiable")
 
-# The first and the last release of torch that `BY_CLASS` speaks of. In a later one a step may have learnt to look at
-# all parameters at once.
+# The first and the last release of torch that `BY_CLASS` is valid for. In a later release a step may combine several
+# parameters.
 RELEASES = ((2, 6), (2, 15))
 
 
 def is_torchs(base: Any) -> bool:
-    """Whether `base` is a class of torch.optim itself, with torch's step."""
+    """Return whether `base` is a class of torch.optim, and its `step` has not been replaced."""
     return is_untouched(base.step) and getattr(torch.optim, base.__name__, None) is base
 
 
 def reason_against(optimizer: Any, whole_with: Sequence[str] = WHOLE_WITH) -> str | None:
-    """Why the optimizer, with its settings of now, is stepped as a whole; None where portions are sound.
+    """Return why the optimizer with its current settings is stepped as a whole; None if portions are sound.
 
     Args:
-        whole_with: the settings that are against it.
+        whole_with: names of settings that rule portions out if they are set.
     """
     base = base_class(optimizer)
     if not per_parameter.is_registered(base) and (reason := _reason_against_class(base)) is not None:
@@ -118,7 +118,7 @@ def _has_tensor(setting: Any) -> bool:
 
 
 def is_sound(optimizer: Any) -> bool:
-    """Whether nothing is against portions; the log says once per class and reason what is."""
+    """Return whether portions are sound; if not, log the reason, once per class and reason."""
     reason = reason_against(optimizer)
     if reason is not None:
         _say(optimizer, reason)
@@ -137,9 +137,9 @@ def _say(optimizer: Any, reason: str) -> None:
 
 
 class InPortions(Strategy):
-    """The optimizer's own step on a few parameters at a time, between unscaling and rounding, in the cache."""
+    """A step that unscales, runs the optimizer's own step and rounds for one portion of parameters at a time."""
 
-    devices: tuple[str, ...] = ("cpu",)  # where that is worth while
+    devices: tuple[str, ...] = ("cpu",)  # the devices where portions are faster
 
     def suits_class(self, base: Any) -> bool:
         return True
@@ -161,7 +161,7 @@ class InPortions(Strategy):
     def run(self, step: Step, plain: Plain) -> Any:
         portions = list(_portions(step.optimizer))
         if not portions or not all(_is_dense(m, self.devices) for _, masters in portions for m in masters):
-            return WHOLE.run(step, plain)  # portions are known to be right for dense gradients alone
+            return WHOLE.run(step, plain)  # portions are verified for dense gradients only
         _settle_others(step, portions)
         _step_each(step, portions, plain)
         done(step)
@@ -198,7 +198,7 @@ def _step_each(step: Step, portions: list[tuple[Group, list[Tensor]]], plain: Pl
 
 
 def _portions(optimizer: Any) -> Iterator[tuple[Group, list[Tensor]]]:
-    """The parameters that have a gradient, in their order: of one group, and together no larger than `PORTION`."""
+    """Yield (group, masters with a gradient) in order, at most `PORTION` elements each, or one larger master."""
     for group in optimizer.param_groups:
         masters: list[Tensor] = []
         size = 0
@@ -216,7 +216,7 @@ def _portions(optimizer: Any) -> Iterator[tuple[Group, list[Tensor]]]:
 
 
 def _is_dense(master: Tensor, devices: tuple[str, ...]) -> bool:
-    """Whether master and gradient are plain tensors on these devices; one that waits in low precision is."""
+    """Return whether master and gradient are plain dense tensors on these devices; a deferred gradient is one."""
     if type(master) not in PLAIN_TYPES or master.device.type not in devices:
         return False
     if isinstance(master, Master) and master.waits_alone():

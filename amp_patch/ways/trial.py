@@ -1,6 +1,6 @@
-"""The trial of a registered class of optimizers (per_parameter.py) on small parameters, with the user's settings.
+"""The self-check of a registered optimizer class (per_parameter.py): toy optimizers with the user's settings.
 
-Parameters all together are stepped against one by one.
+One toy steps all its small parameters together, another steps the same ones one by one. All numbers must be equal.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from amp_patch.ways.per_parameter import (
 
 Shape = tuple[int, ...]
 
-STEPS = 12  # some do more at each fifth or tenth, Lookahead's merge say
+STEPS = 12  # some optimizers do more every 5 or 10 steps, for example Lookahead's merge
 _DIFFERENT = "it steps a parameter by itself differently from the same among others; leave the registration out"
-SHIFT = 64.0  # of the weights, by which a state that holds weights is shifted too
+SHIFT = 64.0  # added to the weights of one toy: a state that holds weights is then shifted too
 
 
 def check_optimizer(optimizer: Any, policy: Policy) -> None:
-    """`check`, of an optimizer that `initialize` may step in portions, or whose state it keeps in eight bits."""
+    """Call `check` if `policy` may lead to steps in portions (master weights), or stores the state in 8 bits."""
     if policy.master_weights or policy.optimizer_state is not None:
         check(stateful(optimizer), policy.optimizer_state is not None)
 
 
 def check(optimizer: Any, keeps_codes: bool) -> None:
-    """Raise if the (innermost) optimizer is of a registered class and, on small parameters, not what that wants.
+    """Raise ValueError if the (innermost) optimizer is of a registered class and fails the self-check.
 
-    A class that ``AMP_PATCH_PER_PARAMETER`` names is registered here: for a script that is not to be edited.
+    A class named in ``AMP_PATCH_PER_PARAMETER`` is registered here first, so that the script needs no edit.
 
     Args:
-        keeps_codes: whether its state is to be in eight bits.
+        keeps_codes: whether the optimizer's state is to be stored in 8 bits.
     """
     base = base_class(optimizer)
     named = environment.per_parameter_optimizers()
@@ -67,12 +67,12 @@ def check(optimizer: Any, keeps_codes: bool) -> None:
 
 @torch.no_grad()
 def _reason_against(optimizer: Any, found: Registration, keeps_codes: bool) -> str | None:
-    pair: list[Any] = []  # of the same weights, but for a shift
+    pair: list[Any] = []  # two toys whose weights differ by SHIFT
     try:
         with warnings.catch_warnings(), restored_random_states() as before:
             warnings.simplefilter("ignore")
             whole, portioned = toy_of(optimizer), toy_of(optimizer)
-            if keeps_codes:  # a decay that is added to the gradient would have all state follow the weights
+            if keeps_codes:  # with weight decay in the gradient all states would depend on the weights
                 pair = [toy_of(optimizer, weight_decay=0.0), toy_of(optimizer, SHIFT, weight_decay=0.0)]
             for step in range(STEPS):
                 for toy in (whole, portioned, *pair):
@@ -84,7 +84,7 @@ def _reason_against(optimizer: Any, found: Registration, keeps_codes: bool) -> s
                     return _DIFFERENT
     except PortionsDisagreeError:
         return _DIFFERENT
-    except Exception as error:  # the class's own code, of which nothing is known
+    except Exception as error:  # the class's own code may raise anything
         return f"its step fails ({type(error).__name__}: {error}); mend that, or leave the registration out"
     names = list(dict.fromkeys(name for state in whole.state.values() for name in state))
     if unknown := found.fp32_state - set(names):
@@ -99,20 +99,23 @@ def _reason_against(optimizer: Any, found: Registration, keeps_codes: bool) -> s
 
 
 def _small_shapes(params: Sequence[Tensor]) -> list[Shape]:
-    """Two to five shapes of as many dimensions as those of `params`."""
+    """Return two to five small shapes with the dimensionalities of `params`."""
     shapes = list(dict.fromkeys(tuple(param.shape) for param in params))
     chosen = [tuple(min(size, 3 + place) for size in shape) for place, shape in enumerate(shapes[:5])]
     return chosen * 2 if len(chosen) == 1 else chosen
 
 
 def toy_of(optimizer: Any, shift: float = 0.0, **instead: Any) -> Any:
-    """An optimizer of the same class and settings, whose groups have a few small parameters of the same kinds.
+    """Return an optimizer of the same class and settings, whose groups have a few small FP64 parameters.
 
-    `instead` takes the place of settings that there are. They are FP64, whose last bits tell of a common number that
-    FP32 would round away.
+    In FP64 a number computed from several parameters changes the last bits, where FP32 might round it away.
+
+    Args:
+        shift: added to all weights.
+        instead: values for settings of the groups; a setting that a group does not have is ignored.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    memo = {id(param): param for param in params}  # deepcopy shares parameters: else each toy copies the model
+    memo = {id(param): param for param in params}  # without this memo, deepcopy would copy the model for each toy
     toy: Any = new_of_class(optimizer)
     of_torch = vars(torch.optim.SGD([nn.Parameter(wave((1,), 1.0, 0.0))]))  # empty dicts of hooks, among others
     own = {name: value for name, value in vars(optimizer).items() if name not in of_torch or name == "defaults"}
@@ -135,7 +138,7 @@ def wave(shape: Shape, pace: float, start: float, dtype: torch.dtype = torch.flo
 
 
 def _give_gradients(toy: Any, step: int) -> None:
-    """New gradients, small and large; one parameter of each group has none in one of the steps."""
+    """Set new gradients, small and large. In step 1 the second parameter of each group has none."""
     for index, group in enumerate(toy.param_groups):
         for place, param in enumerate(group["params"]):
             grad = wave(tuple(param.shape), 1.7, place + 3.0 * step + index, param.dtype)
@@ -155,7 +158,7 @@ def _step_toy(toy: Any, plain: Plain, by_itself: bool) -> None:
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Whether parameters, state, settings and numbers are equal to the bit, and the state is all of parameters."""
+    """Return whether parameters, their state, further entries of `state` and settings are equal bit for bit."""
     return same(_numbers_of(one), _numbers_of(other))
 
 
@@ -172,9 +175,9 @@ def params_of(toy: Any) -> list[Tensor]:
 
 
 def _holds_weights(pair: Sequence[Any], name: str) -> bool:
-    """Whether the state of that name follows the weights, which in the two toys are the same but for `SHIFT`.
+    """Return whether state `name` follows the weights, which differ by `SHIFT` between the two toys.
 
-    An average that is slow has moved by little, but everywhere by the same.
+    A slow average has moved by a small part of `SHIFT`, but by the same part in every element.
     """
     pairs = zip(*(_tensors(toy, name) for toy in pair), strict=True)
     moves = [(after - before).abs() for before, after in pairs if before.is_floating_point() and before.numel()]
