@@ -42,8 +42,8 @@ class LossScaler:
         skip_nonfinite: whether gradients are checked even if the loss is not multiplied.
         growth_interval: the number of backward passes in a row without overflow after which a dynamic scale grows.
         growth_factor, backoff_factor: the factors of the scale when it grows, and at an overflow.
-        updates, edits: the number of calls of `update` and of `load_state_dict`, counted on the host. If neither has
-            changed, the scale has not changed, which the host knows without a sync.
+        updates, edits: the number of calls of `update`, and of times that a scale was loaded or set, counted on the
+            host. If neither count has changed, the host knows without a sync that the scale has not.
         beside: name in the state dict -> another object that is saved with the first scaler of a training.
     """
 

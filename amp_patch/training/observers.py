@@ -114,8 +114,8 @@ def _step_ends(optimizer: Any, *_: Any) -> None:
 # GradScalers
 #
 # While there are observers, `scale`, `unscale_` and `step` of `torch.amp.GradScaler` are replaced by functions that
-# notify them. Overrides in subclasses are replaced too: `torch.cuda.amp.GradScaler`, FSDP's, amp_patch's, and the ones that
-# Lightning and accelerate define. A call inside another call notifies no observer.
+# notify them. Overrides in subclasses are replaced too: `torch.cuda.amp.GradScaler`, FSDP's, amp_patch's, and the ones
+# that Lightning and accelerate define. A call inside another call notifies no observer.
 
 
 _patches = Patches()
