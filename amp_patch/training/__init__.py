@@ -1,3 +1,3 @@
-"""One training: loss scale, scale_loss, the step and its skip, DistributedDataParallel, ZeRO."""
+"""Trainings: loss scale, `scale_loss`, unscaling, the optimizer's step, and its skip after an overflow."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The types of what users give to `initialize` and its siblings, as a type checker and an editor see them."""
+"""The types of the arguments of `initialize`, `scale_loss` and similar functions, for type checkers and editors."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from amp_patch.policy import Closed, CpuHalf, Flag, LowName, OptLevel, ProductFo
 
 
 class Steps(Protocol):
-    """An optimizer: torch's, somebody else's, or a wrapper around one."""
+    """An optimizer of torch or of another package, or a wrapper around one."""
 
     @property
     def step(self) -> Callable[..., Any]: ...
 
 
 Optimizers = Steps | Sequence[Steps]
-# A model, or several. What `torch.compile` gives is no nn.Module to a type checker.
+# A model, or several. To a type checker, the result of `torch.compile` is a callable and no nn.Module.
 M = TypeVar("M", bound=Callable[..., Any] | Sequence[Callable[..., Any]])
 S = TypeVar("S", bound=Optimizers)
-Level = OptLevel | str  # "O5+split", and a string from a command line, are no literals
+Level = OptLevel | str  # str: "O5+split" and command-line arguments are not literals
 
 
 T_co = TypeVar("T_co", covariant=True)
 
 
 class No(Protocol[T_co]):
-    """The type of no value, as `No[NoReturn]`. Without it mypy names no argument: it prints all overloads, 3 kB.
+    """A type without values, as `No[NoReturn]`. Without it, mypy reports an error in 3 kB of overloads.
 
-    Where no overload matches, mypy looks for one that does with `Any` for all type variables. `No[Any]` is the type of
-    every value. So mypy finds one, and says which argument of it is wrong.
+    If no overload matches a call, mypy tries each with `Any` for the type variables. `No[Any]` matches every value, so
+    one overload matches then, and mypy reports the argument that does not match it.
     """
 
     def __sizeof__(self) -> T_co: ...  # type: ignore[override]
@@ -42,7 +42,7 @@ Else = No[NoReturn]
 
 
 class Keywords(TypedDict, total=False):
-    """What the overloads of `initialize` take by keyword; a test holds it equal to its own arguments."""
+    """The keyword arguments of the overloads of `initialize`; a test compares them with the function's own."""
 
     cast_model_type: torch.dtype | Else | None
     patch_torch_functions: Flag | Else | None

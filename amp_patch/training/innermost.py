@@ -1,4 +1,4 @@
-"""The optimizer that steps inside of wrappers, as LARC and SAM are."""
+"""Finds the optimizer inside wrappers such as LARC and SAM."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer inside of wrappers that keep it as `.optim` or `.optimizer` (LARC), or `.base_optimizer` (SAM)."""
-    if "_amp_stash" in getattr(optimizer, "__dict__", ()):  # `initialize` has found this one to be the innermost
+    """Return the optimizer inside wrappers, stored as `.optim`, `.optimizer` (LARC) or `.base_optimizer` (SAM)."""
+    if "_amp_stash" in getattr(optimizer, "__dict__", ()):  # only innermost optimizers have a stash
         return optimizer
     *_, last = layers(optimizer)
     return last
 
 
 def layers(optimizer: Any) -> Iterator[Any]:
-    """`optimizer`, what it wraps, what that wraps, down to the optimizer that steps."""
+    """Yield `optimizer`, then the optimizer that it wraps, and so on, down to the innermost optimizer."""
     seen: set[int] = set()
     while id(optimizer) not in seen:
         seen.add(id(optimizer))
@@ -27,9 +27,9 @@ def layers(optimizer: Any) -> Iterator[Any]:
         )
         if inner is None or isinstance(inner, type) or not callable(getattr(inner, "step", None)):
             break
-        # Some wrappers are Optimizers too, for the sake of schedulers. These are told from an optimizer that steps by
-        # any of four signs: their class says so (LARC); they were put around an optimizer of ours after `initialize`
-        # (Accelerate); they make two passes (SAM); they have no hooks, as they never called Optimizer's __init__
+        # Some wrappers are torch Optimizers too, because schedulers require one. Any of four signs identifies them: an
+        # attribute of the class (LARC); the inner optimizer has a stash and the outer has none, since it was wrapped
+        # after `initialize` (Accelerate); two passes (SAM); no hooks, since Optimizer's __init__ was not called
         # (Lookahead).
         wraps = getattr(type(optimizer), "wraps_an_optimizer", False) or makes_two_passes(optimizer)
         later = hasattr(inner, "_amp_stash") and not hasattr(optimizer, "_amp_stash")
@@ -40,13 +40,13 @@ def layers(optimizer: Any) -> Iterator[Any]:
 
 
 def makes_two_passes(wrapper: Any) -> bool:
-    """Whether `wrapper` moves the weights after one backward pass, for the gradients of another, as SAM does."""
+    """Tell whether `wrapper` moves the weights between two backward passes of one step, as SAM does."""
     base = getattr(wrapper, "base_optimizer", None)
     return callable(getattr(base, "step", None)) and not isinstance(base, type)
 
 
 def as_list(one_or_many: Any) -> list[Any]:
-    """A list of what may be one object, a list or tuple of them, or None."""
+    """Return a list of an argument that is one object, a list or tuple of objects, or None."""
     if one_or_many is None:
         return []
     return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]

@@ -1,7 +1,7 @@
-"""Where features meet the road of every training: lists of functions that `amp_patch/guests.py` fills.
+"""Lists of callbacks through which optional features extend every training; `amp_patch/guests.py` fills them.
 
-The road calls what is registered, in order, and names no guest. A steady step of one optimizer looks at none of these
-lists but `forms`.
+The core calls the registered functions in order, and imports no feature. A steady step of one optimizer reads none of
+these lists except `forms`.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from amp_patch.policy import Policy
 
 # Forms of storage -----------------------------------------------------------------------------------------------------
 
-# Policy.master_weights -> of what is saved beside a training's loss scales, the form in which its masters are kept.
+# Policy.master_weights -> a function of `LossScaler.beside` that returns the compressed form of masters, or None.
 forms: dict[Any, Callable[[dict[str, Any]], Form | None]] = {}
-# Give what a policy saves beside its first loss scale, by its name in the state dict.
+# Functions of a policy: the objects to save next to its first loss scale, by their names in the state dict.
 beside_scale: list[Callable[[Policy], dict[str, Any]]] = []
-# What keeps the state of an optimizer: has KEY (of the generated class), `is_for(stash)` and `overrides(base)`.
+# Storages of optimizer state. Each has KEY (for the generated class), `is_for(stash)` and `overrides(base)`.
 keepers: list[Any] = []
 
 # Ways to step ---------------------------------------------------------------------------------------------------------
 
-ways: list[Any] = []  # strategies (step.py): an optimizer has the first one that suits its class
+ways: list[Any] = []  # strategies (step.py); an optimizer gets the first that suits its class
 
 # Surroundings ---------------------------------------------------------------------------------------------------------
 
 # (models, policy, modules that stay FP32, ids of the parameters whose type would change, process_group)
 check_models: list[Callable[[list[nn.Module], Policy, list[nn.Module], set[int], Any], None]] = []
 enter_models: list[Callable[[Any, list[nn.Module], list[Any]], None]] = []  # (training, models, targets), at the end
-retyped: list[Callable[[Collection[int]], None]] = []  # the type of parameters of these ids has changed
-unpickled: list[Callable[[], None]] = []  # a pickle or a copy has brought masters, maybe into another process
-regrouped: list[Callable[[Any], None]] = []  # an optimizer's groups have come to hold masters, or parameters again
-wrapped: list[Callable[[Any], None]] = []  # `scale_loss` was given an optimizer around the one that steps
-shared_backward: list[Any] = []  # the `ScaledBackward` beside which the training has other parameters: one
+retyped: list[Callable[[Collection[int]], None]] = []  # ids of the parameters whose dtype has changed
+unpickled: list[Callable[[], None]] = []  # masters were unpickled or copied, maybe into another process
+regrouped: list[Callable[[Any], None]] = []  # masters were put into an optimizer's groups, or taken out
+wrapped: list[Callable[[Any], None]] = []  # (wrapper): `scale_loss` was given a wrapper of an optimizer
+shared_backward: list[Any] = []  # one class: `ScaledBackward` beside other optimizers or parameters
 captured: list[Callable[[Any, Any], None]] = []  # (optimizer, stash): a CUDA graph is about to capture a step
 
 # Moments of an optimizer ----------------------------------------------------------------------------------------------
@@ -44,11 +44,11 @@ captured: list[Callable[[Any, Any], None]] = []  # (optimizer, stash): a CUDA gr
 check_optimizer: list[Callable[[Any, Policy], None]] = []  # raise before `initialize` changes anything
 check_group: list[Callable[[Any, Any, list[Tensor]], None]] = []  # (optimizer, stash, params) of `add_param_group`
 group_added: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), at the end of `add_param_group`
-enter_optimizer: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), of a training, a copy or a pickle
+enter_optimizer: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), new in a training, copied or loaded
 leave_optimizer: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), before its masters are detached
 
 
 def tell(listeners: list[Callable[..., None]], *args: Any) -> None:
-    """Call each of `listeners`, one of the lists above."""
+    """Call each function of `listeners`, which is one of the lists above."""
     for listener in listeners:
         listener(*args)

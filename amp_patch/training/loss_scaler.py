@@ -1,4 +1,4 @@
-"""LossScaler: multiply the loss so that small gradients survive FP16, and find the factor by trial."""
+"""LossScaler: the factor that keeps small gradients above FP16's underflow, raised and lowered during training."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from amp_patch.training import joints
 
 logger = logging.getLogger("amp_patch")
 
-# After this many skipped steps in a row a lower scale will hardly help: the message names the parameters.
+# After this many skipped steps in a row a lower scale is unlikely to help, so the message names the parameters.
 _MANY_SKIPS = 10
 
 
 class LossScaler:
-    """The loss scale of one loss: three numbers on the device of the loss.
+    """The loss scale of one loss: the scale, the growth counter and an overflow flag, on the device of the loss.
 
     Dynamic scaling (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2; the defaults are Apex's: 2**16, 2, 1/2 and
     2000)::
@@ -33,18 +33,18 @@ class LossScaler:
                                           if unskipped == growth_interval:  scale *= growth_factor;  unskipped = 0
             scale = clamp(scale, min_loss_scale, max_loss_scale)
 
-    A static scale never moves; its optimizer still skips steps whose gradients are not finite. A static scale of 1 is
-    no scale: nothing is multiplied, and gradients are checked only with `skip_nonfinite`.
+    A static scale does not change. Its optimizer still skips steps whose gradients are not finite. If the static scale
+    is 1, the loss is not multiplied, and gradients are checked only with `skip_nonfinite`.
 
     Attributes:
-        dynamic: whether the scale moves.
-        scales: whether the loss is multiplied at all.
-        skip_nonfinite: whether gradients are checked where it is not.
-        growth_interval: how many clean backward passes in a row let a dynamic scale grow.
-        growth_factor, backoff_factor: what it is multiplied by then, and at an overflow.
-        updates, edits: how often `update` has run, and how often somebody has set the scale. The host counts both, so
-            that it knows without a sync whether the scale can have changed.
-        beside: what else of the training is saved with the first of its scalers, by its name in the state dict.
+        dynamic: whether the scale changes.
+        scales: whether the loss is multiplied.
+        skip_nonfinite: whether gradients are checked even if the loss is not multiplied.
+        growth_interval: the number of backward passes in a row without overflow after which a dynamic scale grows.
+        growth_factor, backoff_factor: the factors of the scale when it grows, and at an overflow.
+        updates, edits: the number of calls of `update`, and of times that a scale was loaded or set, counted on the
+            host. If neither count has changed, the host knows without a sync that the scale has not.
+        beside: name in the state dict -> another object that is saved with the first scaler of a training.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, policy: Policy, *, loss_id: int, verbosity: int) -> LossScaler:
-        """The scaler that a policy asks for."""
+        """Make the scaler of one loss from a policy."""
         names = ("min_loss_scale", "max_loss_scale", "init_scale", "growth_factor", "backoff_factor", "growth_interval")
         options = {name: getattr(policy, name) for name in (*names, "skip_nonfinite")}
         scaler = cls(policy.loss_scale, loss_id=loss_id, verbosity=verbosity, **options)
@@ -92,11 +92,11 @@ class LossScaler:
 
     @property
     def checks(self) -> bool:
-        """Whether a step is skipped after a gradient that is not finite."""
+        """Tell whether gradients are checked, and a step is skipped if one of them is not finite."""
         return self.scales or self.skip_nonfinite
 
     def to(self, device: torch.device) -> LossScaler:
-        """Move the three numbers to `device`; syncs only when they were elsewhere."""
+        """Move the three tensors to `device`; syncs only if they were on another device."""
         if self._scale.device != device:
             self._scale, self._growth_tracker, self._found_inf = (
                 t.to(device) for t in (self._scale, self._growth_tracker, self._found_inf)
@@ -104,11 +104,11 @@ class LossScaler:
         return self
 
     def loss_scale(self) -> float:
-        """The scale as a number. Syncs with the device."""
+        """Return the scale as a number. Syncs with the device."""
         return self._scale.item()
 
     def unskipped(self) -> int:
-        """Clean backward passes since the scale last moved. Syncs with the device."""
+        """Return the number of backward passes without overflow since the scale last changed. Syncs with the device."""
         return int(self._growth_tracker.item())
 
     @property
@@ -117,14 +117,14 @@ class LossScaler:
         return self._scale
 
     def record(self, found_inf: Tensor) -> None:
-        """Remember what one backward pass found (FP32, one element, 1.0 for an overflow) until `update`; no sync."""
-        # In place: a CUDA graph that holds an iteration reads and writes this very tensor at each replay.
+        """Store the overflow flag of one backward pass (FP32, one element, 1.0: overflow) until `update`; no sync."""
+        # In place, because a captured CUDA graph reads and writes this tensor at each replay.
         if found_inf.dim():
             found_inf = found_inf.reshape(())
         self._found_inf.clamp_min_(found_inf.to(self._found_inf.device))
 
     def update(self) -> None:
-        """Move the scale by what was recorded since the last update, on the device; no sync."""
+        """Update the scale by the overflow flags recorded since the last update, on the device; no sync."""
         self.updates += 1
         if self.dynamic:
             multi_tensor.update_scale(
@@ -140,15 +140,18 @@ class LossScaler:
         self._found_inf.zero_()
 
     def stepped(self) -> None:
-        """An optimizer took the step that this loss's gradients were for."""
+        """Note that an optimizer took the step that this loss's gradients were for."""
         self._skips_in_a_row = 0
 
     def skipped(self, culprits: Callable[[], str]) -> None:
-        """An optimizer skipped a step because this loss overflowed; says so, ever more rarely.
+        """Note that an optimizer skipped a step because this loss overflowed, and log it.
 
-        Syncs with the device where a loss is scaled: the message has the scale.
+        The log has the 1st, 2nd, 4th, 8th, ... skip, and every tenth in a row. Syncs with the device for the scale in
+        the message, if the loss is scaled.
 
-        `culprits` describes the parameters whose gradients are not finite; called only when things look wrong.
+        Args:
+            culprits: a function that returns the names of the parameters whose gradients are not finite. It is called
+                only after many skips in a row, or if the scale is below 1.
         """
         self.skips += 1
         self._skips_in_a_row += 1
@@ -169,18 +172,18 @@ class LossScaler:
         logger.warning(message)
 
     def state_dict(self) -> dict[str, Any]:
-        """Apex's two fields, and what is `beside`. Syncs with the device."""
+        """Return Apex's two fields and the states of the objects in `beside`. Syncs with the device."""
         more = {name: part.state_dict() for name, part in self.beside.items()}
         return {"loss_scale": self.loss_scale(), "unskipped": self.unskipped(), **more}
 
     def check_beside(self, state: dict[str, Any]) -> None:
-        """Raise ValueError where `load_state_dict` could not take what `state` has for `beside`."""
+        """Raise ValueError if an object in `beside` cannot load its state from `state`."""
         for name, part in self.beside.items():
             if name in state:
                 part.check(state[name])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the fields of `state_dict`; KeyError before anything is written if one of Apex's is missing."""
+        """Load the fields of `state_dict`. If one of Apex's is missing, raise KeyError before any change."""
         scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
         self.check_beside(state)
         for name, part in self.beside.items():

@@ -1,4 +1,4 @@
-"""Observers of trainings: recordings are told here what happens, so that they need not patch any of it."""
+"""Observers of trainings: callbacks for bodies, steps and GradScalers, so that a recording need not patch these."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from amp_patch.support.patches import Patches
 
 
 class Observer:
-    """One method for each thing that observers are told of. A subclass overrides those that it wants to hear of.
+    """Base class of observers, with one method for each event. A subclass overrides the methods of its events.
 
-    They are called where it happens, on the thread of the training, and must not wait for a device. All observers are
-    told; what the first of them raises is raised afterwards.
+    The methods are called at the event, on the thread of the training, and must not sync with a device. If a method
+    raises, all other observers are notified first, and then the first error is raised.
     """
 
     def training_begun(self, training: Any) -> None:
-        """`initialize` has made `training`; None: it was called with `enabled=False`."""
+        """`initialize` has made `training`; None after `initialize(enabled=False)`."""
 
     def body_begins(self, body: Any) -> None:
-        """The body of a `scale_loss` begins: `body` is its `ScaledBackward`, which has changed nothing yet."""
+        """The body of a `scale_loss` begins. `body` is its `ScaledBackward`, before it has changed any gradient."""
 
     def loss_scaled(self, body: Any, loss: Any) -> None:
-        """`loss` is about to be multiplied for `body`."""
+        """`body` is about to multiply `loss` by the scale."""
 
     def body_ends(self, body: Any) -> None:
-        """The body is over; `body.failed` says whether an exception has ended it."""
+        """The body has ended. `body.failed`: whether an exception has ended it."""
 
     def step_begins(self, optimizer: Any) -> None:
-        """`optimizer.step()` was called, of any optimizer. A step that calls its parent tells twice."""
+        """`optimizer.step()` was called, of any optimizer. If `step` calls its parent's, this is called twice."""
 
     def step_ends(self, optimizer: Any) -> None:
         """`optimizer.step()` has returned."""
 
-    # Calls of torch's GradScaler and of its subclasses; disabled scalers are left out.
+    # Calls of methods of torch's GradScaler and its subclasses, except for disabled scalers.
 
     def loss_given_to_scaler(self, scaler: Any, loss: Any, scaled: Any, scale: Any) -> None:
-        """`scaler.scale(loss)` has returned `scaled`; `scale`: by how much, a tensor of one element."""
+        """`scaler.scale(loss)` has returned `scaled`. `scale`: the factor, a tensor of one element."""
 
     def scaler_unscales(self, scaler: Any, optimizer: Any) -> None:
         """`scaler.unscale_(optimizer)` was called by the script."""
@@ -53,22 +53,22 @@ class Observer:
         """`scaler.unscale_(optimizer)` has returned, or raised."""
 
     def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
-        """`scaler.step(optimizer)` was called. If the optimizer steps, `step_begins` and `step_ends` come inside."""
+        """`scaler.step(optimizer)` was called. If the optimizer steps, `step_begins` and `step_ends` follow."""
 
     def scaler_stepped(self, scaler: Any, optimizer: Any, skipped: Any) -> None:
         """`scaler.step(optimizer)` has returned, or raised.
 
-        `skipped`: not 0 if an overflow was found, a tensor of one element; None after an exception.
+        `skipped`: a tensor of one element, not 0 if there was an overflow; None after an exception.
         """
 
 
 _lock = threading.Lock()
 _observers: list[Observer] = []
-_hooks: list[Any] = []  # torch's, of the steps of all optimizers, while somebody listens
+_hooks: list[Any] = []  # the handles of torch's global step hooks, while there are observers
 
 
 def add(observer: Observer) -> None:
-    """Tell `observer` from now on."""
+    """Notify `observer` of events from now on."""
     with _lock:
         if not _observers:
             # torch calls these global hooks around an optimizer's own.
@@ -79,7 +79,7 @@ def add(observer: Observer) -> None:
 
 
 def remove(observer: Observer) -> None:
-    """Tell `observer` no more."""
+    """Stop notifying `observer`; without observers, remove the hooks and patches."""
     with _lock:
         _observers.remove(observer)
         if not _observers:
@@ -89,7 +89,7 @@ def remove(observer: Observer) -> None:
 
 
 def tell(what: str, *args: Any) -> None:
-    """Call the method `what` of all observers."""
+    """Call the method named `what` of all observers; raise their first error after the last call."""
     failure: BaseException | None = None
     for observer in tuple(_observers):
         try:
@@ -113,24 +113,23 @@ def _step_ends(optimizer: Any, *_: Any) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # GradScalers
 #
-# While somebody listens, and only then, `scale`, `unscale_` and `step` of `torch.amp.GradScaler`, and of every class
-# that has them from it and in a way of its own, are replaced by functions that tell of the call:
-# `torch.cuda.amp.GradScaler`, those that Lightning and accelerate make, FSDP's, ours. A call inside of another is part
-# of that one.
+# While there are observers, `scale`, `unscale_` and `step` of `torch.amp.GradScaler` are replaced by functions that
+# notify them. Overrides in subclasses are replaced too: `torch.cuda.amp.GradScaler`, FSDP's, amp_patch's, and the ones
+# that Lightning and accelerate define. A call inside another call notifies no observer.
 
 
 _patches = Patches()
 
 
 class _Thread(threading.local):
-    inside = False  # whether a call of a scaler's is running
+    inside = False  # whether a scaler's method is running on this thread
 
 
 _thread = _Thread()
 
 
 def _tell_of_scalers() -> None:
-    """Tell of calls until `_patches` are removed. The caller holds `_lock`."""
+    """Patch the methods of GradScalers until `_patches.remove()`. The caller holds `_lock`."""
     tellers = {"scale": _scaling, "unscale_": _unscaling, "step": _stepping}
     for owner in _classes(torch.amp.GradScaler):
         for name, told in tellers.items():
@@ -146,7 +145,7 @@ def _classes(base: type) -> Iterator[type]:
 
 
 def _outermost(original: Callable[..., Any], told: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, told of by `told` unless it is part of another call, or the scaler is disabled."""
+    """Return a function that runs `told` around `original`, or `original` alone in a nested call or if disabled."""
 
     @functools.wraps(original)
     def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An optimizer enters a training: its generated class, the masters in its groups; and leaves it again."""
+"""Optimizers in a training: their generated class and the masters in their groups, from `initialize` to `restore`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from amp_patch.training.step import WHOLE, Strategy, lead_to_step, step_of
 from amp_patch.training.unscale import unscale_pending
 
 _copies = Installation()
-_KNOWN_ZERO_GRADS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)  # as they are before anybody patches
+_KNOWN_ZERO_GRADS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)  # before any code patches them
 
 
 class AmpOptimizer(Generated):
-    """Overrides of an optimizer that went through `initialize`."""
+    """Overriding methods of an optimizer that went through `initialize`."""
 
-    strategy: Strategy = WHOLE  # of the class
+    strategy: Strategy = WHOLE  # the default of the class; `neighbours.strategy` overrides it for one optimizer
     _step_supports_amp_scaling = slips.SupportsScaling()
 
     @classmethod
@@ -45,13 +45,13 @@ class AmpOptimizer(Generated):
         return overrides
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """torch's, and the low-precision gradients of the model's parameters with it."""
+        """Clear the masters' gradients as torch's method does, and the low-precision gradients of the model too."""
         stash = stash_of(self)
         known = stash is not None and (
             stash.masters.waiting is not None or getattr(self._amp_base, "zero_grad", None) in _KNOWN_ZERO_GRADS
         )
         at_once = known and not args and not kwargs
-        at_once = at_once and getattr(self, "set_grad_none", True)  # FusedAdam's, FusedSGD's
+        at_once = at_once and getattr(self, "set_grad_none", True)  # an attribute of FusedAdam and FusedSGD
         if stash is None or not at_once:
             super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         if stash is None:
@@ -67,7 +67,7 @@ class AmpOptimizer(Generated):
         if at_once:
             stash.route_grads()
         else:
-            stash.note_gathered()  # zeros
+            stash.note_gathered()  # the gradients may be zeros instead of None
         stash.backward.strays.clear()
         stash.backward.cleared += 1
         stash.backward.aside.clear()
@@ -75,9 +75,9 @@ class AmpOptimizer(Generated):
         stash.clear_found()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's; float16 and bfloat16 parameters of the group get masters where the policy has them.
+        """Add the group as torch's method does. If the policy has masters, its low-precision parameters get masters.
 
-        At O1 and O4 those of the training's models become FP32, as `initialize` makes them.
+        At O1 and O4, low-precision parameters of the training's models are cast to FP32, as `initialize` casts them.
         """
         stash = stash_of(self)
         if stash is not None and stash.enabled:
@@ -92,7 +92,7 @@ class AmpOptimizer(Generated):
         if stash.policy.patch_torch_functions and stash.policy.cast_model_type is None:
             _widen(stash, group)
         if stash.scales_loss:
-            drop_gradients(group["params"])  # they are scaled: no optimizer had these parameters
+            drop_gradients(group["params"])  # scaled: no exit unscales gradients of parameters in no optimizer
         if stash.policy.master_weights:
             stash.masters.attach(self, group, form=stash.master_form)
             stash.note_gathered()
@@ -104,7 +104,7 @@ class AmpOptimizer(Generated):
     def __getstate__(self) -> dict[str, Any]:
         stash = stash_of(self)
         if stash is not None:
-            stash.masters.adopt()  # before groups and state are copied, whose keys the masters are
+            stash.masters.adopt()  # first, since groups and state hold the masters
         parent = getattr(super(), "__getstate__", None)  # object has one since Python 3.11
         state = dict(vars(self)) if parent is None else parent()
         return state if stash is None else {**state, "_amp_stash": stash}
@@ -125,12 +125,12 @@ class AmpOptimizer(Generated):
 
 
 def _strategy_of(base: Any) -> Strategy:
-    """How steps of optimizers of the class `base` are made, where that suits."""
+    """Return the strategy for optimizers of the class `base`."""
     return next((way for way in joints.ways if way.suits_class(base)), WHOLE)
 
 
 def check_optimizer(optimizer: Any, policy: Policy) -> None:
-    """Raise unless `initialize` can take this (innermost) optimizer."""
+    """Raise if `initialize` cannot take this innermost optimizer."""
     name = type(optimizer).__name__
     if not (callable(getattr(optimizer, "step", None)) and isinstance(getattr(optimizer, "param_groups", None), list)):
         raise TypeError(
@@ -154,7 +154,7 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
 def enter_training(
     optimizer: Any, stash: Stash, about_to_be_cast: Collection[int], mixin: type[AmpOptimizer] = AmpOptimizer
 ) -> None:
-    """Give `optimizer` its class (the subclass for `mixin`), its stash, and the masters of its parameters."""
+    """Give `optimizer` its generated class (with the methods of `mixin`), its stash, and masters for its parameters."""
     if stash.policy.master_weights:
         for group in optimizer.param_groups:
             stash.masters.attach(optimizer, group, about_to_be_cast, form=stash.master_form)
@@ -162,7 +162,7 @@ def enter_training(
         joints.tell(joints.regrouped, optimizer)
     give_stash(optimizer, stash)
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
-        _copies.install(_carry_stash)  # the optimizer keeps its class, so that its copies need the stash from here
+        _copies.install(_carry_stash)  # the optimizer keeps its class, which does not copy the stash
     else:
         keepers = (keeper for keeper in joints.keepers if keeper.is_for(stash))
         generated_class.give(optimizer, mixin, tuple(name for keeper in keepers for name in keeper.KEY))
@@ -171,7 +171,7 @@ def enter_training(
 
 
 def _carry_stash(patches: Patches) -> None:
-    """Let optimizers that keep their own class take the stash along into copies and pickles, which torch leaves out."""
+    """Patch torch so that optimizers of trainings that keep their own class copy and pickle their stash."""
     cls: Any = torch.optim.Optimizer
     get, put = cls.__getstate__, cls.__setstate__
 
@@ -192,9 +192,10 @@ def _carry_stash(patches: Patches) -> None:
 
 
 def _lead_scheduler(optimizer: Any) -> None:
-    """Lead the `step` that a scheduler has put into the instance to the class that the optimizer has now.
+    """Redirect the `step` that a scheduler has stored in the instance to the optimizer's present class.
 
-    Such a scheduler has captured the `step` of the class that the optimizer had before.
+    The scheduler's wrapper has captured the `step` of the earlier class. Without this, `optimizer.step()` would run
+    that one.
     """
     captured = vars(optimizer).get("step")
     if getattr(captured, "_wrapped_by_lr_sched", False) and "func" in captured.__code__.co_freevars:
@@ -202,7 +203,7 @@ def _lead_scheduler(optimizer: Any) -> None:
 
 
 def enter_step(optimizer: Any, stash: Stash) -> None:
-    """Let `stash` know whose it is, and have gradients wait where the optimizer's strategy takes them so."""
+    """Bind `stash` to `optimizer`, install the step, and defer gradients if a strategy for the optimizer takes them."""
     stash.neighbours.owner = weakref.ref(optimizer)
     joints.tell(joints.enter_optimizer, optimizer, stash)
     if stash.policy.master_weights and any(way.knows(optimizer, stash) for way in joints.ways):
@@ -214,7 +215,7 @@ def enter_step(optimizer: Any, stash: Stash) -> None:
 
 
 def restore(optimizer: Any, *, recast_state: bool = True) -> None:
-    """Undo `enter_training`. With `recast_state` the state takes the type that the parameters have now."""
+    """Undo `enter_training`. With `recast_state`, cast the optimizer's state to the parameters' present dtypes."""
     stash = stash_of(optimizer)
     if stash is None:
         return
@@ -240,10 +241,10 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
 
 
 def state_follows_params(optimizer: Any) -> None:
-    """Cast the optimizer's state to the dtypes of what it steps, by torch's own rules for loading a state."""
+    """Cast the optimizer's state to the dtypes of the tensors that it steps, by torch's rules for loading a state."""
     optimizer = stateful(optimizer)
     stash = stash_of(optimizer)
-    parts = {} if stash is None else stash.masters.parts  # which have FP32 masters, that no group holds
+    parts = {} if stash is None else stash.masters.parts  # shards: their FP32 masters are in no group
 
     def follows(value: Any, param: Tensor) -> bool:
         wanted = torch.float32 if id(param) in parts else param.dtype
@@ -262,7 +263,7 @@ def state_follows_params(optimizer: Any) -> None:
 def warn_of_small_eps(optimizer: Any) -> None:
     """Warn where a group's `eps` is 0 in the dtype of its low-precision parameters: Adam then divides by 0.
 
-    Not of an optimizer that says of itself that it `computes_in_fp32`.
+    Optimizers with the attribute `computes_in_fp32` are left out.
     """
     for index, eps, dtype in lost_eps(optimizer):
         warnings.warn(
@@ -273,7 +274,7 @@ def warn_of_small_eps(optimizer: Any) -> None:
 
 
 def lost_eps(optimizer: Any) -> Iterator[tuple[int, float, torch.dtype]]:
-    """The groups (index, eps, dtype) of which `warn_of_small_eps` warns."""
+    """Yield (index, eps, dtype) of the groups that `warn_of_small_eps` warns of."""
     if getattr(optimizer, "computes_in_fp32", False):
         return
     for index, group in enumerate(optimizer.param_groups):
@@ -284,7 +285,10 @@ def lost_eps(optimizer: Any) -> Iterator[tuple[int, float, torch.dtype]]:
 
 
 def _widen(stash: Stash, group: dict[str, Any]) -> None:
-    """Make FP32 what `group` trains in low precision of the training's models: a layer or an adapter added later."""
+    """Cast to FP32 the low-precision trainable parameters in `group` that are in the training's models.
+
+    A layer or an adapter that user code added to a model after `initialize` has such parameters.
+    """
     inside = {id(p) for ref in stash.neighbours.models if (model := ref()) is not None for p in model.parameters()}
     low = [
         p
@@ -296,15 +300,15 @@ def _widen(stash: Stash, group: dict[str, Any]) -> None:
 
 
 def _new_params(param_group: Any) -> list[Tensor]:
-    """The parameters of a group that is to be added, into which a list is put in the place of an iterator.
+    """Return the parameters of a group before `add_param_group`; replace an iterator in the group by a list.
 
-    Empty where torch's own error says what is wrong.
+    If the group is malformed, the result is empty, and torch raises the error.
     """
     params = param_group.get("params") if isinstance(param_group, dict) else None
     if isinstance(params, Iterator):
         params = param_group["params"] = list(params)
     given = params if isinstance(params, list | tuple) else [params]
-    unnamed = [p[-1] if isinstance(p, tuple) and p else p for p in given]  # a name may be beside each
+    unnamed = [p[-1] if isinstance(p, tuple) and p else p for p in given]  # torch takes (name, parameter) too
     return [p for p in unnamed if isinstance(p, Tensor)]
 
 

@@ -1,7 +1,7 @@
-"""What a step does about an overflow: it is skipped, on the host or on the device, and the culprits are named.
+"""Skips of steps after an overflow, on the host or on the device, with the parameters that overflowed by name.
 
-The flag comes from the backward passes before it (`unscale.py`), and the scale falls at their end (`loss_scaler.py`).
-`Step` asks here whether the optimizer's own step is called at all, or given the flag.
+The backward passes before a step record the overflow flag (`unscale.py`) and lower the scale (`loss_scaler.py`). `Step`
+calls `decide`: the optimizer's own step is called, skipped, or given the flag.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from amp_patch.training.stash import DeviceSkip, Stash, known_stash, overflowed
 
 
 def decide(optimizer: Any, stash: Stash, is_capturing: bool, may_skip: bool) -> tuple[bool, Tensor | None]:
-    """Whether the coming step is skipped; or the flag by which the optimizer decides that on the device.
+    """Decide whether the coming step is skipped, or leave that to the optimizer on the device.
 
-    An optimizer that can (`may_skip`, by `may_skip_on_device`) is given the flag. For any other the host reads it, one
-    sync where a loss is scaled. While a CUDA graph is captured nothing can be read: the flag stays on the device.
+    If the optimizer can skip on the device (`may_skip`, from `may_skip_on_device`), the result has the flag for it.
+    Otherwise the host reads the flag, which costs one sync if the gradients are checked. The host also reads it in the
+    step after a skip: then the message about several skips in a row can name the parameters.
 
     Returns:
-        (skipped, flag): `flag` is FP32, shape [], on the device, or None.
+        (skipped, flag). `skipped`: whether the host skips the step. `flag`: the overflow flag that the optimizer reads
+        on the device, FP32, shape []; None if the host has decided.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, and the optimizer cannot skip on the device.
+        RuntimeError: a CUDA graph is being captured, where the host cannot read, and the optimizer cannot skip on the
+            device.
     """
     on_device = may_skip and (is_capturing or not stash.last_skipped)
     if on_device and _knows_of_each(optimizer, stash):
@@ -53,7 +56,10 @@ def decide(optimizer: Any, stash: Stash, is_capturing: bool, may_skip: bool) -> 
 
 
 def drop_overflowed(optimizer: Any, stash: Stash) -> None:
-    """Drop the gradients of a step that would be skipped: the optimizer leaves its training before it. May sync."""
+    """Drop gradients that overflowed, when an optimizer leaves its training before their step. May sync.
+
+    Without this, the optimizer's own step would use them.
+    """
     scalers = read_found(stash)
     for scaler in scalers:
         scaler.skipped(lambda: culprits(optimizer))
@@ -63,7 +69,7 @@ def drop_overflowed(optimizer: Any, stash: Stash) -> None:
 
 
 def _refuse_in_capture(optimizer: Any, may_skip: bool) -> None:
-    """Raise because the host would have to read an overflow flag, which nobody can while a graph is captured."""
+    """Raise because the host would have to read an overflow flag while a CUDA graph is captured."""
     name = base_class(optimizer).__name__
     if may_skip:
         way_out = "let it take a step that is not skipped, of all its parameters, before the capture"
@@ -79,7 +85,7 @@ def _refuse_in_capture(optimizer: Any, may_skip: bool) -> None:
 
 
 def culprits(optimizer: Any) -> str:
-    """The parameters whose gradients are not finite, by name. Syncs with the device."""
+    """Return the names of the parameters whose gradients are not finite. Syncs with the device."""
     stash = known_stash(optimizer)
     lines = []
     sharded = False
@@ -88,7 +94,7 @@ def culprits(optimizer: Any) -> str:
             if master.grad is None:
                 continue
             sharded = sharded or distributed.is_dtensor(master.grad)
-            grad = held(master.grad)  # this process's shard: the other processes may not be asking
+            grad = held(master.grad)  # this rank's shard: a collective would hang if other ranks do not get here
             if bool(torch.isfinite(grad).all()):
                 continue
             param = next(p for p, m in stash.masters.pairs([{"params": [master]}]))
@@ -99,7 +105,7 @@ def culprits(optimizer: Any) -> str:
 
 
 def read_found(stash: Stash) -> list[LossScaler]:
-    """The scalers whose losses overflowed since the last step; the others are told that they stepped. Syncs."""
+    """Return the scalers whose losses overflowed since the last step, and notify the others of the step. Syncs."""
     flags = [found_inf for _, found_inf in stash.found]
     if len(flags) > 1:  # one sync for all
         flags = torch.stack([found_inf.to(flags[0].device) for found_inf in flags]).tolist()
@@ -107,10 +113,10 @@ def read_found(stash: Stash) -> list[LossScaler]:
 
 
 def _knows_of_each(optimizer: Any, stash: Stash) -> bool:
-    """Whether the host knows that each parameter has taken a step before.
+    """Tell whether the host knows that each parameter with a gradient has taken a step before.
 
-    torch's fused SGD starts its momentum where the host says that this step is the first, which a skip on the device
-    would not undo. (Nor may the step after a skip be one: so messages about several skips in a row name parameters.)
+    torch's fused SGD initializes its momentum on the host's word that a step is the first. If the device skipped that
+    step, the momentum would still count as initialized.
     """
     state, stepped = optimizer.state, stash.neighbours.stepped
     return all(
@@ -122,15 +128,14 @@ def _knows_of_each(optimizer: Any, stash: Stash) -> bool:
 
 
 def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
-    """Whether the optimizer can skip on the device, and all overflow flags are on one device that is worth it.
+    """Tell whether the optimizer can skip on the device, and all overflow flags are on one asynchronous device.
 
-    It is given the flag there, as torch.amp.GradScaler gives it. Then the host does not wait, and learns later what
-    happened.
+    If so, the optimizer gets the flag as torch.amp.GradScaler passes it, and the host reads the outcome later.
     """
     able = getattr(optimizer, "skips_on_device", None)
-    if able is None:  # past `SupportsScaling`, which a GradScaler asks: it would take a call a step
+    if able is None:  # not by `getattr`, which would call `SupportsScaling` in each step
         able = vars(optimizer).get(SupportsScaling.NAME)
-    if able is None:  # the inner optimizer of a ZeroRedundancyOptimizer has the stash, and no class of ours
+    if able is None:  # the inner optimizer of a ZeroRedundancyOptimizer has a stash, but no generated class
         is_ours = isinstance(optimizer, SupportsScaling.owner)
         able = getattr(super(SupportsScaling.owner, optimizer) if is_ours else optimizer, SupportsScaling.NAME, False)
     devices = {found_inf.device for _, found_inf in stash.found} if able else set()
@@ -138,7 +143,7 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
 
 
 def note_stepped(optimizer: Any, stash: Stash) -> None:
-    """Note how much state an optimizer that may skip has of each master that it has just updated, for `decide`."""
+    """Store the number of state entries of each master that the optimizer has just updated, for `decide`."""
     stepped = stash.neighbours.stepped
     for group in optimizer.param_groups:
         for master in group["params"]:

@@ -1,4 +1,4 @@
-"""Slips of a training loop that would train wrongly in silence: they are told in the first iteration."""
+"""Checks for mistakes in a training loop that would train wrongly in silence: errors and warnings in iteration one."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _WRITE = "write `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_los
 
 
 def refuse_unscaled(of_loss: Sequence[Tensor], scale: Tensor, params: list[Tensor]) -> None:
-    """Raise where the gradients of a body came from its loss, past the scaled loss. May sync.
+    """Raise if backward in a body ran through the loss itself, so that the gradients are not scaled. May sync.
 
     Args:
-        of_loss: the gradients that backward passes gave the loss; none went through the scaled loss.
-        scale: what the exit would divide by.
-        params: of the body's optimizers.
+        of_loss: the gradients of the loss in the body's backward passes. None of these used the scaled loss.
+        scale: the scale. The exit would divide the gradients by it.
+        params: the parameters of the body's optimizers.
     """
     if not with_gradient(params):
-        return  # `torch.autograd.grad` gives gradients to nobody but its caller
+        return  # `torch.autograd.grad` returned the gradients, and stored none
     number = scale.item()
     if max(grad.detach().abs().max().item() for grad in of_loss) ** 2 >= number > 1.0:
-        return  # user code has multiplied the loss by `amp.loss_scale(optimizer)` itself
+        return  # user code has multiplied the loss by `amp.loss_scale(optimizer)`
     raise RuntimeError(
         f"scale_loss: a backward pass in the body went through the loss, and none through the scaled loss: the exit "
         f"would make these gradients {number:g} times too small; {_WRITE}, not `loss.backward()`"
@@ -41,11 +41,11 @@ def refuse_unscaled(of_loss: Sequence[Tensor], scale: Tensor, params: list[Tenso
 
 
 def warn_of_other_gradients(params: list[Tensor], before: Sequence[int]) -> None:
-    """Warn where gradients came in a body and no backward pass went through its loss.
+    """Warn if parameters got gradients in a body, but no backward pass went through its loss.
 
     Args:
-        params: of the body's optimizers.
-        before: which of them had a gradient when the body began, by index.
+        params: the parameters of the body's optimizers.
+        before: the indices of the parameters that had a gradient when the body began.
     """
     if len(with_gradient(params)) > len(before):
         warnings.warn(
@@ -56,7 +56,7 @@ def warn_of_other_gradients(params: list[Tensor], before: Sequence[int]) -> None
 
 
 def warn_of_dropped(stash: Stash, params: list[Tensor]) -> None:
-    """Warn of gradients of cast parameters that a backward pass outside of all bodies has left, and a body drops."""
+    """Warn that a body drops gradients of cast parameters that a backward pass outside of all bodies has left."""
     if not (left := with_gradient(params)):
         return
     name = stash.neighbours.names.get(id(params[left[0]]), "a parameter of a later group")
@@ -69,7 +69,7 @@ def warn_of_dropped(stash: Stash, params: list[Tensor]) -> None:
 
 
 def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None:
-    """Warn where gradients to be clipped are still scaled: in a body, after a delayed exit, or by a GradScaler."""
+    """Warn if user code clips gradients that are still scaled: in a body, after a delayed exit, or by a GradScaler."""
     for optimizer in optimizers:
         stash = known_stash(optimizer)
         body, pending = stash.backward.body, stash.pending
@@ -91,15 +91,15 @@ def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None
             return
 
 
-# Called with a step's parameters: whether a GradScaler that has served no optimizer yet has scaled their loss.
+# Functions of a step's parameters: whether a GradScaler that no optimizer was used with yet has scaled their loss.
 of_waiting_scaler: list[Callable[[Sequence[Tensor]], bool]] = []
 
 
 def warn_of_no_scaler_step(optimizer: Any, stash: Stash) -> bool:
-    """Warn, once, where a GradScaler has scaled the gradients and the script calls `optimizer.step()` by itself.
+    """Warn once if a GradScaler has scaled the gradients and the script calls `optimizer.step()` without it.
 
     Returns:
-        Whether it has warned.
+        Whether this call has warned.
     """
     if stash.backward.is_seen or not _is_scaled_by_scaler(optimizer, stash) or _in_scaler() is not None:
         return False
@@ -113,7 +113,7 @@ def warn_of_no_scaler_step(optimizer: Any, stash: Stash) -> bool:
 
 
 def _is_scaled_by_scaler(optimizer: Any, stash: Stash) -> bool:
-    """Whether a GradScaler that has served no optimizer yet has scaled the gradients of the first step."""
+    """Tell whether a GradScaler that no optimizer was used with yet has scaled the gradients of the first step."""
     if stash.bodies or stash.gathered or stash.neighbours.has_stepped:
         return False
     params = stash.masters.of_groups(optimizer.param_groups).distinct_params
@@ -121,7 +121,7 @@ def _is_scaled_by_scaler(optimizer: Any, stash: Stash) -> bool:
 
 
 def _in_scaler() -> Any:
-    """The innermost frame of a GradScaler's methods among the callers; None: there is none."""
+    """Return the innermost calling frame that runs a method of GradScaler; None if there is none."""
     asking: Any = sys._getframe(1)
     while asking is not None and asking.f_code.co_filename != _SCALERS_FILE:
         asking = asking.f_back
@@ -129,12 +129,12 @@ def _in_scaler() -> Any:
 
 
 def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
-    """Warn, once, where the first gradients that the optimizer steps with came through no `scale_loss`."""
+    """Warn once if the gradients of the optimizer's first step came from a backward pass outside of `scale_loss`."""
     if stash.backward.is_seen or not stash.scales_loss or with_gradient(stash.masters.links.params):
-        return  # in the third case the step has warned of gradients that no exit has brought to the masters
+        return  # in the third case `Step` has already warned of gradients that no exit has moved to the masters
     rates = [group.get("lr") for group in optimizer.param_groups]
     if all(rate == 0 for rate in rates if not getattr(rate, "is_cuda", False)):
-        return  # torch.distributed.checkpoint makes the state by such a step, with gradients of zeros
+        return  # torch.distributed.checkpoint initializes the state by such a step, with gradients of zeros
     own = [param for param, master in stash.masters.pairs(optimizer.param_groups) if param is master]
     if _in_scaler() is None and with_gradient(own):
         stash.backward.is_seen = True
@@ -146,14 +146,14 @@ def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
 
 
 class OtherBackwards:
-    """Finds backward passes that reach parameters of a body and do not go through its scaled loss."""
+    """A detector of backward passes in a body that reach its parameters, but not through the scaled loss."""
 
     def __init__(self) -> None:
         self._running, self._found = 0, False
         self._handles: list[Any] = []
 
     def watch(self, scaled: Tensor, params: list[Tensor]) -> None:
-        """Look for them until `remove`."""
+        """Register hooks that detect such a backward pass until `remove`."""
         self._handles.append(scaled.register_hook(self._begins))
         for param in params:
             if param.requires_grad:
@@ -170,12 +170,12 @@ class OtherBackwards:
         self._found = self._found or not self._running
 
     def remove(self) -> None:
-        """End `watch`."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
     def warn(self) -> None:
-        """Warn if there was one."""
+        """Warn if such a backward pass was detected."""
         if self._found:
             warnings.warn(
                 "scale_loss: a backward pass in the body went past the scaled loss, and the exit divides its gradients "
@@ -185,7 +185,10 @@ class OtherBackwards:
 
 
 class TooLate:
-    """A hook of a scaled loss through which no backward went in its body; raises unless another body is running."""
+    """A hook of a scaled loss that was not used in its body: a later backward pass through it raises.
+
+    If another body is running then, the hook does nothing.
+    """
 
     def __init__(self, stash: Stash) -> None:
         self._stash = weakref.ref(stash)
@@ -200,9 +203,9 @@ class TooLate:
 
 
 def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: list[Tensor]) -> None:
-    """Warn, once, where the loss depends on no parameter of its optimizers, and has given gradients to others.
+    """Warn once if the loss depends on no parameter of `optimizers`, and other parameters have gradients.
 
-    Gradients of inputs are no sign: an attack on a frozen model takes them.
+    Gradients of inputs alone do not count, because an attack on a frozen model needs them.
     """
     stashes = [known_stash(optimizer) for optimizer in optimizers]
     owns = [stash.backward for stash in stashes]
@@ -230,7 +233,7 @@ def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: li
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
-    """The leaf tensors that a backward pass of `loss` gives gradients to."""
+    """Return the leaf tensors that a backward pass of `loss` gives gradients to."""
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []
     found: dict[int, Tensor] = {}
@@ -250,10 +253,10 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
 
 
 def refuse_scaled(loss: Tensor) -> None:
-    """Raise where `loss` is what a GradScaler's `scale` has returned: its factor is the scaler's scale itself."""
+    """Raise if `loss` is the result of a GradScaler's `scale`: one factor of it is the scaler's scale tensor."""
     try:
         factor = getattr(loss.grad_fn, "_saved_other", None)
-    except RuntimeError:  # the graph was run before: torch says so in the body
+    except RuntimeError:  # backward has freed the graph: a second backward in the body raises torch's error
         return
     if not isinstance(factor, Tensor) or factor.dim() or factor.dtype is not torch.float32:
         return
@@ -268,13 +271,13 @@ def refuse_scaled(loss: Tensor) -> None:
 
 
 class SupportsScaling:
-    """The attribute of an optimizer that torch's `GradScaler.step` asks for before it does anything.
+    """The descriptor of an attribute of optimizers that torch's `GradScaler.step` reads first.
 
-    That is where gradients are refused that torch's GradScaler would divide a second time, or does not find.
+    The read raises if the GradScaler would divide gradients a second time, or would not find them.
     """
 
     NAME = "_step_supports_amp_scaling"
-    owner: Any = None  # the class that has it
+    owner: Any = None  # the class that defines the attribute
 
     def __set_name__(self, owner: type, name: str) -> None:
         SupportsScaling.owner = owner
@@ -293,7 +296,7 @@ class SupportsScaling:
 
 
 def _check_scaler(optimizer: Any, scaler: Any) -> None:
-    """Raise where `scaler.step(optimizer)` of torch's own GradScaler cannot be right."""
+    """Raise if `scaler.step(optimizer)` of torch's own GradScaler would use wrong gradients."""
     stash = stash_of(optimizer)
     if stash is None or not stash.enabled or any(c.__module__.startswith("amp_patch") for c in type(scaler).__mro__):
         return
@@ -302,7 +305,7 @@ def _check_scaler(optimizer: Any, scaler: Any) -> None:
         if stash.scales_loss:
             raise RuntimeError(
                 f"GradScaler.step: the gradients of this {name} came through amp.scale_loss, which scales the loss and "
-                "unscales them by itself, so that the loss is scaled twice; leave the GradScaler out: "
+                "unscales them, so that the loss is scaled twice; leave the GradScaler out: "
                 "`scaled_loss.backward()` and `optimizer.step()`"
             )
     elif with_gradient(stash.masters.links.params):

@@ -1,4 +1,4 @@
-"""Scaled gradients of the model become unscaled ones of the masters; overflow is recorded on the device."""
+"""Unscaling: scaled gradients of the model become FP32 gradients of the masters, and overflow is recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing
 
 
 def first_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """The first gradient of masters, or of the parameter where a master has none yet."""
+    """Return the first gradient of a master, or of its parameter if the master has none; None if there is none."""
     for param, master in pairs:
         if param is not master and has_gradient(master):
             return master.grad
@@ -29,15 +29,15 @@ def first_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
 
 
 def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Number | None) -> None:
-    """Turn scaled gradients of the model into unscaled ones of the masters; record overflow on the device; no sync.
+    """Unscale the model's gradients into their masters' FP32 gradients, and record overflow on the device; no sync.
 
-    An exception in here drops all these gradients: some may be unscaled by then, and an overflow not noted. Call
-    `route_grads` of the stashes afterwards, or where the body that this is in ends.
+    After an exception all these gradients are dropped, since some may be unscaled already without a check. The caller
+    calls `route_grads` of the stashes afterwards; in a body, its end does that.
 
     Args:
-        optimizers: whose gradients; a parameter that several of them hold is unscaled once.
-        scaler: of the loss.
-        inverse: 1 / scale, FP32, shape []; 1.0 where the loss was not multiplied; None: nor is anything checked.
+        optimizers: the optimizers of the gradients. A parameter that several of them hold is unscaled once.
+        scaler: the scaler of the loss.
+        inverse: 1 / scale, FP32, shape []; 1.0 if the loss was not scaled; None if gradients are not checked either.
     """
     stashes = [known_stash(optimizer) for optimizer in optimizers]
     pairs = distinct_pairs(optimizers)
@@ -53,7 +53,7 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Number | Non
 
 
 def drop(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Drop the gradients of parameters and masters."""
+    """Drop the gradients of the parameters and of their masters."""
     for param, master in pairs:
         param.grad = master.grad = None
 
@@ -61,7 +61,7 @@ def drop(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 def _unscale(
     optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Number | None
 ) -> FoundInf:
-    """Bring the gradients of `pairs` to their masters; returns per device whether one was not finite, as `gather`."""
+    """Move the gradients of `pairs` to their masters; return the overflow flag of each device, as `gather` does."""
     aside: dict[int, Aside] = {}
     for stash in stashes:
         if stash.pending is not None:
@@ -90,7 +90,7 @@ def _record(
     pairs: Sequence[tuple[Tensor, Tensor]],
     scaler: LossScaler,
 ) -> None:
-    """Let the next steps of `optimizers`, and the scaler, know on the device what was `found`; no sync."""
+    """Record the overflow flags `found` for the next steps of `optimizers` and for the scaler; no sync."""
     found = distributed.agree(found, [param for param, _ in pairs])
     overall = torch.zeros_like(scaler.scale_tensor) if len(found) != 1 else next(iter(found.values()))
     for found_inf in found.values() if len(found) > 1 else ():
@@ -105,14 +105,14 @@ def _record(
         stash.note_found(scaler, overall)
         if stash.two_passes:
             _move_nothing(optimizer, stash)
-        for other, its in sharing(stash):  # without the flag it would step with shared gradients that have overflowed
+        for other, its in sharing(stash):  # without this, it would step with shared gradients that have overflowed
             if all(other is not one for one in optimizers):
                 its.note_found(scaler, overall)
     scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
 
 
 def _add(found: FoundInf, more: FoundInf) -> None:
-    """Raise the flags of `found`, in place, that are up in `more`; no sync."""
+    """Combine the overflow flags of `more` into `found`, in place; no sync."""
     for device, found_inf in more.items():
         found[device] = torch.maximum(found[device], found_inf) if device in found else found_inf
 
@@ -120,12 +120,12 @@ def _add(found: FoundInf, more: FoundInf) -> None:
 def _leave_in_low_precision(
     optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Number | None
 ) -> tuple[FoundInf, Sequence[tuple[Tensor, Tensor]]]:
-    """Let the gradients of parameters with masters wait as they are, where their optimizers can.
+    """Defer the gradients of optimizers whose strategy takes low-precision gradients: only check them for overflow.
 
-    Not where somebody will look at the masters' gradients anyway, nor where another optimizer needs them too.
+    The gradients of an optimizer are not deferred if a wrapper or another optimizer reads them too.
 
     Returns:
-        What was found per device, as by `gather`, and the pairs that are still to be gathered.
+        The overflow flag of each device, as `gather` returns it, and the pairs whose gradients are not deferred.
     """
     found: FoundInf = {}
     gone: set[int] = set()
@@ -140,10 +140,10 @@ def _leave_in_low_precision(
 
 @torch.no_grad()
 def _move_nothing(optimizer: Any, stash: Stash) -> None:
-    """If a gradient overflowed, make all gradients 0; no sync.
+    """If a gradient overflowed, set all gradients of the optimizer to 0; no sync.
 
-    A wrapper such as SAM moves the weights by them before its second pass. Weights of NaN would ruin the running
-    statistics of batch norms for good. The step itself will be skipped.
+    A wrapper such as SAM moves the weights by these gradients before its second pass. With NaN in the weights, the
+    second pass would write NaN into the running statistics of batch norms. The step itself is skipped later.
     """
     overflow = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found]).amax() > 0
     for _, master in stash.masters.pairs(optimizer.param_groups):
@@ -155,8 +155,8 @@ def _move_nothing(optimizer: Any, stash: Stash) -> None:
 def unscale_pending(optimizer: Any) -> None:
     """Unscale gradients that a delayed exit of `scale_loss` left scaled; no sync.
 
-    The gradients of all optimizers of that exit are unscaled together: they may share parameters, and one overflow
-    skips the steps of all. So are those that other exits left for optimizers which share parameters with this one.
+    All optimizers of that exit are unscaled together, because they may share parameters, and one overflow skips the
+    steps of all. If an optimizer shares parameters with this one, gradients of its delayed exits are unscaled too.
     """
     stash = stash_of(optimizer)
     if stash is None:
@@ -168,5 +168,5 @@ def unscale_pending(optimizer: Any) -> None:
         unscale([holder, *left], pending.scaler, pending.inverse())
         for other in (holder, *left):
             known_stash(other).route_grads()
-        if pending.updates == pending.scaler.updates:  # else a later exit has moved the scale for this one too
+        if pending.updates == pending.scaler.updates:  # else a later exit has updated the scale for this one too
             pending.scaler.update()

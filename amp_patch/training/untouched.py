@@ -1,7 +1,7 @@
-"""Optimizers of trainings that change nothing, O0's: each keeps its own class, and torch's hooks are around its step.
+"""Optimizers at O0: each keeps its own class, and torch's step hooks replace `Step`.
 
-Such a training has no masters and no loss scale, so that there is no `Step`: what is left to do is to hold the casts of
-other trainings off the optimizer's arithmetic, to check a capture, and to forget which gradients the step was for.
+At O0 there are no masters and no loss scale. The hooks disable the casts of other trainings during the step, check a
+capture, and clear the stash's notes on the gradients of the step.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from amp_patch.training.unscale import unscale_pending
 
 
 class _HookedStep:
-    """A step between its pre-hook and its post-hook, where no exception has come between the two.
+    """A step between its pre-hook and its post-hook.
+
+    After an exception in the step torch does not call the post-hook. Then the next pre-hook replaces this object.
 
     Attributes:
-        frame: of the outermost call of `step`: a subclass's may call its parent's, and hooks are called around both.
-        depth: how many calls of `step` are running.
-        no_casts: the region without casts, if there are any.
+        frame: the frame of the outermost call of `step`. If `step` calls its parent's, torch calls hooks around both.
+        depth: the number of running calls of `step`.
+        no_casts: the region without casts; None if no casts act.
     """
 
     def __init__(self, frame: FrameType) -> None:
@@ -35,7 +37,7 @@ class _HookedStep:
 
 
 def hook(optimizer: Any) -> list[Any]:
-    """Register the hooks of `optimizer`; returns their handles."""
+    """Register the hooks of `optimizer`; return their handles."""
     return [optimizer.register_step_pre_hook(_before), optimizer.register_step_post_hook(_after)]
 
 
