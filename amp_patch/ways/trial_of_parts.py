@@ -125,7 +125,7 @@ class _Toys:
         return self._reason()
 
     def reason_with_an_infinity(self) -> str | None:
-        """Return a reason if one infinity ends the step of a whole parameter: other processes' parts would be stepped."""
+        """Return a reason if one infinity ends the step of the whole: other processes would still step their parts."""
         try:
             for value in (float("inf"), 1.0):
                 for cut in self._cuts:
