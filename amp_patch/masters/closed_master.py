@@ -89,8 +89,8 @@ class ClosedMaster(Master):
         start: index of the first element in the whole parameter, for a shard; else 0.
         edits: the number of stores of user edits since the last step (stochastic rounding).
         weight: returns the parameter, or None if it was freed.
-        joined: of an open master, its version counter when its memory had the stored value; None during a step.
-        captured: of an open master, whether the value was materialized in the capture of a CUDA graph.
+        joined: if open, the version counter when the memory had the stored value; None during a step.
+        captured: if open, whether the value was materialized in the capture of a CUDA graph.
     """
 
     form: Form | None = None
@@ -397,7 +397,7 @@ def _close(master: ClosedMaster) -> bool:
         if holders(storage) != lone_holders() or (master.device.type == "cpu" and storage.is_shared()):
             master.joined = master._version
             return False  # another process may reference shared memory
-        # Without this, a backward for which autograd has saved this master would read freed memory.
+        # Without this, a backward whose graph has saved this master would read freed memory.
         torch.autograd.graph.increment_version(master)
         _open.pop(id(master), None)
         _note_stream(master)
