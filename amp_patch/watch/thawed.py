@@ -25,7 +25,7 @@ from amp_patch.training.training import Training, all_optimizers
 
 
 def watch(optimizer: Any, stash: Stash) -> None:
-    """Once the optimizer holds such a parameter, call `take` before each backward and `refuse` before each step."""
+    """Once the optimizer holds one, call `take` before each backward and `refuse` before each step; idempotent."""
     if stash.policy.master_weights or stash.policy.patch_torch_functions:
         stash.masters.found_bare = partial(_subscribe, stash.neighbours)  # the whole stash would make a cycle
         if stash.masters.of_groups(optimizer.param_groups).bare:
@@ -99,8 +99,8 @@ def refuse(optimizer: Any, stash: Stash) -> None:
     name = stash.neighbours.names.get(id(thawed), "of a later group")
     raise RuntimeError(
         f"{base_class(optimizer).__name__}: parameter {name!r} came "
-        f"frozen in {thawed.dtype} and requires a gradient since; opt_level {policy.opt_level!r} trains FP32 values, "
-        f"of which it has none: {way}"
+        f"frozen in {thawed.dtype} and requires a gradient now; opt_level {policy.opt_level!r} trains FP32 values, "
+        f"but this parameter has none: {way}"
     )
 
 
