@@ -1,4 +1,4 @@
-"""The guests of the road: which feature acts at which of its joints (training/joints.py), in which order."""
+"""The registration of optional features at the joints of a training (training/joints.py), in their order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from amp_patch.ways.portions import IN_PORTIONS
 
 
 def enter() -> None:
-    """Register all of them: once, when amp_patch is imported."""
+    """Register all features; called once, at the import of amp_patch."""
     joints.forms |= {SPLIT: lambda beside: HALVES, STOCHASTIC: lambda beside: beside.get(ROUNDING)}
     joints.beside_scale += [beside_scale]
     joints.keepers += [coded_steps, rounded_shards]

@@ -1,6 +1,7 @@
-"""Which options of a training go with what is around it: yes, or why not and the way out.
+"""The table of options and surroundings that cannot be combined: the reason, and the way out.
 
-Refusals look their reasons up here, docs/limits.md prints the table, and tests/frontend/test_supported.py walks it.
+Error messages take their reasons from it, docs/limits.md prints it, and tests/frontend/test_supported.py tests each
+entry.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _CLOSURE = (
 )
 _PROCESSES = "several processes add up their gradients before a step: leave gradient_release out"
 
-# (option, surrounding) -> why not, and the way out. What is not here goes together.
+# (option, surrounding) -> why not, and the way out. Any other combination is supported.
 _REFUSED = {
     ("split", "a closure"): _CLOSURE,
     ("split", "FSDP2"): "its FP32 shards are the masters themselves: leave master_weights at None",
@@ -53,7 +54,7 @@ _REFUSED = {
     ("gradient_release", "CUDA graphs"): "a replay runs no hook of backward: leave the iteration out of the graph",
 }
 
-# Each option with each surrounding: None where they go together.
+# (option, surrounding) -> why not, or None if the combination is supported.
 SUPPORTED = {
     (option, surrounding): _REFUSED.get((option, surrounding)) for option in OPTIONS for surrounding in SURROUNDINGS
 }

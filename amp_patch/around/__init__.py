@@ -1,3 +1,3 @@
-"""What else reads or reduces gradients and weights of a training: guests of the road."""
+"""Support for DDP, FSDP2, ZeRO, optimizer wrappers, CUDA graphs, and several optimizers in one training."""
 
 from __future__ import annotations

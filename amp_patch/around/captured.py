@@ -1,4 +1,4 @@
-"""What a CUDA graph would keep of a step that belongs to now alone: state at its beginning, numbers of the host."""
+"""Checks of a step in the capture of a CUDA graph, whose replays would repeat state creation and host numbers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from amp_patch.training.stash import Stash
 
 
 def check(optimizer: Any, stash: Stash) -> None:
-    """Look at a step that is about to be captured; changes nothing.
+    """Check a step that is about to be captured; nothing is changed.
 
-    Warns of a learning rate that a scheduler moves and the graph does not read: a number, or a tensor of the host.
+    Warn if a scheduler changes the learning rate and the graph would not read it: a number, or a CPU tensor.
 
     Raises:
-        RuntimeError: a parameter has yet to take its first step. Its state would be made and begun in the graph, so
-        that each replay would begin it anew: SGD's momentum would be the gradient of the last batch.
+        RuntimeError: this would be the first step of a parameter. The graph would record the creation of its state, and
+            each replay would reset the state: SGD's momentum would always be the gradient of the last batch.
     """
     for index, group in enumerate(optimizer.param_groups):
         if _keeps_state(group):
@@ -31,27 +31,27 @@ def check(optimizer: Any, stash: Stash) -> None:
         if "initial_lr" in group and not on_device:  # torch's schedulers leave `initial_lr` in the group
             warnings.warn(
                 f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and the learning rate of "
-                f"group {index}, which has a scheduler, is a number of the host: every replay takes that of now, "
-                f"{float(lr)}; make it a tensor on the device (lr=torch.tensor(...)) if the optimizer takes one, or "
-                "capture anew",
+                f"group {index}, which has a scheduler, is a number of the host: every replay uses its "
+                f"current value, {float(lr)}; make it a tensor on the device (lr=torch.tensor(...)) if the optimizer "
+                "takes one, or capture again after each change",
                 stacklevel=stacklevel(),
             )
 
 
 def _keeps_state(group: dict[str, Any]) -> bool:
-    """Whether a step of the group may make state: that of an SGD without momentum makes none."""
+    """Return whether a step of the group may create state; a step of SGD without momentum does not."""
     return "dampening" not in group or group.get("momentum", 0) != 0
 
 
 def _refuse_first_step(optimizer: Any, stash: Stash, index: int) -> None:
     if stash.neighbours.has_stepped and not any(optimizer.state.values()):
-        return  # it keeps none
+        return  # this optimizer keeps no state
     for position, master in enumerate(optimizer.param_groups[index]["params"]):
         if has_gradient(master) and not optimizer.state.get(master):
             param = next(p for p, _ in stash.masters.pairs([{"params": [master]}]))
             name = stash.neighbours.names.get(id(param), f"group {index}, parameter {position}")
             raise RuntimeError(
                 f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and this would be the first "
-                f"step of {name}, whose state each replay would begin anew; let it take a step that is not skipped, of "
+                f"step of {name}, whose state each replay would reset; let it take a step that is not skipped, of "
                 "all its parameters, before the capture"
             )

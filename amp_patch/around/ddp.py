@@ -1,12 +1,12 @@
-"""Masters and loss scales follow what torch's DataParallel and DistributedDataParallel do to a model.
+"""Support for torch's DataParallel and DistributedDataParallel: masters and loss scales follow the weights.
 
 DDP broadcasts the weights of one process to all when it wraps a model, and when the last process leaves `join()`. At O2
-these are low-precision weights. The masters behind them would keep what each process had before: equal weights, which
-each process would update differently. So masters are broadcast with the weights. So are loss scales: gradients that DDP
-averages must be scaled alike.
+these are low-precision weights. Without masters, the broadcast would give all processes equal weights but different
+masters, which each process would update differently. Therefore masters are broadcast with the weights. Loss scales are
+broadcast too, because gradients that DDP averages must have the same scale.
 
-A DDP that is there before `initialize` (around the model, inside of it) has hooks of C++ on the accumulation nodes of
-the weights, which a cast takes away, and buckets of the type before. It is given new ones.
+A DDP that exists before `initialize` (around the model, or inside it) has C++ hooks on the accumulation nodes of the
+weights, and buckets of the old dtype. A cast of the weights removes these nodes, so the DDP gets new hooks and buckets.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ _scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
 def check_ddp(
     models: Iterable[nn.Module], policy: Policy, kept: list[nn.Module], retyped: Collection[int], process_group: Any
 ) -> None:
-    """Raise if a DistributedDataParallel that is inside of a model, or around it, could not go on reducing gradients.
+    """Raise if a DistributedDataParallel around a model, or inside it, could not reduce its gradients any more.
 
-    `retyped`: ids of the parameters whose type `initialize` would change.
+    Args:
+        retyped: ids of the parameters whose dtype `initialize` is to change.
     """
     for ddp in _that_reduce(retyped):
         if ddp.mixed_precision is not None or any(id(p) in retyped for p in ddp._delay_all_reduce_params):
@@ -67,32 +68,32 @@ def check_ddp(
 
 
 def _that_reduce(params: Collection[int]) -> list[Any]:
-    """The DistributedDataParallels of this process that have parameters of these ids.
+    """Return the DistributedDataParallels of this process that have parameters with these ids.
 
-    Nothing leads from a parameter to the DDP around it, so that the garbage collector is asked for all of them.
+    A parameter has no reference to the DDP around it, so the search goes through the garbage collector's objects.
     """
     if not (params and torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     if any(issubclass(type(found), _DDP) for found in gc.get_objects()):
-        gc.collect()  # some may be garbage
+        gc.collect()  # frees DDPs that are unreachable
     found = [found for found in gc.get_objects() if issubclass(type(found), _DDP)]
     return [ddp for ddp in found if any(id(p) in params for p in ddp.parameters())]
 
 
 def reduce_anew(params: Collection[int]) -> None:
-    """Have the DistributedDataParallels around parameters of these ids, whose type has changed, reduce their gradients.
+    """Give new hooks and buckets to each DDP around parameters with these ids, whose dtype has changed.
 
-    Between a backward and the next forward, on all ranks. No rank waits for another.
+    Call it on all ranks, between a backward and the next forward. No rank waits for another.
     """
     for ddp in _that_reduce(params):
         _make_reducer(ddp)
 
 
 def _make_reducer(ddp: Any) -> None:
-    """Give `ddp` new hooks and buckets, as when it is unpickled, and these its communication hooks."""
+    """Give `ddp` new hooks and buckets, as unpickling does, and register its communication hooks again."""
     builtin = str(ddp._get_ddp_logging_data().get("comm_hook")).removeprefix("BuiltinCommHookType.")
     hooks, ddp._comm_hooks = ddp._comm_hooks, []
-    ddp._remove_autograd_hooks()  # weights that stay FP32 have kept their hooks
+    ddp._remove_autograd_hooks()  # weights that stay FP32 still have their hooks
     if ddp.static_graph:
         ddp._static_graph_delay_allreduce_enqueued = False  # the next backward is the reducer's first
     _DDP.__setstate__(ddp, dict(vars(ddp)))
@@ -103,7 +104,7 @@ def _make_reducer(ddp: Any) -> None:
 
 
 def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
-    """Let the scales of `scalers` be broadcast with the weights of `models`, which their losses train."""
+    """Broadcast the scales of `scalers` whenever the weights of `models` are broadcast; their losses train these."""
     for model in models:
         _scalers[model] = scalers
     install()
@@ -113,26 +114,26 @@ def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
 
 
 def enter_models(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
-    """`follow`, where the training has masters or checks gradients."""
+    """Call `follow` if the training has masters or checks gradients."""
     if targets and (training.policy.master_weights or training.policy.checks_gradients):
         follow(models, training.scalers)
 
 
 def install() -> None:
-    """Let torch's DDP broadcast masters and scales, and tell models of `no_sync()`; idempotent.
+    """Patch DDP to broadcast masters and scales, and to notify models of `no_sync()`; idempotent.
 
-    DataParallel's `replicate` publishes edited masters first.
+    DataParallel's `replicate` is patched to copy edited masters back to the weights first.
     """
     _installation.install(_replace)
 
 
 def uninstall() -> None:
-    """Put back what `install` has replaced."""
+    """Remove the patches of `install`."""
     _installation.uninstall()
 
 
 def installed() -> bool:
-    """Whether `install` is in force."""
+    """Return whether the patches of `install` are active."""
     return _installation.installed
 
 
@@ -176,9 +177,10 @@ def _broadcast_scales(module: nn.Module, process_group: Any, bucket_size: int, s
 
 
 def _telling(no_sync: Any) -> Any:
-    """DDP's `no_sync`, which tells the models inside of the DDP and around it.
+    """Return a `no_sync` that also notifies the models inside the DDP and around it.
 
-    Each notes in its forward whether `no_sync()` is entered: as in torch, the forward decides what backward reduces.
+    Each model records in its forward whether `no_sync()` is entered: as in torch, the forward decides whether backward
+    reduces.
     """
 
     @functools.wraps(no_sync)
@@ -193,23 +195,23 @@ def _telling(no_sync: Any) -> Any:
                 yield
             finally:
                 _unsynced.remove(self)
-                for state in _states(self):  # also of models that went through `initialize` meanwhile
+                for state in _states(self):  # includes models that entered `initialize` in this block
                     state.no_sync = any(each is state and earlier for each, earlier in before)
 
     return telling
 
 
 def _states(ddp: Any) -> list[Any]:
-    """The states of the models inside of `ddp` and around it."""
+    """Return the states of the models inside `ddp` and around it."""
     inside = {id(m): m for m in ddp.module.modules()}
     around = [m for m in list(_scalers) if id(m) not in inside and any(part is ddp for part in m.modules())]
     return [state for m in (*inside.values(), *around) if hasattr(state := vars(m).get("_amp"), "no_sync")]
 
 
 def _of_edited_masters(replicate: Any) -> Any:
-    """DataParallel's `replicate`, which publishes edited masters first.
+    """Return a DataParallel `replicate` that first copies edited masters back to the weights.
 
-    It copies the weights before any forward, which would do that, has begun.
+    Normally the forward copies them back, but `replicate` copies the weights before any forward begins.
     """
 
     @functools.wraps(replicate)

@@ -1,4 +1,4 @@
-"""`scale_loss` where a training has several optimizers, or parameters in none: what a backward must leave alone."""
+"""`scale_loss` with further optimizers or unowned parameters in the training: their gradients are protected."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from amp_patch.training.unscale import unscale_pending
 
 
 class _Bystander(NamedTuple):
-    """A parameter of the training that belongs to no optimizer of this call, while its gradient is taken away.
+    """A parameter of the training that belongs to no optimizer of this call, while its gradient is stashed.
 
     Attributes:
-        aside: the gradient that was taken off it, if it had one.
-        stash: of the optimizer that it belongs to, if any.
-        bodies: how many bodies that optimizer had begun then.
-        cleared: how often its `zero_grad` had been called then.
+        aside: the stashed gradient, or None.
+        stash: the stash of the parameter's optimizer, or None if it has no optimizer.
+        bodies: the optimizer's number of `scale_loss` bodies when the gradient was stashed.
+        cleared: the optimizer's number of `zero_grad` calls when the gradient was stashed.
     """
 
     param: Tensor
@@ -35,10 +35,10 @@ class _Bystander(NamedTuple):
 
 
 class SharedBackward(ScaledBackward):
-    """A backward pass beside which the training has other optimizers, or parameters that no optimizer holds.
+    """A scaled backward in a training that has further optimizers, or parameters without an optimizer.
 
     Attributes:
-        bystanders: the training's other parameters, whose gradients are away.
+        bystanders: the training's other parameters, whose gradients are stashed until the exit.
         siblings: the training's other optimizers.
     """
 
@@ -48,9 +48,10 @@ class SharedBackward(ScaledBackward):
         self.siblings: list[Any] = []
 
     def prepare(self) -> None:
-        """Raise, too, where another optimizer's running backward has reached these parameters.
+        """Prepare as `ScaledBackward` does; also raise if the backward of an outer body has reached these parameters.
 
-        What a delayed exit left for other optimizers, where they share parameters with this call's, is unscaled.
+        If another optimizer shares parameters with this call's, and its delayed exit has left scaled gradients, these
+        are unscaled now.
         """
         super().prepare()
         both = zip(self.optimizers, self.stashes, strict=True)
@@ -71,10 +72,11 @@ class SharedBackward(ScaledBackward):
                 unscale_pending(optimizer)
 
     def claim_other_gradients(self) -> None:
-        """Let the training's other optimizers know of the body, in which they cannot step; take gradients away.
+        """Notify the training's other optimizers that they cannot step in this body; stash their gradients.
 
-        Those of all parameters that are none of this call's, until `close`. Gradients of a parameter with a master are
-        on that. Those that wait, scaled, for the rest of a delayed iteration are taken too.
+        The gradients of all parameters of other optimizers, or of none, are stashed until `release_other_gradients`.
+        If a parameter has a master, its gradient is already on the master and stays there, except for scaled gradients
+        of a delayed iteration, which are stashed too.
         """
         if not self.checking and not any(stash.policy.master_weights for stash in self.stashes):
             return
@@ -110,7 +112,7 @@ class SharedBackward(ScaledBackward):
         self.bystanders.append(_Bystander(param, gradients.take(param), stash, *before))
 
     def release_other_gradients(self) -> None:
-        """Give the bystanders their gradients again, with what this backward adds to them, unscaled."""
+        """Restore the gradients of the bystanders, and add the unscaled gradients of this backward."""
         for other in self.siblings:
             if (known := stash_of(other)) is not None:
                 known.backward.other_open_bodies.pop(id(self), None)
@@ -121,9 +123,9 @@ class SharedBackward(ScaledBackward):
             self.bystanders = [bystander for bystander in self.bystanders if bystander.stash is not owner]
 
     def _drop_strays(self, other: Any, stash: Stash) -> None:
-        """Drop what this backward has left on cast parameters of a sibling: scaled, and for no step of that one.
+        """Drop the scaled gradients that this backward has left on cast parameters of a sibling; no step uses them.
 
-        Clipping and loggers that pass over all parameters of the models would take them for gradients.
+        Without this, clipping or logging over all parameters of the models would include them.
         """
         if stash.backward.body is not None or stash.pending is not None:
             return
@@ -134,7 +136,7 @@ class SharedBackward(ScaledBackward):
         drop_gradients(stray)
 
     def _bring_back(self, group: list[_Bystander]) -> None:
-        """Give bystanders of one optimizer, or of none, their gradients again, with what this backward adds."""
+        """Restore the gradients of the bystanders of one optimizer (or of none), and add this backward's, unscaled."""
         params, (owner, bodies, cleared) = [bystander.param for bystander in group], group[0][2:]
         if owner is not None and owner.pending is not None:
             for param in params:
@@ -142,7 +144,7 @@ class SharedBackward(ScaledBackward):
         added = [param for param in params if param.grad is not None]
         uncleared = owner is None or owner.backward.cleared == cleared
         kept = {id(b.param): b.aside for b in group if b.aside and uncleared}
-        # Whether an inner body of the owner has unscaled what this backward added.
+        # If the owner has begun a body inside this one, that body has already unscaled the added gradients.
         own = owner is not None and owner.bodies != bodies
         inverse = None if own else self.now.inverse()
         try:
@@ -154,7 +156,7 @@ class SharedBackward(ScaledBackward):
             elif added and not own:
                 for found_inf in distributed.agree(found, added).values():
                     owner.note_found(self.scaler, found_inf.to(self.scale.device))
-        except BaseException:  # no gradient is better than one that may be scaled, or have overflowed unnoticed
+        except BaseException:  # these may be scaled, or have overflowed: drop them
             for param in params:
                 param.grad = None
             raise
@@ -164,7 +166,7 @@ class SharedBackward(ScaledBackward):
         self.bystanders = [b._replace(aside=None) if id(b.param) in params else b for b in self.bystanders]
 
     def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
-        """Optimizers whose gradients wait, scaled, come first, so that what they share with others is theirs."""
+        """Return the parts; optimizers with deferred scaled gradients come first, and get the shared parameters."""
         if len(self.optimizers) == 1:
             return super().parts()
         parts: list[tuple[Stash, GroupParams, GroupParams]] = []
@@ -182,19 +184,19 @@ class SharedBackward(ScaledBackward):
 
 @without_grad
 def _clear_not_finite(grads: Iterable[Tensor]) -> None:
-    """Make each gradient that holds a number that is not finite 0, in place; no sync.
+    """Fill each gradient that has an inf or NaN with 0, in place; no sync.
 
-    Clipping by the norm of an overflow multiplies all gradients by NaN. No step would drop those of unowned parameters.
+    These are gradients of unowned parameters, which no step skips or clears. Without this, clipping them together with
+    others would multiply all gradients by NaN.
     """
     for grad in map(gradients.held, grads):
         grad.masked_fill_(~grad.isfinite().all(), 0)
 
 
 def _is_reached(optimizer: Any) -> bool:
-    """Whether an outer body's backward has left scaled gradients on parameters of this optimizer.
+    """Return whether an outer body's backward has left scaled gradients on parameters of this optimizer.
 
-    What was there before the outer body began is away, so that any gradient that this backward would be added to is
-    of that body.
+    The outer body has stashed all earlier gradients, so any gradient found here is its own.
     """
     stash = known_stash(optimizer)
     pairs = stash.masters.pairs(optimizer.param_groups)

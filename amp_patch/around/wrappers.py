@@ -33,7 +33,7 @@ class AmpWrapper(Generated):
         def first_step(self: Any, *args: Any, **kwargs: Any) -> Any:
             unscale_pending(innermost(self))
             result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
-            # A compiled forward, or one of a part of the model, would not publish the masters.
+            # A compiled forward, or a forward of a submodule, would not copy the masters back.
             publish_written(known_stash(innermost(self)).masters.links)
             return result
 
@@ -41,16 +41,16 @@ class AmpWrapper(Generated):
             unscale_pending(innermost(self))  # the wrapper's step moves back only masters that have a gradient
             return base.second_step(self, *args, **kwargs)  # type: ignore[attr-defined]
 
-        # A scheduler may have captured the step of a wrapper that is an Optimizer: that one gets a hook.
+        # An Optimizer gets a step hook instead of an override, because a scheduler may have stored its `step`.
         hooked = issubclass(base, torch.optim.Optimizer)
         made = [zero_grad, first_step, second_step] if hooked else [step, zero_grad, first_step, second_step]
         return {method.__name__: method for method in made if hasattr(base, method.__name__)}
 
 
 def enter_wrappers(optimizer: Any) -> None:
-    """Tell the innermost optimizer of the wrappers around it, and give those with two passes a class; idempotent.
+    """Notify the innermost optimizer of its wrappers, and give two-pass wrappers a generated class; idempotent.
 
-    `optimizer` may be any, wrapped or not, in a training or not.
+    `optimizer` may be wrapped or not, and in a training or not.
     """
     *wrappers, target = layers(optimizer)
     stash = stash_of(target)
@@ -71,7 +71,7 @@ def enter_wrappers(optimizer: Any) -> None:
 
 
 def leave(optimizer: Any, stash: Stash) -> None:
-    """Undo `enter_wrappers`: give the wrappers around `optimizer` their own classes, and keys of parameters."""
+    """Undo `enter_wrappers`: restore the classes of the wrappers around `optimizer`, and their keys by parameter."""
     attempt = Attempts()
     for wrapper in [wrapper for ref in stash.neighbours.wrappers if isinstance(wrapper := ref(), Generated)]:
         attempt(generated_class.take, wrapper)
@@ -80,7 +80,7 @@ def leave(optimizer: Any, stash: Stash) -> None:
 
 
 def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:
-    """Pre-hook of a wrapper's `step`: its closure would run backward without the scale, and unchecked."""
+    """Raise if a wrapper's `step` gets a closure, whose backward would be unscaled and unchecked (a step pre-hook)."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     stash = stash_of(innermost(wrapper))
     if closure is not None and stash is not None and stash.checks_gradients:
@@ -93,4 +93,4 @@ def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:
         )
 
 
-sys.modules["amp_patch.training.wrappers"] = sys.modules[__name__]  # as pickles of 0.4 name it
+sys.modules["amp_patch.training.wrappers"] = sys.modules[__name__]  # pickles of 0.4 import it under this name

@@ -1,9 +1,9 @@
-"""torch's ZeroRedundancyOptimizer: an optimizer that steps with its process's share of the parameters.
+"""Support for torch's ZeroRedundancyOptimizer: each process steps its share of the parameters.
 
-At O2 every process keeps the masters of all parameters, so that gradients are clipped, and models saved, as with any
-optimizer; the state (momentum, Adam's moments) belongs to the masters of the process's share. After a step torch
-broadcasts each share: of masters, in FP32. Masters without memory of their own have theirs for the time of a step, and
-each process then keeps of all of them what the weights take.
+At O2 every process keeps the masters of all parameters, so gradients are clipped and models saved as with any
+optimizer. Only the state (momentum, Adam's moments) is sharded: each process has that of its share. After a step torch
+broadcasts the masters of each share in FP32. Split masters are materialized for the step; then each process stores all
+of them in compressed form.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from amp_patch.supported import reason
 
 
 def check_zero(optimizer: Any, policy: Policy) -> None:
-    """Raise unless `initialize` can take this optimizer, which may be any."""
+    """Raise ValueError if this is a ZeroRedundancyOptimizer with settings that `initialize` does not support."""
     if not is_zero(optimizer):
         return
     if optimizer._overlap_with_ddp and (policy.checks_gradients or policy.cast_model_type is not None):
@@ -53,10 +53,10 @@ def check_group(optimizer: Any, *_: Any) -> None:
 
 
 def repartition(optimizer: Any) -> None:
-    """Put what the groups of `optimizer` hold now into its partition and into the groups of the optimizer inside.
+    """Put the tensors in the groups of `optimizer` into its partition, and into the inner optimizer's groups.
 
-    Each process keeps the share that it had: torch's partition goes by the order and the sizes of the parameters, which
-    a parameter and its master have alike.
+    Each process keeps its share, because torch partitions by the order and sizes of the parameters: a parameter and its
+    master have the same size.
     """
     if not is_zero(optimizer) or not hasattr(optimizer, "optim"):
         return

@@ -1,12 +1,11 @@
-"""FP32 masters without memory of their own: the BF16 weight, and perhaps something beside it, has the value.
+"""FP32 masters that are stored in compressed form: in the BF16 weight, and for split masters an int16 tensor.
 
-A `Form` says what is kept, and makes the value of it: split_master.py has the weight's low half beside it,
-stochastic_master.py nothing. Whoever hands such a master to a function of torch finds an FP32 tensor, joined at that
-moment of what is kept: the master is open then. What was written into it is stored before the next forward or step,
-which also gives its memory back. Somebody may hold that memory by another tensor, a detached one say: then it stays,
-and is joined anew after each step.
+A closed master has no FP32 memory. Its `Form` stores and restores the value: split_master.py stores the low half next
+to the weight, stochastic_master.py the weight alone. If a torch function receives a closed master, the FP32 value is
+materialized: the master is open. The next forward or step stores the writes into an open master, and frees its memory.
+If another tensor (for example a detached one) references that memory, it stays allocated, and follows each step.
 
-An open master that nobody has written is joined anew by each read: the replays of a CUDA graph change weights, too.
+A read of an open master without new writes restores its value again: replays of a CUDA graph change weights, too.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from amp_patch.support.compiled import asks_first
 from amp_patch.support.patches import Installation, Patches
 
 _DATA: Any = Tensor.data
-_raw = torch._C.DisableTorchFunctionSubclass  # in its `with` block torch reads a master's own memory, joined or not
-lock = RLock()  # held wherever masters are opened and closed: another thread may read them
+_raw = torch._C.DisableTorchFunctionSubclass  # in its `with` block torch reads a master's memory as it is
+lock = RLock()  # held while masters are opened or closed, because another thread may read them
 _constructors = Installation()
 _ATTRIBUTES = ("form", "low_half", "draw", "start", "edits", "weight", "joined", "captured")
 
-# C++ code bypasses `__torch_function__`: make it raise instead of reading freed memory. Without the extension torch can
-# make only those functions raise that want a pointer to write to.
+# C++ code bypasses `__torch_function__`: make it raise instead of reading freed memory. Without the extension only
+# functions that request a mutable data pointer raise.
 _SUCH = "a master without memory of its own (master_weights='split' or 'stochastic')"
 _NO_MEMORY = (
     f"{_SUCH} was handed to compiled code that does not ask for its value: torch.func, TorchScript, to_dlpack or an "
@@ -48,49 +47,50 @@ _NO_MEMORY = (
 _C: Any = multi_tensor.extension()
 _deny_memory: Any = getattr(_C, "deny_memory", lambda tensor, _: torch._C._set_throw_on_mutable_data_ptr(tensor))
 
-# id(master) -> the masters whose memory has the joined value.
+# id(master) -> open master.
 _open: dict[int, weakref.ref[ClosedMaster]] = {}
-used = False  # whether any master was ever closed in this process; if not, no master needs a look
+used = False  # whether any master was ever closed in this process; if not, callers skip their checks
 
 
 class Form:
-    """How the values of masters are kept that have no memory of their own; one object serves many masters."""
+    """A compressed storage of FP32 masters; one object serves many masters."""
 
-    is_exact = True  # whether what is written into a master is read from it again to the bit
-    seed = 0  # of the draws by which kernels round weights
+    is_exact = True  # whether a value written into a master is restored bit for bit
+    seed = 0  # the seed of stochastic rounding
 
     def check_step(self) -> None:
-        """Raise where no step can be made now."""
+        """Raise if a step is not possible now."""
 
     def note_part(self, part: Tensor, whole: Tensor) -> None:
-        """Take note that the parameter `part` is what is here of `whole`."""
+        """Record that parameter `part` is the local shard of parameter `whole`."""
 
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
-        """Keep `value`, FP32 and laid out as the weight `param`, as that of `master`; None: the weight has it."""
+        """Store `value`, FP32 with the strides of the weight `param`, for `master`. None: the weight is the value."""
         raise NotImplementedError
 
     def read(self, masters: list[tuple[Tensor, ClosedMaster, Tensor]]) -> None:
-        """Write the values into FP32 tensors laid out as the weights: of each (weight, master, value); no sync."""
+        """Restore the value of each (weight, master, value) into `value`, FP32 with the weight's strides; no sync."""
         raise NotImplementedError
 
     def write(self, masters: list[tuple[Tensor, ClosedMaster, Tensor]]) -> None:
-        """Keep these values: of each (weight, master, value); weights are written too; no sync."""
+        """Store the value of each (weight, master, value), which also writes the weight; no sync."""
         raise NotImplementedError
 
 
 class ClosedMaster(Master):
-    """A master without memory of its own.
+    """A master that is stored in compressed form, and has FP32 memory only while it is open.
 
-    `close` gives a master this class, `make_whole` takes it away. A copy is whole, and so is what is pickled.
+    `close` gives a master this class, and `make_whole` removes it. Copies and pickles are ordinary FP32 tensors.
 
     Attributes:
-        form: how the value is kept; None: this one is whole, as copies are.
-        low_half: what is kept beside the weight, laid out as that, where there is anything.
-        draw, start: by which the next step rounds the weight; of a part, the place of its first element in the whole.
-        edits: how often the weight was rounded since the last step, for what else was written into the master.
-        weight: gives the parameter, or None where that is gone.
-        joined: while it is open, its version when its memory had what is kept; None where a step may write.
-        captured: while it is open, whether the joining is a part of a CUDA graph, with the memory.
+        form: how the value is stored; None in a copy, which is an ordinary tensor.
+        low_half: the int16 low half of a split master, with the weight's strides; else None.
+        draw: selects the random bits of the next stochastic rounding; else None.
+        start: index of the first element in the whole parameter, for a shard; else 0.
+        edits: the number of stores of user edits since the last step (stochastic rounding).
+        weight: returns the parameter, or None if it was freed.
+        joined: if open, the version counter when the memory had the stored value; None during a step.
+        captured: if open, whether the value was materialized in the capture of a CUDA graph.
     """
 
     form: Form | None = None
@@ -103,7 +103,7 @@ class ClosedMaster(Master):
 
     @property
     def is_open(self) -> bool:
-        """Whether the memory has the value."""
+        """Whether the FP32 memory is allocated and has the value."""
         return self.form is None or id(self) in _open
 
     @classmethod
@@ -117,32 +117,32 @@ class ClosedMaster(Master):
             with _raw():
                 return func(*args, **kwargs)
         finally:
-            memory.clear()  # a traceback may keep this frame
+            memory.clear()  # a traceback may keep this frame, and with it the memory
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name not in _ATTRIBUTES}
 
 
 def weight_is(master: Tensor, param: Tensor | None) -> None:
-    """Let a closed `master` hold `param` weakly, as its weight; None: hold nothing."""
+    """If `master` is closed, make `param` its weight, by a weak reference; None: it has no weight."""
     if is_closed(master):
         assert isinstance(master, ClosedMaster)
         master.weight = (lambda: None) if param is None else weakref.ref(param)
 
 
 def form_of(master: Tensor) -> Form | None:
-    """How a closed master is kept; None of any other, and of a copy."""
+    """Return the form of a closed master; None for any other tensor, and for a copy."""
     return master.form if type(master) is ClosedMaster else None
 
 
 def is_closed(master: Tensor) -> bool:
-    """Whether `master` has no memory of its own."""
+    """Return whether `master` is stored in compressed form, open or not."""
     return form_of(master) is not None
 
 
 @functools.cache
 def _of_no_value() -> frozenset[Any]:
-    """Torch's functions that read or set metadata (shape, grad, hooks), never the values."""
+    """Return the torch functions that access metadata (shape, grad, hooks), never values: they open no master."""
     names = "shape dtype device layout ndim is_leaf retains_grad grad_fn requires_grad output_nr names itemsize nbytes"
     names += " is_cpu is_cuda is_xpu is_mps is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn _version"
     names += " _backward_hooks _post_accumulate_grad_hooks _grad_fn _base"
@@ -159,14 +159,14 @@ def _of_no_value() -> frozenset[Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Masters are closed for good, and whole again
+# Compressing masters, and undoing it
 
 
 @without_grad
 def close(pairs: Iterable[tuple[Tensor, Tensor]], form: Form, *, exact: bool = False) -> None:
-    """Keep the masters (param, master) of bfloat16 parameters in this `form`, in place, on the device; no sync.
+    """Store the masters (param, master) of bfloat16 parameters in this `form`, in place, on the device; no sync.
 
-    The parameters are rounded anew, as the form has it. Not where the masters have `exact`ly their values.
+    The form also writes the parameters, except if `exact`: then each master equals its parameter.
     """
     global used
     used = True
@@ -178,7 +178,7 @@ def close(pairs: Iterable[tuple[Tensor, Tensor]], form: Form, *, exact: bool = F
             master.__class__ = ClosedMaster
             assert isinstance(master, ClosedMaster)
             form.begin(param, master, value)
-            del value  # it may be the master's memory, which somebody would seem to hold
+            del value  # it may share the master's memory, which would then not be freed
         master.form = form
         weight_is(master, param)
         with _raw():
@@ -188,7 +188,7 @@ def close(pairs: Iterable[tuple[Tensor, Tensor]], form: Form, *, exact: bool = F
 
 @without_grad
 def make_whole(master: Tensor) -> None:
-    """Make `master` an ordinary one, in place."""
+    """Make `master` an ordinary FP32 master, in place."""
     if isinstance(master, ClosedMaster) and is_closed(master):
         _bring_up_to_date([master])
         _open.pop(id(master), None)
@@ -198,7 +198,7 @@ def make_whole(master: Tensor) -> None:
 
 
 def _note_open(master: ClosedMaster) -> None:
-    """Note that the memory of `master` has what is kept; `_raw`."""
+    """Register `master` as open, with the stored value in its memory. Call it in a `_raw` block."""
     master.joined, master.captured = master._version, device_sync.is_capturing()
     _open[id(master)] = weakref.ref(master, functools.partial(_forget, id(master)))
 
@@ -209,16 +209,16 @@ def _forget(key: int, reference: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Masters are opened and closed
+# Opening and closing masters
 
 
 def materialize(masters: Iterable[Tensor]) -> None:
-    """Have the values of `masters` in their memory for a step, in place, on the device; no sync.
+    """Materialize the values of `masters` in their memory for a step, in place, on the device; no sync.
 
-    From now on the memory counts, whatever their versions say: torch's fused kernels leave these as they are.
+    From then on the memory is the value, whatever the version counter: torch's fused kernels do not increment it.
 
     Raises:
-        RuntimeError: the parameter of one is gone, and the value with it; what `check_step` of a form has.
+        RuntimeError: the parameter of a master was freed, and the value with it; or `check_step` of a form raises.
     """
     closed = [master for master in masters if isinstance(master, ClosedMaster)]
     for form in {master.form for master in closed if master.form is not None}:
@@ -230,13 +230,13 @@ def materialize(masters: Iterable[Tensor]) -> None:
 
 
 def follow(held: Iterable[ClosedMaster]) -> None:
-    """Join the masters that `release` returned anew, for those who hold their memory, in place; no sync."""
-    if not device_sync.is_capturing():  # each replay would write into that memory, which is not the graph's
+    """Write the stored values again into the memory of the masters that `release` returned; in place, no sync."""
+    if not device_sync.is_capturing():  # each replay would write into memory that is not the graph's
         _bring_up_to_date(held)
 
 
 def _bring_up_to_date(masters: Iterable[ClosedMaster]) -> None:
-    """Join those that are closed, and those that are open and that nobody has written."""
+    """Materialize the stored value of each master, unless it is open and has writes that are not stored yet."""
     behind = [master for master in masters if _kept_counts(master)]
     if behind:
         with lock:
@@ -245,7 +245,7 @@ def _bring_up_to_date(masters: Iterable[ClosedMaster]) -> None:
 
 
 def _kept_counts(master: ClosedMaster) -> bool:
-    """Whether what is kept is the value of `master`: it is closed, or open and not written since it was joined."""
+    """Return whether the stored value is current: the master is closed, or open without a write since then."""
     if not master.is_open:
         return True
     if master.form is None or master.joined is None or master.weight() is None:
@@ -255,11 +255,10 @@ def _kept_counts(master: ClosedMaster) -> bool:
 
 
 def _outside_of_modes(function: Callable[[Any], None], argument: Any) -> None:
-    """Call `function` where the memory that it makes is ordinary: a transform of torch.func would have it for its own.
+    """Call `function` outside of torch.func transforms, dispatch modes and inference mode.
 
-    A dispatch mode, which FakeTensorMode is, would make other tensors.
-
-    torch's context managers are entered where they are needed alone: what they undo is lost by an interrupt in them.
+    Without this, a transform would wrap the tensors that `function` creates, and FakeTensorMode would make fake ones.
+    Each of torch's context managers is entered only if needed, because Ctrl-C inside it may leave its state changed.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         with temporarily_clear_interpreter_stack():
@@ -275,7 +274,7 @@ def _outside_of_modes(function: Callable[[Any], None], argument: Any) -> None:
 
 
 def opened(tensors: list[Tensor]) -> list[Any]:
-    """Open the closed masters among `tensors`; their memory, which no other thread's step takes while this is held."""
+    """Open the closed masters among `tensors`, and return their storages. A referenced storage is not freed."""
     masters = [t for t in tensors if isinstance(t, ClosedMaster)]
     with lock:
         _bring_up_to_date(masters)
@@ -288,7 +287,7 @@ def opened(tensors: list[Tensor]) -> list[Any]:
 @without_grad
 def _join(masters: list[ClosedMaster]) -> None:
     kept = _ByForm()
-    others: list[tuple[Tensor, Tensor]] = []  # masters whose weight lies otherwise in memory by now, and their values
+    others: list[tuple[Tensor, Tensor]] = []  # (value of a master, buffer) if the weight's strides have changed
     with _raw():
         for master in masters:
             param = master.weight()
@@ -298,13 +297,13 @@ def _join(masters: list[ClosedMaster]) -> None:
                     "masters, or copies of them: [p.detach().clone() for p in amp.master_params(optimizer)]"
                 )
             _give_memory(master, param)
-            value = _DATA.__get__(master)  # a tensor with a version counter of its own: this is no edit
+            value = _DATA.__get__(master)  # `.data` has a separate version counter: this write is no edit
             if param.dtype is torch.bfloat16:
                 joined = value if _is_alike(value, param) else torch.empty_like(param, dtype=torch.float32)
                 kept.add(param, master, joined)
                 if joined is not value:
                     others.append((value, joined))
-            else:  # a script gave the parameter another type: it holds the whole value
+            else:  # user code changed the parameter's dtype: it holds the whole value
                 value.copy_(param)
         for form, group in kept.groups:
             form.read(group)
@@ -315,9 +314,9 @@ def _join(masters: list[ClosedMaster]) -> None:
 
 
 def _give_memory(master: Tensor, param: Tensor) -> None:
-    """Memory for the value, laid out as the master ever was, as the optimizer's state is; `_raw`.
+    """If `master` has no memory, allocate it, with the strides of the master and its state; call it in `_raw`.
 
-    While a CUDA graph is captured it is the graph's own: replays write into it, long after other memory was given back.
+    In the capture of a CUDA graph always allocate, from the graph's pool: other memory may be freed before a replay.
     """
     if master.device != param.device or master.shape != param.shape:
         _DATA.__set__(master, torch.empty_like(param, dtype=torch.float32, requires_grad=False))
@@ -327,10 +326,10 @@ def _give_memory(master: Tensor, param: Tensor) -> None:
 
 @without_grad
 def store(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Keep what was written into the masters (param, master), in place, on the device; close the open ones.
+    """Store the writes into the masters (param, master), in place, on the device, and close the open ones.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, and one was written before: each replay would store that again.
+        RuntimeError: a master was written before the capture of a CUDA graph; each replay would store that write again.
     """
     opened = [(param, m) for param, m in pairs if isinstance(m, ClosedMaster) and id(m) in _open]
     written = [(param, master) for param, master in opened if not _kept_counts(master)]
@@ -340,7 +339,7 @@ def store(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             "back; call the model, or its state_dict(), between the write and the capture"
         )
     with _raw():
-        _write_all(written)  # a call of its own: its lists hold the memory too
+        _write_all(written)  # a separate call: its lists reference the memory, and must be gone before `_close`
     held = [master for _, master in opened if not _close(master)]
     follow(master for master in held if master.form is not None and not master.form.is_exact)
 
@@ -354,7 +353,7 @@ def _write_all(pairs: list[tuple[Tensor, ClosedMaster]]) -> None:
 
 
 class _ByForm:
-    """(weight, master, value) for each of some masters, by their form and device: one call of a kernel each."""
+    """Lists of (weight, master, value), grouped by form and device for one kernel call each."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[int, torch.device], tuple[Form, list[tuple[Tensor, ClosedMaster, Tensor]]]] = {}
@@ -373,17 +372,16 @@ class _ByForm:
 
 @without_grad
 def drop_joined(masters: Iterable[Tensor]) -> None:
-    """Give back the memory of those `masters` that are open; what was written there and not stored is lost.
+    """Free the memory of open masters, for example after a change of the weight. Writes not stored yet are lost.
 
-    One whose memory somebody else holds is joined anew: after what is kept has changed, or to see what was written into
-    the weight.
+    If another tensor references the memory, the stored value is written into it instead.
     """
     follow(release(masters))
 
 
 @without_grad
 def release(masters: Iterable[Tensor]) -> list[ClosedMaster]:
-    """`drop_joined`, save that masters whose memory somebody else holds are returned, to be joined anew by `follow`."""
+    """Do as `drop_joined`, but only return the masters whose memory is referenced elsewhere, for a later `follow`."""
     held = [m for m in masters if id(m) in _open and isinstance(m, ClosedMaster) and not _close(m)] if _open else []
     for master in held:
         _open.pop(id(master), None)
@@ -391,19 +389,19 @@ def release(masters: Iterable[Tensor]) -> list[ClosedMaster]:
 
 
 def _close(master: ClosedMaster) -> bool:
-    """Give back the memory of `master`, which has what is kept; not where somebody else holds it."""
+    """Free the memory of `master`, whose value is stored. Return False if it is referenced elsewhere, and so kept."""
     with lock, _raw():
-        if not master.is_open:  # another thread has closed it: torch ends the process at is_shared() of denied memory
+        if not master.is_open:  # another thread closed it; is_shared() of denied memory would abort the process
             return True
         storage = master.untyped_storage()
         if holders(storage) != lone_holders() or (master.device.type == "cpu" and storage.is_shared()):
             master.joined = master._version
-            return False  # another process may hold shared memory
-        # Else a backward pass for which autograd has saved this master would read freed memory.
+            return False  # another process may reference shared memory
+        # Without this, a backward whose graph has saved this master would read freed memory.
         torch.autograd.graph.increment_version(master)
         _open.pop(id(master), None)
         _note_stream(master)
-        if not storage.resizable():  # an array has had it
+        if not storage.resizable():  # it was exported to a NumPy array
             _DATA.__set__(master, torch.empty_like(master, requires_grad=False))
         master.untyped_storage().resize_(0)
         if master.numel():
@@ -412,8 +410,8 @@ def _close(master: ClosedMaster) -> bool:
 
 
 def _note_stream(master: ClosedMaster) -> None:
-    """Let the memory wait, once it is given back, for what the current stream has yet to do with it; `_raw`."""
-    if master.is_cuda:  # the stream that it was taken on may give it to another tensor at once
+    """Let the freed memory be reused only after the current stream's pending work on it; call it in `_raw`."""
+    if master.is_cuda:  # else the stream that allocated it could reuse it at once
         master.record_stream(torch.cuda.current_stream(master.device))
 
 
@@ -422,14 +420,14 @@ def _is_alike(tensor: Tensor, param: Tensor) -> bool:
 
 
 def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy of it that lies in memory as `param` does, on its device."""
+    """Return `tensor`, or a copy with the strides and device of `param` if these differ."""
     if _is_alike(tensor, param) or tensor.shape != param.shape:
         return tensor
     return torch.empty_like(param, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
 
 
 def take_closed_masters() -> None:
-    """Let `torch.tensor`, `as_tensor` and `asarray` find the value of a closed master; idempotent."""
+    """Make `torch.tensor`, `as_tensor` and `asarray` open a closed master, and read its value; idempotent."""
     _constructors.install(_redirect)
 
 
@@ -438,7 +436,7 @@ def _redirect(patches: Patches) -> None:
         patches.set(torch, name, _that_asks(getattr(torch, name)))
 
 
-@functools.cache  # cached for good: torch.jit keeps its id, which no other function may get
+@functools.cache  # cached forever: torch.jit stores the function's id, which must not be reused
 def _that_asks(own: Any) -> Any:
     builtins = importlib.import_module("torch.jit._builtins")
     function = asks_first(own, ClosedMaster, opened)

@@ -194,7 +194,7 @@ def _let_go(param: Tensor) -> Again | None:
         _hold(param, link)
         closed_master.weight_is(link.master, param)
 
-    del entry  # frees the weak reference, with which torch would refuse the swap
+    del entry  # frees the weak reference: torch refuses to swap a tensor that has one
     return again
 
 

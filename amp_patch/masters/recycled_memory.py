@@ -1,4 +1,4 @@
-"""Memory that successive gradients are made in, because fresh memory is slow on a CPU; and who holds some memory."""
+"""A buffer reused for successive tensors, because newly allocated memory is slow on a CPU; counts of references."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Blocks of at least this many bytes a CPU's allocator takes from the system and gives back. The system maps a new block
-# page by page at the first write, and that takes up to ten times as long as the write itself.
+# From this many bytes on, the CPU allocator takes each block from the system, and returns it when it is freed. At the
+# first write the system maps a new block page by page, which takes up to ten times as long as the write itself.
 _WORTH_KEEPING = 2**16
 
-_use_count = getattr(torch._C, "_storage_Use_Count", None)  # absent from CPU builds of old torch: nothing is kept
+_use_count = getattr(torch._C, "_storage_Use_Count", None)  # absent from CPU builds of old torch: nothing is reused
 
 
 class Recycled:
-    """One block of FP32 memory on a CPU that successive tensors of one shape are made in, one at a time.
+    """One block of FP32 memory on a CPU that is reused for successive tensors of one size, one at a time.
 
-    A tensor is made in the memory of the one before it only if nobody can tell: no tensor, view, array, graph or other
-    process holds that any more. Else it gets memory of its own, as from `torch.empty_like`. On other devices nothing is
-    kept: torch has a cache for their memory.
+    The block is reused only if nothing references it any more: no tensor, view, array, graph or other process.
+    Otherwise a new block is allocated, as by `torch.empty_like`, and kept for the next tensor. On other devices nothing
+    is reused, because torch caches their memory.
     """
 
     __slots__ = ("_pointer", "_storage")
@@ -33,13 +33,13 @@ class Recycled:
         self._pointer = 0
 
     def empty_like(self, like: Tensor) -> Tensor:
-        """An uninitialized FP32 tensor of the shape and the device of `like`."""
+        """Return an uninitialized FP32 tensor with the shape and device of `like`."""
         if 4 * like.numel() >= _WORTH_KEEPING and like.device.type == "cpu" and _is_dense(like):
             return self._empty(like.shape, like.stride())
         return torch.empty_like(like, dtype=torch.float32)
 
     def flat(self, count: int) -> Tensor:
-        """An uninitialized FP32 tensor of `count` elements on the CPU."""
+        """Return an uninitialized FP32 tensor of `count` elements on the CPU."""
         return self._empty((count,), (1,))
 
     def _empty(self, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
@@ -55,21 +55,21 @@ class Recycled:
     def _is_free(self, size: int) -> bool:
         return (
             self._storage is not None
-            and _use_count(self._storage._cdata) == 1  # type: ignore[misc]  # no tensor, so no view and no array either
-            and sys.getrefcount(self._storage) == 2  # this attribute, and the argument of getrefcount
+            and _use_count(self._storage._cdata) == 1  # type: ignore[misc]  # no tensor references it, so no view or array does
+            and sys.getrefcount(self._storage) == 2  # this attribute and getrefcount's argument
             and self._storage.data_ptr() == self._pointer  # neither resized nor moved into shared memory
             and self._storage.nbytes() == size
         )
 
 
 def holders(storage: Any) -> tuple[int, int]:
-    """How many tensors, views and the like hold this memory, and how many the object that Python has of it."""
+    """Return (number of C++ references to the storage, number of references to its Python object)."""
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 @functools.cache
 def lone_holders() -> tuple[int, int]:
-    """The holders of a storage that is one tensor's, and that one variable has."""
+    """Return `holders` of a storage that one tensor and one Python variable reference."""
     alone = torch.empty(1, dtype=torch.float32, device="cpu")
     storage = alone.untyped_storage()
     return holders(storage)

@@ -1,7 +1,7 @@
-"""A step on stand-ins: plain tensors that share the memory of parameters which the strategies cannot step (shards).
+"""A step on stand-ins: plain tensors for the local shards of parameters, because strategies cannot step DTensors.
 
-The step runs on a second optimizer object, so an exception leaves the groups of the user's optimizer unchanged. A
-setting or state written into the second object is written into the user's optimizer at once.
+The step runs on a second optimizer object. The user's optimizer never holds the stand-ins, even after an exception. A
+setting or state that is written into the second object is written into the user's optimizer at once.
 """
 
 from __future__ import annotations

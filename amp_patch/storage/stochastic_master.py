@@ -54,7 +54,7 @@ class Rounding(Form):
         return {"seed": self.seed, "_masters": {}, "_positions": {}, "_later": {**self._later, **self._steps()}}
 
     def number(self, params: Iterable[Tensor]) -> None:
-        """Number the masters of these parameters by their order here. Masters of other parameters get later numbers."""
+        """Number the masters of these parameters by their order. Masters of other parameters get the next numbers."""
         self._positions = {id(param): position for position, param in enumerate(params)}
 
     def note_part(self, part: Tensor, whole: Tensor) -> None:

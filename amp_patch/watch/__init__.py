@@ -1,3 +1,3 @@
-"""What looks at a training and changes no numbers of it: guests of the road."""
+"""Checks that observe a training and warn or raise, without changing its numbers."""
 
 from __future__ import annotations

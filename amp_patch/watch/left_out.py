@@ -1,8 +1,8 @@
-"""Cast weights, and warnings of what writes them beside the optimizers of `initialize`.
+"""Warnings about code that writes cast weights, other than the optimizers given to `initialize`.
 
-An optimizer that went through no `initialize` steps them without FP32 masters and without a loss scale. An average of
-other weights hardly moves in low precision. A hook of torch's on all optimizers looks for both, as long as there are
-trainings with such weights.
+Two cases are detected. An optimizer that was not given to `initialize` steps cast weights without FP32 masters and
+without a loss scale. An average of other weights (EMA) that is kept in low precision stops moving, because its small
+updates are rounded away. A global step pre-hook of torch.optim looks for both while a training has cast weights.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from amp_patch.training.stash import stash_of
 from amp_patch.training.training import Training
 
 _installation = Installation()
-_models = weakref.WeakSet[nn.Module]()  # those that were cast
+_models = weakref.WeakSet[nn.Module]()  # the cast models
 _looking: list[Any] = []  # the handle of the hook before steps
-_seen = weakref.WeakSet[Any]()  # optimizers without a stash that were looked at
+_seen = weakref.WeakSet[Any]()  # optimizers already checked for being left out
 _watches = weakref.WeakKeyDictionary[Any, "_Watch"]()
 
 
 def watch(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
-    """Look at each step for writes into cast weights of `models`, which have just entered a training of `targets`."""
+    """At each step, look for writes into cast weights of `models`, which have just entered a training of `targets`."""
     policy = training.policy
     low, found = policy.cast_model_type, []
     if low is None:
@@ -97,7 +97,7 @@ def _warn_if_left_out(optimizer: Any) -> None:
         if policy is None or not policy.master_weights:  # O3 steps low-precision weights by design
             continue
         if any(id(p) in held and p.dtype is policy.cast_model_type for p in model.parameters()):
-            _watches.clear()  # its steps would look like an average's
+            _watches.clear()  # without this, its steps would be reported as an average's writes
             name, level = base_class(optimizer).__name__, policy.opt_level
             warnings.warn(
                 f"initialize: this {name} was not given to initialize(), which cast the {base_class(model).__name__} "
@@ -111,20 +111,20 @@ def _warn_if_left_out(optimizer: Any) -> None:
 
 
 class _Watch:
-    """Looks at weights when an optimizer's step begins, for averages that are written between its steps.
+    """Detection of averages: modules whose weights are written between the steps of an optimizer.
 
-    One write may be a load or an initialization. An average is written before each step, and is close to other weights
-    of the models. A frozen tower that is loaded or moved before each step is not.
+    One write may be a load or an initialization. Weights count as an average if they were written before two successive
+    steps, and are close to other weights of the models. A frozen module that is loaded before each step is not close.
     """
 
     def __init__(self, models: list[nn.Module], weights: list[nn.Parameter]) -> None:
         self.models = [weakref.ref(model) for model in models]
         self.weights, self.dtype = [weakref.ref(weight) for weight in weights], weights[0].dtype
         self.state, self.written = _state_of(weights), set[int]()
-        self.looks_left = 4  # at values, which waits for the device
+        self.looks_left = 4  # comparisons of values left; each syncs with the device
 
     def look(self) -> list[str]:
-        """The names of the averages all of whose weights were written before this step and before the last one."""
+        """Return the names of modules that are averages: all weights were written before this step and the last one."""
         if is_capturing():
             return []
         weights = [weight for ref in self.weights if (weight := ref()) is not None]
@@ -133,7 +133,7 @@ class _Watch:
             return []
         written = {key for key in now if self.state.get(key, now[key]) != now[key]}
         twice, self.state, self.written = written & self.written, now, written
-        if twice:  # at O3 a thawed weight has no master that would tell
+        if twice:  # at O3 a weight that was unfrozen has no master, but an optimizer holds it
             twice -= {id(p) for each in (*_watches, *_seen) for group in each.param_groups for p in group["params"]}
             twice -= {id(weight) for weight in weights if link_of(weight) is not None}
         self.looks_left -= bool(twice)
@@ -144,7 +144,7 @@ class _Watch:
 
 
 def _state_of(weights: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
-    """What a write changes: the version counter, or the memory, by `param.data = value`."""
+    """Return id -> (version counter, data pointer); a write changes the former, `param.data = value` the latter."""
     return {id(w): (0 if w.is_inference() else w._version, w.data_ptr()) for w in weights}
 
 
@@ -153,7 +153,7 @@ def _sample(weight: Tensor) -> tuple[torch.Size, Tensor]:
 
 
 def _is_average(weights: list[tuple[torch.Size, Tensor]], others: list[tuple[torch.Size, Tensor]]) -> bool:
-    """Whether each of `weights` is close to one of `others`, by samples of both, and some are not copies of it."""
+    """Return whether each sample in `weights` is close to one in `others`, and they are not all exact copies."""
     distances = [
         min(
             (float((one - other).norm() / other.norm().clamp(min=1e-9)) for s, other in others if s == shape),
@@ -165,7 +165,7 @@ def _is_average(weights: list[tuple[torch.Size, Tensor]], others: list[tuple[tor
 
 
 def _outermost(model: nn.Module, weights: Container[int]) -> list[str]:
-    """The names of the outermost modules inside `model` that have no other parameters than `weights` (ids)."""
+    """Return the names of the outermost modules inside `model` all of whose parameters are in `weights` (ids)."""
     found: list[str] = []
     for name, module in model.named_modules():
         inside = [id(param) for param in module.parameters()]

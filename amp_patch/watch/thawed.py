@@ -1,7 +1,8 @@
-"""Parameters that came frozen, and may be trained later: in low precision without a master, or in no optimizer.
+"""Parameters that were frozen at `initialize` and are unfrozen later.
 
-`watch` subscribes to the backwards, steps and loads of an optimizer that holds some of the former, `watch_unowned` to
-the backwards and steps of a training with some of the latter; no other optimizer is asked.
+If an optimizer holds such a parameter, it is in low precision without a master. `watch` hooks the backwards, steps and
+loads of that optimizer, and makes the master. If no optimizer holds it, nothing trains it. `watch_unowned` hooks the
+backwards and steps of the training, and warns.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from amp_patch.training.training import Training, all_optimizers
 
 
 def watch(optimizer: Any, stash: Stash) -> None:
-    """Have `take` called before each backward and `refuse` before each step once there is a reason; idempotent."""
+    """Once the optimizer holds one, call `take` before each backward and `refuse` before each step; idempotent."""
     if stash.policy.master_weights or stash.policy.patch_torch_functions:
-        stash.masters.found_bare = partial(_subscribe, stash.neighbours)  # not the stash, which holds the masters
+        stash.masters.found_bare = partial(_subscribe, stash.neighbours)  # the whole stash would make a cycle
         if stash.masters.of_groups(optimizer.param_groups).bare:
             _subscribe(stash.neighbours)
 
@@ -41,7 +42,7 @@ def _subscribe(around: Neighbours) -> None:
 
 
 def _load_in_fp32(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Keep the loaded state of such parameters FP32, by hooks: torch casts it to their type, which no master takes."""
+    """Keep the loaded state of such parameters in FP32, by hooks. Without them torch casts it to low precision."""
     loaded: list[tuple[Tensor, Any]] = []
 
     def before(optimizer: Any, state_dict: Any) -> None:
@@ -68,10 +69,10 @@ def _load_in_fp32(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def take(optimizer: Any, stash: Stash) -> None:
-    """Make the masters of low-precision parameters that were frozen, and are no more.
+    """Make masters for low-precision parameters that have been unfrozen.
 
     Raises:
-        RuntimeError: as `refuse`, where the level has no masters.
+        RuntimeError: as `refuse`, if the level has no masters.
     """
     bare = stash.masters.of_groups(optimizer.param_groups).bare
     if not any(param.requires_grad for param in bare):
@@ -88,7 +89,7 @@ def take(optimizer: Any, stash: Stash) -> None:
 
 
 def refuse(optimizer: Any, stash: Stash) -> None:
-    """Raise if such a parameter is trained by now without the FP32 values of its level."""
+    """Raise if such a parameter is now trained, but has no FP32 values, which its level requires."""
     policy = stash.policy
     bare = stash.masters.of_groups(optimizer.param_groups).bare
     thawed = next((p for p in bare if p.requires_grad and incoming.type_of(p) is not None), None)
@@ -98,8 +99,8 @@ def refuse(optimizer: Any, stash: Stash) -> None:
     name = stash.neighbours.names.get(id(thawed), "of a later group")
     raise RuntimeError(
         f"{base_class(optimizer).__name__}: parameter {name!r} came "
-        f"frozen in {thawed.dtype} and requires a gradient since; opt_level {policy.opt_level!r} trains FP32 values, "
-        f"of which it has none: {way}"
+        f"frozen in {thawed.dtype} and requires a gradient now; opt_level {policy.opt_level!r} trains FP32 values, "
+        f"but this parameter has none: {way}"
     )
 
 
@@ -108,9 +109,10 @@ def refuse(optimizer: Any, stash: Stash) -> None:
 
 
 def watch_unowned(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
-    """Count frozen parameters of `models` that are in no optimizer as unowned once they require a gradient.
+    """Once frozen parameters of `models` that no optimizer holds require a gradient, treat them as unowned.
 
-    The exit of `scale_loss` then unscales their gradients. A step that finds some warns once: it trains none of them.
+    The exit of `scale_loss` then unscales their gradients. A step warns once if it finds such gradients: nothing trains
+    these parameters.
 
     Args:
         targets: the optimizers of `training`, which has just been entered.

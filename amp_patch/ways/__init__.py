@@ -1,3 +1,3 @@
-"""How parameters are updated, beside the optimizer's own step on all at once: guests of the road."""
+"""Step strategies other than one call of the optimizer's own step: one pass, portions, and steps in backward."""
 
 from __future__ import annotations

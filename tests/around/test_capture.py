@@ -208,7 +208,7 @@ def test_a_learning_rate_of_the_host_that_a_scheduler_moves_is_named(level, capt
         finally:
             capturing["on"] = False
 
-    named = r"^AdamW\.step: .* the learning rate of group 0, .* every replay takes that of now, 0\.005; "
+    named = r"^AdamW\.step: .* the learning rate of group 0, .* every replay uses its current value, 0\.005; "
     with pytest.warns(UserWarning, match=named) as warned:
         captured(0.01)
     assert [warning.filename for warning in warned] == [captured_steps.__file__]
