@@ -270,7 +270,7 @@ _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """Return strict JSON of containers and numbers, with the strings "NaN", "Infinity" and "-Infinity" for such floats."""
+    """Return strict JSON of containers and numbers; "NaN", "Infinity" and "-Infinity" are strings in it."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:  # a number is not finite, which is rare; copying `value` takes longer than writing it
