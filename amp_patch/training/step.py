@@ -110,7 +110,7 @@ class Step(Block):
         given: whether an argument of `step` is not None: a closure, or an argument of Apex's old `step`.
         links: the optimizer's parameters that have masters.
         skipped: whether the host knows of an overflow. If so, no strategy runs.
-        overflow: the flag that the optimizer reads on the device to skip there, FP32, shape []; None if it cannot.
+        overflow: the flag that the optimizer reads on the device to skip there, FP32, shape []; None if the host decides.
         writes: whether writes to masters belong to the step. Until a strategy sets this, they are edits by user code.
         stepped: whether a strategy has made the whole step, and has rounded the masters into their weights already.
         unpublished: the masters that the strategy has not rounded into their weights; None if there are none.
