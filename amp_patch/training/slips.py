@@ -91,7 +91,7 @@ def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None
             return
 
 
-# Functions of a step's parameters: whether a GradScaler that no optimizer was used with yet has scaled their loss.
+# Functions of a step's parameters: whether a GradScaler that has stepped no optimizer yet has scaled their loss.
 of_waiting_scaler: list[Callable[[Sequence[Tensor]], bool]] = []
 
 
@@ -113,7 +113,7 @@ def warn_of_no_scaler_step(optimizer: Any, stash: Stash) -> bool:
 
 
 def _is_scaled_by_scaler(optimizer: Any, stash: Stash) -> bool:
-    """Tell whether a GradScaler that no optimizer was used with yet has scaled the gradients of the first step."""
+    """Tell whether a GradScaler that has stepped no optimizer yet has scaled the gradients of the first step."""
     if stash.bodies or stash.gathered or stash.neighbours.has_stepped:
         return False
     params = stash.masters.of_groups(optimizer.param_groups).distinct_params

@@ -45,7 +45,7 @@ class Strategy:
     waits = True
 
     def suits_class(self, base: Any) -> bool:
-        """Tell whether this is the strategy of optimizers of the class `base` that `initialize` chose no other for."""
+        """Tell whether optimizers of the class `base` have this strategy by default."""
         return False
 
     def knows(self, optimizer: Any, stash: Stash) -> bool:
@@ -98,10 +98,10 @@ class Step(Block):
         args, kwargs: the arguments of the call of `step`.
 
     Attributes:
-        given: whether an argument of `step` is not None: a closure, or an argument of Apex's old `step`.
+        given: whether `step` was called with an argument that is not None: a closure, or one from Apex's old `step`.
         links: the optimizer's parameters that have masters.
         skipped: whether the host knows of an overflow. If so, no strategy runs.
-        overflow: the flag that the optimizer reads on the device to skip there, FP32, shape []; None if it cannot.
+        overflow: the flag by which the optimizer skips on the device, FP32, shape []; None if the host decides.
         writes: whether writes to masters belong to the step. Until a strategy sets this, they are edits by user code.
         stepped: whether a strategy has made the whole step, and has rounded the masters into their weights already.
         unpublished: the masters that the strategy has not rounded into their weights; None if there are none.

@@ -1,7 +1,7 @@
-"""Optimizers at O0: each keeps its own class, and torch's step hooks replace `Step`.
+"""Optimizers of trainings whose policy changes nothing (O0): each keeps its class, and torch's hooks replace `Step`.
 
-At O0 there are no masters and no loss scale. The hooks disable the casts of other trainings during the step, check a
-capture, and clear the stash's notes on the gradients of the step.
+These trainings have no masters and no loss scale. The hooks disable the casts of other trainings during the step, check
+a capture, and clear the stash's notes on the gradients of the step.
 """
 
 from __future__ import annotations

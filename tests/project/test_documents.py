@@ -102,7 +102,7 @@ def test_the_architecture_names_the_optimizers_of_each_strategy():
 def test_the_words_of_the_architecture_are_few():
     glossary = (ROOT / "docs" / "architecture.md").read_text().split("## Glossary\n")[1]
     words = re.findall(r"^\| ([a-z ]+) \|", glossary, re.MULTILINE)[1:]
-    assert words == sorted(words) and len(words) <= 38
+    assert words == sorted(words) and len(words) <= 20
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)

@@ -48,8 +48,8 @@ class SavedBytes:
         self._live = self._live_in_fp32 = 0
         self._lock = threading.Lock()  # autograd runs a backward on its own threads, one a device
         self._ended: deque[int] = deque()  # keys of freed storages, which `_note` subtracts
-        # id of a storage -> a weak reference, and its bytes; 0 where it is left out. torch keeps the Python object of a
-        # storage as long as its memory, so no other storage has the id before the reference's callback.
+        # id of a storage -> a weak reference, its bytes (0 if it is left out), and its bytes in FP32. torch keeps the
+        # Python object of a storage as long as its memory, so the id is not reused before the reference's callback.
         self._known: dict[int, tuple[weakref.ref[Any], int, int]] = {}
 
     @property
@@ -140,7 +140,7 @@ class WeighedStep:
             self._bytes.leave_out(tensor for tensor in tree.tensors((args, kwargs)) if tensor.grad_fn is None)
 
     def leave(self) -> Event:
-        """The "memory" event."""
+        """End the count, and return the "memory" event."""
         whole = self._whole
         self.abandon()
         return {
@@ -156,7 +156,7 @@ class WeighedStep:
         return self._bytes.peak_in_fp32
 
     def abandon(self) -> None:
-        """Count no more. Hooks that others have set since stay."""
+        """End the count. Hooks that other code has pushed since stay."""
         if not self._whole:
             return
         self._whole = False
@@ -235,7 +235,7 @@ class _MarkedAs:
 
 
 def _unpack(saved: _Saved) -> Tensor:
-    """The saved tensor, if nothing has written to it since: with hooks torch leaves that check out."""
+    """Return the saved tensor; raise if code has written to it since, which torch does not check under hooks."""
     if saved.tensor._version != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -246,11 +246,11 @@ def _unpack(saved: _Saved) -> Tensor:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The strided tensors whose storages hold this tensor's values."""
+    """Return the strided tensors whose storages hold this tensor's values."""
     local = distributed.local(tensor)
     return (local._values(), local._indices()) if local.is_sparse else (local,)
 
 
 def _top() -> Any:
-    """The innermost (pack, unpack) on this thread; None without one."""
+    """Return the innermost (pack, unpack) on this thread; None if there is none."""
     return _torch._top_saved_tensors_default_hooks(True)

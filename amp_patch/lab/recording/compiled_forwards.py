@@ -31,7 +31,7 @@ def add(listener: Listener) -> None:
 
 
 def remove(listener: Listener) -> None:
-    """Call `listener` no more; with the last one all replacements are undone."""
+    """Stop notifying `listener`; after the last one, undo all replacements."""
     with _installation.lock:
         _listeners.remove(listener)
         if not _listeners:
@@ -39,7 +39,7 @@ def remove(listener: Listener) -> None:
 
 
 def watch(model: nn.Module) -> None:
-    """Have `model` tell too, if it was compiled, or once it is: by `torch.compile` or by its own `compile`."""
+    """Notify listeners of forwards of `model` once it is compiled, by `torch.compile` or its own `compile`."""
     _patch_dynamo()
     _replace_call(model)
 

@@ -19,8 +19,8 @@ class EpochSize:
         steps: returns the number of steps taken so far.
 
     Attributes:
-        samples: of an epoch of this process; 0 if unknown.
-        batch: of the loader; 0 if unknown.
+        samples: the number of samples in an epoch of this process; 0 if unknown.
+        batch: the batch size of the loader; 0 if unknown.
     """
 
     def __init__(self, steps: Callable[[], int]) -> None:

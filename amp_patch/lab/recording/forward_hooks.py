@@ -1,4 +1,4 @@
-"""The forwards of the trained models, eager and compiled, told to a recorder."""
+"""Notification of a recorder when a forward of a trained model begins, eager or compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from amp_patch.support.forward_hook import ForwardHook
 
 
 class ForwardHooks:
-    """Hooks before the forwards of models, until `remove`.
+    """Hooks before the forwards of models, registered until `remove`.
 
     Args:
         begins: called before a forward, with the model, its arguments, and whether it runs eagerly.
@@ -28,7 +28,7 @@ class ForwardHooks:
         compiled_forwards.add(self._compiled_begins)
 
     def add(self, models: Iterable[nn.Module]) -> None:
-        """Hook the forwards of these models, of each once."""
+        """Register hooks on these models, one hook a model."""
         for model in models:
             compiled_forwards.watch(model)
             if not self._is_hooked(model):
@@ -50,7 +50,7 @@ class ForwardHooks:
         self._begins(model, args, kwargs, True)
 
     def _compiled_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """A compiled model was called, be it one that is trained here or another."""
+        """Notify of the call of a compiled model, if it is a trained model or contains one."""
         if model not in self._hooked_inside:
             # `model` may be hooked itself, or be around a hooked one: DistributedDataParallel, a module with the loss.
             self._hooked_inside[model] = next((weakref.ref(m) for m in model.modules() if self._is_hooked(m)), None)

@@ -19,7 +19,7 @@ class InspectedStep:
 
     Raises:
         RuntimeError: another TorchFunctionMode is entered here. Its `with` block may end before the next step does,
-            and would then remove the inspection's mode instead of its own.
+            and would then remove the inspection's mode by mistake.
         ValueError: from `inspect`.
     """
 
@@ -80,5 +80,5 @@ def _mode_stack() -> list[Any]:
 
 
 def _is_default_device(mode: Any) -> bool:
-    """Whether `mode` is that of torch.set_default_device, which torch keeps below others."""
+    """Tell whether `mode` is the mode of torch.set_default_device, which torch keeps below others."""
     return type(mode).__module__ == "torch.utils._device"

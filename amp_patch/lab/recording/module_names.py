@@ -8,7 +8,7 @@ from torch import nn
 
 from amp_patch.support.generated_class import base_class
 
-_ONLY_CALL_OTHERS = (nn.Module.forward, nn.Sequential.forward)  # of ModuleList, ModuleDict; of Sequential
+_ONLY_CALL_OTHERS = (nn.Module.forward, nn.Sequential.forward)  # the first is that of ModuleList and ModuleDict
 
 
 def module_names(models: Iterable[nn.Module], *, with_products: bool = False) -> list[str]:

@@ -1,4 +1,4 @@
-"""The way of events to the sinks: they queue, travel in batches while their numbers arrive, and are handed on."""
+"""The queue of events: batches wait for asynchronous copies of their numbers, and then go to the sinks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLUSH_EVENTS, _FLUSH_SECONDS = 50, 0.5
 
 
 class UnreadEvent:
-    """An event that waits for numbers, some of them on a device: `make` is given them, in order, and returns it."""
+    """An event whose numbers, some on a device, are not read yet; `make` takes them in order and returns the event."""
 
     def __init__(self, values: list[Tensor | float], make: Callable[[list[float]], Event]) -> None:
         self.values = values
@@ -28,7 +28,7 @@ class UnreadEvent:
 
 
 class UnreadBatch:
-    """Events whose numbers are on their way to the host."""
+    """Events whose numbers are being copied to the host."""
 
     @torch.no_grad()
     def __init__(self, events: list[UnreadEvent]) -> None:
@@ -44,11 +44,11 @@ class UnreadBatch:
                 self._arriving[device] = DeviceNumbers(torch.stack([tensor.reshape(()).double() for tensor in tensors]))
 
     def has_arrived(self) -> bool:
-        """Whether all of them have arrived, so that `read` does not wait."""
+        """Tell whether all numbers have arrived, so that `read` does not sync."""
         return all(numbers.here() for numbers in self._arriving.values())
 
     def read(self) -> Iterator[Event]:
-        """The events; waits for the devices if it must."""
+        """Yield the events; sync with the devices if numbers have not arrived."""
         landed = {device: iter(numbers.read()) for device, numbers in self._arriving.items()}
         for event in self.events:
             yield event.make([_read(value, landed) for value in event.values])
@@ -58,7 +58,7 @@ class Outbox:
     """Events for the sinks, in order. A sink that cannot write is taken out of the list, with a warning.
 
     Args:
-        sinks: the list itself, not a copy, is what broken ones are taken out of.
+        sinks: the list of sinks. Broken sinks are removed from the list itself, not from a copy.
     """
 
     def __init__(self, sinks: list[Sink]) -> None:
@@ -76,7 +76,7 @@ class Outbox:
         self._queue.append(event)
 
     def is_due(self) -> bool:
-        """Whether it is time to `flush`."""
+        """Tell whether it is time to `flush`."""
         return len(self._queue) >= _FLUSH_EVENTS or time.monotonic() - self._flushed >= _FLUSH_SECONDS
 
     def flush(self, step: int, wait: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The most memory that a training held: CUDA's allocator tells, or on a CPU the operating system."""
+"""The peak memory of a training, from CUDA's allocator, or on a CPU from the operating system."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Measures from its making on, but for what runs between `pause` and `resume`."""
+    """A measurement of the peak memory from construction on, except between `pause` and `resume`."""
 
     def __init__(self) -> None:
         self._resident = _status("VmRSS")
@@ -73,7 +73,7 @@ class PeakMemory:
 
 
 class PeakAboveRest:
-    """By how much the memory of a CUDA device grows, at most, from the making on."""
+    """A measurement of the largest growth of a CUDA device's allocated memory from construction on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,7 +81,7 @@ class PeakAboveRest:
         self._rest = torch.cuda.memory_allocated(device)
 
     def read(self) -> int:
-        """Bytes."""
+        """Return the growth in bytes."""
         return max(0, torch.cuda.max_memory_allocated(self._device) - self._rest)
 
 
@@ -100,7 +100,7 @@ def _reset() -> None:
 
 
 def listed_bytes(path: Path, name: str) -> int | None:
-    """A size that Linux lists in a file, as "VmRSS:  123 kB", in bytes; None where it is not to be had."""
+    """Return a size that Linux lists in a file, as "VmRSS:  123 kB", in bytes; None if the file lacks it."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -214,7 +214,7 @@ class Recorder(Observer):
         self._outbox.put({"event": "end", **sizes, "peak_memory": peak})
 
     def close(self, *events: Event) -> None:
-        """Give the sinks these last events, behind the "end", and close them. Does nothing in a fork."""
+        """Send these last events to the sinks, after the "end", and close them. Does nothing in a fork."""
         if os.getpid() != self.process:
             return
         try:
@@ -225,7 +225,7 @@ class Recorder(Observer):
             self._outbox.close(self.steps)
 
     def is_recording(self) -> bool:
-        """Whether this is the process that records: a fork inherits its parent's recorders. Not while CUDA captures."""
+        """Tell whether to record: in the recorder's process, not a fork of it, and outside of a CUDA capture."""
         capturing = self._clock.cuda is not None and torch.cuda.is_current_stream_capturing()
         return self.process == os.getpid() and not capturing
 
@@ -236,11 +236,11 @@ class Recorder(Observer):
             return
         self.trainings += 1
         if training is not None:
-            self._lead = None  # else an earlier training's optimizer, still alive, would stay the one whose steps count
+            self._lead = None  # without this, an earlier training's optimizer would still delimit the steps
             self._hooks.add(alive(training.models))
             self._adopt(training)
             if not self.steps:
-                self._clock.restart()  # else the first step would have the time before `initialize`
+                self._clock.restart()  # without this, the first step would include the time before `initialize`
 
     @eager_only
     def _adopt(self, training: Training) -> None:
@@ -266,7 +266,7 @@ class Recorder(Observer):
                 }
             )
         if self._tells_modules:
-            with_products = training.policy.product_format is not None  # what is kept there is kept out of products
+            with_products = training.policy.product_format is not None  # keep_high affects only modules with products
             names = module_names(alive(training.models), with_products=with_products)
             self._outbox.put({"event": "modules", "names": names})
         if len(self._adopted) > 1 and training.policy != begun:
@@ -302,7 +302,7 @@ class Recorder(Observer):
 
     def loss_scaled(self, body: ScaledBackward, loss: Tensor) -> None:
         if self.is_recording():
-            # A GradScaler was given this loss too: not forgotten there, the loss would count twice.
+            # Without `forget`, a loss that a GradScaler has scaled too would count twice.
             if (samples := self._scaler_losses.forget(loss)) is not None:
                 self._clock.step.unclaimed_samples = samples
             self._losses[id(body)] = single_value(loss)
@@ -328,7 +328,7 @@ class Recorder(Observer):
     def step_ends(self, optimizer: Any) -> None:
         stash = enabled_stash(optimizer)
         if stash is None or stash.step is not None or not self.is_recording():
-            return  # with a `step` set this is the parent's step, called by that of a subclass
+            return  # if `stash.step` is set, a subclass's `step`, which has called this one, is still running
         if self._stepped_by_scaler is not optimizer:
             self._end_step(optimizer, stash)
 
@@ -394,7 +394,7 @@ class Recorder(Observer):
         self.steps += 1
         if skipped is None:
             assert stash is not None
-            # An optimizer that skips on the device has left its flag there, and the host does not know.
+            # If the optimizer skips on the device, only its flag there tells whether it has skipped.
             skipped = stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
         was_looked_at = self._looks.is_looking()
         self._outbox.put_unread(step.unread_event(optimizer, skipped, was_looked_at))

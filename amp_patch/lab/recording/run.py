@@ -1,4 +1,4 @@
-"""Run: what was recorded of one training, made of events, which are also the JSON lines of a recording."""
+"""Run: the recorded figures of one training, built from events, which are also the JSON lines of a recording."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PARTS = ("data", "forward", "backward", "between", "optimizer")
 NATIVE = "native"
 
 # Kinds of errors; "" is any other.
-# INTERRUPTED: the user's Ctrl-C, no fault of the level. KILLED: SIGKILL, perhaps for memory. EXITED: sys.exit with a
-# status.
+# INTERRUPTED: the user's Ctrl-C, no fault of the level. KILLED: SIGKILL, possibly by the system for lack of
+# memory. EXITED: sys.exit with a status.
 INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED = "interrupted", "out of memory", "killed", "exited"
 
 # Low-precision types, the coarser first -> their significant bits.
@@ -30,7 +30,13 @@ Event = dict[str, Any]
 
 
 class Failure(NamedTuple):
-    """Why a run gave no figures, or fewer than asked for: in one line, of which kind, and the script's line."""
+    """The reason for a run without figures, or with fewer than requested.
+
+    Attributes:
+        words: the reason in one line.
+        kind: as `Run.error_kind`.
+        where: as `Run.error_where`.
+    """
 
     words: str
     kind: str = ""
@@ -39,10 +45,10 @@ class Failure(NamedTuple):
 
 @dataclass
 class Look:
-    """What `amp.inspect` saw of one step.
+    """The results of `amp.inspect` for one step.
 
     Attributes:
-        step: how many optimizer steps there had been before.
+        step: the number of optimizer steps before it.
         scale, best_scale: the loss scale in use, and the largest at which no parameter's gradient overflows FP16.
         counts: "weights", "activations", "gradients" (unscaled) and "activation_gradients" (scaled) of the whole model
             -> {"zeros": n, "not_finite": n, "exponents": {"-24": n, ...}}.
@@ -69,48 +75,48 @@ class Run:
     """One training at one level, from one seed. Lists have one entry a step; times are in seconds, sizes in bytes.
 
     Attributes:
-        level: "O0" to "O7", with rungs where masters or state are kept in fewer bytes ("O5+split"), or NATIVE.
-        seed: which of the repetitions, from 0.
+        level: "O0" to "O7", with suffixes if masters or state are stored in fewer bytes ("O5+split"); or NATIVE.
+        seed: the number of the repetition, from 0.
         dtype: the low-precision type, "float16" or "bfloat16"; None at O0.
         policy: the resolved policy in words.
-        weights_type: at O0 the low-precision type in which the script's own optimizer steps most of its weights,
-            "bfloat16" say: it has no masters. "" at other levels, and where they are FP32.
-        device: of the model's first parameter, "cpu" or "cuda".
-        lost_eps: the optimizer's eps (Adam's), if that is 0 in the type of its parameters: it divides by 0 then.
-        error: why there are no figures, or fewer than asked for, in one line; None if all went well.
+        weights_type: at O0, the low-precision type of most weights that the script's optimizer steps without masters,
+            for example "bfloat16". "" at other levels, and if most weights are FP32.
+        device: the device of the model's first parameter, "cpu" or "cuda".
+        lost_eps: the optimizer's eps (Adam's), if it is 0 in the type of its parameters, so that Adam divides by 0.
+        error: the reason for a run without figures, or with fewer than requested, in one line; None if there is none.
         error_kind: INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED, or "" for any other error, and for none.
-        error_where: the line of the script's that raised it, "train.py, line 31"; "" where that is not known.
-        log: the path of the file that has what the run printed; "" without one.
-        refused: whether that is because the script cannot be trained at another level unedited.
-        native: whether the script has mixed precision of torch's own (torch.autocast, GradScaler).
-        notes: what the reader should know of a run that went well, a line each.
-        loss: the sum over the loss_ids of the mean over the micro-batches of what went into `scale_loss`, unscaled.
-        loss_types: of "bfloat16" and "float16" those that have every loss exactly: it was rounded to such a type before
-            it was recorded, as in a model that computes it by itself. None where that is not known.
-        objectives: how many sets of optimizers a step's losses were for, at most: of a GAN's, two.
+        error_where: the script's line that raised the error, "train.py, line 31"; "" if it is not known.
+        log: the path of the file with the run's output; "" if there is none.
+        refused: whether the error is that the unedited script cannot be trained at another level.
+        native: whether the script uses torch's own mixed precision (torch.autocast, GradScaler).
+        notes: remarks for the reader of a run without an error, one line each.
+        loss: the unscaled loss given to `scale_loss`: its mean over the micro-batches, summed over the loss_ids.
+        loss_types: the types of "bfloat16" and "float16" that represent every loss exactly. If there is one, the loss
+            was rounded to it before it was recorded, as in a model that returns its loss. None if it is not known.
+        objectives: the largest number of sets of optimizers that had losses in one step; 2 in a GAN.
         seconds: the time of a step.
         parts: name in PARTS -> the part of that time.
-        scale: the loss scale (of loss_id 0, where there are several) that the step's gradients were scaled by.
+        scale: the loss scale of the step's gradients (of loss_id 0 if there are several).
         skipped: whether an overflow made the optimizer skip the step.
-        samples: the first dimension of the model's first tensor (or the one that the recording was told), summed over
-            the micro-batches; 0 where unknown.
-        given: the sizes of that tensor, in the first step.
+        samples: the size of the model's first input tensor in its first dimension (or in `batch_dim` of the recorder),
+            summed over the micro-batches; 0 if unknown.
+        given: the shape of that tensor in the first step.
         epoch_samples: the samples of an epoch, if the script iterates a DataLoader of known length; else 0.
-        weights, masters, gradients, state: what the model's parameters, the masters that are tensors of their own, the
-            gradients at the end of a step's backward (of either), and the optimizer's state take.
-        activations: what autograd had saved for the backward pass of one step (the third, or the last of fewer), where
-            that was most. Each storage counts once, for as long as it lives; parameters, buffers and what the model was
-            given do not. None where it was not measured: another's saved-tensor hooks are around the loop, the step
-            uses torch.func, a CUDA graph is replayed, there was one step alone, or torch is older than 2.8.
-        step_peak: on CUDA, by how much the allocated memory grew within that step, at most.
-        peak_memory: the largest that CUDA's allocator held; on a CPU what the process came to hold (its resident set)
-            over what it held when the recording began. None where the system does not tell.
-        logged: name -> [step, value] of what the script gave to `amp.log`.
-        looks: what `amp.inspect` saw, a step each.
-        updates: what some of the steps changed in FP32 weights or masters, and what of that would be lost without:
-            `lost_updates`. Empty where there are none. Of a training without a low-precision type, in both types.
-        modules: in a search the names of the models' modules, each behind those inside it.
-        advice: sizes of layers that would better be other ones, in words, a line each; on a GPU alone.
+        weights, masters, gradients, state: the bytes of the model's parameters, of the masters that have memory of
+            their own, of all gradients at the end of a step's backward, and of the optimizer's state.
+        activations: the peak of the bytes that autograd saved for the backward of one step (the third, or the last of
+            fewer), with each storage counted once. Parameters, buffers and the model's inputs are not counted. None if
+            other saved-tensor hooks are around the loop, the step uses torch.func, a CUDA graph is replayed, there was
+            only one step, or torch is older than 2.8.
+        step_peak: on CUDA, the largest growth of the allocated memory within that step.
+        peak_memory: on CUDA, the peak of the allocated memory; on a CPU, the largest growth of the process (its
+            resident set) since the recording began. None if the system does not report it.
+        logged: name -> (step, value) of each call of `amp.log`.
+        looks: the results of `amp.inspect`, one for each inspected step.
+        updates: for some steps, the changes of FP32 weights or masters, and the share that low-precision weights would
+            lose (`lost_updates`). Both types are measured in a training without a low-precision type.
+        modules: in a search, the names of the models' modules, each after the modules inside it.
+        advice: advice to change sizes of layers, one line each; only on a GPU.
     """
 
     level: str
@@ -155,10 +161,14 @@ class Run:
         return f"Run({self.level} seed {self.seed}: {self.steps} steps{last}{', ' + self.error if self.error else ''})"
 
     def lost_updates(self, module: str = "", dtype: str | None = None) -> float | None:
-        """Which share of the changes that the measured steps made to FP32 weights low-precision ones would lose.
+        """Return the share of the FP32 weights' changes in the measured steps that low-precision weights would lose.
 
-        Of the whole model, or of one of its modules by name; None where no step was measured, or none changed anything.
-        In the type "bfloat16" or "float16", unless given the training's, and BF16 where it has none.
+        Args:
+            module: the name of a module; "": the whole model.
+            dtype: "bfloat16" or "float16"; None: the training's low-precision type, or BF16 if it has none.
+
+        Returns:
+            The share, from 0 to 1; None if no step was measured, or no measured step changed a weight.
         """
         return share_lost(self.updates, module, dtype or self.dtype or "bfloat16")
 
@@ -174,15 +184,15 @@ class Run:
 
     @property
     def overflows(self) -> list[Look]:
-        """The looks that saw a number that is not finite, and after which no look of this run saw none.
+        """The looks at the end of the run that all saw a number that is not finite.
 
-        What a later look is free of is over: a dynamic loss scale begins too high and comes down.
+        Looks before the last finite one do not count: a dynamic loss scale starts too high, overflows and backs off.
         """
         return self.looks[self._last_finite + 1 :]
 
     @property
     def keep_fp32(self) -> list[str]:
-        """What its looks advise to keep in FP32, each module once; not against what is over, as in `overflows`."""
+        """The modules that looks advise to keep in FP32, each once. Looks at overflows that ended do not count."""
         until = self._last_finite
         lasting = [look for i, look in enumerate(self.looks) if i > until or look.not_finite is None]
         return [*dict.fromkeys(name for look in lasting for name in look.keep_fp32)]
@@ -193,21 +203,21 @@ class Run:
 
     @property
     def _last_finite(self) -> int:
-        """The place of the last look that saw finite numbers alone; -1 without one."""
+        """The index of the last look that saw only finite numbers; -1 if there is none."""
         return max((i for i, look in enumerate(self.looks) if look.not_finite is None), default=-1)
 
     @property
     def steps(self) -> int:
-        """How many steps were recorded."""
+        """The number of recorded steps."""
         return len(self.loss)
 
     def add(self, event: Event) -> None:
-        """Take what one event of a recording tells.
+        """Add one event of a recording to the figures.
 
-        "begin" (once initialize was called), "end" and "outcome" (what the process that started the run says of it)
-        carry attributes of this class by their names; "step" one entry of each list; "log" a step, a name and a value;
-        "look" the attributes of a `Look`, "updates" those of an `Updates`; "memory" what one step took; "advice" lines;
-        "modules" names; "note" a text.
+        "begin" (after `initialize`), "end" and "outcome" (from the process that started the run) have attributes of
+        this class by name. "step" has one entry of each list, "log" a step, a name and a value, "look" the attributes
+        of a `Look`, "updates" the attributes of an `Updates`, "memory" the bytes of one step, "advice" lines,
+        "modules" names, "note" a text.
         """
         event = dict(event)
         kind = event.pop("event")
@@ -242,12 +252,12 @@ class Run:
             raise ValueError(f"Run.add: event is {kind!r}; wanted {kinds}")
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` takes it."""
+        """Return a dict for JSON, which `from_dict` reads."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Run:
-        """The run that `to_dict` was called on, also after JSON."""
+        """Make a run from the result of `to_dict`, also after a round trip through JSON."""
         values = dict(values)
         values["looks"] = [Look(**look) for look in values.get("looks", [])]
         values["updates"] = [Updates(**each) for each in values.get("updates", [])]
@@ -260,15 +270,15 @@ _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """Strict JSON of containers and numbers; numbers that are not finite become "NaN", "Infinity" and "-Infinity"."""
+    """Return strict JSON of containers and numbers; "NaN", "Infinity" and "-Infinity" are strings in it."""
     try:
         return json.dumps(value, allow_nan=False, **options)
-    except ValueError:  # a number is not finite, which is rare: to copy all of them takes longer than to write them
+    except ValueError:  # a number is not finite, which is rare; copying `value` takes longer than writing it
         return json.dumps(_named(value), allow_nan=False, **options)
 
 
 def loads(text: str) -> Any:
-    """What `dumps` was given."""
+    """Return the value that `dumps` has written."""
     return _numbers(json.loads(text))
 
 

@@ -1,4 +1,4 @@
-"""The lost updates of a recording: sampled between the ends of two steps, so that no step is timed with it."""
+"""Lost updates of a recording, measured in sampled steps, outside of the steps' times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EVERY = 100
 
 
 class SampledUpdates:
-    """Measures the step after 1, 2, 4, 8, ... steps, and after each hundred."""
+    """A meter of the steps after 1, 2, 4, 8, ... steps, and after each hundred."""
 
     def __init__(self) -> None:
         self._meter: UpdateMeter | None = None
@@ -25,9 +25,9 @@ class SampledUpdates:
 
     @eager_only
     def step_ended(self, optimizer: Any, steps: int) -> list[UnreadEvent]:
-        """The "updates" events of the step that has ended, the `steps`-th, if it was measured; no sync.
+        """Return the "updates" events of the ended step, the `steps`-th, if it was measured; no sync.
 
-        One, in the training's low-precision type; where it has none, one for each type.
+        There is one event, in the training's low-precision type; if it has none, one for BF16 and one for FP16.
         """
         meter, of = self._meter, None if self._of is None else self._of()
         self._meter = self._of = None

@@ -11,12 +11,12 @@ from amp_patch.lab.recording.step import Body, single_value
 
 
 class _ScaledLoss(NamedTuple):
-    """A loss that a scaler was given.
+    """A loss that a scaler has scaled.
 
     Attributes:
-        source: the loss itself, which `scale_loss` may be given too.
-        value, scale: copies of it and of the scale.
-        samples: how many came before it.
+        source: the loss itself, for the case that user code gives it to `scale_loss` too.
+        value, scale: copies of the loss and of the scale.
+        samples: the samples of the forward before it.
     """
 
     source: weakref.ref[Tensor]
@@ -26,7 +26,7 @@ class _ScaledLoss(NamedTuple):
 
 
 class ScalerLosses:
-    """For each scaler its losses since it last stepped an optimizer."""
+    """The losses of each scaler since it last stepped an optimizer."""
 
     def __init__(self) -> None:
         self._of_scaler: dict[int, list[_ScaledLoss]] = {}  # by the id of the scaler
@@ -37,11 +37,11 @@ class ScalerLosses:
         self._of_scaler.setdefault(id(scaler), []).append(found)
 
     def has_some(self, scaler: Any) -> bool:
-        """Whether the scaler has scaled a loss since it last stepped an optimizer."""
+        """Tell whether the scaler has scaled a loss since it last stepped an optimizer."""
         return bool(self._of_scaler.get(id(scaler)))
 
     def forget(self, loss: Tensor) -> int | None:
-        """Drop the entries of this loss: how many samples came before it; None where it has no entry."""
+        """Drop the entries of this loss; return the samples before it, or None if it has no entry."""
         samples = None
         for losses in self._of_scaler.values():
             for found in [each for each in losses if each.source() is loss]:
@@ -50,11 +50,11 @@ class ScalerLosses:
         return samples
 
     def take(self, scaler: Any) -> list[_ScaledLoss]:
-        """The scaler's losses, which are dropped."""
+        """Remove and return the scaler's losses."""
         return self._of_scaler.pop(id(scaler), [])
 
 
 def body_of(loss: _ScaledLoss, scaler: Any, optimizer: Any) -> Body:
-    """The loss as if `scale_loss` had scaled it for this optimizer."""
+    """Return the loss as a `Body`, as if `scale_loss` had scaled it for this optimizer."""
     own = (id(optimizer),)
     return Body(loss.value, loss.scale, 0, (id(scaler), *own), own, loss.samples)

@@ -1,4 +1,4 @@
-"""Single steps of a recording that are looked at: by `inspect`, or for the bytes that they save for their backward."""
+"""Single steps of a recording that are inspected, or measured for the bytes that autograd saves in them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class SingleSteps:
         self._peak: PeakMemory | None = None
 
     def is_looking(self) -> bool:
-        """Whether the step that runs is looked at, so that its times count for nothing."""
+        """Tell whether the running step is inspected or measured, so that its times are not valid."""
         return self._look is not None
 
     def forward_begins(self, args: Any, kwargs: Any) -> None:
-        """The step's forward is given these."""
+        """Note the inputs of the step's forward."""
         if isinstance(self._look, WeighedStep):
             self._look.leave_out_inputs(args, kwargs)
 
     def wants_inspection(self, steps: int) -> bool:
-        """Whether the step after so many is one to inspect."""
+        """Tell whether to inspect the step after this number of steps."""
         return self._inspects and str(steps).strip("0") == "1"
 
     @eager_only
@@ -56,13 +56,13 @@ class SingleSteps:
             self._put({"event": "note", "text": str(error)})
 
     def weigh(self, at_rest: Callable[[], Iterable[Tensor]], steps: int, cuda: torch.device | None) -> None:
-        """Weigh the step that begins now, if it is the one to weigh."""
+        """Measure the bytes of the step that begins now, if it is the step after `weigh_after` steps."""
         if steps == self._weigh_after:
             self._look = WeighedStep(at_rest(), steps, cuda)
 
     @eager_only
     def end(self) -> None:
-        """The step has ended: put the event of the look, if there is one."""
+        """End the look after its step, and put its event; do nothing if there is no look."""
         look, self._look = self._look, None
         if look is None:
             return
@@ -73,7 +73,7 @@ class SingleSteps:
         self._resume_peak()
 
     def abandon(self) -> None:
-        """The recording ends in the middle of a step: end the look without an event."""
+        """End the look without an event, because the recording ends in the middle of a step."""
         look, self._look = self._look, None
         if look is not None:
             look.abandon()

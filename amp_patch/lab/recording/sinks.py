@@ -31,7 +31,7 @@ class JsonLines:
         self._file = Path(path).open("w", encoding="utf-8") if writes() else None  # noqa: SIM115
 
     def add(self, event: Event) -> None:
-        """Keep the event's line until `flush`."""
+        """Store the event's line until `flush`."""
         self._lines.append(dumps(event))
 
     def flush(self) -> None:
@@ -55,10 +55,10 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars to a SummaryWriter, or to what else has `add_scalar(tag, value, step)`; it stays open.
+    """A sink of scalars to a SummaryWriter, or another object with `add_scalar(tag, value, step)`; it stays open.
 
-    Tags are amp/loss, amp/loss_scale, amp/skipped, amp/seconds/step and one for each of PARTS, amp/samples_per_second,
-    and for what went to `amp.log` the names that it had.
+    Tags are amp/loss, amp/loss_scale, amp/skipped, amp/seconds/step, amp/seconds/PART for each of PARTS and
+    amp/samples_per_second. Figures of `amp.log` have their own names as tags.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -89,7 +89,7 @@ def _scalars(event: Event) -> dict[str, float]:
 
 
 def sinks_for(to: Any) -> list[Sink]:
-    """The sinks of `amp.record(to)`."""
+    """Return the sinks of `amp.record(to)`."""
     if to is None:
         return []
     if isinstance(to, str | os.PathLike):
@@ -102,5 +102,5 @@ def sinks_for(to: Any) -> list[Sink]:
 
 
 def writes() -> bool:
-    """Whether this is the process of its job that writes, as far as torch.distributed or torchrun have told it."""
+    """Tell whether this is rank 0, by torch.distributed or by torchrun's `RANK`."""
     return is_first_rank() and os.environ.get("RANK", "0") == "0"

@@ -32,7 +32,7 @@ class SizeAdvice:
         self._products: list[Product] = []
 
     def leave(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -70,6 +70,6 @@ class SizeAdvice:
 
 
 def _hooks_cost(module: nn.Module) -> bool:
-    """Whether a hook would have the module compiled again, or be refused."""
+    """Tell whether a hook would make torch recompile the module, or refuse the hook."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
     return compiled or isinstance(module, torch.jit.ScriptModule)

@@ -23,13 +23,13 @@ from amp_patch.training.training import Training
 
 
 class Sizes:
-    """Bytes of weights, masters, gradients and the optimizers' state, as they were when they were last measured.
+    """Bytes of weights, masters, gradients and the optimizers' state, at their last measurement.
 
     Args:
         trainings: a list that grows during the recording; each measurement searches their tensors again.
 
     Attributes:
-        bytes: of each kind.
+        bytes: "weights", "masters", "gradients" or "state" -> bytes.
         in_fp32: the sizes in FP32, without masters and with a gradient for every trained parameter.
     """
 
@@ -39,31 +39,31 @@ class Sizes:
         self.in_fp32 = {"weights": 0, "gradients": 0, "state": 0}
 
     def lost_eps(self) -> float | None:
-        """The first eps of an optimizer that is 0 in the type of its parameters; None if none is."""
+        """Return the first eps of an optimizer that is 0 in the type of its parameters; None if there is none."""
         return next((eps for optimizer in self._optimizers() for _, eps, _ in lost_eps(optimizer)), None)
 
     def low_type(self) -> str:
-        """The low-precision type of most of what the optimizers hold, as "bfloat16"; "" where that is no such type."""
+        """Return the type of most of the optimizers' parameters, if it is low-precision ("bfloat16"), else ""."""
         counts: dict[str, int] = {}
         params = [p for each in self._optimizers() for group in each.param_groups for p in group["params"]]
-        for param in params:  # not the models': a frozen weight is not stepped
+        for param in params:  # not the models' parameters: no optimizer steps a frozen weight
             name = str(param.dtype).removeprefix("torch.")
             counts[name] = counts.get(name, 0) + param.numel()
         most = max(counts, key=lambda name: counts[name], default="")
         return most if most in LOW_TYPES else ""
 
     def device(self) -> torch.device:
-        """Of the first parameter."""
+        """Return the device of the first parameter; the CPU if there is none."""
         return next((param.device for param, _ in self._pairs()), torch.device("cpu"))
 
     def at_rest(self) -> list[Tensor]:
-        """Parameters and buffers, which a forward finds there."""
+        """Return the tensors that live between steps: parameters and buffers."""
         models = [model for training in self._trainings for model in alive(training.models)]
         return [*(param for param, _ in self._pairs()), *(buffer for model in models for buffer in model.buffers())]
 
     @eager_only
     def measure(self) -> None:
-        """All but the gradients, which are there in the middle of a step alone."""
+        """Measure all kinds except gradients, which exist only in the middle of a step."""
         optimizers = self._optimizers()
         if not optimizers:
             return  # the optimizers were freed, or restored: the sizes measured before stay
@@ -72,7 +72,7 @@ class Sizes:
         self.bytes["weights"] = _bytes(param for param, _ in pairs)
         masters = [master for param, master in pairs if master is not param]
         stepped = kernel_tensors(masters).tensors
-        weights = {id(param) for param, _ in pairs}  # what a master that is rounded by chance is kept in
+        weights = {id(param) for param, _ in pairs}  # a stochastically rounded master is stored in its weight
         self.bytes["masters"] = _bytes(tensor for tensor in stepped if id(tensor) not in weights)
         kept = [tensor for state in states for tensor in tree.tensors([*map(stored, state.values())])]
         self.bytes["state"] = _bytes(kept)
@@ -82,7 +82,7 @@ class Sizes:
 
     @eager_only
     def measure_gradients(self) -> None:
-        """Those of parameters and masters that are there now, if they are more than ever before."""
+        """Measure the gradients that parameters and masters have now; keep the largest measurement."""
         tensors = {id(t): t for pair in self._pairs() for t in pair}.values()
         waiting = {id(w): w for t in tensors if isinstance(t, Master) and (w := t.waiting)}
         grads = [grad for table in waiting.values() for grad in table.tensors()]
@@ -90,7 +90,7 @@ class Sizes:
         self.bytes["gradients"] = max(self.bytes["gradients"], _bytes(grads))
 
     def _optimizers(self) -> list[Any]:
-        """The trainings' optimizers that are alive and in no later training."""
+        """Return the trainings' optimizers that still exist and are in no later training."""
         return [
             optimizer
             for training in self._trainings
@@ -99,7 +99,7 @@ class Sizes:
         ]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """(param, master) of the models' parameters and the optimizers'; the same tensor twice where there is none."""
+        """Return (param, master) for the models' and the optimizers' parameters; (param, param) without a master."""
         pairs = [
             pair
             for optimizer in self._optimizers()

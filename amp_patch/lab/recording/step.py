@@ -50,7 +50,7 @@ class Step:
         bodies: bodies of `scale_loss` that ended without an exception.
         forward_seen: whether a model's forward began.
         first: the id of the model whose forward began first. Forwards inside of that one do not count.
-        unclaimed_samples: how many the newest forward was given, until a loss follows it.
+        unclaimed_samples: the samples of the newest forward, until a loss claims them.
         others: how many steps other optimizers took.
     """
 
@@ -62,19 +62,19 @@ class Step:
     others: int = 0
 
     def claim_samples(self) -> int:
-        """The samples that came before a loss, which are no other loss's then."""
+        """Return the samples of the newest forward for its loss; no other loss gets them."""
         samples, self.unclaimed_samples = self.unclaimed_samples, 0
         return samples
 
     def unread_event(self, optimizer: Any, skipped: Tensor | float, inspected: bool) -> UnreadEvent:
-        """The "step" event. `skipped`: whether the optimizer did, a tensor where only the device knows."""
+        """Make the "step" event. `skipped`: whether the optimizer skipped; a tensor if only the device knows."""
         # The training waits for this call, with cold caches: `_event` does later what needs no tensor.
         bodies = self.bodies
         values = [skipped, *(body.loss for body in bodies), *(body.scale for body in bodies)]
         return UnreadEvent(values, partial(self._event, id(optimizer), inspected))
 
     def _event(self, optimizer: int, inspected: bool, values: list[float]) -> Event:
-        """The event of the optimizer with this id. `values`: whether it skipped, the bodies' losses, their scales."""
+        """Make the event of the optimizer with this id. `values`: the skip flag, the bodies' losses, their scales."""
         bodies = self.bodies
         skipped, given, scales = values[0], values[1 : len(bodies) + 1], values[len(bodies) + 1 :]
         losses: dict[tuple[int, ...], list[float]] = {}  # key of a loss -> the values of its micro-batches
@@ -122,7 +122,7 @@ def single_value(loss: Tensor) -> Tensor:
 
 
 def sizes_of(args: Any, kwargs: Any) -> list[int]:
-    """Of the first tensor that a forward is given; nothing where that is not known."""
+    """Return the shape of the first tensor among a forward's arguments; [] if it is not known."""
     try:
         tensor = args[0] if args and isinstance(args[0], Tensor) else next(iter(tree.tensors((args, kwargs))), None)
         if tensor is None:

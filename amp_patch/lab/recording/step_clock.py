@@ -43,13 +43,13 @@ class StepClock:
         self._last = self._now()
 
     def take_step(self) -> Step:
-        """The step that has ended; another one begins."""
+        """Return the step that has ended, and begin another."""
         step, self.step = self.step, Step()
         return step
 
     def forward_begins(self, model: nn.Module) -> bool:
-        """Whether it is the forward of the step's first model: not one inside of it, nor one recomputed in backward."""
-        # No hook says when the backward of a GradScaler's loss ends: at the latest it has ended when a forward begins.
+        """Tell whether this is a forward of the step's first model, not inside another or recomputed in backward."""
+        # No hook notifies of the end of a GradScaler's backward. It has ended at the latest when a forward begins.
         if not self._open_bodies and torch._C._current_graph_task_id() == -1:
             self.backward_ends()
         if self._phase is _IDLE:
@@ -60,39 +60,39 @@ class StepClock:
         return self._phase == "forward" and self.step.first == id(model)
 
     def body_begins(self) -> None:
-        """A `scale_loss` is entered."""
+        """Note the entry of a `scale_loss`."""
         self._open_bodies += 1
         if self._open_bodies == 1:
             self._mark("optimizer" if self._stepping and self._phase is _IDLE else self._part_before_loss())
             self._phase = "backward"
 
     def body_ends(self) -> None:
-        """A `scale_loss` is left."""
+        """Note the exit of a `scale_loss`."""
         self._open_bodies = max(0, self._open_bodies - 1)
         if self._open_bodies == 0:
             self._mark("backward")
             self._phase = _IDLE
 
     def loss_given_to_scaler(self) -> None:
-        """`scaler.scale(loss)` was called: the backward follows."""
+        """Note a call of `scaler.scale(loss)`, before the backward."""
         if self._phase != "backward":
             self._mark(self._part_before_loss())
             self._phase = "backward"
 
     def backward_ends(self) -> None:
-        """Nothing, unless a backward was running."""
+        """Note the end of a backward, if one is running."""
         if self._phase == "backward":
             self._mark("backward")
             self._phase = _IDLE
 
     def step_begins(self) -> None:
-        """An optimizer's step begins. A second call before `step_ends` is of a parent class, and changes nothing."""
+        """Note the begin of an optimizer's step. A second call before `step_ends` (a parent's step) does nothing."""
         if not self._stepping:
             self._mark("between" if self._phase is _IDLE else self._phase)
             self._stepping = True
 
     def step_ends(self) -> None:
-        """The optimizer's step has returned."""
+        """Note the end of the optimizer's step."""
         self._mark("optimizer")
         self._stepping = False
         self._phase = "backward" if self._open_bodies else _IDLE
@@ -101,7 +101,7 @@ class StepClock:
         return "forward" if self.step.forward_seen else "data"
 
     def _now(self) -> Any:
-        """Seconds, or for a training on CUDA an event that is recorded on its stream: no sync."""
+        """Return seconds; for a training on CUDA, an event recorded on its stream. No sync."""
         if self.cuda is None:
             return clock()
         event = torch.cuda.Event(enable_timing=True)
