@@ -39,7 +39,7 @@ NONE_KEPT = "()"  # value of KEEP_HIGH for no module; if it is empty, the first 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
 _OF_EITHER_DTYPE = ("O1", "O2", "O3")
 
-# Rung, the word after a level's name and a "+" -> the option of `initialize` that it sets, and the value.
+# The words that may follow a level's name after a "+": word -> (the option of `initialize` that it sets, its value).
 RUNGS = {
     **{name: ("dtype", name) for name in PRODUCT_FORMATS},
     SPLIT: ("master_weights", SPLIT),

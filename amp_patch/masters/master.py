@@ -26,8 +26,8 @@ class Master(nn.Parameter):
     A gradient may be deferred: stored in low precision (`HalfGradients`) and materialized in FP32 when `.grad` is read.
     After a step `.grad` returns the gradient of that step (`SteppedGradients`).
 
-    `connect` gives a parameter this class, and `disconnect` removes it. Copies keep it; pickles contain plain
-    parameters.
+    `connect` of masters.py gives a parameter this class, and `disconnect` removes it. Copies keep it; pickles contain
+    plain parameters.
     """
 
     waiting: HalfGradients | None = None  # the optimizer's; None: gradients are FP32 immediately

@@ -396,7 +396,7 @@ def _in_backward() -> bool:
 
 
 def _cast_in(args: Any, kwargs: Any, low: torch.dtype) -> tuple[Any, Any, _Edits | None]:
-    """Return the arguments of forward cast to `low`, and the edits of dicts among them to copy back, if any."""
+    """Return forward's arguments cast to `low`, and what copies forward's writes into cast dicts to the caller's."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
         return (tree.cast_floats(args[0], low),), kwargs, None
     cast_args, cast_kwargs = tree.cast_floats((args, kwargs), low)

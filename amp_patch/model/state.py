@@ -1,4 +1,7 @@
-"""The state of a model in a training, and the policy of the model whose forward runs on this thread."""
+"""The record of a model in a training, and the policy of the model whose forward runs on this thread.
+
+What the model's `state_dict()` returns is in forward.py.
+"""
 
 from __future__ import annotations
 

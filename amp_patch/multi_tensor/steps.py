@@ -193,15 +193,16 @@ def multi_tensor_encode(values: Tensors, codes: Tensors, scales: Tensors) -> Non
     """FP32 ``values`` in eight bits each: into ``codes`` and ``scales``, which are written in place.
 
     Codes of int8 are the bytes of `torch.float8_e4m3fn`, for numbers of both signs. Codes of uint8 are E5M3 without a
-    sign, for squares; a negative number becomes its magnitude. 256 elements that follow each other in memory share a
-    scale, float32: the largest magnitude, whose elements come back to the bit. Any other is rounded to the code below
-    or above it by its own lowest bits, so that the mean is the number. In a block of squares that has numbers, the
-    least is 2^-32 of the largest, and never 0. A block of momenta below 2^-109 is zeros. One with a NaN, an infinity or
-    a number from 2^126 on is NaN as a whole.
+    sign, for squares; a negative number becomes its magnitude. 256 consecutive elements in memory share a float32
+    scale, their largest magnitude; elements of that magnitude are exact. Every other element is rounded to one of the
+    two nearest codes, chosen by its own lowest bits, so that rounding has no bias. A block of squares that is not all
+    zero decodes to no zero: elements below 2^-32 of the largest are raised to that. If the largest is below 2^-94, all
+    elements become the largest, which is then at least 2^-109. A block of momenta below 2^-109 becomes zeros. A block
+    with a NaN, an infinity or a number from 2^126 on becomes NaN.
 
     ``scales`` has for each tensor one of shape [ceil(elements / 256)]. Tensors of values and codes at a place have one
-    shape and one memory order, as for `multi_tensor_adam`, whose errors this raises. Of what `multi_tensor_decode`
-    gives this makes the same codes and scales again. Nothing syncs with the device.
+    shape and one memory order, as for `multi_tensor_adam`, whose errors this raises. Encoding what
+    `multi_tensor_decode` returned gives the same codes and scales. Nothing syncs with the device.
     """
     run(_ENCODE, plain_codes.encode, (values, codes, scales), ())
 

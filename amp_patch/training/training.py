@@ -228,7 +228,7 @@ def enter(
             neighbours=Neighbours(
                 siblings=training.optimizers,
                 models=[weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())],
-                # Modules whose parameters no optimizer holds yet count too: user code may add them to this one.
+                # FSDP modules whose parameters are in no optimizer yet too: user code may add these to this optimizer.
                 sharded=[weakref.ref(module) for module, inside in sharded if held & inside or not owned & inside],
                 unowned=unowned,
                 process_group=process_group,

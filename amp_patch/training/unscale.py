@@ -120,9 +120,9 @@ def _add(found: FoundInf, more: FoundInf) -> None:
 def _leave_in_low_precision(
     optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Number | None
 ) -> tuple[FoundInf, Sequence[tuple[Tensor, Tensor]]]:
-    """Defer the gradients of optimizers whose strategy takes low-precision gradients: only check them for overflow.
+    """Leave gradients in low precision if their optimizer's strategy takes them: check them for overflow, no more.
 
-    The gradients of an optimizer are not deferred if a wrapper or another optimizer reads them too.
+    Their conversion to FP32 is deferred to the step. It is not deferred if a wrapper or another optimizer reads them.
 
     Returns:
         The overflow flag of each device, as `gather` returns it, and the pairs whose gradients are not deferred.

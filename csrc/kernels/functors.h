@@ -197,9 +197,8 @@ struct ScaleNorm : Scale<T> {
   }
 };
 
-// out = master, or param if user code has changed the parameter, so that the master no longer rounds to it. A NaN
-// differs from everything. The output is the master itself and seldom changes: a loop need not write if changes() is
-// false.
+// out = param if user code has changed the parameter (the master no longer rounds to it; a NaN always counts as
+// changed), else master. `out` is the master's own memory, so a loop need not write if changes() is false.
 template <class T>
 struct Adopt {
   static constexpr bool writes = true, watches = false, reduces = false;

@@ -90,7 +90,8 @@ Row<K> contiguous_row(const std::array<void*, K>& data, const std::array<c10::Sc
   return row;
 }
 
-// Fills `row` from tensors of the same sizes. kLinear: only its base, Row<K>, is filled. kScattered: nothing is.
+// Fills `row` from `views`, which have the same sizes, and returns their layout. kStrided: all of `row` is filled.
+// kLinear: only its base, Row<K>. kScattered: `row` must not be used.
 template <int K>
 Layout place(const std::array<View, K>& views, int64_t index, StridedRow<K>& row) {
   constexpr int64_t kMost = 64;

@@ -79,8 +79,9 @@ C10_HOST_DEVICE inline MasterBits<V> read_masters(const StepRow& row, int64_t at
   return bits;
 }
 
-// The masters: joined, or with the values that user code has written into their weights. kRounds: some weights may have
-// no masters. If it is false, the code that rounds them stochastically, and its registers, are left out.
+// Returns the FP32 values to step: split masters are joined from weight and low half. Other masters are as stored, or
+// have the weight's value if user code has written it. kRounds: some weights may have no master (stochastic rounding),
+// and are read themselves. If it is false, that code and its registers are left out.
 template <int V, bool kRounds>
 C10_HOST_DEVICE inline Pack<float, V> join_masters(const StepRow& row, const MasterBits<V>& bits) {
   if (row.dtype[kParam] == c10::ScalarType::Short) {

@@ -51,7 +51,7 @@ def init(
         enable_caching, verbose: see `AmpHandle`.
         allow_banned: run functions without a safe FP16 form in FP32 instead of refusing them.
         patch_type: low-precision type of the casts: torch.float16, or torch.bfloat16 (ROCm's). Also as a string.
-        user_cast_preferred: without effect: a registered function always has the registered rule alone (Huawei's).
+        user_cast_preferred: Huawei's argument, ignored: a registered function follows its registered rule.
 
     Returns:
         The handle: `wrap_optimizer(optimizer, num_loss=1)`, and `_deactivate()` to turn the casts off again.

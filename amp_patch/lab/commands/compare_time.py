@@ -100,9 +100,10 @@ class RunTimes:
                 timed.ended = True
 
     def left(self) -> float | None:
-        """Return the seconds until all runs have ended.
+        """Estimate the seconds until the last run ends.
 
-        None where the number of steps is not known, or a run that was begun has not taken enough of them.
+        None while there is no estimate: no run has begun, the number of steps is unknown, a begun run has too few timed
+        steps, or nothing is known yet for a waiting run.
         """
         steps = self.steps
         if steps is None or not self._timed:

@@ -1,14 +1,14 @@
 """`python -m amp_patch run train.py`: run a script that was written for Apex, unedited.
 
 For the script, this differs from `python train.py` in two points: `import apex` works, and torch is imported already.
-The script itself becomes `sys.modules["__main__"]`, so that objects of its classes can be
-unpickled. A module, a folder or a zip file is run by the function of runpy that the interpreter uses for it.
+The script itself becomes `sys.modules["__main__"]`, so that objects of its classes can be unpickled. A module, a folder
+or a zip file is run by the function of runpy that the interpreter uses for it.
 
-Child processes: a forked process inherits the installation. A spawned one (torch.multiprocessing, DataLoader workers)
-imports the script again and needs amp_patch's apex before that. It installs it while it unpickles the data that
-multiprocessing sends ahead of the script's name. A `sitecustomize` on PYTHONPATH would reach every Python process that
-the script starts, unrelated tools included, and would hide the machine's own `sitecustomize`. A launcher is given the
-module to run: `torchrun --nproc-per-node 2 -m amp_patch run train.py`.
+Child processes: a forked process inherits amp_patch's apex. A spawned one (torch.multiprocessing, DataLoader workers)
+imports the script again, and needs this apex before that. So `run` adds a call to the data that multiprocessing sends
+ahead of the script's name, and unpickling the data installs it. A `sitecustomize` on PYTHONPATH was rejected: it would
+reach every Python process that the script starts, and would hide the machine's own `sitecustomize`. A launcher is given
+the module to run: `torchrun --nproc-per-node 2 -m amp_patch run train.py`.
 """
 
 from __future__ import annotations

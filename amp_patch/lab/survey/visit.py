@@ -363,7 +363,8 @@ class Visitor(TorchFunctionMode):
                         call.func(*args, **kwargs)
                 except (RuntimeError, TypeError) as error:
                     self._tried[key] = error
-            # Code that takes FP32 on purpose may ask for the type that comes in, and convert back in another branch.
+            # torch's error does not count if the script has raised an input to FP32: such code may test the incoming
+            # type, and convert back in a branch that this FP32 run did not take.
             on_purpose = any(facts.raised and kind not in facts.low for _, facts in call.inputs)
             if (known := self._tried[key]) is not None and not on_purpose:
                 call.errors[kind] = known
