@@ -1,8 +1,8 @@
 """Skips of steps after an overflow, on the host or on the device, with the parameters that overflowed by name.
 
 The backward passes before a step record the overflow flag (`unscale.py`) and lower the scale (`loss_scaler.py`). `Step`
-calls `decide`: the optimizer's own step is called, skipped, or given the flag. Under DDP all ranks decide alike, because
-gradients are averaged before they are checked. Other reductions need `initialize(process_group=)`.
+calls `decide`: the optimizer's own step is called, skipped, or given the flag. Under DDP all ranks decide alike,
+because gradients are averaged before they are checked. Other reductions need `initialize(process_group=)`.
 """
 
 from __future__ import annotations

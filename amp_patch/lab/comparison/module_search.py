@@ -38,7 +38,7 @@ class Trial:
 
     @property
     def passes(self) -> bool:
-        """Whether this trial has figures, its gap to O0 makes the level usable, and no run failed or skipped too much."""
+        """Whether this trial has figures, its gap to O0 makes the level usable, no run failed or skipped too much."""
         return self.level is not None and self.level.finding.sound and self.level.finding.skips is None
 
     @property

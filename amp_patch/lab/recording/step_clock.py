@@ -48,7 +48,7 @@ class StepClock:
         return step
 
     def forward_begins(self, model: nn.Module) -> bool:
-        """Note the begin of a forward. Return whether it counts: it is not inside another one or recomputed in backward."""
+        """Note the begin of a forward. Return whether it counts: not inside another one, nor recomputed in backward."""
         # No hook notifies of the end of a GradScaler's backward. It has ended at the latest when a forward begins.
         if not self._open_bodies and torch._C._current_graph_task_id() == -1:
             self.backward_ends()
