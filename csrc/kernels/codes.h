@@ -3,14 +3,14 @@
 //   unsigned (uint8)  E5M3, without FP16's sign: code << 7; the scale is the number 2^15
 //   signed (int8)     E4M3, the byte of torch.float8_e4m3fn, without the highest bit of FP16's exponent; the scale is 1
 //
-// The scale is the largest magnitude of the block, and that element comes back to the bit. The others are rounded to the
-// code below or above by the last 7 bits of the scaled FP32 number, which are added where the code is cut off. So the
-// mean is the number itself, as with random bits, and no seed is needed. code -> FP32 -> code is exact: the number is a
-// few FP32 roundings from a code, FP16 rounds it there, and the bits added do not reach the next code.
+// The scale is the largest magnitude of the block, and that element comes back to the bit. The others are rounded to
+// the code below or above by the last 7 bits of the scaled FP32 number, which are added where the code is cut off. So
+// the mean is the number itself, as with random bits, and no seed is needed. code -> FP32 -> code is exact: the number
+// is a few FP32 roundings from a code, FP16 rounds it there, and the bits added do not reach the next code.
 //
 // A square is never 0 in a block that has numbers: beside a momentum, the step would be that over eps. For the same
-// reason a block of squares whose largest is below kLeast has kLeast as its scale, and one whose smallest codes would be
-// subnormal (below kUniform) has the largest everywhere. Squares have no sign: a negative number is its magnitude. A
+// reason a block of squares whose largest is below kLeast has kLeast as its scale, and one whose smallest codes would
+// be subnormal (below kUniform) has the largest everywhere. Squares have no sign: a negative number is its magnitude. A
 // block of momenta below kLeast is zeros. A block with a NaN, an infinity or a number from kMost on is NaN as a whole:
 // its scale is.
 #pragma once
