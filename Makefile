@@ -16,7 +16,7 @@ OF_EMULATION := $(wildcard tests/casts/test_cpu_half*.py) tests/frontend/test_le
 # C++ and CUDA, in all folders: what clang-format reads, and what the extension is older than when one has changed.
 SOURCES := $(sort $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu'))
 # Folders whose tests come to other code without the extension. (Those of the casts try both kinds of wrapper anyway.)
-OF_KERNELS := $(addprefix tests/,apex_surface frontend masters model multi_tensor optimizers training)
+OF_KERNELS := $(addprefix tests/,apex_surface around frontend masters model multi_tensor optimizers storage training ways)
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null))
 
 .DEFAULT_GOAL := help
