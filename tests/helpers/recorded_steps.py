@@ -14,6 +14,7 @@ from amp_patch.lab.recording import compiled_forwards
 from amp_patch.lab.recording import recorder as recording
 from amp_patch.multi_tensor import backend
 from amp_patch.training import observers
+from amp_patch.watch import left_out
 
 torch_hooks = sys.modules["torch.optim.optimizer"]
 
@@ -35,12 +36,17 @@ def one_step(model, optimizer, inputs=((1.0, 1.0),), factor=1.0, **options):
     optimizer.step()
 
 
+def foreign(hooks):
+    """The hooks of all optimizers but those by which trainings watch for left-out weights."""
+    return [hook for hook in hooks.values() if hook.__module__ != left_out.__name__]
+
+
 def untouched():
     """Whether nothing of a recorder is in the process."""
     return (
         not observers._observers
-        and not torch_hooks._global_optimizer_pre_hooks
-        and not torch_hooks._global_optimizer_post_hooks
+        and not foreign(torch_hooks._global_optimizer_pre_hooks)
+        and not foreign(torch_hooks._global_optimizer_post_hooks)
         and not recording._recorders
         and not compiled_forwards._listeners
         and not compiled_forwards._installation.installed
