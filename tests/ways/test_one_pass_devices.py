@@ -87,6 +87,8 @@ def test_a_group_on_two_devices_is_stepped_on_each(recipe, split, calls, monkeyp
     assert all(torch.equal(a, b) for end in ends[:2] for a, b in zip(end, ends[2], strict=True))
 
 
+# The loss on "meta" is not scaled, which would train wrongly if it had numbers.
+@pytest.mark.filterwarnings("ignore:scale_loss. a backward pass in the body went past the scaled loss")
 def test_the_flag_of_an_overflow_is_brought_to_each_device(calls, monkeypatch):
     monkeypatch.setattr(device_sync, "waits", lambda device: True)  # so that FusedSGD skips on the device
     agree = distributed.agree
