@@ -100,7 +100,8 @@ class ScaledBackward(Block):
                 self._hooks.append(loss.register_hook(self._of_loss.append))
                 self._hooks.append(scaled.register_hook(self._of_scaled.append))
                 # In first bodies alone. FSDP calls such hooks when the backward pass is over.
-                if all(stash.bodies == 1 and not stash.neighbours.sharded for stash in self.stashes):
+                first = self.stashes[0].bodies == 1
+                if first and all(stash.bodies == 1 and not stash.neighbours.sharded for stash in self.stashes):
                     self._others = slips.OtherBackwards()
                     self._hooks.append(self._others)  # before `watch`, so that after an interrupt its hooks are removed
                     self._others.watch(scaled, self.params())
@@ -170,7 +171,8 @@ class ScaledBackward(Block):
         accumulating = []
         for stash, held, new in parts:
             if stash.pending is None:
-                if stash.backward.ended == body_events.count - 1:  # else another body may have left gradients rightly
+                # In the first two bodies alone. Gradients of another body would be right.
+                if stash.bodies <= 2 and stash.backward.ended == body_events.count - 1:
                     slips.warn_of_dropped(stash, new.low)
                 drop_gradients(new.low)
                 if not stash.masters.waiting and not with_gradient(held.masters):

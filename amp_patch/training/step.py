@@ -141,7 +141,7 @@ class Step(Block):
             joints.tell(joints.captured, optimizer, stash)
         if stash.pending is not None or stash.neighbours.sharing:
             unscale_pending(optimizer)  # `prepare` did not run (a captured method), or a pre-hook ran a backward
-        if not warn_of_no_scaler_step(optimizer, stash) and self.links.params:
+        if (stash.bodies or not warn_of_no_scaler_step(optimizer, stash)) and self.links.params:
             _warn_of_ungathered(optimizer, stash, self.links)
         if stash.device_skips:
             stash.collect_device_skips()
