@@ -17,9 +17,9 @@ from amp_patch.masters.gradients import FoundInf, gather
 from amp_patch.policy import scale_number
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
-from amp_patch.support.fsdp import refuse_sharded_since
 from amp_patch.training import slips
 from amp_patch.training.innermost import innermost
+from amp_patch.training.scale_loss import refuse_sharded_since
 from amp_patch.training.stash import distinct_pairs, stash_of
 from amp_patch.training.step import consume
 from amp_patch.training.unscale import drop, first_of
@@ -335,8 +335,7 @@ class GradScaler(torch.amp.GradScaler):
             found = distributed.agree(gather([(p, p) for p in params], inv_scale), params)
             return self._everywhere(found, inv_scale.device)
         target = innermost(optimizer)
-        for ref in stash.neighbours.models:
-            refuse_sharded_since(ref(), "GradScaler.unscale_")
+        refuse_sharded_since(stash.neighbours.models, "GradScaler.unscale_")
         stash.masters.drop_stepped_grads()
         pairs = distinct_pairs([target])
         try:

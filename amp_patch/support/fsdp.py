@@ -35,12 +35,6 @@ def without_fsdp(base: type) -> dict[str, Any]:
     return {"__new__": lambda cls, *args, **kwargs: base.__new__(base, *args, **kwargs)}
 
 
-def is_used() -> bool:
-    """Tell whether this process may have sharded a module: `fully_shard` makes a subclass of FSDPModule per class."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and bool(kind.__subclasses__())
-
-
 def is_fsdp1(module: Any) -> bool:
     """Tell whether `module` is a FullyShardedDataParallel (FSDP1)."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
@@ -90,16 +84,3 @@ def param_groups(module: Any) -> list[Any]:
 def fsdp_state(module: Any) -> Any:
     state = getattr(module, "_get_fsdp_state", None)
     return None if state is None else state()
-
-
-def refuse_sharded_since(model: nn.Module | None, caller: str) -> None:
-    """Raise if `fully_shard` took one of a training's models after `initialize` did, which got its optimizer then."""
-    if model is None or not is_used():
-        return
-    state = vars(model).get("_amp")
-    if state is not None and is_fsdp(model) and not state.sharded:
-        raise RuntimeError(
-            f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and put other "
-            "parameters in place of those that the optimizer and its masters hold; call fully_shard first, with "
-            "mp_policy=amp.fsdp_policy(opt_level), then make the optimizer, then call initialize()"
-        )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.support import compiled
-from amp_patch.support.fsdp import refuse_sharded_since
+from amp_patch.support.fsdp import is_fsdp
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import joints, slips
 from amp_patch.training.arguments import Optimizers
@@ -100,9 +103,23 @@ def _checked_scaler(loss: Any, stashes: list[Stash], loss_id: int) -> LossScaler
         came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
     for stash in stashes:
-        for ref in stash.neighbours.models:
-            refuse_sharded_since(ref(), "scale_loss")
+        refuse_sharded_since(stash.neighbours.models, "scale_loss")
     return scaler_of(stashes[0], loss_id).to(loss.device)
+
+
+def refuse_sharded_since(models: Iterable[weakref.ref[nn.Module]], caller: str) -> None:
+    """Raise RuntimeError if `fully_shard` was called on one of `models` after `initialize` received it."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is None or not kind.__subclasses__():  # `fully_shard` makes a subclass of FSDPModule per class
+        return
+    for model in (model for ref in models if (model := ref()) is not None):
+        state = vars(model).get("_amp")
+        if state is not None and is_fsdp(model) and not state.sharded:
+            raise RuntimeError(
+                f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and put other "
+                "parameters in place of those that the optimizer and its masters hold; call fully_shard first, with "
+                "mp_policy=amp.fsdp_policy(opt_level), then make the optimizer, then call initialize()"
+            )
 
 
 def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:

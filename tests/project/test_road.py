@@ -12,16 +12,15 @@ from python_forks import python
 
 from amp_patch import multi_tensor
 
-# (calls, files). Lower them whenever the road gets shorter; to raise one is to make every user's step longer. Levels with
-# masters have one call, in one file, by which a second optimizer of their weights is found.
+# (calls, files). Lower them whenever the road gets shorter; to raise one is to make every user's step longer.
 CEILINGS = {
     "O1": (155, 25),
-    "O2": (199, 29),
+    "O2": (198, 28),
     "O4": (135, 22),
-    "O5": (178, 27),
-    "O5, split": (189, 28),
+    "O5": (177, 26),
+    "O5, split": (189, 27),
     "GAN, O1": (727, 26),
-    "GAN, O2": (732, 34),
+    "GAN, O2": (732, 33),
 }
 
 
