@@ -146,7 +146,7 @@ def without_rungs(opt_level: str, options: Options) -> tuple[str, Options]:
             raise ValueError(
                 f"initialize: opt_level {opt_level!r} means {option}={value!r} and got {option}={given!r}; give one"
             )
-    return named.level, replace(options, **named.options)
+    return named.level, replace(options, **named.options) if named.options else options
 
 
 def name_of(policy: Policy) -> str:

@@ -61,7 +61,7 @@ def test_the_environment_gives_a_script_legal_options_of_its_level(level, given,
     wanted = variables.get("AMP_PATCH_OPT_LEVEL", level)
     assert policy.opt_level == name == wanted
     if not variables:
-        assert kept == asked
+        assert kept is asked
     if "AMP_PATCH_OPT_LEVEL" in variables and wanted == "O0":
         assert policy == OPT_LEVELS["O0"]
     elif wanted != level:  # the script did not ask for it: no option of the script's undoes it
