@@ -119,27 +119,32 @@ def watch_unowned(training: Training, models: list[nn.Module], targets: list[Any
     """
 
     def in_none(params: list[Tensor]) -> list[Tensor]:
-        pairs = [pair for each in all_optimizers() for pair in known_stash(each).masters.pairs(each.param_groups)]
-        held = {id(param) for param, _ in pairs}
+        held = _held(all_optimizers())
         return [param for param in params if id(param) not in held]
 
     def find(optimizer: Any, stash: Stash) -> None:
         if found := [param for ref in frozen if (param := ref()) is not None and param.requires_grad]:
             frozen[:] = [ref for ref in frozen if (param := ref()) is not None and not param.requires_grad]
-            thawed.extend(in_none(found))
-            stash.neighbours.unowned += in_none(found)
+            unowned = in_none(found)
+            thawed.extend(unowned)
+            stash.neighbours.unowned += unowned
 
     def warn(optimizer: Any, stash: Stash) -> None:
         if found := in_none([param for param in thawed if own_grad(param) is not None]):
             thawed.clear()
             _warn_of_thawed(optimizer, [stash.neighbours.names.get(id(param), "?") for param in found])
 
-    own = {id(p) for each in targets for p, _ in known_stash(each).masters.pairs(each.param_groups)}
+    own = _held(targets)
     every: dict[int, Tensor] = {id(p): p for model in models for p in model.parameters() if not p.requires_grad}
     frozen, thawed = [weakref.ref(param) for key, param in every.items() if key not in own], list[Tensor]()
     for stash in map(known_stash, targets) if frozen else ():
         stash.neighbours.before_backward.append(find)
         stash.neighbours.before_step.append(warn)
+
+
+def _held(optimizers: list[Any]) -> set[int]:
+    """Return the ids of the models' parameters that `optimizers` hold, themselves or through masters."""
+    return {id(p) for each in optimizers for p, _ in known_stash(each).masters.pairs(each.param_groups)}
 
 
 def _warn_of_thawed(optimizer: Any, names: list[str]) -> None:

@@ -52,10 +52,10 @@ class _FirstStep(Observer):
     def training_begun(self, training: Any) -> None:
         if training is None:
             return
-        optimizers = [o for ref in training.optimizers if (o := ref()) is not None]
+        optimizers = [innermost(o) for ref in training.optimizers if (o := ref()) is not None]
         for optimizer in optimizers:
-            self._steps.setdefault(id(innermost(optimizer)), 0)
-        held = [p for o in optimizers for group in innermost(o).param_groups for p in group["params"]]
+            self._steps.setdefault(id(optimizer), 0)
+        held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         for model in (m for ref in training.models if (m := ref()) is not None):
             if id(model) not in self._models:
                 self._models[id(model)] = model

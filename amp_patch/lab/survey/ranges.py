@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,12 +106,16 @@ def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
 def _scores(call: Call) -> tuple[Tensor, Facts, int] | None:
     """Return the argument of a softmax, or the mask of an attention, with its facts and the dimension."""
     if call.op in ("softmax", "log_softmax") and call.inputs:
-        dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else -1)
+        dim = _dim_of(call)
         return (*call.inputs[0], dim) if isinstance(dim, int) else None
     if call.op in ("scaled_dot_product_attention", "multi_head_attention_forward"):
         masks = [(t, facts) for t, facts in call.inputs if not facts.learned and call.range(t)[0] < -1e4]
         return (*masks[0], -1) if masks else None
     return None
+
+
+def _dim_of(call: Call) -> Any:
+    return call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else -1)
 
 
 # Python numbers
@@ -160,7 +165,7 @@ def _softmax_is_coarse(call: Call) -> Iterator[Finding]:
     tensor, facts = call.inputs[0]
     if not (facts.rounded and tensor.numel()):
         return
-    dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else -1)
+    dim = _dim_of(call)
     if call.op == "cross_entropy":
         dim = 1 if tensor.dim() > 1 else 0
     if not isinstance(dim, int):

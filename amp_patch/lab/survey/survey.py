@@ -242,7 +242,6 @@ def _step(surveyor: Surveyor, optimizer: Any) -> None:
     held = [param for group in optimizer.param_groups for param in group["params"]]
     before = [param.detach().clone() for param in held]
     state = {key: {name: _copied(value) for name, value in each.items()} for key, each in optimizer.state.items()}
-    surveyor.stop_calls = True  # type: ignore[attr-defined]
     try:
         surveyor.step_begins(optimizer)
         optimizer.step()
