@@ -34,7 +34,8 @@ def entry_of(function: Callable[..., Any], run: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("keeps_the_traceback", [False, True])
 def test_ctrl_c_as_scale_loss_closes(keeps_the_traceback):
     training, before = Training("O2", cpu_half="emulate"), surroundings()
-    training.iteration("first")  # what is imported at first use is no part of this
+    for _ in range(2):  # the first two iterations import modules, and remove hooks that look for slips
+        training.iteration("first")
     at = entry_of(ScaledBackward.close, lambda: training.iteration("first"))
     raised = Raise(at)(lambda: training.iteration("second"))
     assert raised.place[0] is ScaledBackward.close.__code__
