@@ -1,3 +1,3 @@
-"""`python -m amp_patch ...`: a file a command (run, check, compare), beside it what that needs."""
+"""The commands of `python -m amp_patch`: one file for each (run, check, compare, search, report), and its helpers."""
 
 from __future__ import annotations

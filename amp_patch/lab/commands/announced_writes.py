@@ -1,7 +1,7 @@
 """Callbacks before a script writes a file, or starts a process that may write one.
 
-They see writes by functions of Python, torch and safetensors. An audit hook would see a few more writes, but Python
-also calls it for each `id()`: about 35 microseconds a step.
+They are called for writes by functions of Python, torch and safetensors. An audit hook (`sys.addaudithook`) would see a
+few more writes, but would cost about 35 microseconds a step, because Python also calls it for each `id()`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class _Announced:
         return self._original(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
-        return _itself, (self._original,)  # a spawned process gets the original: it takes no turns
+        # Pickled for a spawned process, which takes no turns: it gets the original function.
+        return _itself, (self._original,)
 
 
 def _itself(value: Any) -> Any:
@@ -63,7 +64,8 @@ def announce(
     Args:
         patches: holds the replacements; removing it restores the originals.
         on_write: called with the paths that are about to be written, renamed or removed.
-        on_process: called before a process starts or joins others, with a phrase such as "starts processes".
+        on_process: called before a process is started, or this one joins a process group, with a phrase such as "starts
+            processes".
         on_temporary: called instead of `on_write` with a path that `tempfile` is about to create.
     """
 
@@ -105,16 +107,17 @@ def announce(
         announced(os, name, first)
     for name in _OF_TWO:
         announced(os, name, both)
-    if (accessor := getattr(pathlib, "_NormalAccessor", None)) is not None:  # Python 3.10: has the originals
+    # pathlib of Python 3.10 calls the functions of `os` and `io` that it stored here at its import.
+    if (accessor := getattr(pathlib, "_NormalAccessor", None)) is not None:
         patches.set(accessor, "open", opened)
         for name in ("mkdir", "unlink", *_OF_TWO):
             patches.set(accessor, name, getattr(os, name))
     announced(shutil, "rmtree", first)
     announced(sqlite3, "connect", first)
-    announced(torch._C, "PyTorchFileWriter", first)  # torch.save writes by it, in C++
+    announced(torch._C, "PyTorchFileWriter", first)  # torch.save writes with this C++ class
     announced(torch.jit, "save", second)
     if importlib.util.find_spec("safetensors") is not None:
-        import safetensors  # before its submodules, which import the function by name
+        import safetensors  # patched here first: a submodule that is imported later binds the replacement
 
         for module in (safetensors, *map(sys.modules.get, ("safetensors.torch", "safetensors.numpy"))):
             if module is not None:
@@ -142,7 +145,7 @@ def _announce_processes(patches: Patches, on_process: Callable[[str], None]) -> 
     for name in ("system", "fork", "forkpty", "posix_spawn", "posix_spawnp", "execv", "execve"):
         if hasattr(os, name):
             patches.set(os, name, _Announced(getattr(os, name), starts))
-    if torch.distributed.is_available():  # the levels' process groups would meet at one port
+    if torch.distributed.is_available():  # process groups of two levels would use the same port
         join = torch.distributed.init_process_group
         joins = _Announced(join, lambda *_, **__: on_process("joins other processes"))
         patches.set(torch.distributed, "init_process_group", joins)

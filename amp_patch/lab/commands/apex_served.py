@@ -25,15 +25,16 @@ EXTENSIONS = re.compile(r"(fused_layer_norm|fused_adam|fused_dense|mlp|xentropy|
 
 @cache
 def modules() -> dict[str, ModuleType]:
-    """Return Apex's name -> module for every module that `amp_patch.apex.install` registers."""
+    """Return a dict from Apex's module name to the module, for every module that `amp_patch.apex.install` registers."""
     return dict(amp_patch.apex.modules())
 
 
 @cache
 def _known() -> dict[str, Any]:
-    """Return attribute of Apex's state or of the optimizer -> the object, or class, that amp_patch holds there.
+    """Return a dict from an attribute of Apex's state, or of an optimizer, to an example of its value, or its class.
 
-    Without this, `resolve` could not look below such an attribute: before the first `initialize` it is empty or absent.
+    Before the first `initialize` such an attribute is empty or absent. Without the example, `resolve` could not look up
+    a name below it, such as "apex.amp._amp_state.loss_scalers[]._loss_scale".
     """
     amp = modules()
     return {
@@ -72,7 +73,7 @@ def resolve(name: str) -> Any:
             try:
                 return _attribute(module, parts[length:])
             except AttributeError:
-                continue  # apex.amp._amp_state is a module for imports, and an object as an attribute
+                continue  # `apex.amp._amp_state` is a module in imports, but an object as an attribute of apex.amp
     raise AttributeError(f"amp_patch does not serve {name}")
 
 
@@ -93,9 +94,10 @@ def _declares(found: Any, name: str) -> bool:
 
 @cache
 def _differences() -> tuple[dict[str, str], dict[int, str]]:
-    """Return the differences of all rows twice: name -> difference, and id of the function or class -> difference.
+    """Return the differences of all rows as two dicts: by name, and by the id of the served function or class.
 
-    The ids find a function by an alias without a row, for example an import in another module of Apex.
+    The second dict has the difference of a function whose alias has no row, for example an import in another module of
+    Apex.
     """
     by_name, by_id = {}, {}
     for row in apex_surface.ROWS:

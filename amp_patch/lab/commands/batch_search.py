@@ -18,7 +18,7 @@ from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.recording.run import Run, dumps
 from amp_patch.support.files import write_whole
 
-_STEPS = 4  # 2 and 4 are timed: 1 warms up, and 3 counts the activations
+_STEPS = 4  # of a trial: step 1 warms up, 2 and 4 are timed, 3 counts the activations
 _FREE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
 
 
@@ -27,20 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-search",
         metavar="SIZE",
-        help="in place of a comparison, find the largest batch in so much memory (8GiB; free: what the GPU has free)",
+        help="do not compare; find the largest batch that fits into this memory (8GiB, or free: the GPU's free memory)",
     )
     parser.add_argument(
         "--batch-dim",
         type=int,
         metavar="N",
-        help="which dimension of the model's first tensor has the samples, from 0, as 1 of (time, batch); unless given "
-        "0, or in a search the one that moves with --batch-flag",
+        help="the dimension of the model's first tensor that counts samples, from 0: for example 1 of (time, batch) "
+        "(default: 0; in a search the dimension that changes with --batch-flag)",
     )
-    parser.add_argument("--batch-flag", metavar="FLAG", help="the script's own option for its batch, as --batch-size")
+    words = "the script's own option for its batch size, for example --batch-size"
+    parser.add_argument("--batch-flag", metavar="FLAG", help=words)
 
 
 def run(args: argparse.Namespace, plan: Plan, interrupts: Interrupts) -> int:
-    """Search, print the table, write batch_search.json, and return the exit status; `interrupts` ends the search."""
+    """Search each level of the plan, print the table, write batch_search.json, and return the exit status.
+
+    A signal that `interrupts` received ends the search.
+    """
     try:
         limit = _limit(args)
     except ValueError as error:
@@ -115,7 +119,7 @@ class _Trials:
         self.refusal: str | None = None
 
     def run(self, batch: int) -> tuple[Trial, str | None]:
-        """Train for a few steps with this batch, and return the trial and the level's type."""
+        """Train for a few steps with this batch. Return the trial, and the type that the run recorded for its level."""
         run = self._train(batch)
         memory = measures.memory_bytes(run) if run.error is None else None
         error = None if run.error is None else run.error_in_full

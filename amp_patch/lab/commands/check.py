@@ -5,8 +5,8 @@ says whether `compare` would accept them as an FP32 script.
 
 The files are parsed, never run. Names are found in imports under any alias, in `import_module`, `hasattr` and `getattr`
 with a string literal, in chains of attributes, in variables that are set to one of these, and in keyword arguments.
-Arguments and results of functions are not tracked. Only the private names that Apex puts on optimizers are recognised
-on any object.
+Arguments and results of functions are not tracked. An optimizer is often such an argument, so the private names that
+Apex puts on optimizers are recognised on any object.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def _ours(name: str) -> str:
 
 
 def read(paths: list[Path], kind: type[Names] | None = None) -> tuple[dict[str, list[str]], list[str]]:
-    """Collect name -> places ("train.py:3") of all names of a kind, and an error message for each unreadable file.
+    """Return a dict from each name of a kind to its places ("train.py:3"), and a message for each unreadable file.
 
-    `kind` None means Apex's names.
+    If `kind` is None, the names are Apex's.
     """
     uses: dict[str, list[str]] = {}
     errors = []
@@ -159,7 +159,10 @@ def _readable(paths: list[Path]) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _trees(path: Path) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the prefix of its places ("a.py:", "b.ipynb[2]:") and the syntax tree of a file, or of each code cell."""
+    """Yield the syntax tree of a Python file, or of each code cell of a notebook, after a prefix for its places.
+
+    A prefix is "a.py:" for a file, and "b.ipynb[2]:" for a cell.
+    """
     if path.suffix != ".ipynb":
         yield f"{path}:", _parsed(path.read_bytes(), path)
         return
@@ -228,7 +231,7 @@ def _optimizers_own() -> set[str]:
 class Names:
     """The names that one file, or notebook, binds to objects of Apex. Scopes are ignored: a file is one namespace."""
 
-    follows = staticmethod(_is_apex)  # whether a full name belongs to Apex, or is a package on the way to one
+    follows = staticmethod(_is_apex)  # whether a full name begins with a package that has names of this kind
 
     @staticmethod
     def own() -> set[str]:
@@ -245,7 +248,7 @@ class Names:
         self.others: set[str] = set()  # names that are also bound to other objects, for example in an `except` branch
 
     def collect(self, tree: ast.AST) -> None:
-        """Record the names that imports, and assignments of a followed name, bind in `tree`."""
+        """Record the names that `tree` binds to objects of Apex, by imports and by assignments to variables."""
         for node in ast.walk(tree):
             for clause in _imported(node):
                 if self.follows(clause.to):
@@ -422,7 +425,7 @@ def _lines(found: Finding, column: int) -> Iterator[str]:
 
 
 def _places(places: list[str], most: int = 4) -> str:
-    """Format places, the file once for neighbours: "a.py:1, 5, b.py:3 and 4 more"."""
+    """Format places: "a.py:1, 5, b.py:3 and 4 more". Successive places of one file name the file once."""
     shown, last = "", ""
     for place in places[:most]:
         file, _, line = place.rpartition(":")

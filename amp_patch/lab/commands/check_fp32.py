@@ -1,7 +1,7 @@
-"""The part of `check` on FP32 scripts, which use neither Apex nor torch's mixed precision: would `compare` accept them?
+"""The part of `check` that says whether `compare` would accept an FP32 script.
 
-The files are parsed, never run, and their imports are not followed. A training that is built in an imported module is
-therefore not found.
+An FP32 script uses neither Apex nor torch's mixed precision. The files are parsed, never run, and their imports
+are not followed. A training that is built in an imported module is therefore not found.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Trained:
 
 
 def trained(trees: Iterable[tuple[str, ast.AST]]) -> Trained:
-    """Search files, or notebook cells, for a training. Each comes as a prefix for its places and a syntax tree."""
+    """Search files, or notebook cells, for a training. `trees` has a prefix for places and a syntax tree of each."""
     found = Trained([], {}, [], {}, [])
     for prefix, tree in trees:
         before, names = found.size(), _bound(tree, found)
@@ -103,7 +103,10 @@ def _note_call(path: str, call: ast.Call, place: str, found: Trained) -> None:
 
 
 def report(found: Trained) -> Iterator[str]:
-    """Yield what `compare` would do with the script; nothing if the files do not train or import amp_patch."""
+    """Yield the lines that say whether `compare` would accept the script.
+
+    If the files contain no training, or if one imports amp_patch or Apex, yield nothing.
+    """
     if found.of_ours or not found.scripts:
         return
     script = shlex.quote(found.scripts[0]) if len(found.scripts) == 1 else "SCRIPT"

@@ -1,4 +1,4 @@
-"""`python -m amp_patch check --run train.py`: the first step of a script, unedited and in FP32, and a survey of it."""
+"""`python -m amp_patch check --run train.py`: run the first step of an unedited script in FP32, and survey it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from amp_patch.training.observers import Observer
 
 
 class _Ended(SystemExit):
-    """The first step is over: what ends the script."""
+    """Exit of the script after its first step."""
 
 
 class _FirstStep(Observer):
-    """Surveys a script in its `with` block until each optimizer has made a step, and a forward begins after that."""
+    """Observer that surveys the script in its `with` block, and ends it by `_Ended` after the first step.
+
+    The script ends at the first forward after each optimizer has stepped, or after one optimizer has stepped twice.
+    """
 
     def __init__(self) -> None:
         self.surveyor = Surveyor()
@@ -63,7 +66,7 @@ class _FirstStep(Observer):
                 self._entered.callback(model.register_forward_pre_hook(self._forward_begins()).remove)
 
     def _forward_begins(self) -> Any:
-        # A function, not a bound method: a deepcopy of the model would copy the survey along with that.
+        # A function, not a bound method: a deepcopy of the model copies its hooks, and would copy the observer too.
         def before(*_: Any) -> None:
             steps = self._steps.values()
             if steps and (all(steps) or max(steps) > 1):
@@ -82,8 +85,11 @@ class _FirstStep(Observer):
 
 
 def check_run(script: str, arguments: list[str], as_json: bool) -> None:
-    """Run a script until its first step is over, print the survey, and exit: 0, 1 if a level breaks, 2 if it failed."""
-    os.environ[LEVEL] = "O0"  # also where the script calls `initialize` itself
+    """Run a script until its first step is over, print the survey, and exit.
+
+    The exit status is 1 if a level would break a line, 2 if the script failed or made no step, else 0.
+    """
+    os.environ[LEVEL] = "O0"  # overrides the level of a call of `initialize` in the script
     first, given = (
         _FirstStep(),
         argparse.Namespace(

@@ -1,4 +1,4 @@
-"""`python -m amp_patch compare`: a process for each opt level and seed of a script, and the report."""
+"""`python -m amp_patch compare`: train a script in one process for each opt level and seed, and report the results."""
 
 from __future__ import annotations
 
@@ -69,14 +69,17 @@ def _checked(args: argparse.Namespace) -> Plan:
 def _measure(
     plan: Plan, args: argparse.Namespace, interrupts: Interrupts, found: list[Run]
 ) -> tuple[list[Run], int, int, OtherWork]:
-    """Return the runs, their planned number, the exit status of an interrupt (else 0), and other work."""
+    """Make the runs. Return them, their planned number, the exit status of an interrupt (else 0), and other work.
+
+    Other work is the measured load of other processes on the machine.
+    """
     scheduler = TurnScheduler(plan, args, interrupts, found)
     cut = scheduler.train()
     return scheduler.runs, scheduler.asked, cut, scheduler.load
 
 
 def _tell_what_the_processor_lacks(plan: Plan) -> None:
-    """Print a line for each type that is emulated here, because its levels then have about FP32's speed."""
+    """Print a note for each type that this processor emulates: levels of this type have about FP32's speed here."""
     if torch.cuda.is_available():
         return
     for dtype in lacking():

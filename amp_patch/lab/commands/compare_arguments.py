@@ -17,24 +17,24 @@ from amp_patch.policy import OPT_LEVELS, PRODUCT_FORMATS
 
 _OF_ONE_CALL = ("levels", "formats", "seeds", "quick", "resume", "module", "script", "arguments")
 _EPILOG = """
-The script is not changed: AMP_PATCH_OPT_LEVEL (and with --dtype AMP_PATCH_DTYPE) overrides what it gives to
-amp.initialize, and AMP_PATCH_SEED tells it the seed, should it ask. Its loss, times, memory and loss scale are recorded
-from amp.scale_loss and optimizer.step; it may add figures of its own with amp.log(held_out_loss=...).
+The script is not changed. AMP_PATCH_OPT_LEVEL (and with --dtype AMP_PATCH_DTYPE) overrides its arguments of
+amp.initialize; it can read the seed from AMP_PATCH_SEED. Its loss, times, memory and loss scale are recorded by
+amp.scale_loss and optimizer.step, and it may add figures of its own with amp.log(held_out_loss=...).
 
-Seeds: all levels of a seed start from the same random state. Seed 0 leaves the seeds that the script sets as they are;
-for seed n, 1,000,003 n is added to what it gives to torch.manual_seed, random.seed and numpy.random.seed, and not to
-Generator.manual_seed or numpy.random.default_rng. With --seed-flag --seed the script is given `--seed n` instead.
+Seeds: all levels of a seed start from the same random state. At seed 0 the script's own seeds stay as they are. At seed
+n, 1,000,003 n is added to its arguments of torch.manual_seed, random.seed and numpy.random.seed, but not to those of
+Generator.manual_seed and numpy.random.default_rng. With --seed-flag --seed the script is given `--seed n` instead.
 
-The levels of a seed train in turns of half a second, one at a time, so that other work on the machine falls on all of
-them alike; on a GPU the runs follow each other. From the first file that the script writes, or process that it starts,
-a run goes on to its end by itself: what it reads back is its own. A script that ends by the clock wants --one-by-one,
-and one that resumes from a checkpoint it finds in the working directory has to be told not to. What it prints goes to
-runs/LEVEL-seedN.log in the folder of --out. What a run has started ends with it.
+The levels of a seed train one at a time, in turns of half a second, so that other work on the machine slows all of them
+alike. On a GPU each run ends before the next begins. Once the script is about to write a file or to start a process,
+its run keeps training to its end while the others wait, so that it cannot read a file of another level. If a script
+trains for a fixed time, use --one-by-one. If it resumes from a checkpoint in the working directory, tell it not to. Its
+output goes to runs/LEVEL-seedN.log in the folder of --out. When a run ends, the processes that it started are ended.
 
-Ctrl-C ends the runs and reports what has finished, as do SIGTERM and SIGHUP; a second one does not wait for the script.
-`compare --resume FOLDER` makes the runs that are missing, `python -m amp_patch report FOLDER` the report of what is
-there. The exit status is 0 if two levels can be compared, 1 if not or if the script fails before its first step, 130 if
-Ctrl-C has cut runs (143 and 129: the others), and 2 for arguments that cannot be.
+Ctrl-C, SIGTERM and SIGHUP end the runs, and the finished ones are reported; a second signal does not wait for the
+script. `compare --resume FOLDER` makes the missing runs, `python -m amp_patch report FOLDER` reports the present ones.
+The exit status is 0 if two levels can be compared, 1 if not or if the script fails before its first step, 2 for invalid
+arguments, and 130, 143 or 129 if Ctrl-C, SIGTERM or SIGHUP has ended runs.
 """
 
 
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--levels",
-        help=f"of {', '.join(OPT_LEVELS)}, with {', '.join(f'+{rung}' for rung in RUNGS)} behind them (O5+split); "
-        f"O0 is always there (default {','.join(LEVELS)})",
+        help=f"of {', '.join(OPT_LEVELS)}, each with {', '.join(f'+{rung}' for rung in RUNGS)} if wanted (O5+split); "
+        f"O0 is always added (default {','.join(LEVELS)})",
     )
     add(
         "--formats",
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=100 * MIN_GAIN,
         metavar="PERCENT",
-        help="recommend no level for its memory that saves less of the training's (default %(default)g)",
+        help="recommend a level for its memory only if it saves more than this of the training's (default %(default)g)",
     )
     add("--inspect", action="store_true", help="look at exponents, overflows and errors with amp.inspect; costs time")
     add("--one-by-one", action="store_true", help="let each run end before the next begins")
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_judging_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments by which the runs of a level are judged."""
+    """Declare the arguments for judging the runs of a level: the seed flag, the metric, its direction, the margin."""
     add = parser.add_argument
     add("--seed-flag", metavar="FLAG", help="the script's own option for a seed")
     add("--metric", default="loss", help="compare by this name of amp.log's (default: the training loss)")
@@ -91,7 +91,7 @@ def add_judging_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=100 * MARGIN,
         metavar="PERCENT",
-        help="by how much of O0's result a level may be worse and is as good (default %(default)g)",
+        help="a level is as good as O0 if its result is worse by at most this share (default %(default)g)",
     )
 
 
@@ -111,9 +111,9 @@ def defaults(declare: Callable[[argparse.ArgumentParser], None] = add_arguments)
 
 
 def again(args: argparse.Namespace) -> str:
-    """Return the options of a comparison without levels and seeds, its script, and the script's arguments, for a shell.
+    """Return the end of a shell command that compares the same script again: options, script, the script's arguments.
 
-    Options that have their default are left out.
+    Levels, seeds and options with their default value are left out.
     """
     options = []
     for name, usual in defaults().items():
@@ -126,9 +126,10 @@ def again(args: argparse.Namespace) -> str:
 
 
 def check_script(args: argparse.Namespace, command: str, resumes: str) -> None:
-    """
+    """Check that the arguments name a script, and that its file exists.
+
     Args:
-        resumes: the name of the work that `--resume` continues.
+        resumes: the name of the work that `--resume` continues, such as "a comparison's", for the message.
 
     Raises:
         ValueError: there is no script to run.

@@ -1,4 +1,4 @@
-"""A run of a comparison in the process of `compare`: the handle of a child that trains in turns."""
+"""The handle by which `compare` controls one run: a child process that trains the script, in turns with other runs."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from amp_patch.support.guard import Guard
 
 _END = 8.0  # seconds to wait for the guard, which needs less to end a run
 _POLL = 0.2  # seconds between two reads of a record
-_BEHIND = 10.0  # seconds after the last step: a script that catches the exit would never end
+_BEHIND = 10.0  # seconds after the last step until a run is killed: a script may catch SystemExit and train on
 
 
 class Child:
     """A process that runs the script at the level and seed of `run`, and fills `run` with its events and its failure.
 
-    Its first turn begins with the process itself: imports, data and model are made in it.
+    Its first turn begins when the process starts, and so includes the imports and the construction of data and model.
 
     Args:
-        in_turns: whether it hands its turns on; else its first turn lasts until its end.
+        in_turns: whether the process hands its turns on. If not, its first turn lasts until it ends.
         load: measures other work on the machine while the process trains.
         more: a name for the files of the run, and further arguments of the script.
     """
@@ -123,13 +123,16 @@ class Child:
                 return None
 
     def signal_interrupt(self) -> None:
-        """Send SIGINT to the process group, which has no terminal to send it."""
+        """Close the socket, and send SIGINT to the process group: it has no terminal, so Ctrl-C does not reach it."""
         if self._socket is not None:
             self._socket.close()
         self._signal(signal.SIGINT)
 
     def interrupt(self, until: float, hurried: Callable[[], bool]) -> None:
-        """Wait until `until` (`time.monotonic`) for an interrupted process, unless `hurried`, and end it then."""
+        """Wait for the interrupted process to end, kill it if it has not, and record the interrupt as its failure.
+
+        The wait ends at `until` (of `time.monotonic`), or when `hurried` returns True.
+        """
         while not (hurried() or self._has_ended(min(_POLL, until - time.monotonic()))) and time.monotonic() < until:
             pass
         self.kill()
@@ -166,7 +169,7 @@ class Child:
             found = self._socket.recv(4096) if select.select([self._socket], [], [], seconds)[0] else None
         except OSError:
             found = b""
-        if found == b"":  # end of file: the process has ended, or is another program now, which runs to its end
+        if found == b"":  # end of file: the process has ended, or has executed another program, which takes no turns
             self._socket.close()
             self._socket = None
         self._received += found or b""

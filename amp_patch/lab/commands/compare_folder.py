@@ -63,8 +63,8 @@ def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Name
     """Return the arguments of the comparison in the folder `args.resume`.
 
     Args:
-        defaults: the default of each argument. Other values in `args` were given beside --resume. A larger number of
-            seeds is allowed, and is stored in the folder.
+        defaults: the default of each argument. An argument with another value was given next to --resume, and must
+            equal the folder's. The exception is a larger number of seeds, which is stored in the folder.
 
     Raises:
         NoComparison: there is none, or it has other arguments, another script, torch or processor.
@@ -81,15 +81,15 @@ def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Name
             continue
         raise NoComparison(
             f"compare: {args.resume} was begun with {_named(name, asked.get(name))}, and now there is "
-            f"{_named(name, value)}; give the same or nothing beside --resume, or begin anew in another --out"
+            f"{_named(name, value)}; give the same or nothing next to --resume, or begin again in another --out"
         )
     found = argparse.Namespace(**{**defaults, **asked, "out": args.resume, "resume": args.resume})
     for name, value in _surroundings(found).items():
         before = told["with"].get(name)
         if value != before:
             raise NoComparison(
-                f"compare: {args.resume} cannot be gone on with: {name} was {before}, and is {value} now; runs of the "
-                "two cannot be compared: begin anew in another --out"
+                f"compare: {args.resume} cannot be continued: {name} was {before}, and is {value} now; runs of the "
+                "two cannot be compared: begin again in another --out"
             )
     if asked != told["asked"]:
         write_whole(args.resume / _ASKED, dumps({**told, "asked": asked}, indent=1) + "\n")
@@ -97,7 +97,10 @@ def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Name
 
 
 def _with_more_seeds(asked: dict[str, Any], seeds: int | None) -> dict[str, Any]:
-    """Return the arguments with `seeds`, if it is larger; --quick then becomes a comparison of its levels."""
+    """Return `asked` with its number of seeds raised to `seeds`, if that is larger.
+
+    --quick means one seed. It is then replaced by --levels with the levels of --quick.
+    """
     quick, before = asked.get("quick"), asked.get("seeds")
     if seeds is None or seeds <= (1 if quick else SEEDS if before is None else before):
         return asked
@@ -115,7 +118,10 @@ def asked_in(folder: Path, defaults: dict[str, Any]) -> argparse.Namespace:
 
 
 def keep_machine(folder: Path, told: dict[str, str]) -> dict[str, str]:
-    """Store and return the description of the machine, with the other work that an earlier call measured."""
+    """Store the description of the machine in the folder, and return it.
+
+    If `told` has no load of other work, the load that an earlier call stored is added to it.
+    """
     try:
         kept = _told(folder)
         load = kept.get("machine", {}).get("load")
@@ -132,7 +138,7 @@ def machine_in(folder: Path) -> dict[str, str] | None:
 
 
 def runs_in(folder: Path, plan: Plan) -> list[Run]:
-    """Return the runs that have a record, of the plan and of `TurnScheduler`'s additions, in order."""
+    """Return the runs that have a record, sorted by seed: those of the plan, and those that `TurnScheduler` added."""
     more = [level for level in (NATIVE, *OPT_LEVELS) if level not in plan.levels]
     runs = [*plan.runs(), *(Run(level, seed) for level in more for seed in range(plan.seeds))]
     found = [run for run in runs if _read(run, record_of(folder, run))]
@@ -162,7 +168,7 @@ def keep_outcome(record: Path, run: Run) -> None:
 
 
 def add_events(run: Run, recorded: bytes) -> bytes:
-    """Add the events of the complete lines, and return the rest."""
+    """Add the events in the complete lines of `recorded` to the run. Return the bytes of the incomplete last line."""
     *lines, rest = recorded.split(b"\n")
     for line in filter(None, lines):
         with suppress(json.JSONDecodeError):  # a line that a full disk has cut off
@@ -171,7 +177,7 @@ def add_events(run: Run, recorded: bytes) -> bytes:
 
 
 def _read(run: Run, record: Path) -> bool:
-    """Fill `run` with its events, and return whether there are any."""
+    """Fill `run` with the events of its record, and return whether the record could be read."""
     try:
         recorded = record.read_bytes()
     except OSError:

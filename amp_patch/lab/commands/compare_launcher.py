@@ -1,4 +1,4 @@
-"""Checks for launchers around `compare`: torchrun, mpirun and srun start a copy for each rank, which all compare."""
+"""Refusal of `compare` under torchrun, mpirun or srun, because each rank would make the whole comparison."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def shares_port(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the runs would listen on one port, which `init_process_group` of a single rank reads."""
+    """Return whether the environment has a MASTER_PORT for a group of one rank: all runs would listen on that port."""
     return bool(environment.get(_PORT)) and _number(environment.get("WORLD_SIZE")) == 1
 
 

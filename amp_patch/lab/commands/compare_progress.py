@@ -1,8 +1,8 @@
-"""The progress of a comparison, and its expected time.
+"""Printed progress of a comparison, with its expected time.
 
-A line has the number of runs, a line their expected time, and a line follows the end of each run. A terminal has a bar
-with the run that trains; other outputs get a line every half minute. If the number of steps is unknown, a line after
-ten steps has the time of several numbers of steps.
+The first line has the number of runs, a later one their expected time. A line is printed when a run ends. A terminal
+also shows a bar with the run that trains; other outputs get a line every half minute. If the number of steps is
+unknown, a line after ten steps has the time of a step, and a value for `--steps` with the time of all runs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _SILENT = 25.0  # seconds between lines without a terminal; an update can be a f
 _BAR = 16  # letters
 _NO_STEPS = "; how long they take without --steps is known when the first has ended"
 _FIRST = 10  # steps of the first run before an estimate
-_LONG = 600.0  # seconds: for a longer comparison, a line has the time of fewer steps
-_FEWER = (1000, 300, 100, 30)  # candidates; the line has the largest that takes less than `_LONG`
+_LONG = 600.0  # seconds: for a longer comparison, a smaller number of steps is suggested
+_FEWER = (1000, 300, 100, 30)  # candidates for it: the largest that takes less than `_LONG` is suggested
 _CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """A printer of progress to sys.stdout, until that is closed.
+    """Printer of the progress. It writes to sys.stdout until a write fails, because the reader closed it.
 
     Args:
         runs: the runs to make; the list may grow.
@@ -96,7 +96,10 @@ class Progress:
         return ", ".join([*parts, f"{run.level} seed {run.seed}", f"step {run.steps}{of}", *figures])
 
     def end(self, run: Run) -> None:
-        """Print the result of a run, and each error once; the caller prints the reason of a refusal."""
+        """Print the result of an ended run. If an earlier run had the same error, name that run, not the error.
+
+        For a refused run nothing is printed: the caller prints the reason.
+        """
         self._ended += 1
         self._times.end(run)
         self._tell_total()
@@ -133,7 +136,7 @@ class Progress:
         return f"[{'#' * int(_BAR * share):.<{_BAR}}]"
 
     def _tell_rate(self, run: Run) -> None:
-        """Print the time of several numbers of steps once, if the number of steps is unknown."""
+        """If the number of steps is unknown, print once the time of a step, and a number of steps to choose."""
         if self._rate_told or self._steps is not None or run.steps < _FIRST:
             return
         a_step = self._times.seconds_a_step(run)

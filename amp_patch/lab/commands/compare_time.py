@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from amp_patch.lab.recording.run import Run
 
-_STEPS = 3  # after the first observed ones; fewer give a poor estimate
-_ALONE = 2.0  # seconds of steps before an estimate from a single level
+_STEPS = 3  # timed steps before an estimate: fewer give a poor one
+_ALONE = 2.0  # seconds of timed steps before an estimate from a single run
 
 
 @dataclass
@@ -20,8 +20,8 @@ class _Timed:
     Attributes:
         level: the requested level.
         spent: the seconds of its turns so far.
-        first_at, first_steps: `spent` and the number of steps at the first observation of steps, after the start-up.
-        last_at, last_steps: the values at the newest observation.
+        first_at, first_steps: `spent` and the number of steps when steps were first observed, after the start-up.
+        last_at, last_steps: `spent` and the number of steps when that number last grew.
     """
 
     run: Run
@@ -46,7 +46,10 @@ class _Timed:
         return (self.last_at - self.first_at) / steps if steps >= _STEPS else None
 
     def whole(self, steps: int, end: float) -> float | None:
-        """Return the seconds of a run of `steps` steps and `end` seconds after them; None if they are unknown."""
+        """Return the seconds of the whole run; None if too few steps were timed.
+
+        For an ended run they are measured. For another they are an estimate: `steps` steps, and `end` seconds after.
+        """
         if self.ended:
             return self.spent
         a_step = self.seconds_a_step
@@ -71,13 +74,13 @@ class RunTimes:
 
     @property
     def steps(self) -> int | None:
-        """The steps of a run: of the longest run that ended well, else the requested number; None if unknown."""
+        """The expected steps of a run: those of the longest run without error, else the requested number, else None."""
         taken = [timed.run.steps for timed in self._timed if timed.ended and timed.run.error is None]
         return max(taken, default=self._asked)
 
     @property
     def only_level(self) -> str | None:
-        """The level of all runs so far, if runs of other levels have not begun."""
+        """The level of all begun runs, if it is a single one and runs of other levels are waiting; else None."""
         begun = {timed.level for timed in self._timed}
         others = {run.level for run in self._runs if self._of(run) is None} - begun
         return next(iter(begun)) if others and len(begun) == 1 else None
@@ -102,8 +105,8 @@ class RunTimes:
     def left(self) -> float | None:
         """Estimate the seconds until the last run ends.
 
-        None while there is no estimate: no run has begun, the number of steps is unknown, a begun run has too few timed
-        steps, or nothing is known yet for a waiting run.
+        The result is None if no run has begun, the number of steps is unknown, a begun run has too few timed steps, or
+        a waiting run has neither an estimate of its level nor a run without error to take the time from.
         """
         steps = self.steps
         if steps is None or not self._timed:
@@ -154,7 +157,7 @@ class RunTimes:
         return None if left is None else self._since - self._begun + left
 
     def _level_of(self, run: Run) -> str:
-        """Return the requested level: while a run trains, `run.level` is the recorded one."""
+        """Return the requested level of a run. While it trains, `run.level` is the recorded level, which may differ."""
         timed = self._of(run)
         return run.level if timed is None else timed.level
 

@@ -34,8 +34,8 @@ def recorded(
 ) -> Iterator[None]:
     """Write the events of the training in the body to `path`, and then its failure, if any.
 
-    The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED. `turns` is the number of the
-    socket for the turns of this process.
+    The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED. `turns` is the file descriptor
+    of the socket by which `compare` gives this process its turns; None if it trains without turns.
     """
     run, recorder, error = Run(os.environ[LEVEL], int(os.environ["AMP_PATCH_SEED"])), None, None
     script = UneditedScript(asked_level() or run.level, native=native)
@@ -59,7 +59,7 @@ def recorded(
         error = raised
         raise
     finally:
-        if recorder is not None and recorder.process == os.getpid():  # a fork's record is its parent's
+        if recorder is not None and recorder.process == os.getpid():  # a fork must not end its parent's record
             refused = error if isinstance(error, ScriptRefused) and not recorder.has_enough else None
             failed = failure(recorder, run, error)
             if failed is not None and error is None:

@@ -27,10 +27,10 @@ class Ended(KeyboardInterrupt):
 
 
 class Interrupts:
-    """A `with` block that defers signals: each is counted, and `check` raises the first, between two units of work.
+    """A `with` block that defers signals. Each is counted; the caller calls `check`, which raises the first one.
 
-    A signal that is ignored (nohup), or that other code handles, keeps its handler. Outside the main thread, where
-    Python cannot set handlers, all do.
+    A signal that is ignored (nohup), or that has a handler of other code, keeps its handler. In a thread other than the
+    main one Python cannot set handlers, so there every signal keeps its handler.
 
     Attributes:
         count: the signals received so far.

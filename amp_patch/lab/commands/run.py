@@ -5,10 +5,10 @@ The script itself becomes `sys.modules["__main__"]`, so that objects of its clas
 or a zip file is run by the function of runpy that the interpreter uses for it.
 
 Child processes: a forked process inherits amp_patch's apex. A spawned one (torch.multiprocessing, DataLoader workers)
-imports the script again, and needs this apex before that. So `run` adds a call to the data that multiprocessing sends
-ahead of the script's name, and unpickling the data installs it. A `sitecustomize` on PYTHONPATH was rejected: it would
-reach every Python process that the script starts, and would hide the machine's own `sitecustomize`. A launcher is given
-the module to run: `torchrun --nproc-per-node 2 -m amp_patch run train.py`.
+imports the script again, and needs this apex before that. So `run` adds calls to the data that multiprocessing sends to
+the new process. The process makes them as it unpickles the data, before it imports the script. A `sitecustomize` on
+PYTHONPATH was rejected: it would reach every Python process that the script starts, and would hide the machine's own
+`sitecustomize`. Under a launcher, name this module: `torchrun --nproc-per-node 2 -m amp_patch run train.py`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _level(name: str) -> str:
         argparse.ArgumentTypeError: there is no level of this name.
     """
     try:
-        named_level(name).policy(torch.bfloat16)  # O2's type may be the script's
+        named_level(name).policy(torch.bfloat16)  # any type: the script may choose that of O2 later
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return name
@@ -83,7 +83,7 @@ def set_casts(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = None) -> None:
     """run a script unedited: `import apex` imports amp_patch; --level trains it at a level, with Apex or without"""
     main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins  # the module, as in `python train.py`; exec would set its dict
+    main.__dict__["__builtins__"] = builtins  # the module, as in `python train.py`; exec would set the module's dict
     execute: Callable[[], Any]
     if args.module:
         # sys.path is as a module needs it: `python -m` has put the working directory first.
@@ -209,7 +209,7 @@ def _report(
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    """Call `hook` without the frames of amp_patch above the script, as if the script ran without `run`."""
+    """Call `hook` with a traceback that begins in the script, without the frames of amp_patch that called it."""
     found = traceback
     while found is not None and found.tb_frame.f_globals is not namespace:
         found = found.tb_next
@@ -232,11 +232,15 @@ class _Call:
 
 
 def _preparation_data(original: Callable[[str], dict[str, Any]], device: str | None, name: str) -> dict[str, Any]:
-    """Add calls to the data for a new process: as it unpickles them, before it imports the script, it calls `begin`."""
+    """Return the data that multiprocessing sends to a new process, with two calls added.
+
+    The process makes the calls as it unpickles the data, before it imports the script: one extends sys.path, the other
+    is `_begin_spawned`.
+    """
     data = original(name)
     if name == "ignore":
-        # A fork server is sent the path of the script alone, and would import it without Apex. Without the path it does
-        # not. Its children receive all of the data, and import the script themselves.
+        # A fork server uses only the path of the script, and would import the script without Apex. If the path is
+        # removed, it imports nothing. Its children receive all of the data, and import the script themselves.
         return {key: value for key, value in data.items() if not key.startswith("init_main")}
     # The child unpickles this before it sets sys.path from the data, so amp_patch may not be importable yet. `prepare`
     # extends sys.path first; the child then sets it again from the rest of the data.

@@ -27,13 +27,13 @@ from amp_patch.training.observers import Observer
 from amp_patch.training.stash import enabled_stash, stash_of
 from amp_patch.training.training import Training
 
-_WEIGHED = 2  # the activations of the step after these are counted
+_WEIGHED = 2  # steps before the one whose activations are counted
 _NAMES = 3  # models, and optimizers, named at most
 _EXIT_PRIORITY = 10  # at 0 or more, before multiprocessing ends the children of this process
 
 
 class RunSummary(Observer):
-    """Observes the trainings of a process and builds the line at its end."""
+    """Observer of the trainings of a process. It builds the line at the end of the process."""
 
     def __init__(self) -> None:
         self._begin()

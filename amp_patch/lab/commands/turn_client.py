@@ -4,8 +4,9 @@ turn_scheduler.py decides which process trains, and has a socket to each. Only `
 after flushing its sinks, hands a turn on. The end of a process ends its turn. A process that dies, forks or executes
 another program therefore blocks no other run.
 
-A script that writes a file may read it back, as its best weights or its last checkpoint. All levels of a seed run in
-one folder, so before its first write a process keeps its turn until its end, and the others wait.
+A script that writes a file, such as its best weights or its last checkpoint, may read the file back. All levels of a
+seed share one working directory, so another level could overwrite the file in between. Therefore a process that is
+about to make its first write keeps its turn until it ends, and the other runs wait.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from amp_patch.lab.commands.announced_writes import announce
 from amp_patch.support.patches import Patches
 
 TURN, LAST = b".", b"!"  # bytes from the scheduler: train for a while, or to your end
-_SECONDS = 0.5  # of a turn, or one step where that takes longer
+_SECONDS = 0.5  # of a turn; if a step takes longer, the turn is one step
 
-# torch's function at import: `run --device cpu` replaces it by one that says True.
+# Bound at import: `run --device cpu` replaces torch's function by one that returns True.
 _has_cuda = torch.cuda.is_initialized
 
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
@@ -37,8 +38,8 @@ class TurnClient:
     """The turns of this process. In its `with` block, a write to a file or a started process keeps the turn for good.
 
     Args:
-        channel: the number of the socket to the scheduler.
-        own: a file of this run alone.
+        channel: the file descriptor of the socket to the scheduler.
+        own: the path of this run's record, which no other run writes.
         native: returns whether the script uses torch's mixed precision.
         steps: returns the number of steps so far.
 
@@ -83,11 +84,11 @@ class TurnClient:
                 raise SystemExit("compare, which started this process, has ended")
 
     def keep(self, why: str) -> None:
-        """Keep the turn until the end of this process; during a wait, from its next turn on."""
+        """Keep the turn until this process ends. If it is waiting for a turn, wait for that turn first."""
         if self.kept_for is not None or os.getpid() != self._process:
             return
         with self._lock:
-            if self._waits:  # true where an interrupt has ended the wait
+            if self._waits:  # an interrupt has ended a wait before the turn came
                 self._wait()
             if self.kept_for is None:
                 self.kept_for, self._kept_at = why, self._steps()
@@ -99,7 +100,7 @@ class TurnClient:
         return f"the script {self.kept_for}: from the first time on it ran to its end, while the other levels waited"
 
     def write_begins(self, *paths: Any) -> None:
-        """Call `keep` if one of these paths can be a file of another run."""
+        """Call `keep` if another run may write one of these paths too."""
         if self.kept_for is None and os.getpid() == self._process and any(map(self._is_shared, paths)):
             self.keep("writes files")
 
@@ -129,7 +130,10 @@ class TurnClient:
         return bool(given)
 
     def _is_shared(self, path: Any) -> bool:
-        """Return whether the script may read a file of this name in another run."""
+        """Return whether another run may read or write a file of this path.
+
+        This is False for devices, caches, this run's own files, compiled code, and logs of TensorBoard.
+        """
         if not isinstance(path, str | bytes | os.PathLike):
             return False  # a file descriptor: `open` was announced
         text = os.path.abspath(os.fsdecode(path))

@@ -1,11 +1,11 @@
-"""The scheduler of compared runs.
+"""The scheduler of compared runs: it decides which run trains.
 
 The levels of a seed train in turns of half a second, or of one step if that is longer, so that changes of the machine's
-load affect all levels alike. One run trains at a time. The other levels begin after the first step of the first level:
-a script that cannot be compared is refused by then, and a script with an error of its own has failed.
+load affect all levels alike. One run trains at a time. The other levels begin after the first turn of the first level.
+By then a script that cannot be compared is refused, and a script with an error of its own has failed.
 
-On a GPU, and if the memory is too small for all levels, each run ends before the next begins. The free memory of a GPU
-decides the algorithms of cuDNN, and the batch of some scripts: beside other runs the results would differ.
+On a GPU, or if the memory is too small for all levels, each run ends before the next begins. On a GPU the free memory
+decides which algorithms cuDNN chooses, and some scripts choose their batch by it, so other runs would change results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from amp_patch.lab.comparison.processes import free_bytes, private_bytes
 from amp_patch.lab.recording.run import EXITED, INTERRUPTED, NATIVE, Run
 
 _PATIENCE = 5.0  # seconds for interrupted scripts to end
-_FILLED = 0.8  # the share of the free memory for first steps; later steps can take more
+_FILLED = 0.8  # the share of the free memory that the levels' first steps may take; later steps can take more
 
 
 class ComparisonRefused(Exception):
@@ -64,8 +64,9 @@ class TurnScheduler:
         tells_time: whether to print the time of a step, and of a number of steps. A search prints them once.
 
     Attributes:
-        runs: the runs of the plan. A script with torch's mixed precision gets another run for each seed, and so does a
-            script with low-precision weights, if no level of the plan has masters of that type.
+        runs: the runs of the plan. If the script uses torch's mixed precision, a run of it as it is (NATIVE) is added
+            for each seed. If its weights are in low precision and no level of the plan has masters for that type, runs
+            of a level with masters are added.
         asked: the planned number of runs.
         load: the other work on the machine during the runs.
     """
@@ -173,7 +174,10 @@ class TurnScheduler:
         return child
 
     def _use_message(self, message: dict[str, Any], child: Child) -> None:
-        """Add the runs that a finished turn requires; the first turn decides whether turns continue."""
+        """Add the runs that the message of a finished turn requires. At the first message, end the turns if necessary.
+
+        Without turns each run ends before the next begins: on CUDA, or if the memory is too small for all levels.
+        """
         self._add_runs(child.run, native=message["native"])
         if not self._memory_checked:
             self._memory_checked = True
@@ -212,7 +216,11 @@ class TurnScheduler:
             self._queue.append(added[0])
 
     def _more_levels(self, run: Run, native: bool = False) -> set[str]:
-        """Return NATIVE if the script uses torch's mixed precision, and a level with masters if its weights are low."""
+        """Return the levels to add for a run.
+
+        These are NATIVE, if the script uses torch's mixed precision, and a level with masters, if the script's weights
+        are in low precision and no level of the plan has masters for their type.
+        """
         if self._plan.keep is not None:
             return set()
         more = {NATIVE} if native or run.native or run.level == NATIVE else set()

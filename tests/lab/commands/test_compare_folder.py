@@ -179,13 +179,13 @@ def test_resume_refuses_another_script_torch_or_machine_by_name(begun, capsys):
         return capsys.readouterr().err
 
     Path("train.py").write_text("import torch")
-    assert "out cannot be gone on with: the script was train.py (sha256 " in refusal()
+    assert "out cannot be continued: the script was train.py (sha256 " in refusal()
     Path("train.py").write_text("")
     told = loads((begun / "compare.json").read_text())
     for name in ("torch", "the processor", "the number of threads", "the working directory"):
         changed = {**told, "with": {**told["with"], name: "another"}}
         (begun / "compare.json").write_text(dumps(changed))
-        assert f"out cannot be gone on with: {name} was another, and is " in refusal()
+        assert f"out cannot be continued: {name} was another, and is " in refusal()
 
 
 def test_compare_without_a_script_or_a_folder_says_so(tmp_path, monkeypatch, capsys):

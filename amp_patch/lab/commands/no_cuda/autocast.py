@@ -1,4 +1,4 @@
-"""Autocast regions for "cuda", torch's and amp_patch's, act on the CPU, in FP16 by default as on CUDA.
+"""Redirection of torch's and amp_patch's autocast regions for "cuda": they act on the CPU, by default in FP16.
 
 On a CPU without FP16 arithmetic, torch's FP16 kernels are ten to a hundred times slower than FP32's (cpu_half.py), and
 torch's autocast calls them. On such a CPU a torch.autocast in FP16 enters an amp_patch.autocast instead, which emulates
@@ -24,7 +24,7 @@ from amp_patch.support.patches import Patches
 
 
 def redirect_autocast(patches: Patches) -> None:
-    """Make autocast regions for "cuda" act on the CPU, and the functions that query their state report that region."""
+    """Make autocast regions for "cuda" act on the CPU, and make torch's queries about "cuda" report these regions."""
     autocast = torch.amp.autocast_mode.autocast
     make, asked, told = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
