@@ -1,3 +1,3 @@
-"""Levels compared: their figures, the verdict, the report as text and as a page."""
+"""The comparison of levels: their figures, the verdicts, and the report as text and as a page."""
 
 from __future__ import annotations

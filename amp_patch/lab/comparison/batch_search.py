@@ -13,7 +13,7 @@ from amp_patch.lab.text_table import in_columns
 from amp_patch.lab.wording import figure, level_name, listed
 
 _FIRST = 8  # the batch of the first trial: it fits for most models, and batch norm has enough samples
-_GROWTH = 8  # the next trial has at most this many times the best batch, unless a third trial confirms the line
+_GROWTH = 8  # a trial has at most this many times the best batch, until three trials show that memory is linear in it
 _STRAIGHT = 0.01  # a line that misses a third trial by less than this share of its memory range is trusted
 _MOST = 16  # the most trials of a level
 
@@ -78,7 +78,7 @@ class Search:
 
     @property
     def name(self) -> str:
-        """ "O2 FP16"; "O0"."""
+        """The level with its type: "O2 FP16", or "O0"."""
         return level_name(self.level, self.dtype)
 
     @property
@@ -150,7 +150,7 @@ class Search:
             top = line.batch_at(self.limit)
         guess = line.batch_at(self.limit)
         if guess <= best.batch:
-            return None  # by the line, one sample more does not fit
+            return None  # the line predicts that a batch one larger does not fit
         # If the trial that did not fit ran out of memory, it has no size for the line to predict: bisect.
         return min(guess, top if over is None or over.memory is not None else (best.batch + over.batch) // 2)
 

@@ -1,4 +1,4 @@
-"""Comparison: trainings at several opt levels, and a finding for each level by the test that it states in words."""
+"""The `Comparison` of trainings at several opt levels: their figures, a finding for each, and the rules in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from amp_patch.lab.comparison.verdict import failures_in_words, verdict
 from amp_patch.lab.recording.run import INTERRUPTED, NATIVE, Run
 from amp_patch.lab.wording import counted, fine_percent, lacks, listed, metric_in_words, type_name, whole_percent
 
-_MOST_TO_TELL = 20  # seeds; no command asks for more than these to decide
+_MOST_TO_TELL = 20  # the most seeds that an advised command asks for
 FEW_STEPS = 30  # with fewer steps, losses, step times and a dynamic loss scale have not become steady
 
 
@@ -215,7 +215,10 @@ class Comparison:
 
     @property
     def kernels_note(self) -> str:
-        """A warning about speedups over a script whose weights have a type without arithmetic on this CPU; else ""."""
+        """A warning that the speedups are misleading, because the script is slow on this CPU; else "".
+
+        It is slow if its own weights have a low-precision type for which the CPU has no arithmetic.
+        """
         base = self._base
         runs = [run for run in base.runs if run.weights_type and run.device == "cpu"] if base is not None else []
         slow = next((run.weights_type for run in runs if run.weights_type in self.machine.get("lacks", "").split()), "")

@@ -22,7 +22,7 @@ from amp_patch.lab.wording import (
 
 
 def headline(comparison: Comparison) -> str:
-    """ "Use O5 (BF16)"."""
+    """Return the headline of the card: "Use O5 (BF16)"."""
     found = comparison.recommendation
     if found is None:
         return "Nothing to compare" if comparison.only is None else f"Only {label(comparison.only)} has results"
@@ -32,7 +32,7 @@ def headline(comparison: Comparison) -> str:
 
 
 def label(level: LevelResult) -> str:
-    """ "O5 (BF16)"; "O0 (BF16, no masters)" of a script whose weights come in BF16."""
+    """Return "O5 (BF16)"; "O0 (BF16, no masters)" if the script itself makes BF16 weights."""
     what = "the script's own mixed precision" if level.level == NATIVE else level.level
     return f"{what} ({level.low_weights or type_name(level.dtype or 'float32')})"
 
@@ -140,10 +140,10 @@ def epoch(comparison: Comparison) -> str:
 
 
 def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
-    """Return the lines that train at the recommended level, and the command that needs no edit.
+    """Return the lines to add to the script to train at the recommended level, and the command that needs no edit.
 
-    Both are empty for the baseline, for a level so far (one seed recommends none), and for the script's own mixed
-    precision, which needs neither.
+    Both are empty for the baseline and for the script's own mixed precision, which need no change. They are also empty
+    for a level that only one seed supports, because one seed recommends nothing.
     """
     best, advice = comparison.recommended, comparison.recommendation
     if best is None or advice is None or advice.so_far or best is comparison.baseline or best.level == NATIVE:

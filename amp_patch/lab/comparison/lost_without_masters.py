@@ -1,4 +1,7 @@
-"""Notes on the updates that weights without masters lose, and on the levels and rungs that lose none."""
+"""Notes on the updates that weights without masters lose, and on the levels and rungs that lose none.
+
+A rung is a suffix of a level, such as O5+split, with which masters or optimizer state take fewer bytes.
+"""
 
 from __future__ import annotations
 

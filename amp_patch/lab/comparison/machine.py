@@ -14,10 +14,10 @@ from amp_patch.casts.cpu_half import has_arithmetic
 from amp_patch.lab import wording
 from amp_patch.lab.comparison.other_work import OtherWork
 
-_SIZE, _TURNS = 256, 5  # size and count of the timed products: a second with the slowest kernels
+_SIZE, _TURNS = 256, 5  # size and count of the timed products: they take a second with the slowest kernels
 _LIMITING = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 _STEADY = 1.5  # if the slowest turn takes more than this times the fastest, the words give a range
-SLOW = 1.3  # if the chosen way takes more than this times the other way's time, the words say so
+SLOW = 1.3  # if the way that "auto" chooses takes more than this times the other's time, `products_in_words` says so
 
 
 class ProductTime(NamedTuple):

@@ -23,7 +23,7 @@ KINDS = {
     "activations": "activations",
 }
 
-_ROUNDED = 8  # this number of distinct FP32 losses is exact in BF16 once in 2**128 recordings
+_ROUNDED = 8  # distinct losses that show their type: this many FP32 losses are all exact in BF16 once in 2**128 times
 
 
 class Ratio(NamedTuple):
@@ -35,8 +35,11 @@ class Ratio(NamedTuple):
 
     @property
     def pace(self) -> str:
-        """Return "faster" if it is with all seeds; "slower" if it is with all, and by more than `ALIKE` in the median;
-        "as fast" if it is slower by less, or differs by at most `ALIKE` with each seed; else "not clear".
+        """The speed in words.
+
+        "faster": the level is faster with every seed. "slower": it is slower with every seed, and in the median by more
+        than `ALIKE`. "as fast": it is slower with every seed, but in the median by at most `ALIKE`; or the speeds
+        differ by at most `ALIKE` with every seed. "not clear": none of these.
         """
         if self.low > 1:
             return "faster"
@@ -47,7 +50,7 @@ class Ratio(NamedTuple):
 
     @property
     def gains_much(self) -> bool:
-        """Return whether it is faster with all seeds, and by more than `ALIKE` in the median."""
+        """Whether the level is faster with every seed, and in the median by more than `ALIKE`."""
         return self.pace == "faster" and self.median > ALIKE
 
 
@@ -58,10 +61,10 @@ def common_steps(runs: Sequence[Run]) -> int:
 
 
 def final(run: Run, metric: str, steps: int) -> float:
-    """Return the figure of a run: NaN if it has none, or one that is not finite.
+    """Return the result of a run; NaN if it has none, or if a value in it is not finite.
 
-    For "loss" the mean over the last tenth (at least one) of the first `steps` steps, if the run's last loss, too, is
-    finite; for any other metric the last value that the run gave to `amp.log`.
+    For "loss" it is the mean over the last tenth (at least one) of the first `steps` steps, and NaN if the last loss of
+    the whole run is not finite. For any other metric it is the last value that the run gave to `amp.log`.
     """
     if metric == LOSS:
         ended_well = 0 < steps <= run.steps and math.isfinite(run.loss[-1])
@@ -76,7 +79,8 @@ def final(run: Run, metric: str, steps: int) -> float:
 def spread(values: Sequence[float]) -> float:
     """Return the standard deviation of a sample of two or more."""
     largest = max(map(abs, values))
-    return largest * statistics.stdev([v / largest for v in values]) if largest else 0.0  # Python 3.10 squares
+    # Scaled: `stdev` of Python 3.10 squares the values, which can overflow.
+    return largest * statistics.stdev([v / largest for v in values]) if largest else 0.0
 
 
 def half_width(deviation: float, count: int, confidence: float) -> float:
@@ -164,7 +168,10 @@ def held_bytes(run: Run) -> int:
 
 
 def errors(looks: Iterable[Look]) -> dict[str, float]:
-    """Return {name of a module: its largest relative error}, the worst first; NaN is infinite, 0 is left out."""
+    """Return {name of a module: its largest relative error}, the worst first.
+
+    An error of NaN counts as infinite. Modules whose error is 0 are left out.
+    """
     worst: dict[str, float] = {}
     for look in looks:
         for name, error in look.errors.items():
@@ -184,10 +191,10 @@ def memory_bytes(run: Run) -> int | None:
 
 
 def batch_in_memory_of(runs: Sequence[Run], others: Sequence[Run]) -> tuple[int, int] | None:
-    """Return (the batch of `others`, the batch of `runs` in the memory of `others`), if the second is larger.
+    """Return the batch of `others`, and the batch that `runs` could take in the memory of `others`, if it is larger.
 
-    The estimate divides the activations of a step by its samples. None on CUDA, whose peak has other parts, and if a
-    figure is not known.
+    The estimate divides the activations of a step by its samples. The result is None if the second batch is not larger,
+    if a figure is not known, and on CUDA, whose peak has other parts.
     """
     held, activations = median(map(held_bytes, runs)), median(run.activations for run in runs)
     samples, before = median(map(batch, runs)), median(map(batch, others))
@@ -213,7 +220,7 @@ def paired_t_test(first: Sequence[float], second: Sequence[float]) -> float:
     largest = max(map(abs, differences), default=0.0)
     if len(differences) < 2 or largest == 0:
         return 1.0
-    scaled = [d / largest for d in differences]  # same t; Python 3.10 squares, and overflows
+    scaled = [d / largest for d in differences]  # t stays the same; `stdev` of Python 3.10 squares, and could overflow
     spread = statistics.stdev(scaled)
     t = statistics.mean(scaled) / (spread / math.sqrt(len(scaled))) if spread else math.inf
     return 1 - student(abs(t), len(scaled) - 1)
@@ -227,7 +234,8 @@ def student(t: float, freedom: int) -> float:
     """
     angle = math.atan(t / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
-    # Powers of the cosine from `start` up to freedom - 2, each with the ratio of its factor to the one before.
+    # A sum over powers of the cosine, from `start` in steps of 2 to freedom - 2. Each term is the one before times
+    # cosine**2 and the ratio of their factors.
     start = freedom % 2
     total, term = 0.0, cosine**start
     for power in range(start, freedom - 1, 2):

@@ -38,12 +38,12 @@ class Trial:
 
     @property
     def passes(self) -> bool:
-        """Whether this trial has figures, its gap to O0 makes the level usable, no run failed or skipped too much."""
+        """Whether the level has figures and is usable by its gap to O0, and no run failed or skipped too many steps."""
         return self.level is not None and self.level.finding.sound and self.level.finding.skips is None
 
     @property
     def hopeless(self) -> str:
-        """The reason why the trial fails and any other set of modules would; "" if another set may pass."""
+        """The reason why this trial fails and any other set of modules would fail too; "" if another set may pass."""
         if self.level is None:
             return self.why if self.without_base else ""
         found = self.level.finding

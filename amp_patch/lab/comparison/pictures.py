@@ -19,7 +19,7 @@ _Value = float | None
 
 
 class _Curves(NamedTuple):
-    """Running means over `window` steps at chosen steps, a list a run; None where the run has none."""
+    """Running means of the losses at chosen steps: a list for each run, with None where a run has no mean."""
 
     steps: list[int]
     values: list[list[_Value]]
@@ -42,9 +42,10 @@ class _Curves(NamedTuple):
 
 
 def losses(comparison: Comparison) -> list[Picture]:
-    """Return the baseline's training loss, and for each level the difference to it by seed, on the spread of the seeds.
+    """Return a picture for each level: its training loss minus the baseline's with the same seed.
 
-    Without a baseline, or without a seed in common with it, the picture has the level's own loss.
+    The spread of the baseline's seeds is drawn behind it. For the baseline, and for a level that has no seed in common
+    with it, the picture has the level's own loss.
     """
     base = comparison.baseline
     pictures = []

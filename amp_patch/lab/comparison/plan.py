@@ -121,7 +121,8 @@ class Plan:
         level = BASELINE if run.level == NATIVE else run.level
         environment = {LEVEL: level, "AMP_PATCH_SEED": str(run.seed)}
         if any(named_level(each).options for each in self.levels):
-            environment.update(dict.fromkeys(RUNG_VARIABLES, ""))  # the level's name has its rungs
+            # The level's name lists its rungs. Without this, variables of the user would contradict it or add others.
+            environment.update(dict.fromkeys(RUNG_VARIABLES, ""))
         if self.keep is not None and level != BASELINE:
             environment[keep_variable(level)] = ",".join(self.keep) or NONE_KEPT
         return environment if self.dtype is None else {**environment, DTYPE: self.dtype}

@@ -1,4 +1,8 @@
-"""The level to use, and why, by an ordered list of rules, `standing`, which headline, card, summary and rows read."""
+"""The recommendation of a level, and its reasons.
+
+`standing` has an ordered list of rules; the standing of a level is the name of the first rule that holds for it.
+Headline, card, summary and rows of a report use the standings.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +65,7 @@ class Recommendation:
 
 
 def standing(level: LevelResult, base: LevelResult, *, alone: bool, min_gain: float, so_far: bool = False) -> str:
-    """Return the first rule that holds: objections to the level come first, then gains.
+    """Return the name of the first rule that holds for the level: objections come first, then gains.
 
     Args:
         alone: whether no other level keeps FP32 weights. A level without them (O3) is usable only then.
@@ -97,8 +101,11 @@ def standing(level: LevelResult, base: LevelResult, *, alone: bool, min_gain: fl
 def recommend(
     levels: Sequence[LevelResult], base: LevelResult, min_gain: float = MIN_GAIN, what: str = "loss"
 ) -> Recommendation:
-    """Recommend the level whose result is surely better; else the fastest sound level; else, if no level is much
-    faster, the smallest that is as fast; else a level by one seed; else the baseline, with the reasons of the others.
+    """Recommend a level.
+
+    The level with the strongest standing in GAINS is taken: a surely better result, then much more speed, then less
+    memory, then a little more speed. If no level has such a standing, one seed decides; there a better result is the
+    weakest gain. If no level gains by one seed either, the baseline is recommended, with the standings of the others.
 
     Args:
         min_gain: the share of memory (`saved_memory`) that a level must save to be recommended for its memory. A level
@@ -122,7 +129,10 @@ def recommend(
 
 
 def _best(levels: Sequence[LevelResult], gain: str) -> LevelResult:
-    """Return the best of levels with the same gain; the smallest of better results within the margin of the best."""
+    """Return the best of `levels`, which all have this gain: the smallest for "smaller", the fastest for a speed.
+
+    For "better" it is the smallest of the levels whose results are within the margin of the best result.
+    """
     if gain == "smaller":
         return min(levels, key=_size)
     if gain != "better":
@@ -226,7 +236,7 @@ def of_others(found: Recommendation, base: LevelResult) -> str:
 
 
 def _with_promise(level: LevelResult, base: LevelResult, why: str, found: Recommendation) -> str:
-    """Return the name, with the gains of a level whose memory costs time or that may yet be recommended."""
+    """Return the level's name. If its memory costs time, or it is not decided yet, its gains and costs are added."""
     speed, gap, said = level.speedup, level.finding.gap, []
     if why == "slower" and speed is not None:
         said = [memory_beside(level), f"but {times(1 / speed.median)[0]}x slower"]

@@ -160,7 +160,8 @@ def _gap(comparison: Comparison, level: LevelResult, reach: float | None) -> str
 def _reach(comparison: Comparison) -> float | None:
     """Return the end of the axis of gaps: three margins, or the end of the farthest interval of a usable level.
 
-    A gap of an unusable level beyond that is a number at the edge. Without this, all other gaps would be one dot.
+    The gap of a rejected level may lie beyond that end, and is then a number at the edge. If the axis included it, all
+    other gaps would be drawn as one dot.
     """
     gaps = [(level, level.finding.gap) for level in comparison.levels if level.finding.gap is not None]
     if comparison.baseline is None:

@@ -129,7 +129,8 @@ def _times(comparison: Comparison) -> list[str]:
 def _sizes(comparison: Comparison) -> list[str]:
     on_cuda = any(run.device == "cuda" for level in comparison.levels for run in level.runs)
     headings = ["level", "weights", "masters", "gradients", "optimizer\nstate", "activations"]
-    headings += ["peak"] if on_cuda else ["sum", "process\npeak"]  # the growth of the process has more in it
+    # On a CPU `memory_bytes` is the sum of the parts. The peak of the process includes libraries and data too.
+    headings += ["peak"] if on_cuda else ["sum", "process\npeak"]
     rows: list[Sequence[str]] = []
     for level in filter(_went_well, comparison.levels):
         sizes = (_mib(level.runs, size) for size in ("weights", "masters", "gradients", "state", "activations"))

@@ -139,7 +139,7 @@ def _beside_the_range(found: Finding, gap: Gap, base: LevelResult, figure: str) 
 
 
 def _what_it_tells(found: Finding, gap: Gap) -> str:
-    """Say what a gap shows that does not decide by its interval."""
+    """Put into words what a gap shows if its interval does not decide."""
     if gap.decorrelated:
         said = "the runs have decorrelated, it tells no more than the spread"
         return said if found.kind != "undecided" else f"{said}; {_more_in_words(gap)}"

@@ -1,4 +1,4 @@
-"""The commands that a report advises, and the advice of a report without one."""
+"""The commands that a report advises to run next, and its advice in words if there is none."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def _search(comparison: Comparison) -> tuple[str, str]:
     if found is None or found.level is not base or not comparison.again:
         return "", ""
     worse = [level for level in found.because.get("differs", []) if level.level != NATIVE]
-    worse = [level for level in worse if all(lost.eps is None for lost in level.finding.diverged)]  # no module mends it
+    # If the optimizer's eps is 0 in FP16, no kept module helps.
+    worse = [level for level in worse if all(lost.eps is None for lost in level.finding.diverged)]
     if not worse:
         return "", ""
     level, words = worse[-1].level, shlex.split(comparison.again)
