@@ -1,4 +1,4 @@
-"""CallLog: the base of logs of torch's function calls, each with the module whose forward makes the call."""
+"""`CallLog`: the base class of logs of torch's function calls, each with the module whose forward makes the call."""
 
 from __future__ import annotations
 

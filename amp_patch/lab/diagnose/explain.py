@@ -146,8 +146,8 @@ class _TypeLog(CallLog):
 
     A function on the op lists is replaced by a "frame". The frame logs the call and applies the function's rule to a
     "spy", which records the types after the casts and calls the function. Every other function is logged by
-    `__torch_function__`. torch does not call that for the functions inside of it, so only those with a frame are
-    logged.
+    `__torch_function__`. torch does not call `__torch_function__` again for the calls that such a function makes, so of
+    those calls only the ones with a frame are logged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -171,7 +171,8 @@ class _TypeLog(CallLog):
         patches = Patches()
         stack.callback(patches.remove)
         patches.set(tree, "cast_floats", self._casting(tree.cast_floats))
-        # Hides the mode from torch's encoder layers: with it they would leave their fused path and give other bits.
+        # Hides the mode from torch's encoder layers. If they saw it, they would not take their fused path, and their
+        # results would differ in the last bits.
         patches.set(torch.overrides, "has_torch_function", _has_subclass)
         for place in install.places():
             patches.set(place.owner, place.name, self._frame(place))

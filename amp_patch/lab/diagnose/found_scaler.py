@@ -20,7 +20,7 @@ class FoundScaler(Observer):
         scaler: the scaler to ask for the scale. With None, each loss has the scale of the scaler that scaled it.
         targets: the optimizers; a call of a scaler for another optimizer is ignored.
         begins: called before a scaler unscales or steps a target; the argument is whether it steps.
-        ends: called after it; the argument is whether it has stepped, a skipped step included.
+        ends: called after that; the argument is True after a step, taken or skipped.
 
     Attributes:
         scaler: the scaler that was passed, or else the last one found.

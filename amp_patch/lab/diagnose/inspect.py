@@ -101,7 +101,7 @@ class _NumberLog(CallLog):
     Does not sync before `conclude`. Several logs may be active at once; they share `busy`.
     """
 
-    busy = False  # True while a log computes for itself. Of the class, since tensor hooks run on autograd's threads.
+    busy = False  # True while a log computes for itself. All logs and threads share it: tensor hooks run on others.
 
     def __init__(self, model: nn.Module, targets: list[Any], scaler: Any, seen: Inspection, stack: ExitStack) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class _NumberLog(CallLog):
                     self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
 
     def _note_outside(self, args: Any, kwargs: Any) -> None:
-        """Mark the model's arguments and buffers as from outside: no call of the model made a mask's -inf."""
+        """Mark the model's arguments and buffers as made outside: no call of the model is to blame for their -inf."""
         if _in_backward() or self.seen.not_finite is not None:
             return
         with _unlogged():

@@ -1,8 +1,8 @@
 """The meter of lost updates: the share of changes to FP32 weights that would not change a low-precision weight.
 
 An update is lost if the low-precision weight plus the change, rounded to nearest, is the old weight: the change is then
-below half the distance between neighbouring numbers. The share is the loss at each step of a training without masters
-(O3). It is measured on FP32 values, the weights' own or masters.
+below half the distance between neighbouring numbers. A training without masters (O3) loses this share of its updates at
+each step. It is measured on FP32 values: masters, or weights that are FP32 themselves.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class UpdateMeter:
 
 
 def _named(optimizer: Any, stash: Stash | None, given: Mapping[int, str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, parameter, master) of an optimizer's parameters. A parameter without a master is its own."""
+    """Yield (name, parameter, master) of an optimizer's parameters. A parameter without a master is its own master."""
     known = {} if stash is None or not stash.enabled else stash.masters.by_master
     names = {} if stash is None else stash.neighbours.names
     for index, group in enumerate(optimizer.param_groups):

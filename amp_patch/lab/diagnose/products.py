@@ -91,7 +91,7 @@ def _added(result: Tensor, _: Tensor, a: Tensor, b: Tensor, *__: Any, **___: Any
 def _convolution(
     result: Tensor, x: Tensor, weight: Tensor, *rest: Any, groups: int | None = None, transposed: bool = False, **_: Any
 ) -> Iterator[_Found]:
-    if groups is None:  # positional: after bias, stride, padding and dilation, or output_padding where transposed
+    if groups is None:  # `rest` is bias, stride, padding, dilation (or output_padding, if transposed), groups
         groups = rest[4] if len(rest) > 4 else 1
     out, into = weight.shape[0] // groups, weight.shape[1]
     if transposed:

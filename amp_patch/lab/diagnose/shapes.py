@@ -22,7 +22,7 @@ _LARGE, _OF_LARGE = 1024, 64  # a size from 1024 on (a vocabulary) can be padded
 # - a size (the channels of an image, the classes of digits): the layer waits for memory, and padding would cost more;
 # - a number of multiply-adds: the launch of the kernel takes longer than the product.
 _SHARE, _SMALLEST, _MULTIPLY_ADDS = 0.05, 32, 10**8
-_SHARE_OF_ROWS = 0.5  # of the multiply-adds. A number of rows that fewer have is not the batch.
+_SHARE_OF_ROWS = 0.5  # rows are the batch's only if products with this share of the multiply-adds have this number
 
 
 class Product(NamedTuple):
