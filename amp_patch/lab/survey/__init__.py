@@ -1,3 +1,3 @@
-"""Which lines of a training would break at which level: one step in FP32, looked at operation by operation."""
+"""The survey: it follows one FP32 step operation by operation, to find the lines of user code that a level breaks."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One call of a function of torch's, as rules look at it."""
+"""`Call`: one call of a torch function in a surveyed step, as the rules of the survey receive it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rdiv": "div", "rtrue
 
 
 def op_of(func: Any) -> tuple[str, bool]:
-    """The plain name of a function, "div" of `Tensor.__rtruediv__`, and whether its operands are swapped."""
+    """Return the plain name of a function ("div" for `Tensor.__rtruediv__`), and whether its operands are swapped."""
     name = getattr(func, "__name__", "").strip("_")
     if name in _REFLECTED:
         return _REFLECTED[name], True
@@ -53,18 +53,18 @@ def user_line() -> Place:
 
 @dataclass
 class Call:
-    """One call.
+    """One call of a torch function.
 
     Attributes:
-        func: the function; `op` is its plain name, and `swapped` tells of `2 / x`.
-        rule: its rule at O1 and O4, a word of the op lists.
+        func: the function. `op` is its plain name; `swapped` is True if its operands are swapped, as in `2 / x`.
+        rule: its rule at O1 and O4, a word of the op lists; None if they do not list it.
         inputs: its floating tensors in order, each with its facts before the call.
         result: the value that it returned.
         outputs: the floating tensors in `result`, or the tensor that was written in place, each with its facts now.
-        inside: whether a model's forward runs.
-        plain: whether O1 and O4 cast nothing here.
-        asked: the line of a torch.autocast around the call that asks for FP32.
-        errors: torch's error at a kind of level.
+        inside: whether a model's forward is running.
+        plain: whether the call is in a region in which O1 and O4 cast nothing.
+        asked: the line of the torch.autocast around the call that asks for FP32; None without one.
+        errors: kind of level -> the error that torch would raise there.
         in_place: whether it writes into its first argument.
         written: (name, numbers before), if it writes into a tensor of the model that no optimizer holds.
     """
@@ -91,12 +91,12 @@ class Call:
 
     @cached_property
     def line(self) -> Place:
-        """The line of user code."""
+        """The line of user code that makes the call."""
         return user_line()
 
     @property
     def lowers(self) -> bool:
-        """Whether O1 and O4 give it low precision."""
+        """Whether O1 and O4 cast its inputs to low precision."""
         return self.rule in LOWERING and not self.plain
 
     @cached_property
@@ -104,7 +104,7 @@ class Call:
         return any(facts.learned for _, facts in self.inputs)
 
     def scalars(self) -> Iterator[float]:
-        """Its Python numbers, but for axes and the like: integers only where a float could be meant."""
+        """Yield the finite Python numbers among its arguments, but no integers up to 2**16, which are axes or sizes."""
         for value in (*self.args, *self.kwargs.values()):
             if isinstance(value, float) and math.isfinite(value):
                 yield value
@@ -112,7 +112,7 @@ class Call:
                 yield float(value)
 
     def low(self, at: int = 0) -> Kinds:
-        """Where its input number `at` is of low precision."""
+        """Return the kinds of levels at which its input number `at` has the low-precision type."""
         return self.inputs[at][1].low if at < len(self.inputs) else frozenset()
 
     def range(self, tensor: Tensor) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Findings, which rules yield, and their words."""
+"""`Finding`, which the rules of a survey yield, and functions that the rules share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from amp_patch.policy import LOW_PRECISION
 
 
 class Finding(NamedTuple):
-    """One thing that would happen.
+    """One problem that levels would cause at a call.
 
     Attributes:
-        kinds: the levels.
-        what: the thing, in words.
-        edit: a way out.
+        kinds: the kinds of levels that would cause it.
+        what: the problem, in words.
+        edit: a change of user code that avoids it.
         line: the line of user code, if it is not the call's own.
         op: the operation at fault, if it is not the call's function.
     """
@@ -53,7 +53,7 @@ def name_of(call: Call, at: int = 0) -> str:
 
 
 def is_view(call: Call) -> bool:
-    """Whether a call makes no numbers: a view, a copy, an index."""
+    """Return whether a call returns a view of its first input, and so computes no numbers."""
     made, given = call.outputs, call.inputs
     if not made or not given or call.func is None:
         return False

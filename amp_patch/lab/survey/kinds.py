@@ -63,11 +63,11 @@ NONE: Kinds = frozenset()
 
 @dataclass
 class Guard:
-    """A Python number that keeps a tensor from 0, and is 0 itself at some levels.
+    """A Python number that keeps a tensor away from 0, as in `x + 1e-8`, but rounds to 0 itself at some levels.
 
     Attributes:
         number: the number.
-        kinds: the levels at which it is 0.
+        kinds: the levels at which it rounds to 0.
         line: the line of user code.
     """
 
@@ -95,14 +95,15 @@ class Facts:
 
     Attributes:
         low: the levels at which it has the low-precision type.
-        rounded: the levels at which its numbers were rounded on their way, even if its type is FP32 now.
+        rounded: the levels at which its numbers, or numbers that it was computed from, were rounded to the
+            low-precision type, even if its own type is FP32.
         learned: whether it depends on a parameter. If so, its numbers at a level are not computed.
-        raised: whether user code has asked for FP32 on its way.
+        raised: whether user code has converted it, or a tensor that it was computed from, to FP32.
         values: if it is not learned, the tensor at each kind of level where its type or numbers differ from FP32's.
         masked: whether its largest negative numbers belong to a mask.
-        infinite: the levels at which a mask in it is infinite, and FP32's is not.
+        infinite: the levels at which a mask in it becomes infinite, although it is finite in FP32.
         finite: the levels at which a mask in it stays finite, since user code takes the smallest number of the type.
-        guard: the number that keeps it from 0.
+        guard: the number that keeps it away from 0, but rounds to 0 at a level.
         line: if it is learned and has one element, the line that made it.
         name: the name of the input or buffer.
     """
@@ -124,7 +125,7 @@ NOTHING = Facts()
 
 
 def cast(tensor: Tensor, facts: Facts, name: str) -> Facts:
-    """The facts of a tensor that goes into a cast model."""
+    """Return the facts that a tensor has after a cast model has cast it, as an input or a buffer."""
     if tensor.dtype is not torch.float32:
         return facts
     values = dict(facts.values)
@@ -134,6 +135,6 @@ def cast(tensor: Tensor, facts: Facts, name: str) -> Facts:
 
 
 def uncast(facts: Facts) -> Facts:
-    """The facts of a tensor that leaves a cast model, or goes into a module that stays FP32."""
+    """Return the facts that a tensor has after a cast to FP32: as output of a cast model, or input of a kept module."""
     values = {kind: value.float() if kind.casts else value for kind, value in facts.values.items()}
     return replace(facts, low=facts.low - CASTING, values=values)

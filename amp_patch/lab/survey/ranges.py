@@ -1,4 +1,4 @@
-"""Rules about ranges: numbers that become infinite or 0, masks, guards, and what rounding leaves of a spread."""
+"""Rules of a survey on the range of a type: numbers that become infinite or 0, masks, guards, and coarse rounding."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from amp_patch.lab.survey.findings import Finding, Rule, is_view, number, type_n
 from amp_patch.lab.survey.kinds import KINDS, Facts, Guard, Kind, Kinds
 
 _PHASE = 0.1  # radians by which a sinusoid's arguments are off: the root of the mean square
-_NEAR = 4.0  # an activation so near to the largest number of its type is told of
-_SHARE = 0.1  # of the spread of numbers that rounding may change
-_NATS = 1.0  # of a softmax's largest argument
-_TINY = 2.0**-14  # guarded numbers below come near to 0
+_NEAR = 4.0  # an activation within this factor of the largest number of its type is reported
+_SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
+_NATS = 1.0  # a rounding error above this in a softmax's largest argument is reported
+_TINY = 2.0**-14  # a guard matters only if a guarded number is smaller than this
 _POLES = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow")
 _SHRINKING = ("mul", "div", "pow", "square", "exp", "softmax", "matmul", "bmm", "linear")
 _SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
@@ -24,7 +24,7 @@ _NORMS = {"batch_norm": "channels", "instance_norm": "rows", "group_norm": "all"
 
 
 def _overflows(call: Call) -> Iterator[Finding]:
-    """Finite numbers become infinite."""
+    """Find results, inputs and buffers whose finite numbers become infinite."""
     if is_view(call) or call.op == "output":
         return
     edit = "divide it first, or name the module in keep_fp32=, or take BF16 (O4, O5)"
@@ -45,13 +45,13 @@ def _overflows(call: Call) -> Iterator[Finding]:
 
 
 def _turns_infinite(tensor: Tensor, value: Tensor) -> bool:
-    """Whether finite numbers are infinite in `value`, and are no mask: one same number far below 0."""
+    """Return whether finite numbers become infinite in `value`. A mask, a single negative number, does not count."""
     lost = tensor.detach()[value.isinf() & tensor.isfinite()]
     return bool(lost.numel()) and not bool(lost.max() < 0 and lost.min() == lost.max())
 
 
 def _comes_near(call: Call) -> Iterator[Finding]:
-    """An activation is within a factor of 4 of the largest number."""
+    """Find activations whose largest number is within a factor of `_NEAR` of the largest that the type holds."""
     if is_view(call) or not call.inside or call.op in ("input", "buffer", "output"):
         return
     for tensor, facts in call.outputs:
@@ -66,7 +66,7 @@ def _comes_near(call: Call) -> Iterator[Finding]:
 
 
 def _all_vanish(call: Call) -> Iterator[Finding]:
-    """All numbers become 0."""
+    """Find calls in a forward whose results all become 0."""
     if not call.inside or call.op not in _SHRINKING:
         return
     for tensor, facts in call.outputs:
@@ -80,7 +80,7 @@ def _all_vanish(call: Call) -> Iterator[Finding]:
 
 
 def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
-    """A row of a softmax that is masked throughout is -inf throughout, and its result NaN."""
+    """Find rows of a softmax that are masked throughout: all of such a row becomes -inf, and its result NaN."""
     edit = "torch.finfo(x.dtype).min as the mask's number, made inside of forward"
     found = _scores(call)
     if found is None:
@@ -104,7 +104,7 @@ def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
 
 
 def _scores(call: Call) -> tuple[Tensor, Facts, int] | None:
-    """Return the argument of a softmax, or the mask of an attention, with its facts and the dimension."""
+    """Return the argument of a softmax, or the mask of an attention, with its facts and the softmax's dimension."""
     if call.op in ("softmax", "log_softmax") and call.inputs:
         dim = _dim_of(call)
         return (*call.inputs[0], dim) if isinstance(dim, int) else None
@@ -122,7 +122,10 @@ def _dim_of(call: Call) -> Any:
 
 
 def _guards_vanish(call: Call) -> Iterator[Finding]:
-    """A Python number that keeps numbers from 0 is 0 itself. It is named if a division or logarithm follows."""
+    """Find divisions, logarithms, roots and negative powers whose input becomes 0: its guard, or the number itself.
+
+    A guard is a Python number that was added to keep the input away from 0. This rule also records the guards.
+    """
     for _, facts in call.outputs:
         guard = _guard(call, facts.low)
         if guard is not None:
@@ -159,7 +162,7 @@ def _negative_power(call: Call) -> bool:
 
 
 def _softmax_is_coarse(call: Call) -> Iterator[Finding]:
-    """The largest argument of a softmax is rounded by more than 1."""
+    """Find softmaxes whose largest argument may be rounded by more than `_NATS`."""
     if call.op not in _SOFTMAXES or not call.inputs:
         return
     tensor, facts = call.inputs[0]
@@ -171,7 +174,7 @@ def _softmax_is_coarse(call: Call) -> Iterator[Finding]:
     if not isinstance(dim, int):
         return
     top = tensor.detach().amax(dim)
-    top = top[top > -(2.0**14)]  # a row that is masked throughout is another rule's
+    top = top[top > -(2.0**14)]  # `_mask_fills_a_row` reports the rows that are masked throughout
     most = max(map(abs, call.range(top))) if top.numel() else 0.0
     kinds = frozenset(kind for kind in facts.rounded if most * kind.step > _NATS)
     if kinds:
@@ -181,7 +184,7 @@ def _softmax_is_coarse(call: Call) -> Iterator[Finding]:
 
 
 def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
-    """The spread of a norm's input is smaller than its rounding."""
+    """Find norms whose input spreads so little that rounding changes more than `_SHARE` of the spread."""
     if call.op not in _NORMS or not call.inputs or not call.low():
         return
     tensor, facts = call.inputs[0]

@@ -1,4 +1,4 @@
-"""The report of a survey: lines of user code, what would happen there, and the levels with nothing to say."""
+"""The report of a survey: the lines of user code that levels would break, and the levels without a finding."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _JUDGES = "The survey judges the mechanics of one step: ranges, types and roundi
 
 @dataclass
 class Line:
-    """One thing that would happen.
+    """One problem that levels would cause at a line of user code.
 
     Attributes:
-        file, line: of the innermost code outside of torch.
-        called: where the script calls it, if it is in an installed package: "train.py:31".
+        file, line: the innermost code outside of torch.
+        called: if that code is in an installed package, the line of the script that calls it: "train.py:31".
         op: the operation.
-        levels: at which it would happen.
-        what: would happen.
-        edit: a way out.
+        levels: the levels that would cause it.
+        what: the problem, in words.
+        edit: a change of user code that avoids it.
     """
 
     file: str
@@ -35,7 +35,7 @@ class Line:
 
     @property
     def place(self) -> str:
-        """ "train.py:31"."""
+        """The file and the line: "train.py:31"."""
         path = os.path.relpath(self.file) if self.file else "?"
         return f"{self.file if path.startswith('..') else path}:{self.line}"
 
@@ -54,7 +54,7 @@ class Report:
     lost: dict[str, float] = field(default_factory=dict)
 
     def add(self, place: Place, op: str, levels: Iterable[str], what: str, edit: str) -> None:
-        """Add a line. If the operation and its edit are there already, add the levels to them."""
+        """Add a line. If the report has one with the same place, operation and edit, add the levels to that."""
         key = (place.file, place.line, op, edit)
         found = next((each for each in self.lines if (each.file, each.line, each.op, each.edit) == key), None)
         if found is None:
@@ -70,7 +70,7 @@ class Report:
 
     @property
     def clear(self) -> list[str]:
-        """The levels with nothing to say."""
+        """The levels at which no line breaks."""
         return [level for level in LEVELS if level not in self.broken]
 
     def __str__(self) -> str:
@@ -89,5 +89,5 @@ class Report:
         yield _JUDGES
 
     def to_json(self) -> dict[str, object]:
-        """The report as data."""
+        """Return the report for JSON."""
         return {"lines": [vars(line) for line in self.lines], "clear": self.clear, "lost_updates": self.lost}

@@ -1,4 +1,7 @@
-"""The rules: functions of a call that look at one thing, and yield what would happen to it, and the edit."""
+"""The rules of a survey. A rule examines one call for one kind of problem, and yields a finding for each.
+
+ranges.py has the rules on the range of a type.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from amp_patch.lab.survey.findings import Finding, Rule, is_view, name_of, numbe
 from amp_patch.lab.survey.kinds import CASTING, Facts, Kind, Kinds
 from amp_patch.lab.survey.ranges import RANGES
 
-_PHASE = 0.1  # radians by which a sinusoid's arguments are off: the root of the mean square
-_LARGEST_PHASE = 0.5  # the same of one argument
-_SHARE = 0.1  # of the spread of numbers that rounding may change
+_PHASE = 0.1  # radians: a larger error of a sinusoid's arguments, as root mean square, is reported
+_LARGEST_PHASE = 0.5  # radians: a larger error of a single argument is reported
+_SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
 _SINUSOIDS = ("sin", "cos", "tan", "sin_", "cos_", "sincos", "sinc", "polar")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "isin", "searchsorted", "bucketize")
@@ -24,7 +27,7 @@ _DIFFERENCES = ("sub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 
 def _angles_move(call: Call) -> Iterator[Finding]:
-    """The argument of a sinusoid is rounded by more than 0.1 radians."""
+    """Find sinusoids whose arguments are rounded by more than `_PHASE` or `_LARGEST_PHASE`."""
     if call.op not in _SINUSOIDS or not call.inputs:
         return
     tensor, facts = call.inputs[-1]
@@ -43,7 +46,7 @@ def _angles_move(call: Call) -> Iterator[Finding]:
 
 
 def _moved(tensor: Tensor, facts: Facts) -> dict[Kind, Tensor]:
-    """How far rounding moves the numbers of a tensor, at each kind of level."""
+    """Return kind of level -> the changes of a tensor's numbers by rounding."""
     found = {}
     for kind in facts.rounded:
         value = facts.values.get(kind)
@@ -55,7 +58,7 @@ def _moved(tensor: Tensor, facts: Facts) -> dict[Kind, Tensor]:
 
 
 def _changed_whole_numbers(tensor: Tensor, facts: Facts) -> Kinds:
-    """Where a tensor of whole numbers has others."""
+    """Return the kinds of levels at which a tensor of whole numbers has another whole number in a place."""
     moved = _moved(tensor, facts)
     if not moved or not bool((tensor.detach() == tensor.detach().round()).all()):
         return frozenset()
@@ -63,7 +66,7 @@ def _changed_whole_numbers(tensor: Tensor, facts: Facts) -> Kinds:
 
 
 def _indices_change(call: Call) -> Iterator[Finding]:
-    """Whole numbers become integers of another value."""
+    """Find conversions of whole numbers to an integer type, if the integers are others at a level."""
     result = call.result
     if not (isinstance(result, Tensor) and result.dtype in _INTEGERS and call.op in ("long", "int", "to", "type")):
         return
@@ -79,7 +82,7 @@ def _indices_change(call: Call) -> Iterator[Finding]:
 
 
 def _comparisons_change(call: Call) -> Iterator[Finding]:
-    """Whole numbers compare in another way."""
+    """Find comparisons of whole numbers whose result changes at a level."""
     if call.op not in _COMPARISONS or not isinstance(call.result, Tensor):
         return
     for tensor, facts in call.inputs:
@@ -91,14 +94,14 @@ def _comparisons_change(call: Call) -> Iterator[Finding]:
 
 
 def _compares_otherwise(call: Call, kind: Kind) -> bool:
-    """Whether a comparison has another result with the numbers of a level."""
+    """Return whether a comparison has another result with the numbers of a level."""
     known = {id(tensor): facts.values.get(kind, tensor) for tensor, facts in call.inputs}
     args = [known.get(id(each), each) for each in call.args]
     return not torch.equal(call.func(*args, **call.kwargs), call.result)
 
 
 def _targets_are_coarse(call: Call) -> Iterator[Finding]:
-    """The target of a difference, or of a loss, has numbers whose distances low precision does not hold."""
+    """Find differences and losses whose targets change: whole numbers, or more than `_SHARE` of their spread."""
     if call.op not in _DIFFERENCES or len(call.inputs) < 2:
         return
     (one, first), (two, second) = call.inputs[:2]
@@ -121,7 +124,7 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
 
 
 def _probabilities_saturate(call: Call) -> Iterator[Finding]:
-    """Probabilities of a binary cross entropy are rounded to 0 or 1, or are refused."""
+    """Find binary cross entropies whose probabilities round to 0 or 1, or which a level refuses."""
     if call.op != "binary_cross_entropy" or not call.inputs:
         return
     tensor, facts = call.inputs[0]
@@ -143,7 +146,7 @@ def _probabilities_saturate(call: Call) -> Iterator[Finding]:
 
 
 def _fails(call: Call) -> Iterator[Finding]:
-    """torch raises an error."""
+    """Find calls for which torch raises an error at a level."""
     told: dict[tuple[str, str], set[Kind]] = {}
     for kind, error in call.errors.items():
         text = re.sub(r"\b(c10::)?(Half|BFloat16)\b", "low precision", str(error).partition("\n")[0])
@@ -159,7 +162,7 @@ def _fails(call: Call) -> Iterator[Finding]:
 
 
 def _asked_for_fp32(call: Call) -> Iterator[Finding]:
-    """A torch.autocast, or a custom_fwd, asks for FP32 and gets low precision."""
+    """Find a torch.autocast or a custom_fwd that asks for FP32, but whose tensors have low precision at a level."""
     kinds = frozenset[Kind]().union(*(facts.low for _, facts in call.inputs)) if call.inputs else frozenset()
     edit = "x.float() there, or keep_fp32= for its module"
     if call.op == "custom_fwd" and (kinds := kinds & CASTING):
@@ -170,7 +173,7 @@ def _asked_for_fp32(call: Call) -> Iterator[Finding]:
 
 
 def _averages_stand_still(call: Call) -> Iterator[Finding]:
-    """A write into what no optimizer holds is lost by rounding."""
+    """Find writes into a tensor of the model that no optimizer holds, such as an average, if rounding loses most."""
     if call.written is None or not call.outputs:
         return
     name, before = call.written
@@ -190,7 +193,7 @@ def _averages_stand_still(call: Call) -> Iterator[Finding]:
 
 
 def _arrays_fail(call: Call) -> Iterator[Finding]:
-    """NumPy has no BF16."""
+    """Find conversions of BF16 tensors to NumPy arrays: NumPy has no BF16."""
     if call.op in ("numpy", "array") and call.inputs:
         kinds = frozenset(kind for kind in call.low() if kind.dtype is torch.bfloat16)
         if kinds:
@@ -200,7 +203,7 @@ def _arrays_fail(call: Call) -> Iterator[Finding]:
 
 
 def _loss_is_coarse(call: Call) -> Iterator[Finding]:
-    """A loss that the model itself computes has the steps of BF16."""
+    """Find a loss that the model itself computes in BF16, so that it has the coarse steps of BF16."""
     for tensor, facts in call.outputs if call.op == "output" else ():
         kinds = frozenset(kind for kind in facts.low & CASTING if kind.dtype is torch.bfloat16)
         if kinds and tensor.numel() == 1 and tensor.requires_grad:

@@ -27,7 +27,7 @@ _UNSCALED = "O3"  # the level of FP16 whose loss scale is 1
 
 
 class Surveyor:
-    """Looks at a training in FP32 while its `with` block runs.
+    """A `with` block that applies the rules to each torch call of an FP32 training.
 
     Attributes:
         report: the findings.
@@ -58,7 +58,7 @@ class Surveyor:
         self._read_gradients()
 
     def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
-        """Look at the forwards of `model`. An optimizer holds the `trained` parameters."""
+        """Survey the training of `model` too. `trained` has the parameters that an optimizer holds."""
         self._visitor.follow(model, trained)
 
     # Rules.
@@ -105,14 +105,14 @@ class Surveyor:
     # Updates.
 
     def step_begins(self, optimizer: Any) -> None:
-        """The first step begins."""
+        """Prepare to count the lost updates of the first step, and pause the survey during that step."""
         if self._meter is None and self._visitor.active:
             names = {id(p): name for model in self._visitor.models for name, p in model.named_parameters()}
             self._visitor.active = False
             self._meter, self._optimizer = UpdateMeter(optimizer, names), optimizer
 
     def step_ends(self, optimizer: Any) -> None:
-        """It has ended."""
+        """Count the lost updates of the first step, and end the pause."""
         if self._meter is None or optimizer is not self._optimizer:
             return
         for dtype, counts in self._meter.counts_in(LOW_PRECISION).items():
@@ -156,7 +156,7 @@ class Surveyor:
                 return original(cls, *args, **kwargs)
             given = [(t, visitor.of(t)) for t in args if isinstance(t, Tensor) and t.is_floating_point()]
             look(Call(None, inputs=given, inside=True, name="custom_fwd"))
-            for tensor, facts in given:  # O1 and O4 cast them
+            for tensor, facts in given:  # custom_fwd casts them to FP32 at O1 and O4, not in a cast model
                 visitor.facts[tensor] = replace(facts, low=facts.low & CASTING)
             visitor.plain += 1
             try:
@@ -170,12 +170,12 @@ class Surveyor:
 
 
 def _casts_nothing(region: Any) -> bool:
-    """Whether a torch.autocast is off, or to FP32: O1 and O4 cast nothing inside of it."""
+    """Return whether a torch.autocast is disabled or asks for FP32, so that O1 and O4 cast nothing inside of it."""
     return not region._enabled or region.fast_dtype not in LOW_PRECISION
 
 
 def _asks_for_fp32(forward: Any) -> bool:
-    """Whether torch's custom_fwd has decorated `forward`, with cast_inputs=torch.float32."""
+    """Return whether torch's custom_fwd has decorated `forward`, with cast_inputs=torch.float32."""
     code, cells = getattr(forward, "__code__", None), getattr(forward, "__closure__", None) or ()
     names = () if code is None else code.co_freevars
     return any(n == "cast_inputs" and c.cell_contents is torch.float32 for n, c in zip(names, cells, strict=False))
@@ -192,13 +192,14 @@ def survey(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, optimi
 
     Args:
         model: in FP32, before `initialize`.
-        loss_fn: from the model's output, and the last of `inputs` where it takes two arguments, to the loss.
-        inputs: a tuple of the model's inputs, with the targets last where `loss_fn` takes them; a tensor alone, or a
-            dict of inputs by name, for a `loss_fn` of the output.
-        optimizer: to tell the share of the updates that would be lost without masters; a step is made and undone.
+        loss_fn: takes the model's output, and the targets if it has a second argument, and returns the loss.
+        inputs: a tuple of the model's inputs, followed by the targets if `loss_fn` takes them. If `loss_fn` takes the
+            output alone, also a single tensor, or a dict of inputs by name.
+        optimizer: if given, the report also has the share of the updates that would be lost without masters. For this,
+            one step is made and undone.
 
     Raises:
-        TypeError: a model, inputs or a loss that is none.
+        TypeError: `model` is no module, `inputs` has another type, or `loss_fn` returned no loss.
         ValueError: the model went through `initialize` at a level that casts, or is low precision, or is sharded.
     """
     if not isinstance(model, nn.Module):
@@ -238,7 +239,7 @@ def survey(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, optimi
 
 
 def _step(surveyor: Surveyor, optimizer: Any) -> None:
-    """Make a step, for the share of updates that would be lost, and undo it."""
+    """Make a step, to measure the share of updates that would be lost, and undo it."""
     held = [param for group in optimizer.param_groups for param in group["params"]]
     before = [param.detach().clone() for param in held]
     state = {key: {name: _copied(value) for name, value in each.items()} for key, each in optimizer.state.items()}
@@ -259,7 +260,7 @@ def _copied(value: Any) -> Any:
 
 
 def _takes_two(loss_fn: Any) -> bool:
-    """Whether a loss is a function of the output and of the targets: it cannot be called with the output alone."""
+    """Return whether the loss takes targets too: it cannot be called with the output alone."""
     try:
         inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).bind(None)
     except TypeError:

@@ -32,9 +32,9 @@ _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "
 _PASSED = ("backward", "grad", "__set__", "__delete__", "requires_grad_", "register_hook")
 _UNTRIED = ("numpy", "array", "item", "tolist", "get", "requires_grad", "retain_grad")
 _ATTRIBUTES = ("data", "T", "mT", "H", "mH", "real")
-_LARGE = 2**14  # a negative number beyond is a mask's
+_LARGE = 2**14  # a number below -2**14 belongs to a mask
 _FLOAT32 = torch.finfo(torch.float32)
-# How user code names FP32 itself, in place of the type of a tensor.
+# Patterns of source lines that name FP32. Other lines take the dtype of a tensor: FP32 here, but not at each level.
 _NAMES_FLOAT32 = {
     "to": re.compile(r"\.to\([^()]*(float32|torch\.float\b)"),
     "type": re.compile(r"\.type\([^()]*(float32|torch\.float\b)"),
@@ -45,13 +45,13 @@ Look = Callable[[Call], None]
 
 
 class Visitor(TorchFunctionMode):
-    """Shows each call of torch's functions in the models' training to `look`, with facts of its tensors.
+    """A torch function mode that passes each call in the models' training to `look`, with the facts of its tensors.
 
     User code computes in FP32, and no number changes. Tensors that depend on no parameter (masks, positions, times) are
     computed once more in each low-precision type.
 
     Args:
-        look: is shown each call.
+        look: receives each call.
     """
 
     def __init__(self, look: Look) -> None:
@@ -60,12 +60,12 @@ class Visitor(TorchFunctionMode):
         self.facts = WeakTensorKeyDictionary()
         self.models: list[nn.Module] = []
         self.untrained: dict[int, str] = {}  # storage of a float tensor of a model in no optimizer -> name
-        self.asked: list[Place] = []  # of torch.autocasts that ask for FP32
-        self.plain = 0  # regions in which O1 casts nothing
+        self.asked: list[Place] = []  # the lines of the entered torch.autocasts that ask for FP32
+        self.plain = 0  # the number of entered regions in which O1 casts nothing
         self.depth = 0
         self.active = True
         self.stack = ExitStack()
-        self._read: Facts | None = None  # of the tensor whose dtype the forward has read last
+        self._read: Facts | None = None  # the facts of the tensor whose dtype was read last
         self._before: list[tuple[Tensor, Facts]] = []
         self._tried: dict[Any, Exception | None] = {}
         self._buffers: list[tuple[nn.Module, str, str]] = []
@@ -73,7 +73,7 @@ class Visitor(TorchFunctionMode):
     # Models.
 
     def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
-        """Look at the forwards of a model; `trained` are the parameters that an optimizer holds."""
+        """Follow the forwards of a model; `trained` are the parameters that an optimizer holds."""
         self.models.append(model)
         self.stack.enter_context(eagerly())
         kept = kept_modules([model], OPT_LEVELS["O2"], ())
@@ -190,7 +190,7 @@ class Visitor(TorchFunctionMode):
             call.written = None if where is None else (where, args[0].detach().clone())
         result = func(*args, **kwargs)
         if call.inside and call.op in _CONVERTS and result is args[0]:
-            result = result.view_as(result)  # at a level it is another tensor, of another type than the first
+            result = result.view_as(result)  # without this, it would share the facts of its input, which has no cast
         call.result = result
         made = _floats(args[0] if call.in_place else result)
         if not (call.inputs or made):
@@ -205,7 +205,7 @@ class Visitor(TorchFunctionMode):
         return result
 
     def _data_is_set(self, func: Any, tensor: Tensor, value: Tensor) -> None:
-        """`tensor.data = value`, which may be a write into an average."""
+        """Follow the assignment `tensor.data = value`, which may be a write into an average."""
         path = self.untrained.get(tensor.untyped_storage().data_ptr()) if _floats(tensor) else None
         call = Call(None, (tensor,), inputs=[(tensor, self.of(tensor))], name="data")
         call.written = None if path is None else (path, tensor.detach().clone())
@@ -217,7 +217,7 @@ class Visitor(TorchFunctionMode):
                 self.look(call)
 
     def _follow(self, call: Call, made: list[Tensor]) -> list[Facts]:
-        """The facts of what a call has made."""
+        """Return the facts of each tensor in `made`, the results of a call."""
         given = [facts for _, facts in call.inputs]
         low = self._low(call)
         if all(tensor.dtype is not torch.float32 for tensor in made):
@@ -247,7 +247,7 @@ class Visitor(TorchFunctionMode):
         return found
 
     def _low(self, call: Call) -> Kinds:
-        """Where the result is of low precision."""
+        """Return the kinds of levels at which the result has the low-precision type."""
         if call.op in _CONVERTS or isinstance(call.kwargs.get("dtype"), torch.dtype):
             return self._converted(call)
         return frozenset(kind for kind in KINDS if self._is_low(call, kind))
@@ -268,7 +268,7 @@ class Visitor(TorchFunctionMode):
         return all(voters)
 
     def _converted(self, call: Call) -> Kinds:
-        """Where the result of a conversion, or of a function that is given a type, is of low precision."""
+        """Return `_low` for a conversion, or for a function that has a dtype argument."""
         given = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.dtype)]
         if call.op == "type_as" or (call.op == "to" and len(call.inputs) > 1):
             return call.low(1)
@@ -280,18 +280,18 @@ class Visitor(TorchFunctionMode):
         return NONE
 
     def _raises(self, call: Call) -> bool:
-        """Whether user code asks for FP32 here."""
+        """Return whether user code asks for FP32 in this call."""
         return (call.op in _CONVERTS or "dtype" in call.kwargs) and not self._converted(call)
 
     def _follows_a_tensor(self, call: Call) -> bool:
-        """Whether the type that the call names is that of a tensor: in the FP32 step the two look alike."""
+        """Return whether the call's FP32 is the dtype of a tensor, as in `x.to(y.dtype)`: its source line decides."""
         if self._read is None:
             return False
         names = _NAMES_FLOAT32.get(call.op, _NAMES_FLOAT32[""])
         return not names.search(linecache.getline(call.line.file, call.line.line))
 
     def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
-        """The arguments of a call as they would be at a level, without gradients; and whether they differ."""
+        """Return the arguments of a call as they would be at a level, without gradients, and whether they differ."""
         changed = False
 
         def one(tensor: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ class Visitor(TorchFunctionMode):
             if not changed:
                 continue
             if not made or (call.in_place and args[0].data_ptr() == made[0].data_ptr()):
-                continue  # it is FP32 at these levels: the write has been done
+                continue  # an in-place call on a tensor that is FP32 at these levels: it has written already
             if not _is_random(call.op):
                 try:
                     with torch.no_grad():
@@ -344,7 +344,7 @@ class Visitor(TorchFunctionMode):
         return found
 
     def _try(self, call: Call) -> None:
-        """Call a function once at each kind of level, for torch's errors: no kernel, mixed types, a large number."""
+        """Call the function with the arguments of each kind of level, once a case, and store the errors of torch."""
         if call.rule in _SERVED or call.op in _UNTRIED or _is_random(call.op) or (call.in_place and not call.low()):
             return
         for kind in KINDS:
@@ -372,14 +372,14 @@ class Visitor(TorchFunctionMode):
     # Masks.
 
     def _masks(self, call: Call) -> bool:
-        """Whether a call adds a mask: a number, or a tensor that depends on no parameter, far below 0."""
+        """Return whether a call adds a mask: a number far below 0, or an unlearned tensor that has such a number."""
         if any(number < -_LARGE for number in call.scalars()):
             return True
         given = [tensor for tensor, facts in call.inputs if not facts.learned]
         return any(finite_range(tensor)[0] < -_LARGE for tensor in given)
 
     def _mask_at(self, call: Call, low: Kinds) -> tuple[Kinds, Kinds]:
-        """Where the mask that a call adds is finite, though its FP32 numbers would not be; and where it is infinite."""
+        """Return where a mask with FP32 numbers too low for the type stays finite, and where it becomes infinite."""
         finite, infinite = set[Kind](), set[Kind]()
         if any(number == _FLOAT32.min for number in call.scalars()) and self._follows_a_tensor(call):
             finite |= low
@@ -392,14 +392,14 @@ class Visitor(TorchFunctionMode):
 
 
 def _of_kind(kind: Kind, value: Any) -> Any:
-    """The smallest and the largest number of `kind` in place of FP32's; all else as it is."""
+    """Return `kind`'s smallest or largest number if `value` is FP32's smallest or largest; else `value`."""
     own = torch.finfo(kind.dtype)
     known = {_FLOAT32.min: own.min, _FLOAT32.max: own.max}
     return known.get(value, value) if isinstance(value, float) else value
 
 
 def _floats(value: Any) -> list[Tensor]:
-    """The floating tensors in a value whose numbers can be read: not sparse ones, nor those inside of a `vmap`."""
+    """Return the floating tensors in a value whose numbers can be read: no sparse ones, and none inside of a `vmap`."""
     return [
         tensor
         for tensor in tensors(value)
@@ -415,7 +415,7 @@ def _in_backward() -> bool:
 
 
 def _in_place(name: str, args: Any) -> bool:
-    """Whether a function writes into its first argument."""
+    """Return whether a function writes into its first argument."""
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return writes and bool(args) and isinstance(args[0], Tensor)
 
