@@ -134,7 +134,7 @@ def about(seconds: float) -> str:
 
 
 def clock_time(seconds: float) -> str:
-    """ "0.84 s", "41 s", "5 min 10 s", "2 h 5 min": a measured time."""
+    """Format a measured time: "0.84 s", "41 s", "5 min 10 s", "2 h 5 min"."""
     if round(seconds) < 60:
         return f"{seconds:.{0 if seconds >= 10 else 1 if seconds >= 1 else 2}f} s"
     minutes, rest = divmod(round(seconds), 60)

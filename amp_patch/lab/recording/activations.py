@@ -121,8 +121,9 @@ class WeighedStep:
         self._bytes.leave_out(at_rest)
         self._hooks = (self._pack, _unpack)
         self._patches = Patches()
-        self._whole = False  # whether the hooks have seen every tensor that was saved since the making
-        # Hooks of a block around the loop would end up above these. torch before 2.8 cannot say whether there are some.
+        self._whole = False  # whether the hooks have seen every tensor that was saved since construction
+        # Not under hooks of user code around the loop: torch calls the innermost hooks only, so these would replace
+        # them, and the end of the user's block would pop these. torch before 2.8 cannot tell whether there are any.
         known = hasattr(_torch, "_top_saved_tensors_default_hooks")
         if known and _torch._saved_tensors_hooks_is_enabled() and _top() is None:
             self._push = _torch._push_saved_tensors_default_hooks
@@ -172,7 +173,8 @@ class WeighedStep:
 
     def _pack(self, tensor: Tensor) -> _Saved:
         self._see(tensor)
-        # Detached: an output that its own node holds would never be freed. A leaf is kept: a script may set its `data`.
+        # Detached, because a node that saves its own output would never be freed. A leaf is saved itself: a script may
+        # set its `data` before the backward.
         return _Saved(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
     vars()["_pack"]._amp_counts = True  # the mark lets casts/upcast.py push its hooks above these
@@ -198,7 +200,7 @@ class WeighedStep:
         self._push(_MarkedAs(pack, pack_and_see), unpack)
 
     def _see_and_wrap(self, wrap: Callable[..., Any]) -> Callable[..., Any]:
-        """Count the outputs that selective checkpoints keep: wrapped so, they never reach the hooks."""
+        """Return `wrap`, which counts its argument first: outputs that a selective checkpoint wraps reach no hook."""
 
         def see_and_wrap(value: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(value, Tensor):
@@ -208,7 +210,7 @@ class WeighedStep:
         return see_and_wrap
 
     def _before(self, disable: Callable[..., Any]) -> Callable[..., Any]:
-        """Pop the hooks before a transform of torch.func, which refuses to run under such hooks."""
+        """Return `disable`, which ends the count first: transforms of torch.func refuse to run under these hooks."""
 
         def leave_and_disable(*args: Any, **kwargs: Any) -> Any:
             self.abandon()
@@ -222,7 +224,7 @@ class WeighedStep:
 
 
 class _MarkedAs:
-    """A pack hook with another one's attributes, as they are when they are read: torch 2.15 marks a checkpoint's."""
+    """A pack hook that calls `call`, and has the present attributes of `pack`: torch 2.15 marks a checkpoint's hook."""
 
     def __init__(self, pack: Any, call: Callable[[Tensor], Any]) -> None:
         self._pack, self._call = pack, call

@@ -80,7 +80,10 @@ class Outbox:
         return len(self._queue) >= _FLUSH_EVENTS or time.monotonic() - self._flushed >= _FLUSH_SECONDS
 
     def flush(self, step: int, wait: bool = False) -> None:
-        """Start copies of the queued numbers, and pass on earlier ones that have arrived; all of them if `wait`."""
+        """Start copies of the queued events' numbers to the host, and pass events to the sinks, in order.
+
+        An event is passed if its numbers have arrived. With `wait`, all events are passed, which syncs.
+        """
         self._flushed = time.monotonic()
         if self._queue:
             self._travelling.append(UnreadBatch(self._queue))
@@ -95,7 +98,7 @@ class Outbox:
         self._each_sink(step, "close")
 
     def _each_sink(self, step: int, name: str, *args: Any) -> None:
-        """Call the method of all sinks that have it. A sink that cannot write ends there, and not the training."""
+        """Call the method of all sinks that have it. If one raises an OSError, remove that sink, with a warning."""
         for sink in list(self._sinks):
             try:
                 if callable(method := getattr(sink, name, None)):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-# torch's function at import: `run --device cpu` replaces it by one whose memory figures come from this file.
+# Bound at import: `run --device cpu` replaces the functions of torch.cuda, and its memory figures come from this file.
 _has_cuda = torch.cuda.is_initialized
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -44,7 +44,7 @@ class PeakMemory:
                 self._banked[kind] = max(peak, self._banked.get(kind, 0))
 
     def restart(self) -> None:
-        """Forget the peak until now. On a CPU the next one still counts from what the process held at the making."""
+        """Forget the peak until now. On a CPU the next one is still relative to the process's size at construction."""
         _reset()
         self._banked.clear()
 
@@ -68,7 +68,7 @@ class PeakMemory:
             return max(0, peak - self._resident)
         peak = _largest_ever()
         if peak is None or self._before is None or peak == self._before:
-            return None  # the peak is from before the making, and the peak since then is not known
+            return None  # the peak is from before the construction, and the peak since then is not known
         return peak - self._before
 
 

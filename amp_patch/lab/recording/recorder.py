@@ -44,14 +44,14 @@ from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.stash import Stash, enabled_stash
 from amp_patch.training.training import Training
 
-_OTHERS = 100  # after this number of consecutive steps of others the first optimizer counts as finished
+_OTHERS = 100  # after this number of consecutive steps of other optimizers, the lead counts as finished
 
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
 
 
 class Enough(SystemExit):
-    """The training has taken the steps that were asked for; to Python an exit without an error."""
+    """Exit of a training that has taken the requested number of steps: a SystemExit with status 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -117,10 +117,10 @@ def log(**scalars: Any) -> None:
 class Recorder(Observer):
     """A recorder that sends the trainings of this process to sinks, as events (see `Run.add`), while its block runs.
 
-    A record ends when the first optimizer that stepped has stepped again. Steps of other optimizers before that (a
-    GAN's) belong to the same record. If others step a hundred times in between, one of them replaces the first. The
-    recorder's own time between two steps is not counted. If a compiled function hides the model's forward, the
-    forward's time is counted as "data".
+    The optimizer that steps first is the lead: each of its steps ends one recorded step. Steps of other optimizers (a
+    GAN's) belong to the recorded step in which they happen. If other optimizers step a hundred times without the lead,
+    one of them becomes the lead. The recorder's own time between two steps is not counted. If a compiled function hides
+    the model's forward, the forward's time is counted as "data".
 
     A GradScaler of torch is recorded too: its losses, its scale and its skipped steps. The training may have gone
     through `initialize`, with a GradScaler instead of `scale_loss`. Otherwise the model is not known, and the time
@@ -131,9 +131,9 @@ class Recorder(Observer):
         stop_after: leave the training after this number of steps, by raising `Enough` out of `optimizer.step()`.
         inspect: emit a "look" of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
         activations: emit a "memory" of the third step, or of the last if that comes before; its times are NaN too.
-        batch_dim: which dimension of the model's first tensor has the samples.
+        batch_dim: the dimension of the model's first tensor that counts the samples.
         modules: emit the "modules" of each training's models.
-        between_steps: called between two steps, each time that the sinks were flushed; its time is in no step.
+        between_steps: called between two steps, after each flush of the sinks. Its time is counted in no step.
 
     Attributes:
         trainings: the number of seen calls of `initialize`, also with `enabled=False`, and of trainings that began
@@ -205,7 +205,7 @@ class Recorder(Observer):
         self._flush(wait=True)
 
     def _end(self) -> None:
-        """Put the "end"."""
+        """Queue the "end" event, with the sizes and the peak memory."""
         self._ended = True
         self._looks.abandon()
         self._sizes.measure()
@@ -244,7 +244,7 @@ class Recorder(Observer):
 
     @eager_only
     def _adopt(self, training: Training) -> None:
-        """Record this training."""
+        """Add the training to the recorded ones. Queue a "begin" event if it is the first, and its "modules"."""
         self.enabled = True
         self._adopted.append(training)
         self._scalers.add(id(training.scalers))
@@ -285,7 +285,7 @@ class Recorder(Observer):
             return  # an evaluation
         if self._clock.forward_begins(model):
             self._looks.forward_begins(args, kwargs)
-            # Assigned, not added: an earlier forward whose samples no loss has claimed was no part of the step.
+            # Assigned, not added: if no loss has claimed the samples of an earlier forward, it was no part of the step.
             sizes = sizes_of(args, kwargs)
             self._sizes_given = self._sizes_given or sizes
             known = -len(sizes) <= self._batch_dim < len(sizes)
@@ -369,7 +369,7 @@ class Recorder(Observer):
 
     def _end_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | None = None) -> None:
         self._clock.step_ends()
-        if self.has_enough:  # again: the script has caught `Enough`
+        if self.has_enough:  # the script has caught an earlier `Enough`
             self._clock.take_step()
             raise Enough
         if self._lead is None or self._lead() is None or self._clock.step.others >= _OTHERS:
@@ -380,7 +380,7 @@ class Recorder(Observer):
         self._finish_step(optimizer, stash, skipped)
         self._clock.restart()
         if self.has_enough:
-            self._end()  # now: the script may catch `Enough`, go on for ever, and be ended from outside
+            self._end()  # now, because a script that catches `Enough` may train on until it is killed
             self._flush(wait=True)
             raise Enough
 

@@ -25,9 +25,10 @@ class SampledUpdates:
 
     @eager_only
     def step_ended(self, optimizer: Any, steps: int) -> list[UnreadEvent]:
-        """Return the "updates" events of the ended step, the `steps`-th, if it was measured; no sync.
+        """Return the "updates" events of the step that has ended, the `steps`-th. Prepare the next, if it is sampled.
 
-        There is one event, in the training's low-precision type; if it has none, one for BF16 and one for FP16.
+        The list is empty if the step was not sampled. Otherwise it has one event, in the training's low-precision type,
+        or, if the training has none, one for BF16 and one for FP16. Does not sync.
         """
         meter, of = self._meter, None if self._of is None else self._of()
         self._meter = self._of = None

@@ -16,7 +16,9 @@ from amp_patch.support.compiled import eager_only
 
 
 class SingleSteps:
-    """Scheduler of looks: at most one at a time, from the end of a step to the end of the next.
+    """Scheduler of looks. A look inspects a step, or counts the bytes that it saves for its backward.
+
+    At most one look runs at a time, from the end of a step to the end of the next.
 
     Args:
         inspect: whether to inspect the step after 1, 10, 100, ... steps.

@@ -1,4 +1,4 @@
-"""Where the events of a recording go: lines of JSON, TensorBoard. A `Run` takes them too."""
+"""Sinks, which receive the events of a recording: a file of JSON lines, and TensorBoard. A `Run` is a sink too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Sink(Protocol):
     """Receiver of the events of a recording. `flush` and `close` are optional."""
 
     def add(self, event: Event) -> None:
-        """Take one event, in order, on the training's thread. After an OSError the sink gets no more of them."""
+        """Receive one event, in order, on the training's thread. After an OSError the sink receives no more events."""
 
 
 class JsonLines:
@@ -35,7 +35,7 @@ class JsonLines:
         self._lines.append(dumps(event))
 
     def flush(self) -> None:
-        """Flush the added lines to the system: they outlive a killed process."""
+        """Write the stored lines to the file, and flush it, so that they survive a kill of the process."""
         if self._file is not None and self._lines and writes():
             try:
                 self._file.write("".join(f"{line}\n" for line in self._lines))

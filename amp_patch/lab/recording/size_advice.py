@@ -13,7 +13,7 @@ from amp_patch.lab.diagnose import products, shapes
 from amp_patch.lab.diagnose.shapes import Product
 from amp_patch.support.compiled import eager_only
 
-DEVICES = ("cuda",)  # a CPU's gain from such sizes had no pattern: nothing to a fifth of a step, measured in 2024
+DEVICES = ("cuda",)  # on CPUs such sizes saved from nothing to a fifth of a step, without a pattern (measured in 2024)
 
 
 class SizeAdvice:
@@ -38,7 +38,7 @@ class SizeAdvice:
 
     @eager_only
     def forward_begins(self, model: nn.Module) -> None:
-        """The forward of `model` begins, outside of compiled code."""
+        """Hook the modules of `model` for the forward that begins, if it is the first. Not called for compiled code."""
         if model in self._seen or self._handles:
             return
         modules = [*model.named_modules()]

@@ -30,7 +30,7 @@ class Sizes:
 
     Attributes:
         bytes: "weights", "masters", "gradients" or "state" -> bytes.
-        in_fp32: the sizes in FP32, without masters and with a gradient for every trained parameter.
+        in_fp32: the sizes of the same training in FP32: it has no masters, and a gradient for every trained parameter.
     """
 
     def __init__(self, trainings: list[Training]) -> None:
@@ -117,7 +117,10 @@ def alive(refs: Iterable[Any]) -> list[Any]:
 
 
 def _bytes(tensors: Iterable[Tensor], *, in_fp32: bool = False) -> int:
-    """Return the bytes of the tensors, each once, of a DTensor the local shard; `in_fp32`: as if all were FP32."""
+    """Return the bytes of the tensors. Each tensor counts once, and a DTensor by its local shard.
+
+    With `in_fp32`, tensors of low precision or in eight bits count as if they were FP32.
+    """
     total = 0
     for tensor in {id(t): t for t in tensors}.values():
         local = distributed.local(tensor)

@@ -35,7 +35,7 @@ class Body(NamedTuple):
 
     @classmethod
     def of(cls, body: ScaledBackward, loss: Tensor, samples: int) -> Body:
-        """The body of a `scale_loss` that has ended; `loss` is a copy of its unscaled loss."""
+        """Return the body of a `scale_loss` that has ended; `loss` is a copy of its unscaled loss."""
         optimizers = tuple(map(id, body.optimizers))
         key = (id(body.scaler), *sorted(optimizers))
         return cls(loss, body.scale, body.scaler.loss_id, key, optimizers, samples)
@@ -68,7 +68,7 @@ class Step:
 
     def unread_event(self, optimizer: Any, skipped: Tensor | float, inspected: bool) -> UnreadEvent:
         """Make the "step" event. `skipped`: whether the optimizer skipped; a tensor if only the device knows."""
-        # The training waits for this call, with cold caches: `_event` does later what needs no tensor.
+        # The training waits for this call, so it only collects tensors. `_event` computes the rest later.
         bodies = self.bodies
         values = [skipped, *(body.loss for body in bodies), *(body.scale for body in bodies)]
         return UnreadEvent(values, partial(self._event, id(optimizer), inspected))
