@@ -70,7 +70,8 @@ class CalledAlone:
     def call(self, module: nn.Module, model: nn.Module, call: Callable[[], Any]) -> Any:
         """Run `call`, an outermost call of `module`; if it fails on types that casts can mend, run it again with casts.
 
-        The second call draws what the first one has drawn, if that was the first of `module`.
+        If it is the first call of `module`, the second run starts from the same states of the random generators, and
+        so draws the same numbers.
 
         Args:
             model: `module` itself, or the model inside if `module` is a wrapper such as DDP.
@@ -111,7 +112,7 @@ class CalledAlone:
         return _NOTHING if policy is None or policy.cast_model_type is None else MixedOperands(policy)
 
     def _mixes(self, model: nn.Module, error: RuntimeError) -> bool:
-        """Record and report the first error about types in a cast model; return whether `error` is that."""
+        """If `error` is the first error about types in a cast model, record and report it. Return whether it is."""
         policy = policy_of(model)
         if policy is None or policy.cast_model_type is None or model in self._mixing or not is_about_types(error):
             return False

@@ -28,6 +28,6 @@ def refuse_unknown_use(optimizer: Any) -> None:
     base = base_class(optimizer)
     if base.__module__.partition(".")[0] != "torch":
         raise ScriptRefused(
-            f"step() is given a closure, and when {base.__name__} calls it is not known",
+            f"step() is given a closure, and it is not known when {base.__name__} calls it",
             "and run the body of the closure before step(), which is then called without it",
         )

@@ -26,12 +26,14 @@ class DirectForwards:
     """Reports direct calls of `forward` while it is installed.
 
     Args:
-        outermost: called with the module and its call, which it runs. It begins a level if the call is the outermost.
+        outermost: receives the module and its call, and runs the call. If no other module's call is running, it may
+            begin a level first.
     """
 
     def __init__(self, outermost: Outermost) -> None:
         self._outermost = outermost
-        # By id. The parameters are not weakly referenced: torch refuses to swap (`swap_tensors`) one that is.
+        # id of a module that has registered a parameter -> the module. Weak references to the parameters themselves
+        # would make `torch.utils.swap_tensors` refuse them.
         self._owners = weakref.WeakValueDictionary[int, nn.Module]()
         # A class -> its own forward, and the wrapper that reports direct calls.
         self._wrapped: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {}

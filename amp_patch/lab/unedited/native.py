@@ -60,7 +60,7 @@ class NativePrecision:
         def enter_or_exit(autocast: Any, *args: Any) -> Any:
             if not autocast._enabled or getattr(autocast, _OURS, True) or not self._applies():
                 return original(autocast, *args)
-            if autocast.fast_dtype not in LOW_PRECISION:  # FP32, which CUDA's accepts: amp_patch casts nothing in it
+            if autocast.fast_dtype not in LOW_PRECISION:  # an autocast to FP32 on CUDA: amp_patch casts nothing in it
                 return original(autocast, *args)
             self.seen = True
             return original(autocast, *args) if self.kept else None if args else autocast

@@ -281,7 +281,7 @@ def _has_stash(obj: Any) -> bool:
 
 
 def _widened(param: Any, state: Any) -> Any:
-    """Return the optimizer state of a parameter in FP32. Without masters, a cast parameter's state has its own type."""
+    """Return a parameter's optimizer state in FP32. Without masters, it has the low-precision type of the parameter."""
     if not (isinstance(state, dict) and isinstance(param, Tensor) and param.dtype in LOW_PRECISION):
         return state
     if is_quantized(param) or incoming.type_of(param) is not None:

@@ -15,7 +15,7 @@ from amp_patch.support.patches import Patches
 
 
 def tell(line: str) -> None:
-    """Write a line to stderr in one call. print() writes the newline separately: others may write between."""
+    """Write a line to stderr in one call. print() writes the newline separately: other processes may write between."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 

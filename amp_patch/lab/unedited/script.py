@@ -1,4 +1,4 @@
-"""Trains a script that uses torch alone at an opt level, unedited.
+"""Training of an unedited script, which uses torch alone, at an opt level.
 
 Models: the level begins in the first call of a model, before its forward. At the first backward it would be too late:
 the forward would have run in FP32, and a cast would change weights that the graph holds. A model is a module that
@@ -150,7 +150,10 @@ class UneditedScript(Observer):
         self._patches.remove()
 
     def missing(self) -> ScriptRefused | None:
-        """Return, at the end of the script, why nothing was trained; None if something was, or it imports amp_patch."""
+        """Return the refusal of a script that has ended without a training: it says why.
+
+        The result is None if something was trained, or if the script imports amp_patch or Apex.
+        """
         if self._left_alone or self.backwards or self._is_of_ours():
             return None
         if not self._optimizers_made:
@@ -329,7 +332,7 @@ class UneditedScript(Observer):
     def _wrap_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            # A graph task other than -1: the backward pass of a checkpoint, inside an outer one, which scales.
+            # A graph task other than -1 means a nested backward pass, as of a checkpoint: the outer one is scaled.
             plain = (
                 self._left_alone or getattr(self._thread, "backward", False) or torch._C._current_graph_task_id() != -1
             )
