@@ -1,8 +1,8 @@
-"""Does mixed precision lose accuracy? Three families of models, each level, several seeds: docs/accuracy.md.
+"""Train three families of models at each level from several seeds, and write docs/accuracy.md: is accuracy lost?
 
-Each family of examples/train.py goes through `python -m amp_patch compare`; the page and its pictures are written from
-the reports. Ends with an error, and the page says so too, if the held-out loss of O1, O2, O4 or O5 does not lie within
-the spread of O0's seeds, or is worse than O0's with the same seeds by more than the margin.
+`python -m amp_patch compare` trains each family of examples/train.py. The page and its pictures are written from the
+reports. The script ends with an error, and the page says so, if at O1, O2, O4 or O5 the held-out loss is not within the
+spread of O0's seeds, or is worse than O0's at the same seeds by more than the margin.
 
     python benchmarks/accuracy.py                        # a quarter of an hour on an idle machine
     python benchmarks/accuracy.py --from out/accuracy    # the page again, from the reports of an earlier run
@@ -34,7 +34,7 @@ UNEVEN = ROOT / "benchmarks/results/uneven_gradients.json"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 CLAIMED = ("O1", "O2", "O4", "O5")
 METRIC = "held_out_loss"
-# Task of examples/train.py -> (its heading, in a sentence, what is trained)
+# Task of examples/train.py -> (heading of its section, name of the model in a sentence, description)
 FAMILIES = {
     "digits": (
         "A convnet reads digits",
@@ -80,11 +80,11 @@ def main() -> int:
 
 
 def train(family: str, out: Path, seeds: int, steps: int | None) -> int:
-    """Run the comparison of a family; its exit status."""
+    """Run the comparison of a family, and return its exit status."""
     compare = ["-m", "amp_patch", "compare", "--levels", ",".join(LEVELS), "--seeds", str(seeds), "--seed-flag=--seed"]
     script = [str(ROOT / "examples/train.py"), "--", "--task", family, *(["--steps", str(steps)] if steps else [])]
     command = [sys.executable, *compare, "--metric", METRIC, "--out", str(out), *script]
-    guard = Guard()  # should this process be killed, the comparison goes with it
+    guard = Guard()  # kills the comparison if this process is killed
     try:
         return subprocess.run(command, env={**os.environ, **guard.environment}).returncode
     finally:
@@ -98,7 +98,7 @@ def read(report: Path) -> Comparison:
 
 
 def write(comparisons: dict[str, Comparison], docs: Path) -> list[str]:
-    """Write accuracy.md and a picture for each family into `docs`; what contradicts the claim, a line each."""
+    """Write accuracy.md and a picture for each family into `docs`. Return the `contradictions`."""
     docs.mkdir(parents=True, exist_ok=True)
     for family, comparison in comparisons.items():
         draw(comparison, docs / f"accuracy-{family}.svg")
@@ -107,7 +107,10 @@ def write(comparisons: dict[str, Comparison], docs: Path) -> list[str]:
 
 
 def contradictions(comparisons: dict[str, Comparison]) -> list[str]:
-    """Where the held-out loss is worse at the same seeds, or not within the spread of O0's, or is not known."""
+    """Return a line for each family and claimed level that contradicts the claim, or whose result is not known.
+
+    A level contradicts it if its held-out loss is worse at the same seeds, or not within the spread of O0's seeds.
+    """
     broken = []
     for family, comparison in comparisons.items():
         levels = {level.level: level for level in comparison.levels}
@@ -121,7 +124,7 @@ def contradictions(comparisons: dict[str, Comparison]) -> list[str]:
 
 
 def within_spread(comparison: Comparison, level: LevelResult) -> bool:
-    """Whether a level's mean lies between the lowest and the highest result of O0's seeds."""
+    """Return whether a level's mean is between the lowest and the highest result of O0's seeds."""
     base = list(comparison.baseline.finite.values()) if comparison.baseline is not None else []
     return level.mean is not None and bool(base) and min(base) <= level.mean <= max(base)
 
@@ -163,7 +166,7 @@ def page(comparisons: dict[str, Comparison]) -> str:
 
 
 def state_in_eight_bits(rows: Path = EIGHT_BITS) -> list[str]:
-    """The section on `optimizer_state="8bit"`, from the rows that eight_bit_state.py has written."""
+    """Return the section on `optimizer_state="8bit"`, from the rows that eight_bit_state.py has written."""
     found = loads(rows.read_text())
     outside = [row for row in found["rows"] if row["verdict"] == "outside"]
     named = listed([f"{row['optimizer']} on {row['task']} by {row['outside']:.4f}" for row in outside])
@@ -184,7 +187,7 @@ def state_in_eight_bits(rows: Path = EIGHT_BITS) -> list[str]:
 
 
 def uneven_gradients(rows: Path = UNEVEN) -> list[str]:
-    """Where gradients in one block differ by orders of magnitude, from the rows of uneven_gradients.py."""
+    """Return the paragraphs on blocks with gradients of different magnitude, from the rows of uneven_gradients.py."""
     found = loads(rows.read_text())
     heads = [cases.HEADS, ["---", "---", "---:", "---:"]]
     return [
@@ -196,7 +199,7 @@ def uneven_gradients(rows: Path = UNEVEN) -> list[str]:
 
 
 def answer(comparisons: dict[str, Comparison]) -> str:
-    """The paragraph on top, from the verdicts."""
+    """Return the first paragraph of the page, which answers its title."""
     broken = contradictions(comparisons)
     names = listed([FAMILIES[family][1] for family in comparisons])
     count = seeds(next(iter(comparisons.values())))
@@ -212,7 +215,7 @@ def answer(comparisons: dict[str, Comparison]) -> str:
 
 
 def furthest(comparisons: dict[str, Comparison]) -> str:
-    """The largest difference among the levels of the claim, measured by the spread of O0's seeds."""
+    """Return a sentence on the largest difference to O0 at a claimed level, as a share of the spread of O0's seeds."""
 
     def share(comparison: Comparison, level: LevelResult) -> float:
         base = comparison.baseline.final
@@ -228,7 +231,7 @@ def furthest(comparisons: dict[str, Comparison]) -> str:
 
 
 def of_o3(comparisons: dict[str, Comparison]) -> list[str]:
-    """O3 as it is, in sentences."""
+    """Return a sentence on O3's results, which are outside of the claim; nothing without O3."""
     found = [(f, each, level) for f, each in comparisons.items() for level in each.levels if level.level == "O3"]
     told = [f"{FAMILIES[f][1]} {verdict(level)}, {outcome(each, level)}" for f, each, level in found]
     start = "O3, FP16 throughout without FP32 masters, is outside of the claim and shown as it came out"
@@ -236,7 +239,7 @@ def of_o3(comparisons: dict[str, Comparison]) -> list[str]:
 
 
 def outcome(comparison: Comparison, level: LevelResult) -> str:
-    """A level's mean beside O0's, in words."""
+    """Return a level's mean and O0's in words, with the gap; for a level with failures, its verdict."""
     base = comparison.baseline
     if level.failed or base is None or len(level.finite) < len(level.runs) or not level.runs:
         return level.verdict.text
@@ -247,14 +250,14 @@ def outcome(comparison: Comparison, level: LevelResult) -> str:
 
 
 def verdict(level: LevelResult) -> str:
-    """ "as good", "as good by range", "worse"."""
+    """Return the finding of a level in words: "as good", "as good by range", "worse"."""
     found = level.finding
     names = {"within": "as good", "so far": "as good so far", "differs": "better" if found.better else "worse"}
     return names.get(found.kind, found.kind) + (" by range" if found.by_range else "")
 
 
 def table(comparison: Comparison, costs: bool = True) -> str:
-    """The figures of each level; without `costs` those of the losses alone."""
+    """Return the Markdown table of all levels. Without `costs` it has only the columns on the losses."""
     base = comparison.baseline
     logged = {name for run in comparison.runs for name in run.logged}
     second = next((name for name in SECOND if name in logged), None)
@@ -287,7 +290,7 @@ def table(comparison: Comparison, costs: bool = True) -> str:
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """The held-out losses, a dot a seed, as an SVG file in light colours; nothing where there are none."""
+    """Write the gaps of the levels as an SVG file in light colours. Without a baseline, write nothing."""
     if comparison.baseline is not None:
         path.write_text(dots(comparison))
 

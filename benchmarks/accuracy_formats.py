@@ -1,6 +1,6 @@
-"""What would FP8 and FP4 do to a loss? The three families of accuracy.py in each format: docs/accuracy-formats.md.
+"""Train the three families of accuracy.py in each FP8 and FP4 format, and write docs/accuracy-formats.md.
 
-All runs are made in this process, by `amp.compare`: their times are no matter, and there are a hundred and twenty.
+`amp.compare` makes all hundred and twenty runs in this process, because their times do not matter.
 
     python benchmarks/accuracy_formats.py                                # ten minutes
     python benchmarks/accuracy_formats.py --from out/accuracy-formats    # the page again, from an earlier run's reports
@@ -27,7 +27,7 @@ from amp_patch.policy import PRODUCT_FORMATS
 
 LEVELS = ("O0", "O4", *(f"O6+{name}" for name in PRODUCT_FORMATS))
 STEPS = {"digits": 200, "gpt": 300, "lstm": 100}
-# What of a family is in FP8 or FP4, with the first layer and the head in BF16.
+# Family -> which of its products are in FP8 or FP4, if the first layer and the head are kept in BF16.
 ROUNDED = {
     "digits": "One linear layer of two is in the format: convolutions are BF16's, and the other is the head.",
     "gpt": "The eight linear layers of its blocks are in the format; attention's own products and the head are BF16's.",
@@ -35,8 +35,8 @@ ROUNDED = {
     "formats give what O4 gives, to the bit.",
 }
 
-AFTER = 150  # steps in FP32, from which gradients are compared
-# What the gradients' errors are of: name -> (level, options of `initialize`).
+AFTER = 150  # steps in FP32 before gradients are compared
+# Row of the table of gradient errors -> (level, options of `initialize`).
 GRADIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("O4", {}),
     **{name: ("O6", {"dtype": name, "keep_high": ()}) for name in PRODUCT_FORMATS},
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def tasks() -> dict[str, Any]:
-    """Those of examples/train.py, by name."""
+    """Return the tasks of examples/train.py by name."""
     sys.path.insert(0, str(ROOT / "examples"))
     from tasks import TASKS
 
@@ -83,11 +83,11 @@ def tasks() -> dict[str, Any]:
 
 
 def train(family: str, seeds: int, steps: int) -> Comparison:
-    """The task, at each level from each seed."""
+    """Train the task of a family at each level from each seed."""
     task = tasks()[family]("cpu")
 
     def run() -> None:
-        torch.manual_seed(0)  # which `compare` moves, for each seed otherwise
+        torch.manual_seed(0)  # `compare` adds a number to it, another one for each seed
         batches = torch.Generator().manual_seed(torch.initial_seed())
         model = task.model()
         model, optimizer = amp.initialize(model, task.optimizer(model), verbosity=0)
@@ -98,9 +98,9 @@ def train(family: str, seeds: int, steps: int) -> Comparison:
 
 
 def gradient_errors(task: Any, seeds: int, steps: int, batches: int = 16) -> dict[str, list[float]]:
-    """How far the gradient of a step lies from FP32's, by row of `GRADIENTS`, for each seed: |g - g32| / |g32|.
+    """Return row of `GRADIENTS` -> the relative error of a gradient for each seed: |g - g32| / |g32|.
 
-    The weights are those of `steps` steps in FP32, the batches those of a training; of these errors it is the mean.
+    The weights come from `steps` steps in FP32. The error is the mean over several batches of the training data.
     """
     errors: dict[str, list[float]] = {name: [] for name in GRADIENTS}
     for seed in range(seeds):
@@ -121,7 +121,7 @@ def gradient_errors(task: Any, seeds: int, steps: int, batches: int = 16) -> dic
 
 
 def gradients(task: Any, model: nn.Module, batches: int) -> list[torch.Tensor]:
-    """Of all parameters, one after the other, FP32, for each of as many batches."""
+    """Return for each batch the gradients of all parameters, concatenated into one FP32 vector."""
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(batches):
         inputs, targets = task.batch(generator)

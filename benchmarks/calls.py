@@ -1,8 +1,8 @@
-"""What a patched function adds to a call, beside what torch.autocast adds.
+"""Measure the time that a patched function adds to a call, and the time that torch.autocast adds.
 
-One table is of calls that cast nothing, one of calls that cast. Tensors are tiny, so that the call itself is what takes
-the time. Every round times all variants one after the other and gives their differences; the table holds the medians
-over the rounds, in nanoseconds a call. It is the thread's own time: what else runs on the machine is not in it.
+One table has calls that cast nothing, the other calls that cast. Tensors are tiny, so that the overhead of the call
+dominates. Each round times all variants one after the other. The tables have medians over the rounds of the differences
+to the plain call, in nanoseconds a call. The thread's CPU time is measured, which excludes other work on the machine.
 `python benchmarks/calls.py [--repeats N] [--calls N] [--wrappers python] [--json PATH]`
 """
 
@@ -54,7 +54,7 @@ NOTHING_CAST = [
     "x[0] = 1.0",
     "torch.add(v, v)",  # on no list
 ]
-CAST = {  # the call -> (the same on operands that need no cast, the call that autocast gets)
+CAST = {  # call at O1 -> (the same call on operands that need no cast, the call to time under autocast)
     "x @ y": ("low_x @ low_y", "x @ y"),
     "torch.mm(x, y)": ("torch.mm(low_x, low_y)", "torch.mm(x, y)"),
     "grad_x @ grad_y": ("low_grad_x @ low_grad_y", "grad_x @ grad_y"),
@@ -62,7 +62,7 @@ CAST = {  # the call -> (the same on operands that need no cast, the call that a
     "F.linear(grad_x, weight)": ("F.linear(low_grad_x, low_weight)", "F.linear(grad_x, weight)"),
     "F.linear(low_x, weight)": ("F.linear(low_x, low_weight)", "F.linear(low_x, weight)"),
     "F.conv2d(image, kernel)": ("F.conv2d(low_image, low_kernel)", "F.conv2d(image, kernel)"),
-    # On a CPU torch.autocast leaves these alone: the casts are written out.
+    # On a CPU torch.autocast does not cast these, so its call has explicit casts.
     "torch.exp(low_v)": ("torch.exp(v)", "torch.exp(low_v.float())"),
     "F.layer_norm(low_v, (8,))": ("F.layer_norm(v, (8,))", "F.layer_norm(low_v.float(), (8,))"),
     "torch.dot(low_v, v)": ("torch.dot(v, v)", "torch.dot(low_v.float(), v)"),
@@ -88,12 +88,12 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager]] = {
 
 
 def clock(variant: str, statement: str, calls: int) -> timing.Timer:
-    """Nanoseconds a call of the statement, in that variant's surroundings."""
+    """Return a timer of the statement, in nanoseconds a call, in the context of the variant."""
 
     def run() -> float:
         with VARIANTS[variant]():
             timer = timeit.Timer(statement, timer=time.thread_time, globals=NAMES)
-            timer.timeit(calls // 10 + 1)  # the interpreter specializes the loop, the weights are cast
+            timer.timeit(calls // 10 + 1)  # warm-up: the interpreter specializes the loop, and weights are cast once
             return timer.timeit(calls) / calls * 1e9
 
     return run
@@ -134,7 +134,7 @@ def main() -> None:
         for call, (needless, rival) in CAST.items():
             times = measure({"plain": needless, "autocast": rival, "inside": call})
             plain, theirs, ours = statistics.median(times["plain"]), added(times, "autocast"), added(times, "inside")
-            # A weight from the cache costs next to nothing on both sides: there is no ratio of that.
+            # If both find the cast weight in a cache, the added times are near 0, and their ratio says nothing.
             ratio = ours / theirs if theirs > 0.05 * plain else None
             row = {"call": call, "needless": round(plain), "autocast adds": round(theirs), "inside adds": round(ours)}
             show(row | {"added ratio": ratio, "call ratio": timing.ratio(times["inside"], times["autocast"])})

@@ -1,10 +1,9 @@
-"""A compiled training step of the small GPT: our levels beside torch.autocast with a GradScaler, compiled too.
+"""Time a compiled training step of the small GPT at our levels and with torch.autocast and a GradScaler.
 
     python benchmarks/compile.py [--dtype bf16|fp16] [--size 12m|100m] [--models gpt convnet] [--batches 4]
                                  [--rivals ...] [--threads N] [--device cuda] [--repeats N] [--json PATH]
 
-The steps, the options and the table are those of step.py, with `torch.compile(model)` in each step; every rival has a
-process of its own, and they run in turns.
+The steps, options and table are those of step.py, but each rival compiles its model.
 """
 
 from __future__ import annotations

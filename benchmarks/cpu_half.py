@@ -1,15 +1,16 @@
-"""Training steps in FP16 and BF16 on a CPU beside the same step in FP32: amp_patch's levels, and torch.autocast.
+"""Time training steps in FP16 and BF16 on a CPU, relative to FP32: amp_patch's levels, and torch.autocast.
 
-`emulate` is `cpu_half="emulate"`: products in FP32, rounded once; `native` is torch's own kernels, as torch.autocast
-has them too. Every way has a process of its own, and takes a step in turn; its time is divided by that of the FP32
-step of the same turn, and the table shows medians of these ratios, so that a busy machine slows all. `saved` is the
-bytes that autograd saves in a forward, over FP32's. `--dtype fp8 fp4` has O6 and O7 in the formats of their products.
+`emulate` is `cpu_half="emulate"`: products are computed in FP32, and rounded once. `native` uses torch's own kernels,
+as torch.autocast does. Each way has its own process, and the processes take steps in turns. A time is divided by the
+FP32 step's time of the same turn; the table has medians of these ratios, so that other work on the machine affects all
+ways alike. `saved` has the bytes that autograd saves in a forward, relative to FP32. `--dtype fp8 fp4` measures O6 and
+O7 in the formats of their products.
 
     python benchmarks/cpu_half.py [--dtype bf16|fp16|fp8|fp4 ...] [--models NAME ...] [--no-native] [--threads N]
                                   [--repeats N] [--json PATH]
 
-A CPU that has BF16 plays one that has not by ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI, and one with AVX2 alone by
-ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2.
+To make a CPU with BF16 arithmetic behave as one without, set ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI; as one with AVX2
+alone, ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Task(NamedTuple):
 
 
 def stepper(task: Task) -> tuple[Callable[[], None], Callable[[], Tensor]]:
-    """One training step, and its forward with the loss alone."""
+    """Return two functions: a training step, and the forward with the loss alone."""
     torch.manual_seed(0)
     model, inputs, targets = MODELS[task.model]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -124,7 +125,7 @@ def stepper(task: Task) -> tuple[Callable[[], None], Callable[[], Tensor]]:
 
 
 def saved_bytes(forward: Callable[[], Tensor]) -> int:
-    """Of the storages that autograd saves, parameters among them."""
+    """Return the bytes of the storages that autograd saves in a forward, parameters included, each counted once."""
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -132,13 +133,13 @@ def saved_bytes(forward: Callable[[], Tensor]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = forward()  # its graph holds the storages: no two have one address
+        kept = forward()  # the graph references the storages, so that no address is used twice
     del kept
     return sum(storages.values())
 
 
 def work(task: Task, pipe: Any) -> None:
-    """A way's process: sends its saved bytes, then times a step whenever asked."""
+    """Run in the process of a way: send its saved bytes, then the time of a step for each message, until None."""
     torch.set_num_threads(task.threads)
     step, forward = stepper(task)
     pipe.send(saved_bytes(forward))
@@ -147,7 +148,7 @@ def work(task: Task, pipe: Any) -> None:
 
 
 class Process:
-    """A way that waits in its own process."""
+    """The process of one way, which waits between its turns."""
 
     def __init__(self, task: Task) -> None:
         context = get_context("spawn")
@@ -158,7 +159,7 @@ class Process:
         self.saved: int = self._pipe.recv()
 
     def turn(self) -> float:
-        """Microseconds of a step."""
+        """Return the microseconds of one step."""
         self._pipe.send(True)
         return self._pipe.recv()
 
@@ -168,7 +169,7 @@ class Process:
 
 
 def compare(options: argparse.Namespace, model: str, dtype: str) -> list[dict[str, Any]]:
-    """A row for each way: its time and its saved bytes over FP32's."""
+    """Return a row for each way, with its time and its saved bytes relative to FP32's."""
     if dtype in DTYPES:
         natives = ("autocast", *(f"{level} native" for level in LEVELS[dtype])) if options.native else ()
         ways = ("fp32", *(f"{level} emulate" for level in LEVELS[dtype]), *natives)

@@ -1,10 +1,10 @@
-"""The pictures of README.md, light and dark: the card of the demo's report, for each kind of machine.
+"""Write the pictures of README.md, light and dark: the card of the demo's report, for each kind of machine.
 
-make picture                                       # this machine, with BF16 arithmetic or without
-make picture PLAYS=avx512                          # one with it as one without: AVX-512 alone; PLAYS=avx2: AVX2 alone
+make picture                     # for this machine, which has BF16 arithmetic or not
+make picture PLAYS=avx512        # a machine with BF16 arithmetic uses AVX-512 alone; PLAYS=avx2: AVX2 alone
 
-or, from a report that is there, `python benchmarks/demo_picture.py --from out/demo/report.json`. The lines of README.md
-that show pictures are written anew, for those that are in docs/.
+To draw an existing report: `python benchmarks/demo_picture.py --from out/demo/report.json`. The lines of README.md that
+show pictures are replaced by lines for the pictures in docs/.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.recording.run import loads
 
 ROOT = Path(__file__).parents[1]
-# Kind of machine, as it is in the files' names -> what README.md says of it, above its picture.
+# Kind of machine, as in the names of the files -> the text of README.md above its picture.
 KINDS = {
     "bf16": "**On a CPU with BF16 arithmetic** (Zen 4, Cooper Lake, Sapphire Rapids and newer):",
     "no-bf16": "**On a CPU without it** (most laptops, servers before these), where BF16 is computed in FP32:",
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def with_pictures(text: str, docs: Path) -> str:
-    """README.md with the pictures that are there, in the order of KINDS."""
+    """Return the text of README.md with a block for each picture in `docs`, in the order of KINDS."""
     there = [kind for kind in KINDS if (docs / f"demo-{kind}-light.svg").exists()]
     blocks = "".join(f"{block(kind)}\n\n" for kind in there)
     starts = "|".join(re.escape(words) for words in KINDS.values())
@@ -54,7 +54,7 @@ def with_pictures(text: str, docs: Path) -> str:
 
 
 def block(kind: str) -> str:
-    """The line that shows the picture of a kind of machine, light or dark as the reader's system is."""
+    """Return the line that shows the picture of a kind of machine, light or dark by the reader's setting."""
     alt = (
         "The demo's levels: a bar of speed, a bar of memory by its kinds, and the gap in loss to FP32 on a band of the "
         "margin."
@@ -76,7 +76,7 @@ def about(comparison: Comparison) -> str:
 
 
 def machine(comparison: Comparison) -> str:
-    """What matters of it first: whether it has BF16 arithmetic, or plays one that has not."""
+    """Describe the machine: first whether it has BF16 arithmetic, then the processor, threads and torch."""
     told = comparison.machine
     threads = "one thread" if told["threads"] == "1" else f"{told['threads']} threads"
     what = "Without" if lacks_bf16(comparison) else "With"

@@ -1,10 +1,10 @@
-"""Does optimizer_state="8bit" lose accuracy? Each optimizer of torch.optim, on digits and a GPT, from several seeds.
+"""Train each optimizer of torch.optim with FP32 state and with optimizer_state="8bit": is accuracy lost?
 
     python benchmarks/eight_bit_state.py [--repeats N] [--steps N] [--only Adam NAdam] [--json PATH]    # ten minutes
 
-Trained at O0, so that the state alone differs: in FP32, and in eight bits. A row has the bytes of state that a
-parameter takes both ways, the held-out losses of FP32's seeds, and where the mean in eight bits lies: `within` their
-range, `better`, or by how much outside. There are as many seeds as repeats.
+Each optimizer trains digits and a GPT from several seeds (`--repeats`), at O0, so that only the state differs. A row
+has the bytes of state per parameter in FP32 and in eight bits, the held-out losses of the seeds with FP32 state, and
+the verdict on the mean loss with eight-bit state: `within` the range of these seeds, `better`, or how far outside.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from tasks import Digits, TopicsGPT
 
 TASKS = {"digits": Digits, "gpt": TopicsGPT}
-# By class its settings: learning rates at which it trains both tasks.
+# Class -> its settings, with a learning rate at which it trains both tasks.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "ASGD": {"lr": 0.1},
     "Adadelta": {"lr": 1.0},
@@ -48,7 +48,7 @@ AVAILABLE = [name for name in OPTIMIZERS if hasattr(torch.optim, name.partition(
 
 
 def make(name: str, model: nn.Module) -> list[Any]:
-    """The optimizer, and AdamW for what Muon does not take."""
+    """Return the optimizers of a model: one, or for Muon, which takes only matrices, also AdamW for the others."""
     kind = getattr(torch.optim, name.partition(",")[0])
     if name != "Muon":
         return [kind(model.parameters(), **OPTIMIZERS[name])]
@@ -58,7 +58,7 @@ def make(name: str, model: nn.Module) -> list[Any]:
 
 
 def train(task_name: str, name: str, state: str | None, seed: int, steps: int) -> tuple[float, float]:
-    """The held-out loss at the end, and the bytes of state that a parameter takes."""
+    """Train, and return the held-out loss at the end and the bytes of state per parameter."""
     task: Any = TASKS[task_name]("cpu")
     torch.manual_seed(seed)
     batches = torch.Generator().manual_seed(seed)
@@ -78,7 +78,7 @@ def bytes_of(state: Any) -> int:
 
 
 def measure(task: str, name: str, seeds: int, steps: int) -> dict[str, Any]:
-    """One row."""
+    """Return one row: an optimizer on a task, with FP32 state and with eight-bit state."""
     both = {state: [train(task, name, state, seed, steps) for seed in range(seeds)] for state in (None, "8bit")}
     fp32, coded = ([loss for loss, _ in found] for found in both.values())
     row: dict[str, Any] = {"task": task, "optimizer": name, "FP32": fp32, "8bit": coded}
@@ -89,7 +89,7 @@ def measure(task: str, name: str, seeds: int, steps: int) -> dict[str, Any]:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row as the page has it."""
+    """Format a row for the table of the page."""
     low, high = min(row["FP32"]), max(row["FP32"])
     verdict = row["verdict"] + (f" by {row['outside']:.4f}" if row["outside"] else "")
     losses = [f"{statistics.mean(row['FP32']):.4f}", f"{low:.4f} to {high:.4f}", f"{statistics.mean(row['8bit']):.4f}"]

@@ -1,18 +1,19 @@
-"""On a machine with a GPU: build with CUDA, run the tests, time kernels and steps, capture them; keep the figures.
+"""Check amp_patch on a machine with a GPU: build with CUDA, run the tests, time kernels and steps, store the figures.
 
     python benchmarks/gpu_check.py [--only build,tests,kernels,step,capture,formats] [--out PATH]
     make gpu-check [ONLY=build,tests,capture,formats] [OUT=figures.json]
 
-Where a command may take ten minutes at most, it is run in two: ONLY=build,tests,capture,formats, then
-ONLY=kernels,step. The build comes first wherever it is asked for, or not there yet for these sources; so the parts may
-run on two machines, and the second does not build what the first has built.
+If a command may take at most ten minutes, run the check in two parts: ONLY=build,tests,capture,formats, then
+ONLY=kernels,step. The build runs first if it is named, or if the extension is missing or does not match the sources. So
+the second part does not build again, also on another machine to which the build was copied.
 
-First it says what the machine has and lacks; a stage that needs something that is missing is left out, by name. Each
-stage has a time limit: one that exceeds it is killed, and the others go on. After each stage two files are written,
-where stages that were not run keep what they had: the figures, by default into benchmarks/results/<GPU>.json, and
-<GPU>-logs.tar.gz beside them, all that was printed. Last come a table of the stages and of what was aimed at, the first
-failures, and the warnings, in less than 10,000 characters. Exits non-zero if a stage failed or was left out, not if a
-goal was missed. Everything runs in the Python that runs this; nothing is downloaded.
+First the script prints which requirements the machine has and lacks. A stage whose requirement is missing is left out,
+by name. Each stage has a time limit: a stage that exceeds it is killed, and the next one begins. After each stage two
+files are written: the figures, by default into benchmarks/results/<GPU>.json, and all output, into <GPU>-logs.tar.gz
+next to it. Results of stages that were not run stay in both. At the end the script prints a table of the stages and
+goals, the first failures, and the warnings, in less than 10,000 characters. The exit status is non-zero if a stage
+failed or was left out, but not if a goal was missed. Everything runs in the Python that runs this script; nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from typing import Any, NamedTuple
 from gpu_preflight import preflight, to_bring
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILT = ROOT / "build" / "gpu-check.built"  # the fingerprint of what the build stage has built last
-TAIL = 20  # lines of what a command that failed said last, kept with the figures
-# Of what is printed last, so that all of it is less than 10,000 characters.
+BUILT = ROOT / "build" / "gpu-check.built"  # the fingerprint of the last build by the build stage
+TAIL = 20  # last lines of output of a failed command, stored with the figures
+# Limits of the final report, which keep it below 10,000 characters: width of a line, failures, warnings.
 WIDTH, FAILURES, WARNINGS = 180, 20, 8
 
 GRAPHS = "tests/around/test_cuda_graphs.py"
@@ -51,7 +52,7 @@ HAS_CUDA = "import sys; from amp_patch import _C; sys.exit('cuda' not in _C.devi
 
 class Stage(NamedTuple):
     limit: float  # seconds
-    commands: dict[str, list[str]]  # {name of the figures: what this Python is given}
+    commands: dict[str, list[str]]  # name of the figures -> arguments of this Python
     writes_json: bool = True  # each command takes --json PATH
 
 
@@ -91,24 +92,24 @@ STAGES = {
     "formats": Stage(30, {"formats": ["benchmarks/low_bit.py", "--device", "cuda"]}),
 }
 
-# A part takes less than 540 s, the build among them, where a command may take ten minutes at most.
+# The two parts of a check if a command may take at most ten minutes: each takes less than 540 s, with the build.
 PARTS = (("build", "tests", "capture", "formats"), ("kernels", "step"))
 
-# Of what preflight() finds; all stages need the rest.
+# Requirement of preflight() -> the stages that need it. All stages need a requirement that is not listed.
 NEEDED_BY = {
     **dict.fromkeys(("setuptools", "ninja", "pybind11", "compiler", "nvcc", "Python.h"), ("build",)),
     "pytest": ("tests", "capture"),
 }
 
-Figure = tuple[float, str]  # and of what
+Figure = tuple[float, str]  # value, and the row that it comes from
 
 
 class Goal(NamedTuple):
     stage: str
     text: str
-    most: bool  # `bound` is the most that it may be, else the least
+    most: bool  # whether `bound` is an upper bound; else it is a lower one
     bound: float
-    figure: Callable[[Mapping[str, Any]], Figure | None]  # the worst, of a stage's results
+    figure: Callable[[Mapping[str, Any]], Figure | None]  # returns the worst figure among a stage's results
 
     def met(self, value: float) -> bool:
         return value <= self.bound if self.most else value >= self.bound
@@ -143,7 +144,10 @@ GOALS = [
 
 
 def environment() -> dict[str, str]:
-    """For this Python, with the sources in front of what may be installed, and its own programs (ninja) on PATH."""
+    """Return the environment of the stages.
+
+    The sources come before an installed amp_patch, and the programs of this Python (ninja) are on PATH.
+    """
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     programs = [os.environ.get("PATH", ""), str(Path(sys.executable).parent)]
     return {
@@ -152,14 +156,14 @@ def environment() -> dict[str, str]:
         "PATH": os.pathsep.join(path for path in programs if path),
         "AMP_PATCH_REQUIRE_EXT": "1",
         "PYTHONUNBUFFERED": "1",
-        "KINETO_LOG_LEVEL": "99",  # torch's profiler says otherwise whenever it starts and stops
+        "KINETO_LOG_LEVEL": "99",  # without this, torch's profiler logs each of its starts and stops
     }
 
 
 def fingerprint() -> str:
-    """Of the extension and its sources, by their bytes: files that are copied here again are newer than what is built.
+    """Return a digest of the contents of the extension and its sources; "" if there is no extension.
 
-    Empty if there is no extension.
+    Times of files would not do: sources that are copied to a machine again are newer than the extension.
     """
     built = sorted((ROOT / "amp_patch").glob("_C.*"))
     sources = [ROOT / "setup.py", *sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]
@@ -170,7 +174,7 @@ def fingerprint() -> str:
 
 
 def is_built() -> bool:
-    """Whether the extension is there for CUDA and for this Python, as the build stage has made it of these sources."""
+    """Return whether the build stage has built these sources, and this Python loads the extension with CUDA."""
     if not BUILT.exists() or BUILT.read_text() != fingerprint():
         return False
     asked = subprocess.run([sys.executable, "-c", HAS_CUDA], cwd=ROOT, env=environment(), capture_output=True)
@@ -183,25 +187,27 @@ def note_build() -> None:
 
 
 def plan(asked: list[str], lacking: list[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """The stages to run, in order, the build before them if it is needed; and of those left out what each lacks.
+    """Return the stages to run, in order, and for each stage that is left out the missing requirements.
+
+    If the asked stages need a build that does not exist, the build stage is added in front.
 
     Args:
         asked: names of stages, in order.
-        lacking: what preflight() misses.
+        lacking: the requirements that preflight() did not find.
     """
     left_out = {name: [w for w in lacking if name in NEEDED_BY.get(w, STAGES)] for name in STAGES}
     stages = asked
     if not (all(left_out[name] for name in asked) or is_built()):
         stages = ["build", *(name for name in asked if name != "build")]
-        if left_out["build"]:  # which all others need
+        if left_out["build"]:  # all other stages need the build
             left_out = {name: left_out["build"] + left_out[name] for name in STAGES}
     return [n for n in stages if not left_out[n]], {n: list(dict.fromkeys(left_out[n])) for n in stages if left_out[n]}
 
 
 def run(arguments: list[str], limit: float, log: Path) -> tuple[str, list[str]]:
-    """Run this Python. Why it did not pass, or nothing; and the last lines that it printed.
+    """Run this Python with the arguments. Return the reason for a failure ("" without one), and its last lines.
 
-    All that it prints is shown, and written into `log`.
+    Its output is printed, and written into `log`.
     """
     print(f"\n=== python {' '.join(arguments)}", flush=True)
     process = subprocess.Popen(
@@ -231,7 +237,7 @@ def run(arguments: list[str], limit: float, log: Path) -> tuple[str, list[str]]:
         why = f"exit status {status}" if status else ""
     except subprocess.TimeoutExpired:
         why = "killed"
-    finally:  # of its processes too, and when this one is interrupted
+    finally:  # also after an interrupt of this process: kill the command and all processes of its group
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -240,9 +246,10 @@ def run(arguments: list[str], limit: float, log: Path) -> tuple[str, list[str]]:
 
 
 def run_stage(name: str, stage: Stage, logs: Path) -> dict[str, Any]:
-    """{passed, why, seconds, and the figures of each command}: also of those that failed or were killed on the way.
+    """Run the commands of a stage. Return "passed", "why", "seconds", and the figures that each command has written.
 
-    What the commands print is in a folder of the stage's `name` in `logs`, in files of their names.
+    A command that failed or was killed may have written figures too. The output of the commands is written into the
+    folder `logs`/`name`, a file for each command.
     """
     start = time.monotonic()
     shutil.rmtree(logs / name, ignore_errors=True)
@@ -267,7 +274,7 @@ def run_stage(name: str, stage: Stage, logs: Path) -> dict[str, Any]:
 
 
 def keep(out: Path, stages: Mapping[str, Any], machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the stages' results over those in `out`, whose others stay. Returns all."""
+    """Write the stages' results into the file `out`, and return all of its results. Those of other stages stay."""
     kept = json.loads(out.read_text()).get("stages", {}) if out.exists() else {}
     about = {"torch": machine["torch"], "cuda": machine["cuda"], "day": datetime.date.today().isoformat()}
     kept |= {name: about | result for name, result in stages.items()}
@@ -281,7 +288,10 @@ def keep(out: Path, stages: Mapping[str, Any], machine: Mapping[str, Any]) -> di
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A file to write, which replaces `path` at the end, but not after an error: this may be stopped at any time."""
+    """Yield a new file to write, which replaces `path` at the end of the body, but not after an error.
+
+    So `path` is complete even if the process is stopped at any time.
+    """
     new = path.with_name(f"{path.name}.new")
     try:
         yield new
@@ -291,7 +301,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def unpack(archive: Path, logs: Path) -> None:
-    """The logs of earlier stages."""
+    """Unpack the logs of earlier stages into the folder `logs`."""
     if archive.exists():
         with tarfile.open(archive) as packed:
             packed.extractall(logs, filter="data")
@@ -305,7 +315,7 @@ def pack(logs: Path, archive: Path) -> None:
 
 
 def table(stages: Mapping[str, Any], left_out: Mapping[str, list[str]]) -> list[str]:
-    """A line for each stage that was run, and under it one for each goal that it has a figure for; last, the others."""
+    """Return a line for each stage that was run, followed by its goals, and last a line for each that was left out."""
     lines = [f"{'stage':<9}{'s':>6}  result"]
     for name, result in stages.items():
         text = "passed" if result["passed"] else result["why"]
@@ -321,7 +331,7 @@ def table(stages: Mapping[str, Any], left_out: Mapping[str, list[str]]) -> list[
 
 
 def failures(stages: Mapping[str, Any]) -> list[str]:
-    """A line for each test that failed; of commands that failed otherwise, the last that they said."""
+    """Return a line for each failed test. For a command that failed without one, return its last line of output."""
     lines = []
     for name, result in stages.items():
         counts = result.get("counts", {})
@@ -335,13 +345,13 @@ def failures(stages: Mapping[str, Any]) -> list[str]:
 
 
 def warned(stages: Mapping[str, Any]) -> list[str]:
-    """A line for each warning that tests have given."""
+    """Return a line for each warning of the tests."""
     given = [item for result in stages.values() for item in result.get("counts", {}).get("warnings", {}).items()]
     return [f"warned in {each['tests']} tests, first {each['first']}: {why}" for why, each in given]
 
 
 def report(stages: Mapping[str, Any], left_out: Mapping[str, list[str]]) -> list[str]:
-    """What is printed last."""
+    """Return the lines of the final report."""
     lines = table(stages, left_out)
     for what, found, most in (("failures", failures(stages), FAILURES), ("warnings", warned(stages), WARNINGS)):
         if found:
@@ -351,7 +361,7 @@ def report(stages: Mapping[str, Any], left_out: Mapping[str, list[str]]) -> list
 
 
 def names(text: str) -> list[str]:
-    """--only: stages in the order in which they run."""
+    """Parse --only into names of stages, in the order in which they run."""
     asked = text.split(",")
     if unknown := [name for name in asked if name not in STAGES]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: none of {', '.join(STAGES)}")
@@ -385,7 +395,7 @@ def main() -> None:
         for name in stages:
             try:
                 done[name] = run_stage(name, STAGES[name], logs)
-            finally:  # when this is stopped, too
+            finally:  # also if this process is stopped
                 pack(logs, archive)
             keep(out, done, machine)
             if name == "build" and done[name]["passed"]:
@@ -398,5 +408,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu-check: stopped"))  # which stops the stage too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu-check: stopped"))  # an exit stops the stage too
     main()

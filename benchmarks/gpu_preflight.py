@@ -1,6 +1,6 @@
-"""What `make gpu-check` needs of a machine: what is there, what is missing and the way out, a line each.
+"""Check the requirements of `make gpu-check`: each is found, or is missing, with a way to install it.
 
-Only Python's own library is imported, so that a machine without torch is told so in a line too.
+Only Python's standard library is imported, so that a missing torch is reported too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PYTHON, SETUPTOOLS, TORCH = (3, 10), 65, (2, 6)  # the oldest that pyproject.toml and setup.py take
+PYTHON, SETUPTOOLS, TORCH = (3, 10), 65, (2, 6)  # the oldest versions that pyproject.toml and setup.py accept
 
-# What of PyPI the stages need beside torch.
+# Packages of PyPI, besides torch, that the stages need: name -> requirement for pip.
 PACKAGES = {
     "setuptools": f"setuptools>={SETUPTOOLS}",
     "ninja": "ninja",
@@ -27,7 +27,7 @@ PACKAGES = {
     "pytest": "pytest>=8",
 }
 
-# In a process of its own: torch may not be there, and a CUDA that is broken may take its process along.
+# Run in a child process: torch may be missing, and a broken CUDA may crash the process.
 ASK_TORCH = """
 import json, torch
 found = {"torch": torch.__version__, "cuda": torch.version.cuda, "headers": torch.__path__[0] + "/include"}
@@ -42,14 +42,14 @@ print(json.dumps(found))
 class Finding(NamedTuple):
     what: str
     there: bool
-    text: str  # version and place, or what is missing and the way out
+    text: str  # version and place; if it is missing, the problem and how to solve it
 
     def __str__(self) -> str:
         return f"  {self.what:<11}{'' if self.there else 'MISSING: '}{self.text}"
 
 
 def preflight() -> tuple[list[Finding], dict[str, Any]]:
-    """All that is asked for, in the order in which a machine is set up; and what torch says of itself and the GPU."""
+    """Return the findings, in the order in which a machine is set up, and torch's data on itself and the GPU."""
     torch, trouble = ask_torch()
     findings = [
         python(),
@@ -67,7 +67,7 @@ def preflight() -> tuple[list[Finding], dict[str, Any]]:
 
 
 def to_bring(findings: Sequence[Finding]) -> list[str]:
-    """Lines on how packages that are missing get onto a machine that downloads nothing; none where all are there."""
+    """Return lines on how to install the missing packages without a network; an empty list if none is missing."""
     wanted = [PACKAGES[finding.what] for finding in findings if not finding.there and finding.what in PACKAGES]
     if not wanted:
         return []
@@ -81,7 +81,7 @@ def to_bring(findings: Sequence[Finding]) -> list[str]:
 
 
 def said(*command: str) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr) of a command; that of one which cannot be run is 127."""
+    """Run a command, and return its exit status, stdout and stderr. If it cannot be run, the status is 127."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -94,7 +94,7 @@ def last_line(text: str) -> str:
 
 
 def ask_torch() -> tuple[dict[str, Any], str]:
-    """What torch says, or nothing and why."""
+    """Return torch's data on itself and the GPU, and "". If torch fails, return {} and its error."""
     status, out, error = said(sys.executable, "-c", ASK_TORCH)
     return (json.loads(last_line(out)), "") if status == 0 else ({}, last_line(error) or f"it ended with {status}")
 
@@ -108,7 +108,7 @@ def python() -> Finding:
 
 
 def package(name: str, oldest: int) -> Finding:
-    """Of this Python."""
+    """Look for a package of this Python, of at least the major version `oldest`."""
     way_out = f"{sys.executable} -m pip install '{name}>={oldest}'"
     try:
         version = importlib.metadata.version(name)
@@ -120,7 +120,7 @@ def package(name: str, oldest: int) -> Finding:
 
 
 def ninja() -> Finding:
-    """The program: torch looks for it on PATH."""
+    """Look for the program ninja on PATH, where torch looks for it."""
     path = shutil.which("ninja")
     if path is None:
         return Finding("ninja", False, f"not on PATH: {sys.executable} -m pip install ninja, and its folder on PATH")
@@ -128,7 +128,7 @@ def ninja() -> Finding:
 
 
 def pybind11(torch: dict[str, Any]) -> Finding:
-    """A package, or the headers that torch brings."""
+    """Look for the package pybind11, or for the headers in torch."""
     found = package("pybind11", 2)
     if not found.there and Path(torch.get("headers", ""), "pybind11", "pybind11.h").is_file():
         return Finding("pybind11", True, "the headers that torch brings")
@@ -143,7 +143,7 @@ def compiler() -> Finding:
 
 
 def nvcc(torch: dict[str, Any]) -> Finding:
-    """The compiler and the toolkit around it, which it is asked for as setup.py asks: an nvcc may be a wrapper."""
+    """Look for nvcc and its toolkit. If nvcc is a wrapper, `nvcc --dryrun` prints its folder, as setup.py does."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     path = shutil.which("nvcc", path=f"{named}/bin" if named else None)
     way_out = "install CUDA's toolkit, or name its folder in CUDA_HOME"

@@ -1,14 +1,15 @@
-"""Tests in several processes of pytest at once, without its plugins: `make gpu-check` runs those with CUDA cases so.
+"""Run tests in several pytest processes at once, without pytest plugins. `make gpu-check` runs those with CUDA cases.
 
     python benchmarks/gpu_tests.py [--processes N] [--limit S] [--test-limit S] [--by-test] [--json PATH] [FILE...]
 
-Each process has its list of files, or of tests with --by-test, the longest first. It notes each test as it begins and
-ends, so that nothing is lost of a process that crashes, hangs or is stopped: the test is named, and what follows the
-file it is in is run by a new process. Without FILEs, those that conftest.py's DEVICES are used in, and those that it
-leaves out where there is no GPU. What the processes print is in out/gpu-check/, or where gpu_check.py has its logs.
+Each process has a list of files, or of tests with --by-test, the longest first. It writes a note when a test begins and
+ends. If a process crashes, hangs or is stopped, its notes name the test, and a new process continues after the entry of
+the list that has this test. If no FILE is given, the files are those that use DEVICES of conftest.py, and those that
+conftest.py ignores without a GPU. The output of the processes is in out/gpu-check/, or in the log folder of
+gpu_check.py.
 
-Warnings fail no test here: those that the CPU's cases give fail in `make test`, so what is left is a GPU's own. Each is
-named once, with how many tests gave it.
+Warnings fail no test here. Warnings of the CPU's cases fail in `make test` already, so the others come from the GPU.
+Each warning is reported once, with the number of tests that gave it.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = Path(os.environ.get("AMP_PATCH_GPU_LOGS") or ROOT / "out" / "gpu-check")
-NOTES = "AMP_PATCH_TEST_NOTES"  # in a process's environment: the file that it notes its tests in
-# torch comes first, before pytest makes errors of warnings: other packages warn as torch imports them.
+NOTES = "AMP_PATCH_TEST_NOTES"  # environment variable of a process: the file of its notes
+# torch is imported before pytest turns warnings into errors, because packages that torch imports give warnings.
 PYTEST = ["-c", "import sys, torch, pytest; sys.exit(pytest.main())", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
 PYTEST += ["--continue-on-collection-errors"]
-ENDED = (0, 1, 5)  # pytest's exit status where it came to its end; 5: no test
+ENDED = (0, 1, 5)  # exit statuses of a pytest that ran to its end; 5 means that there was no test
 
 
 # --- in a process of pytest, which loads this file as a plugin ---
 
 
 def pytest_configure(config: Any) -> None:
-    """Have warnings be recorded that pyproject.toml makes errors; what it ignores stays ignored."""
+    """Make pytest record the warnings that pyproject.toml turns into errors. Ignored warnings stay ignored."""
     filters = config.getini("filterwarnings")  # the list that pytest itself reads
     filters[:] = ["default" if line == "error" else line for line in filters]
 
@@ -76,7 +77,7 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def reason(report: Any) -> str:
-    """A failure in a line."""
+    """Return the reason of a failure in one line; "" if the test did not fail."""
     if not report.failed:
         return ""
     crash = getattr(report.longrepr, "reprcrash", None)
@@ -88,7 +89,7 @@ def reason(report: Any) -> str:
 
 
 def with_cuda_cases(tests: Path) -> list[Path]:
-    """The test files that use conftest.py's DEVICES, and those that it leaves out where there is no GPU."""
+    """Return the test files that use DEVICES of conftest.py, and those that conftest.py ignores without a GPU."""
     only_cuda = re.findall(r'"([\w/]+\.py)"', re.search(r"^collect_ignore = .*", conftest(tests), re.MULTILINE)[0])
     uses = [path for path in tests.rglob("test_*.py") if re.search(r"\bDEVICES\b", path.read_text())]
     return sorted({*uses, *(tests / name for name in only_cuda)})
@@ -99,7 +100,7 @@ def conftest(tests: Path) -> str:
 
 
 def shared(weights: dict[str, float], count: int) -> list[list[str]]:
-    """The names in at most `count` lists of about one weight, in each the heaviest first."""
+    """Distribute the names to at most `count` lists of about the same weight, each with the heaviest name first."""
     lists: list[list[str]] = [[] for _ in range(count)]
     loads = [0.0] * count
     for name in sorted(weights, key=lambda name: (-weights[name], name)):
@@ -110,14 +111,14 @@ def shared(weights: dict[str, float], count: int) -> list[list[str]]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a Python that finds amp_patch and this plugin, and of pytest's plugins none that the machine brings."""
+    """Return the environment of a pytest process, which finds amp_patch and this plugin, and loads no other plugin."""
     paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     plain = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **plain, **more}
 
 
 def tests_of(files: Sequence[str]) -> list[str]:
-    """The names of the tests in the files, as pytest takes them."""
+    """Return the names of the tests in the files, as arguments for pytest."""
     command = [sys.executable, *PYTEST, "--collect-only", *files]
     run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     if run.returncode not in ENDED:
@@ -126,7 +127,7 @@ def tests_of(files: Sequence[str]) -> list[str]:
 
 
 def notes_in(path: Path) -> list[dict[str, Any]]:
-    """What a process noted; its last line may be torn."""
+    """Return the notes of a process. A line that a crash has cut off is skipped."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -137,7 +138,7 @@ def notes_in(path: Path) -> list[dict[str, Any]]:
 
 
 def unended(notes: Iterable[dict[str, Any]]) -> str | None:
-    """The test that had begun and not ended when its process did."""
+    """Return the test that was running when its process ended; None if there was none."""
     running = None
     for entry in notes:
         running = {"began": entry["test"], "ended": None}.get(entry["outcome"], running)
@@ -145,9 +146,11 @@ def unended(notes: Iterable[dict[str, Any]]) -> str | None:
 
 
 def run_all(names: Sequence[str], label: str, ends: float, test_limit: float) -> list[dict[str, Any]]:
-    """The notes of all tests of `names`, in as many processes of pytest as it takes, one after the other.
+    """Run all tests of `names`, and return their notes. After a crash, a new pytest process runs the rest.
 
-    `ends` is when (`time.monotonic()`) the last of them is stopped, `test_limit` the seconds after which one test is.
+    Args:
+        ends: the time (`time.monotonic()`) at which a running process is stopped.
+        test_limit: the seconds after which a test is stopped, with its process.
     """
     left, everything, attempt = list(names), [], 0
     while left and time.monotonic() < ends:
@@ -165,7 +168,7 @@ def run_all(names: Sequence[str], label: str, ends: float, test_limit: float) ->
         dead = test or f"process {label}"
         everything.append({"test": dead, "outcome": "failed", "why": why})
         everything.append({"test": dead, "outcome": "ended"})
-        if test is None:  # before the first test, or after the last: another try would end as this one did
+        if test is None:  # the process ended before its first test or after its last: a new one would end likewise
             begun = {part for entry in notes for part in (entry["test"], entry["test"].partition("::")[0])}
             left = [name for name in left if name not in begun]
             break
@@ -176,8 +179,8 @@ def run_all(names: Sequence[str], label: str, ends: float, test_limit: float) ->
 
 
 def run_one(names: Sequence[str], path: Path, ends: float, test_limit: float) -> str:
-    """Run one process of pytest, which notes in `path`. Nothing where it came to its end, else what stopped it."""
-    timeout = ["-o", f"faulthandler_timeout={max(test_limit - 5, 1)}"]  # prints where it hangs
+    """Run one pytest process, which writes its notes into `path`. Return what stopped it; "" if it ran to its end."""
+    timeout = ["-o", f"faulthandler_timeout={max(test_limit - 5, 1)}"]  # prints the stack of a test that hangs
     command = [sys.executable, *PYTEST, "-p", "gpu_tests", *timeout, *names]
     with path.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment(**{NOTES: str(path)}), stdout=log, stderr=log)
@@ -196,8 +199,10 @@ def run_one(names: Sequence[str], path: Path, ends: float, test_limit: float) ->
 
 
 def summed(notes: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Counts of passed, failed and skipped tests, the failures with a line each, the warnings with how many tests gave
-    them and the first of these, what no time was left for, and the seconds of the slowest files.
+    """Sum up the notes of all processes.
+
+    The result has the numbers of passed, failed and skipped tests; a line for each failure; for each warning the number
+    of tests and the first test; the tests that were not run for lack of time; and the seconds of the slowest files.
     """
     outcomes: dict[str, str] = {}
     failures: dict[str, str] = {}

@@ -1,9 +1,9 @@
-"""`gradient_release=True`: what a whole step takes with it, in memory and in time, over the same without.
+"""Measure the time and the peak memory of a training step with `gradient_release=True`, and without it.
 
-Each row trains the GPT of benchmarks/step.py twice, with and without, in turns: zero_grad, forward, loss, backward,
-step, with torch.optim.AdamW(fused=True). `ratio` is the time of a step with gradient release over that without. `bytes`
-are those a parameter that torch's allocator has given out at the most in a step: weights, masters, the optimizer's
-state, gradients, and activations, which are the more the larger the batch.
+Each row trains the GPT of benchmarks/step.py with and without gradient release, in turns: zero_grad, forward, loss,
+backward, step, with torch.optim.AdamW(fused=True). `ratio` is the time of a step with gradient release over the time
+without. `bytes` is the most that torch's allocator has given out at once in a step, per parameter: weights, masters,
+optimizer state, gradients, and activations, which grow with the batch.
 
     python benchmarks/gradient_release.py [--size 12m|100m|tiny] [--batches 1 8] [--levels O5 O5+split O5+stochastic O4]
                                           [--threads N] [--device cuda] [--repeats N] [--json PATH]
@@ -26,11 +26,11 @@ from amp_patch.environment import named_level
 
 LEVELS = ("O5", "O5+split", "O5+stochastic", "O4")
 WIDTHS = {"level": -15, "batch": 5, "without ms": 12, "with ms": 9, "ratio": 7, "bytes: without": 16, "with": 7}
-TINY = {"tiny": Sizes(2, 192, 2, 32, 8, 4)}  # whose large weights are released one by one
+TINY = {"tiny": Sizes(2, 192, 2, 32, 8, 4)}  # its larger weights are large enough to be released one by one
 
 
 def training(level: str, sizes: Sizes, batch: int, device: str, release: bool) -> tuple[Callable[[], Any], int]:
-    """A step as a user would write it, and how many parameters it trains."""
+    """Return a step as a user would write it, and the number of parameters that it trains."""
     model, inputs, targets = subject("gpt", sizes, batch, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     named = named_level(level)
@@ -49,7 +49,7 @@ def training(level: str, sizes: Sizes, batch: int, device: str, release: bool) -
 
 
 def bytes_in_a_step(level: str, sizes: Sizes, batch: int, device: str, release: bool) -> float:
-    """Bytes a parameter, at the most in the second step: the optimizer has its state then."""
+    """Return the peak bytes per parameter in the second step, in which the optimizer has its state."""
     mark, counts = "a whole step", []
 
     def run() -> None:
@@ -63,7 +63,7 @@ def bytes_in_a_step(level: str, sizes: Sizes, batch: int, device: str, release: 
 
 
 def compare(level: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One row."""
+    """Return one row: a level and a batch, with and without gradient release."""
     about = (level, (SIZES | TINY)[options.size], batch, options.device)
     held = {release: bytes_in_a_step(*about, release) for release in (False, True)}
     steps = {release: training(*about, release)[0] for release in (False, True)}

@@ -1,9 +1,9 @@
-"""Each kernel of amp_patch.multi_tensor beside the best that torch's own functions do for the same result.
+"""Time each kernel of amp_patch.multi_tensor, and the fastest of torch's own functions for the same result.
 
-`of torch` is our time over torch's, below 1 is ours being faster. `of copy` is the bytes that a kernel has to read and
-write a second, over what a copy of as many bytes reaches in the same turns: 1 is the speed of the memory. `host us` is
-until our call returns, `launches` how many kernels it launches on a GPU. There a sample is a row of calls, each on
-buffers that the L2 cache does not hold.
+`of torch` is our time over torch's: below 1, ours is faster. `of copy` is the throughput of a kernel (the bytes that it
+has to read and write, per second) over that of a copy of as many bytes in the same turns: 1 is the speed of the memory.
+`host us` is the time until our call returns, and `launches` the number of kernels that it launches on a GPU. On a GPU a
+sample is a series of calls, each on buffers that are not in the L2 cache.
 `python benchmarks/kernels.py [--threads N] [--device cuda] [--repeats N] [--elements N] [--only NAMES] [--json PATH]`
 """
 
@@ -26,8 +26,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KINDS = ("one", "gpt", "4,000 of 256")
 WIDTHS = {"kernel": -16, "dtype": -10, "tensors": -14, "us": 10, "of copy": 9, "of torch": 10}
 WIDTHS |= {"host us": 10, "launches": 10}
-SAMPLE_US = 5000  # of a sample's calls on a GPU, of which there are at most MOST_CALLS
-MOST_CALLS = 20
+SAMPLE_US = 5000  # the wanted time of a sample on a GPU
+MOST_CALLS = 20  # the most calls in a sample
 
 Subject = tuple[int, Callable[[], Any], Callable[[], Any]]  # bytes read and written, ours, torch's
 
@@ -44,7 +44,7 @@ def shapes_of(kind: str, elements: int) -> list[tuple[int, ...]]:
 
 
 def subjects(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> dict[str, Subject]:
-    """Factors are 1, so that repeating a call in place changes nothing."""
+    """Return kernel -> its calls on tensors of these shapes. All factors are 1, so a repeated call changes nothing."""
     low = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     wide = [t.to(torch.float32, copy=True) for t in low]
     scratch = [torch.zeros_like(t) for t in wide]
@@ -102,15 +102,15 @@ def subjects(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> 
 
 
 def calls_in_a_sample(call: Callable[[], Any], device: str) -> int:
-    """On a GPU so many that a launch weighs little."""
+    """Return the calls of one sample: 1 on a CPU; on a GPU so many that the cost of starting the sample is small."""
     if device == "cpu":
         return 1
-    call()  # what is loaded and made once
+    call()  # warm-up: the first call loads kernels and allocates memory
     return max(1, min(MOST_CALLS, round(SAMPLE_US / timing.on_gpu(call, 1))))
 
 
 def buffers(elements: int, itemsize: int, device: str) -> int:
-    """How many sets of so many elements a sample rotates through: none is in the L2 cache when its turn comes."""
+    """Return how many sets of tensors a sample must rotate through, so that no set is in the L2 cache at its turn."""
     if device == "cpu":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -120,7 +120,7 @@ def buffers(elements: int, itemsize: int, device: str) -> int:
 def compare(
     kernel: str, sets: list[dict[str, Subject]], options: argparse.Namespace
 ) -> dict[str, float | int | str | None]:
-    """The figures of one kernel on sets of tensors that differ in where they lie."""
+    """Return the figures of one kernel. The sets have the same tensors at different addresses."""
     size = sets[0][kernel][0]
     sources = [torch.ones(max(size // 8, 1), device=options.device) for _ in sets]
     targets = [torch.empty_like(source) for source in sources]
@@ -163,7 +163,7 @@ def main() -> None:
             sets = [subjects(shapes, dtype, options.device) for _ in range(count)]
             for kernel in sets[0]:
                 if kernel == "update_scale" and (kind != "gpt" or dtype != torch.float32):
-                    continue  # it knows nothing of tensors
+                    continue  # it takes no list of tensors, so it is measured once
                 name = {"kernel": kernel, "dtype": str(dtype).removeprefix("torch."), "tensors": kind}
                 rows.append(name | compare(kernel, sets, options))
                 print(timing.line([*rows[-1].values()], WIDTHS), flush=True)

@@ -1,7 +1,8 @@
-"""What telling a CUDA launch of its tensors costs: as kernel arguments, or by a buffer that is copied first.
+"""Time the two routes by which a CUDA launch gets its list of tensors: kernel arguments, or a buffer that is copied.
 
-Host times are from the call to its return with the device idle, device times between two CUDA events around a row of
-calls; routes in turns, medians. `python benchmarks/launches.py [--repeats N] [--json PATH]`
+A host time is the time until a call returns, with the device idle before. A device time is the time between two CUDA
+events around five calls. The routes are timed in turns; the table has medians.
+`python benchmarks/launches.py [--repeats N] [--json PATH]`
 """
 
 from __future__ import annotations

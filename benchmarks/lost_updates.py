@@ -1,11 +1,11 @@
-"""What is lost without masters: a GPT from scratch and fine-tuned, at four shares of lost updates.
+"""Measure the loss of accuracy without masters: a GPT from scratch and fine-tuned, at four shares of lost updates.
 
     python benchmarks/lost_updates.py [--repeats N] [--steps N] [--json PATH]     # some minutes on an idle machine
 
-The GPT of examples/tasks.py writes Python's manual, by AdamW. In four runs, from large steps to small ones, the meter
-of lost updates tells which share of them BF16 weights would lose without masters, and the held-out loss what that
-costs: with masters (O5), split ones, weights that are rounded by chance, with state in eight bits, and rounded to
-nearest (O3 in BF16). Each is trained from as many seeds as there are repeats.
+The GPT of examples/tasks.py learns Python's manual by AdamW. Four cases have learning rates from large to small. In
+each, the meter of lost updates measures the share of updates that BF16 weights would lose without masters, and the
+held-out loss shows the effect: with masters (O5), split masters, stochastic rounding, eight-bit state, and rounding to
+nearest (O3 in BF16). Each is trained from several seeds (`--repeats`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TRAINED_STEPS = 800  # of the model that is fine-tuned
 
 
 class Case(NamedTuple):
-    """A learning rate, and whether the model that it is for is a trained one."""
+    """A learning rate, and whether the training starts from a trained model."""
 
     lr: float
     fine_tuned: bool
@@ -44,17 +44,17 @@ CASES = (Case(1e-2, False), Case(1e-3, False), Case(1e-4, False), Case(1e-4, Tru
 
 
 def train(case: Case, level: str, seed: int, steps: int, start: dict[str, Any] | None) -> tuple[float, float | None]:
-    """The held-out loss at the end, and the share of updates that weights without masters would have lost.
+    """Train, and return the held-out loss at the end and the share of updates that weights without masters would lose.
 
     Args:
-        start: the weights of the model that is fine-tuned.
+        start: the weights that a fine-tuning begins with.
     """
     loss, run, _ = _trained(case.lr, level, seed, steps, start if case.fine_tuned else None)
     return loss, run.lost_updates()
 
 
 def starting_weights(steps: int = TRAINED_STEPS) -> dict[str, Any]:
-    """Of a model that is fine-tuned: trained in FP32 from another seed than any that is compared."""
+    """Return the weights that a fine-tuning begins with: trained in FP32, from a seed that no compared run has."""
     return _trained(4e-3, BASE, 1000, steps, None)[2].state_dict()
 
 
@@ -77,7 +77,7 @@ def _trained(lr: float, level: str, seed: int, steps: int, start: dict[str, Any]
 
 
 def measure(case: Case, seeds: int, steps: int, start: dict[str, Any] | None) -> dict[str, Any]:
-    """A row: the share that is lost, O0's held-out loss, and how far above it each level's mean lies."""
+    """Return a row: the share of lost updates, O0's held-out losses, and each level's differences to them by seed."""
     found = {level: [train(case, level, seed, steps, start) for seed in range(seeds)] for level in (BASE, *LEVELS)}
     base = [loss for loss, _ in found[BASE]]
     row: dict[str, Any] = {"run": str(case), "lost": statistics.mean(share for _, share in found[BASE]), BASE: base}

@@ -1,8 +1,9 @@
-"""Do FP8 products in hardware give what the emulation gives? A layer by `torch._scaled_mm`, beside O6's.
+"""Compare FP8 products in hardware (`torch._scaled_mm`) with the emulated products of O6.
 
-For each format that `torch._scaled_mm` takes on this device, random layers of several sizes: what share of the results
-differs in BF16, and by how much at most, as a part of the largest. The sums are added up in another order, and on
-Hopper in fewer bits: a few results differ in their last bit. Exits non-zero if one lies further off than `BOUND`.
+For each format that `torch._scaled_mm` supports on this device, random layers of several sizes are multiplied. The
+table has the share of the BF16 results that differ, and the largest difference relative to the largest result. A few
+results differ in their last bit, because the hardware adds in another order, and on Hopper in fewer bits. The exit
+status is non-zero if a difference exceeds `BOUND`.
 
     python benchmarks/low_bit.py [--device cuda] [--json PATH]
 """
@@ -24,7 +25,7 @@ WIDTHS = {"format": -16, "M x K x N": -16, "differ": 9, "at most": 9}
 
 
 def operand(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """E4M3 numbers and what they are to be multiplied by, as `torch._scaled_mm` takes them: one, or one a row."""
+    """Return E4M3 numbers and their scale for `torch._scaled_mm`: one scale for all, or one for each row."""
     values, outer = quantized(x, ROWS, "activation", FORMATS[format])
     if outer is None:
         largest = x.abs().amax(1, keepdim=True).float() / FORMATS[format].element.largest
@@ -34,7 +35,10 @@ def operand(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 
 def blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 numbers and E8M0 scales of 32, in the order of `torch._scaled_mm`: 128 x 4 scales at a time."""
+    """Return E4M3 numbers and E8M0 scales, one for each 32 numbers of a row, in the tiled order of `torch._scaled_mm`.
+
+    A tile has 128 x 4 scales.
+    """
     rows, columns = x.shape[0], x.shape[1] // 32
     largest = x.float().unflatten(1, (columns, 32)).abs().amax(2) / FORMATS["mxfp8"].element.largest
     exponent = torch.ceil(torch.log2(largest)).clamp(-126, 127)

@@ -1,12 +1,12 @@
-"""Norms at O1 and O4: what it saves, and costs, that they give their input's type in place of FP32.
+"""Measure memory, time and loss at O1 and O4 if norms return their input's type instead of FP32.
 
     python benchmarks/norms.py [--models gpt encoder convnext unet] [--levels O1 O4] [--seeds N] [--steps N]
                                [--threads N] [--device cuda] [--repeats N] [--json PATH]
 
 Four models, each with norms of another kind or in another place:
 
-    gpt       a GPT whose layer norms stand before attention and MLP: their input is the sum that goes on, in FP32
-    encoder   a BERT, torch.nn.TransformerEncoder with layer norms behind the sums
+    gpt       a GPT with layer norms before attention and MLP: their input is the residual sum, in FP32
+    encoder   a BERT, torch.nn.TransformerEncoder with layer norms after the residual sums
     convnext  ConvNeXt blocks with layer scale: a layer norm between a convolution and a linear layer
     unet      a U-Net with residual blocks of group norm, SiLU and convolution
 
@@ -14,12 +14,13 @@ Each is trained at a level in three ways:
 
     fp32      norms give FP32, as under torch.autocast
     as input  initialize(low_precision_norms=True): the type of an FP16 or BF16 input, else FP32
-    lowered   the same, and each norm's input is cast to the low type first
+    lowered   as before, and each norm's input is cast to the low-precision type first
 
-`MB` is what autograd saves of a step for its backward, `ratio` that over fp32's, `time` a step's (zero_grad, forward,
-loss, backward, step) over fp32's, taken in turns. `held out` is the mean over seeds of the loss on held-out data of a
-narrower model, on the data of examples/; `seeds` the lowest and the highest at O0; `to O0` and
-`to fp32` are mean differences, p of each that of the paired t-test over the seeds. FP16 on a CPU is emulated.
+`MB` is the memory that autograd saves for the backward of a step, and `ratio` is its ratio to fp32's. `time` is the
+time of a step (zero_grad, forward, loss, backward, step) over fp32's, taken in turns. `held out` is the loss on
+held-out data of a narrower model on the data of examples/, its mean over the seeds. `seeds` has the lowest and the
+highest loss at O0. `to O0` and `to fp32` are mean differences of the loss, each followed by the p of the paired t-test
+over the seeds. FP16 on a CPU is emulated.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Three resolutions, as of a diffusion model; it says what noise is in an image."""
+    """A U-Net of three resolutions, as in a diffusion model: it predicts the noise in an image."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class UNet(nn.Module):
 
 
 def entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy; a target below 0 is none."""
+    """Return the mean cross entropy. A target of -1 is ignored."""
     return F.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.flatten(), ignore_index=-1)
 
 
@@ -162,7 +163,7 @@ def text() -> Data:
 
 @cache
 def masked_text() -> Data:
-    """Every seventh character, on average, is to be guessed from those around it."""
+    """Return the text with 15 % of the characters masked, which are the targets."""
     plain, hole = text(), topics()[2]
 
     def masked(codes: Tensor, generator: torch.Generator) -> Batch:
@@ -207,7 +208,7 @@ def noisy_images() -> Data:
 class Family(NamedTuple):
     small: Callable[[], nn.Module]  # trained on `data`
     data: Callable[[], Data]
-    large: Callable[[], nn.Module]  # weighed and timed on `sample`
+    large: Callable[[], nn.Module]  # memory and time are measured with it, on `sample`
     sample: Callable[[], Batch]
     loss: Callable[[Tensor, Tensor], Tensor]
     rate: float
@@ -255,7 +256,7 @@ FAMILIES = {
 
 
 class Training:
-    """A model at a level, as one of the rivals (None: at O0)."""
+    """A model at a level, trained as one of the rivals. If the rival is None, it is trained at O0."""
 
     def __init__(self, model: nn.Module, rate: float, loss: Any, level: str, rival: str | None) -> None:
         if rival == "lowered":
@@ -286,7 +287,7 @@ def to(device: str, batch: Batch) -> Batch:
 
 
 def sizes_and_times(options: argparse.Namespace, family: Family, level: str) -> dict[str, dict[str, float]]:
-    """{rival: {"bytes", "ratio", "time"}} of the large model."""
+    """Return rival -> its "bytes", "ratio" and "time", measured with the large model."""
     torch.manual_seed(0)
     batch = to(options.device, family.sample())
     steps, saved = {}, {}
@@ -311,14 +312,14 @@ def sizes_and_times(options: argparse.Namespace, family: Family, level: str) -> 
 
 
 def trained(options: argparse.Namespace, family: Family, level: str, rival: str | None) -> tuple[list[float], int]:
-    """The held-out losses of the small model, seed by seed, and how many steps were skipped."""
+    """Train the small model from each seed. Return the held-out losses, and the number of skipped steps."""
     data, losses, skipped = family.data(), [], 0
     held_out = to(options.device, data.held_out)
     for seed in range(options.seeds):
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed)
         training = Training(family.small().to(options.device), family.rate, family.loss, level, rival)
-        # Down to nothing at the end: what is evaluated has come to rest.
+        # The learning rate rises, and then falls to 0, so that the evaluated weights no longer move.
         warm = max(1, options.steps // 10)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             training.optimizer, lambda step, warm=warm: min((step + 1) / warm, 1 - step / options.steps)
@@ -335,7 +336,7 @@ def trained(options: argparse.Namespace, family: Family, level: str, rival: str 
 
 
 def difference(losses: Sequence[float], others: Sequence[float]) -> tuple[float, float | None]:
-    """Of the means, and the p of the paired t-test."""
+    """Return the difference of the means, and the p of the paired t-test; None for one pair."""
     p = paired_t_test(losses, others) if len(losses) > 1 else None
     return statistics.mean(losses) - statistics.mean(others), p
 

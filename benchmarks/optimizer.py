@@ -1,16 +1,16 @@
-"""The optimizer's half of a step, from the end of backward to the next forward: O2 beside torch's own functions.
+"""Time the part of a step from the end of backward to the next forward, at O2 and with torch's own functions.
 
-That half unscales the gradients and checks them, steps, writes the FP32 masters into the half weights and clears the
-gradients. `torch` does it in as few passes as torch's own functions allow: gradients are copied into FP32 ones that are
-there already, unscaled and checked where the loss is scaled, the optimizer steps on the masters, and these are copied
-into the weights. `amp_patch` is the exit of `scale_loss`, `optimizer.step()` and `optimizer.zero_grad()` of a model at
-O2. Both begin with the same half gradients, which no backward has to make.
+This part unscales and checks the gradients, steps, rounds the FP32 masters into the half-precision weights and clears
+the gradients. `torch` uses as few passes as torch's own functions allow. It copies the gradients into existing FP32
+gradients, unscales and checks them if the loss is scaled, steps on the masters, and copies these into the weights.
+`amp_patch` is the exit of `scale_loss`, `optimizer.step()` and `optimizer.zero_grad()` of a model at O2. Both begin
+with the same half-precision gradients, without a backward.
 
-`ratio` is our time over torch's; `clipped` the same with clip_grad_norm_ before the step, and `clip adds` its share of
-a step without. `bytes` are those a parameter that torch's allocator has given out at the most while the optimizer
-steps: weights, gradients, masters, the optimizer's state, temporaries. (FP32 training with AdamW has 16.) The type
-`split` is BF16 with split masters on our side, `stochastic` BF16 without masters, rounded stochastically; with `+8bit`
-the optimizer's state is in eight bits, and `FP32` is our time over ours with FP32 state.
+`ratio` is our time over torch's. `clipped` is this ratio with clip_grad_norm_ before the step, and `clip adds` the time
+of the clipping relative to a step without it. `bytes` is the most that torch's allocator has given out at once while
+the optimizer steps, per parameter: weights, gradients, masters, optimizer state, temporaries. (FP32 training with AdamW
+has 16.) The type `split` is BF16 with split masters on our side; `stochastic` is BF16 without masters, with stochastic
+rounding. With `+8bit` the optimizer's state is in eight bits, and `FP32` is our time over our time with FP32 state.
 
     python benchmarks/optimizer.py [--threads N] [--device cuda] [--repeats N] [--size full|tiny] [--only "gpt AdamW"]
                                    [--dtypes bf16 fp16 split split+8bit stochastic stochastic+8bit] [--json PATH]
@@ -31,12 +31,12 @@ from torch.optim import SGD, AdamW, NAdam, Optimizer, RMSprop
 
 from amp_patch import amp
 
-CLOSED = ("split", "stochastic")  # of master_weights
-CODED = "+8bit"  # behind the type: optimizer_state
+CLOSED = ("split", "stochastic")  # types that set `master_weights`
+CODED = "+8bit"  # suffix of a type that sets `optimizer_state`
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES |= {name + coded: torch.bfloat16 for name in CLOSED for coded in ("", CODED)}
 MAX_NORM = 1.0
-INITIAL_SCALE = 2.0**16  # of FP16's loss
+INITIAL_SCALE = 2.0**16  # the loss scale for FP16
 WIDTHS = dict(
     [("work", -21), ("dtype", -16), ("torch ms", 9), ("amp_patch ms", 13), ("ratio", 7), ("FP32", 6), ("clipped", 9)],
     **{"clip adds: torch": 18, "amp_patch": 10, "bytes: torch": 14, " amp_patch": 10},
@@ -57,7 +57,7 @@ SIZES = {"full": Size(544, 2048, 512, 4000, 50_000_000), "tiny": Size(8, 16, 8, 
 
 
 def gpt(size: Size) -> Shapes:
-    """74 tensors, of 22.7 M elements at full size."""
+    """Return the shapes of a GPT's 74 tensors, which have 22.7 M elements at full size."""
     width = size.width
     vectors = [(width,)] * 6 + [(3 * width,), (4 * width,)]
     block = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width), *vectors]
@@ -97,7 +97,7 @@ class Rival:
     def clear(self) -> None: ...
 
     def finish(self, clips: bool) -> None:
-        """All that is timed."""
+        """Run the timed part of a step."""
         self.gather()
         if clips:
             self.clip()
@@ -183,22 +183,22 @@ RIVALS: dict[str, Callable[..., Rival]] = {"torch": ByHand, "amp_patch": AmpPatc
 
 
 class Given(NamedTuple):
-    """What all rivals begin with."""
+    """The weights and gradients that all rivals begin with."""
 
     weights: list[Tensor]  # FP32
-    gradients: list[Tensor]  # half; where FP16's loss is scaled, those of the scaled loss
+    gradients: list[Tensor]  # half precision; for FP16 they are gradients of the scaled loss
 
 
 def given(shapes: Shapes, dtype: torch.dtype, device: str) -> Given:
     torch.manual_seed(0)
     weights = [torch.randn(shape, device=device) for shape in shapes]
-    factor = 2.0**-8 * (INITIAL_SCALE if dtype is torch.float16 else 1.0)  # of a norm that is clipped
+    factor = 2.0**-8 * (INITIAL_SCALE if dtype is torch.float16 else 1.0)  # large enough for a norm that is clipped
     gradients = [(torch.randn_like(weight) * factor).to(dtype) for weight in weights]
     return Given(weights, gradients)
 
 
 def timer(rival: Rival, start: Given, device: str, clips: bool) -> timing.Timer:
-    """Times what follows backward, whose gradients nobody else holds."""
+    """Return a timer of `rival.finish`. Each run begins with new copies of the gradients, as after a backward."""
     finish = timing.timer(lambda: rival.finish(clips), device)
 
     def run() -> float:
@@ -211,7 +211,7 @@ def timer(rival: Rival, start: Given, device: str, clips: bool) -> timing.Timer:
 
 
 def bytes_at_step(make: Callable[[], Rival], start: Given) -> float:
-    """Bytes a parameter, at the most while the optimizer steps for the second time: it has its state then."""
+    """Return the peak bytes per parameter in the optimizer's second step, in which it has its state."""
     mark = "the optimizer steps"
 
     def run() -> None:
@@ -227,7 +227,7 @@ def bytes_at_step(make: Callable[[], Rival], start: Given) -> float:
 
 
 def compare(name: str, options: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    """One row: both rivals on one work."""
+    """Return one row: both rivals on one work."""
     work = WORKS[name]
     start = given(work.shapes(SIZES[options.size]), DTYPES[dtype], options.device)
     makes = {rival: partial(make, work, start.weights, dtype) for rival, make in RIVALS.items()}
@@ -242,7 +242,7 @@ def compare(name: str, options: argparse.Namespace, dtype: str) -> dict[str, Any
         (ours == theirs).float().mean().item()
         for ours, theirs in zip(rivals["amp_patch"].weights, rivals["torch"].weights, strict=True)
     )
-    if work.clips:  # by rivals of their own: ours expects after a clipped step another one
+    if work.clips:  # with new rivals: after a clipped step, ours prepares for another clipped step
         clipping = {rival: timer(makes[rival](), start, options.device, clips=True) for rival in RIVALS}
         for run in clipping.values():
             run()

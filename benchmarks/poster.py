@@ -1,4 +1,4 @@
-"""The card of a report as a picture file, for a page that takes no HTML: a README."""
+"""Draw the card of a report as an SVG file, for a page without HTML and styles, such as a README."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from amp_patch.lab.comparison.rows import axis, rows
 
 _ROW = 44
 _LEFT = 24
-_NAMES = 150.0  # what the levels' names take
+_NAMES = 150.0  # width of the column with the levels' names
 _COLUMNS = {"speed": (190.0, "Speed", "longer is faster"), "memory": (190.0, "Memory", "")}
 _DOTS = 250.0
-_TITLE = 1350.0  # a title of so many characters would fit at a size of 1: bold letters are 0.61 wide on the mean
+_TITLE = 1350.0  # characters of a title that fit at font size 1: a bold letter is 0.61 wide on average
 _FOOT = 18.0
-_SWATCH, _LETTER = 26.0, 5.7  # of the legend: the place of a colour with its margins, and of a letter
+_SWATCH, _LETTER = 26.0, 5.7  # widths in the legend: of a colour with its margins, and of a letter
 _GAP = 22.0
 
 
 def poster(comparison: Comparison, *, dark: bool = False, about: str = "", machine: str = "") -> str:
-    """An SVG file: the headline, and for each level its bars of speed and memory, and its gap.
+    """Return an SVG file with the headline, and for each level its bars of speed and memory, and its gap.
 
     Args:
-        dark: in the colours for a dark page.
-        about: what was compared, in a line below the headline.
-        machine: what it ran on, in a line at the foot.
+        dark: whether to use the colours for a dark page.
+        about: the line below the headline, on the compared script.
+        machine: the line at the foot, on the machine.
     """
     best = comparison.recommended is not comparison.baseline
     gains = headline.gains(comparison)
@@ -41,7 +41,7 @@ def poster(comparison: Comparison, *, dark: bool = False, about: str = "", machi
 
 
 def dots(comparison: Comparison, *, dark: bool = False) -> str:
-    """An SVG file: for each level its gap to the baseline."""
+    """Return an SVG file with the gap of each level to the baseline."""
     return _file(comparison, [], 16.0, [], f"The gap in {comparison.metric_in_words}, by level", "", dark=dark)
 
 
@@ -64,7 +64,7 @@ def _file(
         width, head, hint = _COLUMNS[name]
         places.append((name, x, width, head, hint if name == "speed" else headline.what_memory(comparison)))
         x += width + _GAP
-    better, *_, margin = headline.what_gap(comparison).split("; ")  # the whole is wider than the column
+    better, *_, margin = headline.what_gap(comparison).split("; ")  # all parts together are wider than the column
     places.append(("gap", x, _DOTS, f"Gap in {comparison.metric_in_words}", f"{better}; {margin}"))
     wide, first = x + _DOTS + _LEFT, top + 44
     tall = first + _ROW * len(made) + 34 + (_FOOT if foot else 0.0)

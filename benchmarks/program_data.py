@@ -1,4 +1,7 @@
-"""Data of a few hundred kilobytes in the formats that public programs read, always the same; for public_programs.py."""
+"""Generators of small data sets in the formats that public programs read, for public_programs.py.
+
+A data set has a few hundred kilobytes, and is the same in each run.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-Prepare = Callable[[Path], None]  # is given the folder that the program runs in
+Prepare = Callable[[Path], None]  # receives the folder that the program runs in
 
-# The commonest words of English.
+# The most frequent words of English.
 WORDS = (
     *("the", "of", "and", "to", "in", "a", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"),
     *("at", "be", "this", "from", "have", "or", "by", "one", "had", "not", "but", "what", "all", "were", "when", "we"),
@@ -20,8 +23,10 @@ WORDS = (
 
 
 def mnist(where: str = "../data", results: str = "results") -> Prepare:
-    """Digits: MNIST's four files. A class is a bright square at a place of its own, in noise. Beside them a folder
-    that a program wants to find, in which it puts its pictures."""
+    """Return a writer of MNIST's four files. A class is a bright square at its own place, in noise.
+
+    It also creates the folder `results`, in which a program stores its pictures.
+    """
 
     def write(folder: Path) -> None:
         (folder / results).mkdir(exist_ok=True)
@@ -42,7 +47,7 @@ def mnist(where: str = "../data", results: str = "results") -> Prepare:
 
 
 def sentences(size: int, seed: int = 0) -> str:
-    """Words that follow one another more often than by chance, in sentences."""
+    """Return at least `size` characters of sentences. Only four words can follow a word, so a model can learn them."""
     chance = random.Random(seed)
     after = {word: chance.sample(WORDS, 4) for word in WORDS}
     lines, length, word = [], 0, "the"
@@ -76,7 +81,7 @@ def names(name: str = "names.txt", count: int = 3000) -> Prepare:
 
 
 def cora(where: str = "cora", nodes: int = 1700, features: int = 64) -> Prepare:
-    """A citation graph: cora's two files, and both as cora.tgz."""
+    """Return a writer of a citation graph: cora's two files, and an archive of both, cora.tgz."""
 
     def write(folder: Path) -> None:
         chance = random.Random(0)
@@ -99,7 +104,7 @@ def cora(where: str = "cora", nodes: int = 1700, features: int = 64) -> Prepare:
 
 
 def images(*folders: str, count: int = 24, size: int = 64, kind: str = "jpg") -> Prepare:
-    """Pictures of a bright disc each, by Pillow."""
+    """Return a writer of pictures, each of a bright disc, by Pillow."""
 
     def write(folder: Path) -> None:
         from PIL import Image, ImageDraw
@@ -117,7 +122,7 @@ def images(*folders: str, count: int = 24, size: int = 64, kind: str = "jpg") ->
 
 
 def masks(folder: Path) -> None:
-    """Beside pictures in data/imgs, what of each is bright, in data/masks; for a U-Net."""
+    """Write pictures into data/imgs, and masks of their bright pixels into data/masks, for a U-Net."""
     from PIL import Image
 
     images("data/imgs", size=96, count=20)(folder)

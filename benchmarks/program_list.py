@@ -1,4 +1,4 @@
-"""Which public programs public_programs.py tries: where they are, how they are run, what data they want."""
+"""The public programs that public_programs.py runs, with their repositories, arguments and data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from program_data import Prepare, cora, images, masks, mnist, names, text
 
-# Repository -> the commit that is tried.
+# Repository -> the commit that is run.
 COMMITS = {
     "eriklindernoren/PyTorch-GAN": "36d3c77e5ff20ebe0aeefd322326a134a279b93e",
     "karpathy/makemore": "988aa59e4d8fefa526d06f3b453ad116258398d4",
@@ -28,18 +28,18 @@ COMMITS = {
 
 @dataclass(frozen=True)
 class Program:
-    """A script, and what it wants.
+    """A script, and what it needs to run.
 
     Attributes:
-        name, kind: of the table.
-        repository: "owner/name" of COMMITS; "" for a script of library_scripts/, in the shape of a library's pages.
+        name, kind: the first two columns of the table.
+        repository: "owner/name" of COMMITS; "" for a script of library_scripts/, which follows a library's examples.
         script: its path in the repository. It runs in its own folder, or in `cwd`.
-        arguments: its own.
+        arguments: its command line.
         prepare: writes its data.
-        before: a script of the repository, in the same folder, that makes what it needs of those.
-        packages: what pip installs for it, beside torch and NumPy.
-        path: folders of the repository that are importable.
-        offline: whether stand_ins/ stands for what downloads and uploads.
+        before: a script of the same folder that is run first, to convert the data for this one.
+        packages: the packages that pip installs for it, besides torch and NumPy.
+        path: folders of the repository to add to the import path.
+        offline: whether the modules of stand_ins/ replace packages that download and upload.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Program:
 
     @property
     def folder(self) -> str:
-        """Where it runs, in the repository."""
+        """The folder of the repository in which it runs."""
         return str(Path(self.script).parent) if self.cwd is None else self.cwd
 
     @property
@@ -191,7 +191,7 @@ PROGRAMS = [
     of_library("transformers, Trainer", "BERT", "transformers_trainer", "transformers", "accelerate"),
     of_library("transformers, a loop", "GPT-2", "transformers_loop", "transformers"),
     of_library("accelerate", "MLP", "accelerate_loop", "accelerate"),
-    # Ten more, and what came of trying them.
+    # Added later: programs of other repositories.
     Program(
         "pygcn",
         "graph, sparse products",

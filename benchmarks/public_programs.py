@@ -1,16 +1,17 @@
-"""Do public programs train as they are? Each is run at every level, unedited: the table of docs/unedited.md.
+"""Run public programs unedited at each level, and write the table of docs/unedited.md.
 
     python benchmarks/public_programs.py                     # all; needs a network
     python benchmarks/public_programs.py --only gcn,vae      # those with such a word in their names
     python benchmarks/public_programs.py --mirror folder     # repositories from folder/owner+name/repo, no network
     python benchmarks/public_programs.py --table             # the table again, from the results of earlier runs
 
-A program's source is fetched from its repository at a given commit, into out/public_programs, and never copied into
-ours. Data of a few hundred kilobytes are generated in its format. Packages go into a virtual environment there, above
-that of this Python. A program that cannot be fetched, or whose packages cannot be had, is skipped, and says so.
+A program's source is fetched from its repository at a given commit into out/public_programs, and is never copied into
+this repository. Data of a few hundred kilobytes are generated in its format. Packages are installed into a virtual
+environment in that folder, which also has the packages of this Python. If a program cannot be fetched, or its packages
+cannot be installed, it is skipped with a message.
 
-A level is what a worker of `python -m amp_patch compare --steps 10 --device cpu` does, in a process that is forked from
-this one: torch is imported once.
+Each level runs as a worker of `python -m amp_patch compare --steps 10 --device cpu`, in a fork of this process, so that
+torch is imported once.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ HERE = Path(__file__).resolve().parent
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 RESULTS = HERE / "results" / "public_programs.json"
 PAGE = ROOT / "docs" / "unedited.md"
-SOURCES = (".py", ".json", ".yaml")  # of a repository; data are generated
-REFUSED = "cannot be taken unedited"  # of what is said where a script is refused
-CUT = 300  # characters of an error that are kept
+SOURCES = (".py", ".json", ".yaml")  # files that are fetched from a repository; data are generated
+REFUSED = "cannot be taken unedited"  # a part of the message of each refusal
+CUT = 300  # an error is cut after this number of characters
 
 
 class Skipped(Exception):
-    """Why a program is not tried here."""
+    """Reason why a program cannot be run here."""
 
 
 def main() -> int:
@@ -82,7 +83,7 @@ def main() -> int:
 
 
 def tried(program: Program, args: argparse.Namespace) -> dict[str, str]:
-    """Level -> "" if it trained, else what was said."""
+    """Run a program at each level. Return level -> the error, or "" if it trained."""
     install(program, args.out / "venv")
     home = source(program, args.out / "sources", args.mirror)
     folder = home / program.folder
@@ -97,13 +98,13 @@ def tried(program: Program, args: argparse.Namespace) -> dict[str, str]:
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     became: dict[str, str] = {}
-    for level in LEVELS:  # what fails in FP32, or is refused there, is not tried at the others
+    for level in LEVELS:  # if the program fails or is refused at O0, the other levels get the same outcome
         became[level] = became.get("O0") or at_level(level, program, home, path, logs, args)
     return became
 
 
 def at_level(level: str, program: Program, home: Path, path: list[str], logs: Path, args: argparse.Namespace) -> str:
-    """Run it at a level; "" or what was said."""
+    """Run a program at a level. Return its error, or "" if it trained."""
     record, log = logs / f"{level}.jsonl", logs / f"{level}.log"
     child = os.fork()
     if child == 0:
@@ -145,11 +146,11 @@ def outcome(record: Path) -> str:
     return "" if any(event.get("event") == "step" for event in events) else "no step was recorded"
 
 
-# What it is run with --------------------------------------------------------------------------------------------------
+# Packages and sources -------------------------------------------------------------------------------------------------
 
 
 def within(venv: Path) -> None:
-    """Go on in a virtual environment that also has the packages of this Python."""
+    """Restart this script in the virtual environment `venv`, which also has the packages of this Python."""
     if Path(sys.prefix) == venv:
         return
     python = venv / "bin" / "python"
@@ -161,11 +162,11 @@ def within(venv: Path) -> None:
 
 
 def install(program: Program, venv: Path) -> None:
-    """Its packages, by pip, beside the torch that there is."""
+    """Install the packages of a program by pip, without changing torch."""
     constraint = venv / "constraint.txt"
     constraint.write_text(f"torch=={torch.__version__}\n")
     vision = "torchvision" in program.packages
-    # torchvision asks for a torch by a name that a CPU's has not.
+    # Without --no-deps, pip would refuse: torchvision requires a torch that a CPU build does not count as.
     alone = ["--no-deps", f"torchvision==0.{int(torch.__version__.split('.')[1]) + 15}.0"] if vision else []
     others = [package for package in program.packages if package != "torchvision"] + ["pillow"] * vision
     for packages in filter(None, (alone, others)):
@@ -178,8 +179,10 @@ def install(program: Program, venv: Path) -> None:
 
 
 def without_cuda(site: Path) -> None:
-    """PyPI's torchvision is built for CUDA's torch: beside the CPU's its own operators are missing, of which two are
-    asked for when it is imported."""
+    """Declare the two operators that torchvision looks up when it is imported.
+
+    PyPI's torchvision is built for a CUDA build of torch. With a CPU build, its operators are missing.
+    """
     path, line = site / "torchvision" / "_meta_registrations.py", "# the CPU's torch"
     if line not in path.read_text():
         declared = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
@@ -189,7 +192,7 @@ def without_cuda(site: Path) -> None:
 
 
 def source(program: Program, folder: Path, mirror: Path | None) -> Path:
-    """The program's repository at its commit, without pictures and data."""
+    """Return the folder with the program's sources at its commit, which are fetched if needed."""
     if not program.repository:
         return HERE / "library_scripts"
     name = program.repository.replace("/", "+")
@@ -220,13 +223,13 @@ def git(*arguments: str, index: Path | None = None) -> str:
 
 
 def with_version(became: dict[str, str], before: dict[str, str] | None) -> dict[str, str]:
-    """The outcome, with the version since which each level trains, or does not, as it does now."""
+    """Return the outcome with "since": the version of amp_patch from which on the same levels have trained."""
     same = before is not None and all(bool(before[level]) == bool(became[level]) for level in LEVELS)
     return {**became, "since": before["since"] if same and before else amp_patch.__version__}
 
 
 def write(results: dict[str, dict[str, str]], page: Path) -> None:
-    """Put the table into the page, in place of the one that is there."""
+    """Replace the table in the page."""
     lines = ["| program | kind | " + " | ".join(LEVELS) + " | since |", "|---|---|" + "---|" * (len(LEVELS) + 1)]
     for program in PROGRAMS:
         if (became := results.get(program.label)) is not None:
@@ -238,7 +241,7 @@ def write(results: dict[str, dict[str, str]], page: Path) -> None:
 
 
 def cell(said: str) -> str:
-    """What a level did, in a word."""
+    """Return the outcome of a level in a word."""
     if not said:
         return "trains"
     return "refused" if REFUSED in said else "fails"

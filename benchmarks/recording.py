@@ -1,11 +1,11 @@
-"""What recording costs: a training step of a small GPT with and without `amp.record`.
+"""Time a training step of a small GPT with and without `amp.record`.
 
     python benchmarks/recording.py [--levels O0 O1 O2] [--dtype bf16|fp16] [--steps N] [--size small|12m|100m]
                                    [--batch N] [--threads N] [--device cuda] [--repeats N] [--json PATH]
 
-The same model takes the same steps, a turn of them unrecorded, a turn recorded into a file, and so on. What is recorded
-is written within a turn. A step as short as that of the small GPT (the one of examples/, with 0.1 million parameters)
-is the hardest case: what recording costs does not grow with the model.
+The same training takes turns of steps: one turn without a recording, the next one recorded into a file, and so on. The
+file is written within the turn. The cost of recording does not grow with the model, so the short steps of the small GPT
+(that of examples/, with 0.1 million parameters) are the hardest case.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLUMNS = {"level": -7, "off, ms a step": 16, "recorded": 12, "ratio": 9}
 
 
 def training(options: argparse.Namespace, level: str) -> Callable[[], None]:
-    """One step of a new training."""
+    """Return the step of a new training."""
     model, inputs, targets = step.subject("gpt", SIZES[options.size], options.batch, options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     dtype = None if level in ("O0", "O4", "O5") else step.DTYPES[options.dtype]
@@ -46,7 +46,7 @@ def training(options: argparse.Namespace, level: str) -> Callable[[], None]:
 
 
 def compare(options: argparse.Namespace, level: str, folder: Path) -> dict[str, Any]:
-    """The median of a step without recording and with it, and the ratio of the two."""
+    """Return a row: the median times of a step without and with a recording, and their ratio."""
     off = timing.timer(training(options, level), options.device, options.steps)
 
     def recorded() -> float:

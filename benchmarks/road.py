@@ -1,12 +1,12 @@
-"""What one training step costs the host: Python calls of amp_patch, the files they are in, and time beside torch.amp.
+"""Measure the host's cost of a training step: amp_patch's Python calls, their files, and the time next to torch.amp.
 
     python benchmarks/road.py [--repeats N] [--threads N] [--json PATH]
 
 The model has two small linear layers, so that the step is nearly all Python: a forward, zero_grad, scale_loss, the
-backward pass and AdamW's step. Calls are counted in a steady step, after warm-up: every call of a Python function that
-amp_patch has written or generated. The GAN has two models, two optimizers and three losses. Times are of BF16 with a
-dynamic loss scale, where the level has one, over those of torch.autocast with torch's GradScaler, in turns.
-tests/project/test_road.py holds the counts to ceilings.
+backward pass and AdamW's step. Calls are counted in one step after the warm-up: each call of a Python function that
+amp_patch defines or generates counts. The GAN has two models, two optimizers and three losses. Times are measured in
+BF16, with a dynamic loss scale at O1 and O2, over those of torch.autocast with torch's GradScaler, in turns.
+tests/project/test_road.py has ceilings for the counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import amp_patch
 from amp_patch import amp
 
 PACKAGE = os.path.join(os.path.dirname(amp_patch.__file__), "")  # with a separator at its end
-WARM_UP, RUNS = 5, 10  # steps of a turn: before what counts, and of what is timed
+WARM_UP, RUNS = 5, 10  # steps of a turn: those before the measurement, and those that are timed
 
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "loss_scale": "dynamic"}
 COUNTED: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ class Count(NamedTuple):
 
 
 def count(step: Callable[[], Any]) -> Count:
-    """The calls of one `step`, after some that warm it up."""
+    """Count the calls of one `step`, after some that warm up."""
     calls: Counter[tuple[str, str]] = Counter()
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
@@ -95,7 +95,7 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def training(**options: Any) -> Callable[[], None]:
-    """A step of one model and one optimizer."""
+    """Return a step of one model and one optimizer."""
     model = network()
     model, optimizer = amp.initialize(model, torch.optim.AdamW(model.parameters()), verbosity=0, **options)
     inputs = torch.randn(8, 16)
@@ -110,7 +110,7 @@ def training(**options: Any) -> Callable[[], None]:
 
 
 def autocast() -> Callable[[], None]:
-    """The same step with torch.autocast and torch's GradScaler."""
+    """Return the same step with torch.autocast and torch's GradScaler."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
@@ -128,7 +128,7 @@ def autocast() -> Callable[[], None]:
 
 
 def gan(**options: Any) -> Callable[[], None]:
-    """A step of a generator and of a discriminator, with a loss of the real batch, one of the false and one of both."""
+    """Return a step of a GAN: the discriminator's losses on a real and on a false batch, and the generator's loss."""
     models: Any = [network(16), nn.Linear(4, 1)]
     optimizers: Any = [torch.optim.AdamW(model.parameters()) for model in models]
     models, optimizers = amp.initialize(models, optimizers, num_losses=3, verbosity=0, **options)
@@ -158,7 +158,7 @@ TRAININGS: dict[str, Callable[[], Callable[[], None]]] = {
 
 
 def counts(name: str) -> Count:
-    """Those of one of TRAININGS; nothing of it is left behind."""
+    """Return the `Count` of one of TRAININGS, and undo its `initialize`."""
     try:
         return count(TRAININGS[name]())
     finally:
@@ -166,7 +166,7 @@ def counts(name: str) -> Count:
 
 
 def ratios(options: Any) -> dict[str, float]:
-    """The time of a step over that with torch.autocast, each level beside it by itself."""
+    """Return level -> the time of its step over that of torch.autocast. Each level takes turns with autocast alone."""
     theirs = timing.timer(autocast(), "cpu", RUNS)
     found = {}
     for name, of_level in TIMED.items():
@@ -176,8 +176,9 @@ def ratios(options: Any) -> dict[str, float]:
 
 
 def timed(of_level: dict[str, Any]) -> float:
-    """Microseconds of a step of a training that is there for this turn alone: casts hold for the whole process, and
-    torch.autocast's turn goes without them.
+    """Return the microseconds of a step of a new training, which is undone at the end.
+
+    O1's casts patch the whole process. If the training stayed, they would slow the turn of torch.autocast.
     """
     step = training(**of_level)
     try:

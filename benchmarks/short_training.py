@@ -1,4 +1,4 @@
-"""A training of a task of examples/tasks.py inside of this process, as examples/train.py makes it in one of its own."""
+"""Train a task of examples/tasks.py inside of this process, as examples/train.py does in its own process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from amp_patch import amp
 
 
 def train(task: Any, model: Any, optimizers: list[Any], steps: int, batches: torch.Generator) -> list[Tensor]:
-    """Make the steps, with a learning rate that rises for a tenth of them and then falls to 0; the loss of each.
+    """Make the steps, and return the loss of each. The learning rate rises for a tenth of them, and then falls to 0.
 
     Args:
-        optimizers: of `model`; both have been through `amp.initialize`.
+        optimizers: the optimizers of `model`. `amp.initialize` has returned both.
 
     Returns:
-        Tensors of shape [], without a graph. Does not sync.
+        Tensors of shape [], detached from the graph. Does not sync.
     """
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(
@@ -42,7 +42,7 @@ def train(task: Any, model: Any, optimizers: list[Any], steps: int, batches: tor
 
 
 def figures(task: Any, model: Any) -> dict[str, float]:
-    """What the task tells of a trained model: "held_out_loss" and another; `model` is in eval mode afterwards."""
+    """Return the task's figures of a trained model: "held_out_loss" and another one. `model` is set to eval mode."""
     model.eval()
     with torch.no_grad():
         found: dict[str, float] = task.evaluate(model)

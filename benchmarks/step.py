@@ -1,20 +1,20 @@
-"""A whole training step (zero_grad, forward, loss, backward, step): our levels beside FP32 and torch's own autocast.
+"""Time a whole training step (zero_grad, forward, loss, backward, step) at our levels, in FP32 and with torch.autocast.
 
     python benchmarks/step.py [--dtype bf16|fp16] [--size 12m|100m] [--models gpt convnet] [--batches 1 8]
                               [--threads N] [--device cuda] [--repeats N] [--json PATH]
 
-Everyone trains the same model on the same batch with torch.optim.AdamW(fused=True):
+All rivals train the same model on the same batch with torch.optim.AdamW(fused=True):
 
     fp32              the plain script
     autocast          torch.autocast
-    autocast+scaler   torch.autocast and torch.amp.GradScaler: what the ratios are over
+    autocast+scaler   torch.autocast and torch.amp.GradScaler; the ratios are relative to it
     O1, O2            amp_patch, at its defaults for the dtype
-    O2 foreach        O2 with torch.optim.AdamW(foreach=True), which cannot skip a step by itself; only where asked for
+    O2 foreach        O2 with torch.optim.AdamW(foreach=True), which cannot skip a step on the device; only on request
 
-Each has a process of its own, since O1 patches torch's functions for a whole process, and one runs at a time, in turns.
-`host ms` is until a step returns, the device idle before it. `skipped` are the steps of all that overflowed, `syncs`
-how often one step waits for the GPU; `GB at start` and `in a step` are the most that torch has given out of the GPU's
-memory until the model is ready, and in a step.
+Each rival has its own process, since O1 patches torch's functions for a whole process. The rivals run in turns, one at
+a time. `host ms` is the time until a step returns, with the device idle before. `skipped` is the number of steps that
+overflowed, and `syncs` how often one step waits for the GPU. `GB at start` and `in a step` are the peaks of the GPU
+memory that torch has allocated, until the model is ready and in a step.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ BASELINE = "autocast+scaler"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FIGURES = ("host_milliseconds", "skipped", "syncs", "gb_at_start", "gb_in_a_step")
 HOST_STEPS = 5
-INITIAL_SCALE = 2.0**16  # of torch's GradScaler
-STEPS = 3  # in a turn: the first of them finds the caches as another rival left them
+INITIAL_SCALE = 2.0**16  # the initial scale of torch's GradScaler
+STEPS = 3  # in a turn: more than one, because in the first the caches have the data of another rival
 COLUMNS = {"model": -9, "batch": 5, "": 2, "rival": -17, "ms a step": 10, "ratio": 8, "first loss": 12, "host ms": 10}
 COLUMNS |= {"skipped": 9, "syncs": 7, "GB at start": 13, "in a step": 11}
 
@@ -88,7 +88,7 @@ class GPT(nn.Module):
 
 
 def convnet(channels: int) -> nn.Module:
-    """A VGG of three stages for 32x32 images."""
+    """Return a VGG of three stages for 32x32 images."""
     layers: list[nn.Module] = []
     inputs = 3
     for outputs in (channels, 2 * channels, 4 * channels):
@@ -100,7 +100,7 @@ def convnet(channels: int) -> nn.Module:
 
 
 def subject(kind: str, sizes: Sizes, batch: int, device: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """(model, inputs, targets), the same for every rival."""
+    """Return (model, inputs, targets), which are the same for every rival."""
     torch.manual_seed(0)
     if kind == "gpt":
         model: nn.Module = GPT(sizes)
@@ -125,11 +125,11 @@ class Task(NamedTuple):
 
 class Training(NamedTuple):
     step: Callable[[], Tensor]  # as a user would write it; returns the loss
-    skips: Callable[[], int | None]  # how many steps overflowed so far; None where no loss is scaled
+    skips: Callable[[], int | None]  # returns the number of skipped steps so far; None if the loss is not scaled
 
 
 def training_of(task: Task) -> Training:
-    """A rival's, before its first step."""
+    """Return the training of a rival, before its first step."""
     rival, dtype = task.rival, task.dtype
     model, inputs, targets = subject(task.kind, task.sizes, task.batch, task.device)
     kernels = {"foreach" if rival == FOREACH else "fused": True}
@@ -173,7 +173,7 @@ def training_of(task: Task) -> Training:
         return loss
 
     steps = {"fp32": fp32, "autocast": autocast, BASELINE: autocast_and_scaler}
-    if rival == BASELINE:  # too short for the scale to grow, it halves at each skip
+    if rival == BASELINE:  # the training is too short for the scale to grow: it only halves, at each skip
         return Training(steps[rival], lambda: round(math.log2(INITIAL_SCALE / scaler.get_scale())))
     if rival in steps:
         return Training(steps[rival], lambda: None)
@@ -187,7 +187,10 @@ def training_of(task: Task) -> Training:
 
 
 def work(task: Task, pipe: Any) -> None:
-    """A rival's process: times a turn whenever asked; None ends it, and is answered by the other figures."""
+    """Run in the process of a rival: send the first loss, then the time of a turn for each message.
+
+    The message None ends the process, which then sends its other figures.
+    """
     torch.set_num_threads(task.threads)
     step, skips = training_of(task)
     figures: dict[str, Any] = {"gb_at_start": timing.memory_gb(task.device)}
@@ -202,7 +205,7 @@ def work(task: Task, pipe: Any) -> None:
 
 
 class Process:
-    """A rival that waits in its own process. `first_loss` is to be asked for first, `figures` last."""
+    """The process of a rival, which waits between its turns. Call `first_loss` first, and `figures` last."""
 
     def __init__(self, task: Task) -> None:
         context = get_context("spawn")
@@ -228,7 +231,7 @@ class Process:
 
 
 def compare(options: argparse.Namespace, kind: str, batch: int, compiled: bool = False) -> list[dict[str, Any]]:
-    """Every rival's median, and its ratio over the baseline's, for one model and batch size."""
+    """Return a row for each rival, for one model and batch size: its median time, and its ratio to the baseline's."""
     about = (DTYPES[options.dtype], kind, SIZES[options.size], batch, options.device, options.threads, compiled)
     with ExitStack() as stack:
         rivals = {rival: stack.enter_context(closing(Process(Task(rival, *about)))) for rival in options.rivals}

@@ -1,8 +1,8 @@
-"""What the benchmarks share: rivals timed in turns, the ratio of two of them, a table, and JSON that names the machine.
+"""Functions that the benchmarks share: timers, turns of rivals, ratios, tables, and JSON that names the machine.
 
-A turn times every rival once, in an order that rotates from turn to turn, so that a machine that is busy for a while
-slows all of them. Rivals are compared turn by turn: the ratio is the median of the turns' ratios, and what the machine
-does between two turns leaves no trace in it. Times by themselves say little; none is promised anywhere.
+A turn times each rival once, in an order that rotates from turn to turn, so that other work on the machine slows all of
+them. Rivals are compared turn by turn: a ratio is the median of the turns' ratios, so that changes of the machine's
+load between turns do not affect it. Absolute times depend on the machine, and are not promised anywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Times = dict[str, list[float]]
 
 
 def parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
-    """The options of every benchmark: --threads, --device, --repeats, --json."""
+    """Return a parser with the options of every benchmark: --threads, --device, --repeats, --json."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--threads", type=int, default=torch.get_num_threads())
     result.add_argument("--device", default="cpu")
@@ -39,12 +39,12 @@ def parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
 
 
 def timer(call: Callable[[], Any], device: str, runs: int = 1) -> Timer:
-    """Times `runs` calls in a row; on a GPU between two events, the first of which an idle device takes at once."""
+    """Return a timer of `runs` calls in a row: `on_cpu`, or on a GPU `on_gpu`."""
     return (lambda: on_cpu(call, runs)) if device == "cpu" else (lambda: on_gpu(call, runs))
 
 
 def on_cpu(call: Callable[[], Any], runs: int) -> float:
-    """Microseconds of one of `runs` calls in a row."""
+    """Time `runs` calls in a row, and return the microseconds of one."""
     start = time.perf_counter()
     for _ in range(runs):
         call()
@@ -52,8 +52,9 @@ def on_cpu(call: Callable[[], Any], runs: int) -> float:
 
 
 def on_gpu(call: Callable[[], Any], runs: int) -> float:
-    """Microseconds of one of `runs` calls in a row, until the device is done with the last: its time or the host's,
-    whichever is longer.
+    """Time `runs` calls in a row until the device has finished the last one, and return the microseconds of one.
+
+    The device is idle before. The result is the device's time or the host's, whichever is longer.
     """
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -66,20 +67,23 @@ def on_gpu(call: Callable[[], Any], runs: int) -> float:
 
 
 def until_return(call: Callable[[], Any], device: str) -> float:
-    """Microseconds until a call returns, the device idle before: what it keeps the host for. On a CPU, all of it."""
+    """Return the microseconds until a call returns, with the device idle before. On a GPU this is the host's time."""
     if device != "cpu":
         torch.cuda.synchronize()
     return on_cpu(call, 1)
 
 
 def rotating(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    """A call of the next of `calls` each time. On buffers that together exceed a cache, each finds it cold."""
+    """Return a function that calls the next of `calls` each time.
+
+    If the calls use different buffers, which together exceed a cache, no call finds its buffers in the cache.
+    """
     following = cycle(calls)
     return lambda: next(following)()
 
 
 def syncs(call: Callable[[], Any], device: str) -> int | None:
-    """How often a call waits for the GPU, as torch's own detector sees it. None on a CPU."""
+    """Return how often a call waits for the GPU, as counted by torch's sync debug mode; None on a CPU."""
     if device == "cpu":
         return None
     before = torch.cuda.get_sync_debug_mode()
@@ -94,7 +98,7 @@ def syncs(call: Callable[[], Any], device: str) -> int | None:
 
 
 def memory_gb(device: str) -> float | None:
-    """The most that torch's allocator has given out since this was last asked, in 10^9 bytes. None on a CPU."""
+    """Return the peak of torch's allocated memory since the last call, in 10^9 bytes; None on a CPU."""
     if device == "cpu":
         return None
     most = torch.cuda.max_memory_allocated()
@@ -103,10 +107,7 @@ def memory_gb(device: str) -> float | None:
 
 
 def most_bytes(call: Callable[[], Any], mark: str) -> int:
-    """Of the bytes that `call` has torch's allocator give out, the most at a time in its last block of that name.
-
-    The block is one of `torch.profiler.record_function(mark)`.
-    """
+    """Run `call`, and return the peak of its allocated bytes within the last `torch.profiler.record_function(mark)`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     events = profile.profiler.kineto_results.events()
@@ -118,7 +119,7 @@ def most_bytes(call: Callable[[], Any], mark: str) -> int:
 
 
 def launches(call: Callable[[], Any], device: str) -> int | None:
-    """How many kernels a call launches, as torch's profiler sees it; None on a CPU and where it sees none."""
+    """Return how many kernels a call launches, as torch's profiler counts them; None on a CPU, or if it counts none."""
     if device == "cpu":
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -131,7 +132,7 @@ def launches(call: Callable[[], Any], device: str) -> int | None:
 
 
 def need_kernels(device: str) -> None:
-    """Exit where `device` is a GPU that torch does not see, or that the extension has no kernels for."""
+    """Exit if `device` is a GPU that torch does not see, or for which the extension has no kernels."""
     if device == "cpu":
         return
     if not torch.cuda.is_available():
@@ -141,7 +142,7 @@ def need_kernels(device: str) -> None:
 
 
 def in_turns(timers: Mapping[str, Timer], repeats: int, warmup: int = 2) -> Times:
-    """{rival: its microseconds, turn by turn}. `warmup` turns before these are for caches, pools and code."""
+    """Time the rivals in turns. Return rival -> its microseconds, turn by turn, without the first `warmup` turns."""
     times: Times = {name: [] for name in timers}
     names = list(timers)
     for turn in range(warmup + repeats):
@@ -154,12 +155,12 @@ def in_turns(timers: Mapping[str, Timer], repeats: int, warmup: int = 2) -> Time
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Ours over theirs: the median of the turns' ratios. Below 1 ours is faster."""
+    """Return ours over theirs, the median of the turns' ratios. Below 1, ours is faster."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
-    """What a figure depends on: machine, torch, backend of the kernels, and the options it was measured with."""
+    """Return the conditions of a measurement: machine, torch, backend of the kernels, and the options."""
     return {
         "machine": device_name(options.device),
         "system": platform.platform(),
@@ -171,7 +172,7 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def device_name(device: str) -> str:
-    """The model name of the GPU, or of the CPU as the system gives it."""
+    """Return the model name of the GPU, or the system's name of the CPU."""
     if device != "cpu":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -181,7 +182,7 @@ def device_name(device: str) -> str:
 
 
 def heading(options: argparse.Namespace) -> str:
-    """The line above a table."""
+    """Return the line above a table."""
     what = about(options)
     return (
         f"{what['machine']}, {what['device']}, {what['threads']} of {what['cores']} threads; torch {what['torch']}; "
@@ -190,16 +191,17 @@ def heading(options: argparse.Namespace) -> str:
 
 
 def line(cells: Sequence[Any], widths: Mapping[str, int]) -> str:
-    """One row of a table. `widths` names the columns: numbers, with two digits, to the right; text, negative, left.
+    """Format one row of a table. A float has two decimals, and None, a figure that cannot be measured, is a hyphen.
 
-    None, what cannot be measured here, is a hyphen.
+    Args:
+        widths: name of a column -> its width. A column is aligned to the right, or, if its width is negative, left.
     """
     texts = ("-" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
     return "".join(f"{text:<{-w}}" if w < 0 else f"{text:>{w}}" for text, w in zip(texts, widths.values(), strict=True))
 
 
 def write_json(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
-    """`about` and the rows so far, to --json where it was given: a benchmark that is stopped leaves what it has."""
+    """If --json was given, write `about` and the rows so far. A benchmark that is stopped leaves these rows."""
     if options.json is None:
         return
     options.json.parent.mkdir(parents=True, exist_ok=True)

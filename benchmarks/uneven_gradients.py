@@ -1,16 +1,17 @@
-"""optimizer_state="8bit" where gradients in one block of 256 elements differ by orders of magnitude, beside FP32 state.
+"""Compare eight-bit with FP32 optimizer state if the gradients in a block of 256 elements differ in magnitude.
 
     python benchmarks/uneven_gradients.py [--repeats N] [--json PATH]    # two minutes
 
-AdamW steps one weight of 64 x 64, four rows of which lie in a block, at O0. The odd rows are those of small gradients:
+All elements of a block share a scale. AdamW steps one weight of 64 x 64 at O0, in which a block is four rows. In the
+first two cases the odd rows have the smaller gradients:
 
-- outputs with a small share of the loss: a linear regression; the figure is their own held-out loss;
-- rows whose gradients begin at step 100, and rare rows with one in 400 steps: the largest update of one step, in
-  learning rates;
-- one large element in each block, 3,000 steps: the second moment of the others over FP32's, its mean; with amsgrad the
-  running maximum.
+- outputs with a small share of the loss, in a linear regression; the figure is their held-out loss;
+- rows whose gradients begin at step 100, and rows that have a gradient once in 400 steps; the figure is the largest
+  update of one step, in learning rates;
+- one large element in each block, for 3,000 steps; the figure is the mean ratio of the other elements' second moment
+  to the one with FP32 state, or, with amsgrad, of the running maximum.
 
-A row has the figure with FP32 state and in eight bits, each the mean over as many seeds as repeats.
+A row of the table has the figure with FP32 state and with eight-bit state, each the mean over the seeds (`--repeats`).
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from amp_patch import amp
 
 SIDE = 64
 SMALL = slice(1, None, 2)  # the odd rows
-NOISE = 0.1  # of the regression's targets: their variance is the least loss
+NOISE = 0.1  # standard deviation of the noise in the regression's targets; its square is the least possible loss
 
 Gradients = Iterator[Tensor]
-Source = Callable[[Tensor], Gradients]  # of the weight
+Source = Callable[[Tensor], Gradients]  # from the weight to its gradients
 
 
 class Trained(NamedTuple):
-    """What AdamW made of a weight that began as zeros.
+    """The result of training a weight, from zeros, by AdamW.
 
     Attributes:
-        weight: at the end.
-        largest_update: of an element of the odd rows in one step, in learning rates.
-        state: FP32, as `state_dict()` gives it.
+        weight: the weight at the end.
+        largest_update: the largest update of an element of the odd rows in one step, in learning rates.
+        state: the optimizer's state in FP32, from `state_dict()`.
     """
 
     weight: Tensor
@@ -49,7 +50,7 @@ class Trained(NamedTuple):
 
 
 def trained(gradients: Source, state: str | None, level: str = "O0", **adam: Any) -> Trained:
-    """Step a weight by these gradients, with AdamW's state in FP32 (None) or "8bit"."""
+    """Train a weight with these gradients by AdamW, whose state is FP32 if `state` is None, or "8bit"."""
     model: Any = nn.Linear(SIDE, SIDE, bias=False)
     nn.init.zeros_(model.weight)
     settings = {"lr": 1e-3, "weight_decay": 0.0, "fused": True} | adam
@@ -74,7 +75,7 @@ def trained(gradients: Source, state: str | None, level: str = "O0", **adam: Any
 
 
 def regression(share: float, steps: int, seed: int) -> tuple[Tensor, Source]:
-    """A linear model to be found, and the gradients of a loss of which the odd outputs have that share."""
+    """Return the true weight of a linear regression, and its gradients. The loss weighs the odd outputs by `share`."""
     generator = torch.Generator().manual_seed(seed)
     truth = torch.randn(SIDE, SIDE, generator=generator) / 8
     shares = torch.ones(SIDE)
@@ -90,14 +91,14 @@ def regression(share: float, steps: int, seed: int) -> tuple[Tensor, Source]:
 
 
 def held_out_loss(share: float, state: str | None, steps: int = 1500, seed: int = 0, level: str = "O0") -> float:
-    """The mean squared error of the odd outputs on inputs of variance 1, without their share."""
+    """Return the mean squared error of the odd outputs on inputs of variance 1, not weighed by their share."""
     truth, gradients = regression(share, steps, seed)
     weight = trained(gradients, state, level).weight
     return NOISE**2 + (weight - truth)[SMALL].square().sum(1).mean().item()
 
 
 def rows(steps: int, has_gradient: Callable[[int], bool], size: float = 1.0, seed: int = 0) -> Source:
-    """Gradients of noise, those of the odd rows of that size at some steps and 0 at the others."""
+    """Return gradients of noise. Those of the odd rows are scaled by `size` at some steps, and 0 at the others."""
 
     def gradients(_: Tensor) -> Gradients:
         generator = torch.Generator().manual_seed(seed)
@@ -118,7 +119,7 @@ def rare_rows(steps: int = 1500, seed: int = 0) -> Source:
 
 
 def one_large(steps: int = 3000, seed: int = 0) -> Source:
-    """One element of each block has gradients around 1, the others such ones for ten steps and then those of 1e-3."""
+    """Return gradients around 1 for one element of each block. Those of the others fall to 1e-3 after ten steps."""
 
     def gradients(_: Tensor) -> Gradients:
         generator = torch.Generator().manual_seed(seed)
@@ -131,7 +132,7 @@ def one_large(steps: int = 3000, seed: int = 0) -> Source:
 
 
 def ratio(name: str, gradients: Source, **adam: Any) -> Tensor:
-    """A state over FP32's, of all elements but the large ones."""
+    """Return the ratio of an eight-bit state to the FP32 state, for all elements except the large ones."""
     ours, wanted = (trained(gradients, state, **adam).state[name].view(-1, 256)[:, 1:] for state in ("8bit", None))
     return ours / wanted
 
@@ -149,7 +150,7 @@ def of_one_large(name: str, seed: int, **adam: Any) -> tuple[float, float]:
 
 
 LOSS, UPDATE = "held-out loss", "largest update, in learning rates"
-# By name the figure, and what gives it of a seed: FP32's, and ours.
+# Name of a case -> the name of its figure, and a function of the seed that returns it with FP32 and eight-bit state.
 CASES: dict[str, tuple[str, Callable[[int], tuple[float, float]]]] = {
     **{
         f"outputs with {share:g} of the loss": (
@@ -176,14 +177,14 @@ HEADS = ["gradients of one block", "figure", "FP32", "8 bits"]
 
 
 def measure(name: str, seeds: int) -> dict[str, Any]:
-    """One row."""
+    """Return one row of the table."""
     figure, of_seed = CASES[name]
     fp32, coded = zip(*map(of_seed, range(seeds)), strict=True)
     return {"case": name, "figure": figure, "FP32": statistics.mean(fp32), "8bit": statistics.mean(coded)}
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row as the page has it."""
+    """Format a row for the table of the page."""
     return [row["case"], row["figure"], f"{row['FP32']:#.3g}", f"{row['8bit']:#.3g}"]
 
 

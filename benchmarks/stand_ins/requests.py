@@ -1,4 +1,4 @@
-"""Stands for `requests` where a public program downloads: the file of that name in the working directory."""
+"""Replacement of `requests` for public programs: a download opens the file of that name in the working directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stands for `wandb` where a public program logs to it: takes all of it, and does nothing."""
+"""Replacement of `wandb` for public programs: it accepts all calls, and does nothing."""
 
 from __future__ import annotations
 
