@@ -89,7 +89,7 @@ def announce(
             on_temporary(path)
 
     def first(path: Any = None, *_: Any, dir_fd: Any = None, **__: Any) -> None:
-        if dir_fd is None:  # a path relative to `dir_fd` comes from shutil.rmtree, which is announced itself
+        if dir_fd is None:  # a path relative to `dir_fd` comes from shutil.rmtree, whose call was announced already
             on_write(path)
 
     def second(_: Any = None, path: Any = None, *__: Any, **named: Any) -> None:

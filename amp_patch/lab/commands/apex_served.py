@@ -39,7 +39,7 @@ def _known() -> dict[str, Any]:
     amp = modules()
     return {
         "_amp_state": vars(amp["apex.amp._amp_state"])["_amp_state"],
-        "loss_scalers": amp["apex.amp.scaler"].LossScaler(1.0),  # an example of the elements
+        "loss_scalers": amp["apex.amp.scaler"].LossScaler(1.0),  # an element, as an example
         "opt_properties": amp["apex.amp.frontend"].Properties(),
         "handle": amp["apex.amp.handle"].AmpHandle,
         "_amp_stash": amp["apex.amp._process_optimizer"].AmpOptimizerState,

@@ -67,7 +67,10 @@ def trained(trees: Iterable[tuple[str, ast.AST]]) -> Trained:
 
 
 def _bound(tree: ast.AST, found: Trained) -> dict[str, str]:
-    """Return name -> full name of all imports in `tree`; note in `found` the training loops and amp_patch."""
+    """Return name -> full name of all imports in `tree`.
+
+    Record in `found` the owners of training loops that are imported, and whether amp_patch or Apex is.
+    """
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

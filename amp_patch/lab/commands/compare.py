@@ -40,7 +40,7 @@ def compare(args: argparse.Namespace) -> None:
         if args.batch_search is not None:
             sys.exit(batch_search.run(args, plan, interrupts))
         print(f"starting {', '.join(plan.levels)}", flush=True)
-        _tell_what_the_processor_lacks(plan)
+        _note_emulated_types(plan)
         if compare_launcher.shares_port() and not args.one_by_one:
             print(
                 "MASTER_PORT is set, on which one run at a time can listen: each ends before the next begins",
@@ -78,7 +78,7 @@ def _measure(
     return scheduler.runs, scheduler.asked, cut, scheduler.load
 
 
-def _tell_what_the_processor_lacks(plan: Plan) -> None:
+def _note_emulated_types(plan: Plan) -> None:
     """Print a note for each type that this processor emulates: levels of this type have about FP32's speed here."""
     if torch.cuda.is_available():
         return

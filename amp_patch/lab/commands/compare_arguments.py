@@ -141,7 +141,7 @@ def check_script(args: argparse.Namespace, command: str, resumes: str) -> None:
 
 
 def split(given: list[str]) -> tuple[list[str], list[str]]:
-    """Return our own arguments, and the script's, which follow `--`."""
+    """Split a command line into the arguments of `compare`, and those of the script, which follow `--`."""
     end = given.index("--") if "--" in given else len(given)
     own = given[:end]
     for flag in ("--seed-flag", "--batch-flag"):

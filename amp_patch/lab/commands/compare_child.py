@@ -31,7 +31,7 @@ from amp_patch.support.guard import Guard
 
 _END = 8.0  # seconds to wait for the guard, which needs less to end a run
 _POLL = 0.2  # seconds between two reads of a record
-_BEHIND = 10.0  # seconds after the last step until a run is killed: a script may catch SystemExit and train on
+_GRACE = 10.0  # seconds after the last step until a run is killed: a script may catch SystemExit and train on
 
 
 class Child:
@@ -116,10 +116,10 @@ class Child:
                 self._close()
                 self._conclude()
                 return None
-            if self._goes_on_behind_its_steps():
+            if self._trains_past_its_steps():
                 self.kill()
                 self.run.log = str(self._log)
-                self.run.notes.append(f"the script went on behind the {self._steps} steps asked for, and was ended")
+                self.run.notes.append(f"the script ran on after the {self._steps} steps asked for, and was ended")
                 return None
 
     def signal_interrupt(self) -> None:
@@ -140,7 +140,7 @@ class Child:
 
     def keep_outcome(self) -> None:
         """Append the outcome of the run to its record, after its end."""
-        with suppress(OSError):  # a full disk: the report still has it
+        with suppress(OSError):  # if the disk is full, only the report has the outcome
             keep_outcome(self._record, self.run)
 
     def kill(self) -> None:
@@ -202,11 +202,11 @@ class Child:
     def _has_enough(self) -> bool:
         return self._steps is not None and self.run.steps >= self._steps
 
-    def _goes_on_behind_its_steps(self) -> bool:
-        """Return whether the process is still running `_BEHIND` seconds after the steps asked for."""
+    def _trains_past_its_steps(self) -> bool:
+        """Return whether the process is still running `_GRACE` seconds after the steps asked for."""
         if self._enough_since is None and self._has_enough():
             self._enough_since = time.monotonic()
-        return self._enough_since is not None and time.monotonic() - self._enough_since > _BEHIND
+        return self._enough_since is not None and time.monotonic() - self._enough_since > _GRACE
 
     def _conclude(self) -> None:
         run, code = self.run, self._process.returncode
@@ -224,7 +224,7 @@ class Child:
 
 
 def was_out_of_memory(run: Run) -> bool:
-    """Return whether the run ended for lack of memory, or by SIGKILL, which the system sends for that."""
+    """Return whether the run ended for lack of memory, or by SIGKILL, which the system sends if memory runs out."""
     return run.error_kind in (OUT_OF_MEMORY, KILLED)
 
 
@@ -258,7 +258,7 @@ def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, chann
 
 
 def _died(code: int, log: Path) -> Failure:
-    """Return the failure of a process that recorded none, from its exit status and the last line of its log."""
+    """Return the failure of a process that did not record it, from its exit status and the last line of its log."""
     if code < 0:
         name = signal.Signals(-code).name if -code in list(signal.Signals) else ""
         words = f"killed by signal {-code} ({name})"

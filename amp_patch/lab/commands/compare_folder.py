@@ -30,7 +30,7 @@ from amp_patch.support.files import fresh, write_whole
 
 _ASKED = "compare.json"
 _RUN = re.compile(r"(O\d[\w+.-]*|native)-seed\d+\.(jsonl|log)")
-# Arguments that change no run.
+# Arguments that do not change the runs: they are not stored, and may differ at --resume.
 _OF_THE_CALL = ("command", "out", "resume", "trials")
 
 

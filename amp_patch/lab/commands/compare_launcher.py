@@ -19,7 +19,7 @@ def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
     """Raise in a process that is one of several ranks, or that torchrun has started.
 
     Raises:
-        ValueError: names the variables.
+        ValueError: this is such a process; the message names the environment variables.
     """
     for rank, size in _RANKS:
         told = [f"{name}={environment[name]}" for name in (rank, size) if environment.get(name)]

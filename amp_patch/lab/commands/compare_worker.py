@@ -69,7 +69,8 @@ def recorded(
             turn_note = None if client is None else client.note()
             notes = [*([] if turn_note is None else [turn_note]), *script.notes]
             last: list[Event] = [{"event": "note", "text": note} for note in notes]
-            if epoch.samples and run.samples and run.samples[0] % epoch.batch == 0:  # else the loader is another's
+            # If the batches do not match, the DataLoader that `epoch` has read does not feed the model.
+            if epoch.samples and run.samples and run.samples[0] % epoch.batch == 0:
                 last.append({"event": "end", "epoch_samples": epoch.samples})
             if failed is not None or notes or script.native.seen:
                 words, kind, where = failed or (None, "", "")

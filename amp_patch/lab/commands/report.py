@@ -35,7 +35,7 @@ def report(args: argparse.Namespace) -> None:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    added: dict[str, int] = {}  # level beside the plan's -> its first seed
+    added: dict[str, int] = {}  # level that is not in the plan -> its first seed
     for run in runs:
         if run.level not in plan.levels:
             added[run.level] = min(run.seed, added.get(run.level, run.seed))
@@ -74,13 +74,13 @@ def comparison_of(
 
 def show(comparison: Comparison, folder: Path) -> int:
     """Write the report and print the table; return 1 if that failed, or nothing can be compared."""
-    failure, where = _write(comparison, folder)  # before the table: its reader may close the pipe
+    failure, where = _write(comparison, folder)  # first, because the reader of the table may close the pipe
     lines = table.lines(comparison, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     lines += [f"To {purpose}: {command}" for purpose, command in what_next.commands(comparison)]
     try:
         print("\n".join([*lines, f"report: {where}"]), flush=True)
     except OSError:  # the terminal was closed, or the pipe's reader has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python would fail to flush at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # without this, Python's flush at exit fails
     return int(failure is not None or not comparison.comparable)
 
 

@@ -28,7 +28,7 @@ from amp_patch.training.stash import enabled_stash, stash_of
 from amp_patch.training.training import Training
 
 _WEIGHED = 2  # steps before the one whose activations are counted
-_NAMES = 3  # models, and optimizers, named at most
+_NAMES = 3  # the line names at most this many models, and as many optimizers
 _EXIT_PRIORITY = 10  # at 0 or more, before multiprocessing ends the children of this process
 
 
@@ -49,7 +49,7 @@ class RunSummary(Observer):
         self._first_rank = True
         self._sizes = Sizes(self._trainings)
         self._weighed: WeighedStep | None = None
-        self._activations: tuple[int, int] | None = None  # bytes, as they are and in FP32
+        self._activations: tuple[int, int] | None = None  # bytes as measured, and in FP32
         self._peak: PeakMemory | None = None
 
     def training_begun(self, training: Training | None) -> None:

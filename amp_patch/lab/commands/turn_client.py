@@ -48,7 +48,7 @@ class TurnClient:
     """
 
     def __init__(self, channel: int, own: str, native: Callable[[], bool], steps: Callable[[], int]) -> None:
-        os.set_inheritable(channel, False)  # closed by exec: an executed program keeps the turn
+        os.set_inheritable(channel, False)  # exec closes it: an executed program keeps the turn
         self.kept_for: str | None = None
         self._kept_at = 0
         self._native = native
@@ -135,12 +135,12 @@ class TurnClient:
         This is False for devices, caches, this run's own files, compiled code, and logs of TensorBoard.
         """
         if not isinstance(path, str | bytes | os.PathLike):
-            return False  # a file descriptor: `open` was announced
+            return False  # a file descriptor, whose `open` was announced already
         text = os.path.abspath(os.fsdecode(path))
         parts = text.split(os.sep)
         return not (
             text.startswith(_NO_FILES)
             or any(text == each or text.startswith(each + os.sep) for each in self._ours)
             or any(part in ("__pycache__", ".triton") or part.startswith("torchinductor_") for part in parts)
-            or parts[-1].startswith("events.out.tfevents.")  # TensorBoard's name has the process id in it
+            or parts[-1].startswith("events.out.tfevents.")  # TensorBoard puts the process id into the name
         )

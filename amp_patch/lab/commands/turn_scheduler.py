@@ -150,7 +150,7 @@ class TurnScheduler:
     def _train_seed(self, seed: int) -> None:
         self._queue.extend(run for run in self._to_make if run.seed == seed)
         while self._queue:
-            if not self._in_turns:  # begun runs first: each ends before another begins
+            if not self._in_turns:  # begun runs come first, so each ends before another begins
                 self._queue = deque(sorted(self._queue, key=lambda each: isinstance(each, Run)))
             child = self._child_of(self._queue.popleft(), self._in_turns)
             message = child.train(self._look, TURN if self._in_turns else LAST)

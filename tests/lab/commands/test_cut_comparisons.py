@@ -97,7 +97,7 @@ def test_every_loop_is_ended_after_the_steps_asked_for(kind, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     o0, o4 = runs_of(tmp_path)
     assert (o0.steps, o0.error, o4.steps, o4.error) == (4, None, 4, None) and o0.weights == 40
-    went_on = ["the script went on behind the 4 steps asked for, and was ended"]
+    went_on = ["the script ran on after the 4 steps asked for, and was ended"]
     assert o0.notes == (went_on if kind in ("a bare except", "a thread") else [])
 
 

@@ -79,7 +79,7 @@ def test_compare_warns_of_emulated_bf16_before_the_first_run(levels, dtype, tell
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for arithmetic in (False, True):
         monkeypatch.setattr("amp_patch.lab.comparison.machine.has_arithmetic", lambda dtype, has=arithmetic: has)
-        compare._tell_what_the_processor_lacks(Plan(levels, dtype=dtype))
+        compare._note_emulated_types(Plan(levels, dtype=dtype))
         assert ("no BF16 arithmetic" in capsys.readouterr().out) is (tells and not arithmetic)
 
 

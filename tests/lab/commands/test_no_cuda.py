@@ -214,7 +214,7 @@ def _allocate_and_ask() -> None:
 def test_unknown_memory_is_0_with_one_warning_line(monkeypatch, capfd):
     monkeypatch.setattr("amp_patch.lab.recording.peak_memory._status", lambda name: None)
     monkeypatch.setattr("amp_patch.lab.recording.peak_memory._largest_ever", lambda: None)
-    machine._say_that_nothing_tells.cache_clear()
+    machine._warn_that_memory_is_unknown.cache_clear()
     no_cuda.install()
     try:
         assert capfd.readouterr().err == "", "before the first request"

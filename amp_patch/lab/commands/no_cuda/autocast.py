@@ -33,10 +33,10 @@ def redirect_autocast(patches: Patches) -> None:
         if is_cuda(device_type):
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         make(self, device_type, dtype, *args, **kwargs)
-        self._amp_area = _instead(self)
+        self._amp_area = _emulating_region(self)
 
     patches.set(autocast, "__init__", cast_on_cpu)
-    _enter_instead(patches, autocast)
+    _enter_emulating_regions(patches, autocast)
     for name in "custom_fwd", "custom_bwd":
         patches.set(torch.amp, name, _cuda_type_is_cpu(getattr(torch.amp, name)))
 
@@ -78,7 +78,7 @@ class _TorchAutocasts(threading.local):
 _torchs = _TorchAutocasts()
 
 
-def _instead(autocast: Any) -> casts_autocast.autocast | None:
+def _emulating_region(autocast: Any) -> casts_autocast.autocast | None:
     """Return the region to enter instead of a torch.autocast; None if its type is not FP16 or FP16 is not emulated."""
     fp16 = Policy("O1", dtype=torch.float16, patch_torch_functions=True)
     if (
@@ -90,7 +90,7 @@ def _instead(autocast: Any) -> casts_autocast.autocast | None:
     return casts_autocast.autocast("cpu", torch.float16, autocast._enabled, autocast._cache_enabled)
 
 
-def _enter_instead(patches: Patches, autocast: type) -> None:
+def _enter_emulating_regions(patches: Patches, autocast: type) -> None:
     enter, leave = autocast.__enter__, autocast.__exit__  # type: ignore[attr-defined]
 
     @functools.wraps(enter)

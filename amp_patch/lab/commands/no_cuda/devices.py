@@ -104,7 +104,7 @@ def redirect_moves(patches: Patches) -> None:
     patches.set(Tensor, "cuda", cuda)
     patches.set(Tensor, "pin_memory", lambda self, device=None: self)
     patches.set(Tensor, "record_stream", lambda self, stream: None)
-    sequence = torch.nn.utils.rnn.PackedSequence  # torch's would read `is_cuda` of the moved tensors
+    sequence = torch.nn.utils.rnn.PackedSequence  # torch's method would read `is_cuda` of the moved data
     patches.set(sequence, "cuda", lambda self, *args, **kwargs: self.to("cuda"))
 
     # A DataLoader that pins memory would warn that there is no device, or start a thread that needs one.
@@ -134,7 +134,7 @@ def redirect_checkpoints(patches: Patches) -> None:
 
 
 class TypeName(str):
-    """A type name such as "torch.HalfTensor" that also equals "torch.cuda.HalfTensor". Its hash is the former's."""
+    """A type name that equals both "torch.HalfTensor" and "torch.cuda.HalfTensor". Its hash is that of the first."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str) and str(self) == _without_cuda(other)
@@ -150,7 +150,7 @@ def _without_cuda(name: str) -> str:
 
 
 def redirect_types(patches: Patches) -> None:
-    """Make torch.cuda.HalfTensor and the like the CPU's types: as constructors, in `.type()` and in isinstance."""
+    """Replace torch.cuda.HalfTensor and its siblings by the CPU's types, also in `.type()` and in isinstance."""
     for name in dir(torch.cuda):
         if name.endswith(("Tensor", "Storage")) and hasattr(torch, name):
             patches.set(torch.cuda, name, getattr(torch, name))

@@ -113,18 +113,18 @@ def _free_memory() -> int:
 
 
 def _rng_state() -> torch.Tensor:
-    """Return a generator state of the size that a CUDA generator's has."""
+    """Return a tensor of zeros with the size of a CUDA generator's state."""
     return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
 def _held(*_: Any, **__: Any) -> int:
     """Return the bytes by which this process has grown since `install`."""
-    return _or_say_why(None if peak is None else peak.held())
+    return _or_warn(None if peak is None else peak.held())
 
 
 def _most_held(*_: Any, **__: Any) -> int:
     """Return the largest `_held` since `install`, or since the script's last reset of the peak."""
-    return _or_say_why(None if peak is None else peak.read("cpu"))
+    return _or_warn(None if peak is None else peak.read("cpu"))
 
 
 def _reset_peak(*_: Any, **__: Any) -> None:
@@ -132,14 +132,14 @@ def _reset_peak(*_: Any, **__: Any) -> None:
         peak.restart()
 
 
-def _or_say_why(number: int | None) -> int:
+def _or_warn(number: int | None) -> int:
     if number is None:
-        _say_that_nothing_tells()
+        _warn_that_memory_is_unknown()
     return number or 0
 
 
 @functools.cache
-def _say_that_nothing_tells() -> None:
+def _warn_that_memory_is_unknown() -> None:
     print("amp_patch: torch.cuda's memory is 0: this system does not report the memory of a process", file=sys.stderr)
 
 
