@@ -79,7 +79,7 @@ class Finding:
         lost_updates: the share of updates that the weights lose, at a level without masters (O3); None if unknown.
         p: the p-value of the paired t-test; None for fewer than two pairs.
         gap: the gap to the baseline at the same seeds; None without a pair, and for the baseline.
-        reached: the step after which the baseline had the final result of a worse level; None if no curve tells.
+        reached: the step after which the baseline had the final result of a worse level; None if no curve shows it.
     """
 
     kind: str
@@ -138,5 +138,5 @@ class Verdict(NamedTuple):
 
     @property
     def usable(self) -> bool:
-        """The property of `Finding`."""
+        """The value of `Finding.usable`."""
         return Finding(self.kind, self.better).usable

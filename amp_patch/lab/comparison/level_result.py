@@ -190,7 +190,7 @@ def seeds_change_nothing(base: LevelResult) -> bool:
 
 
 def saved_memory(level: LevelResult, base: LevelResult) -> float:
-    """Return the share of the baseline's memory that the level saves at least.
+    """Return the smallest share of the baseline's memory that the level saves, over all runs.
 
     The largest run of the level is subtracted from the smallest of the baseline, so the share is below 0 if any run
     of the level takes more. Memory is the training's own, since that of Python and torch does not grow with the model.

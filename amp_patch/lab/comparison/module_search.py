@@ -122,7 +122,7 @@ def search(trial: Callable[[Kept], Trial], modules: Callable[[], Sequence[str]],
     def passes(names: Sequence[str]) -> bool:
         kept = outermost(names)
         if kept not in outcomes:
-            if len(found.tried) + 1 >= allowed:  # O0's own trial counts
+            if len(found.tried) + 1 >= allowed:  # + 1 for O0's own trial
                 raise _UsedUp
             found.tried.append(trial(kept))
             found.no_use = found.tried[-1].hopeless

@@ -46,7 +46,10 @@ def numbers(level: LevelResult) -> list[Picture]:
 
 
 def _gradients(level: LevelResult, looks: list[Look], counts: dict[int, int], format_: str, held: Format) -> Picture:
-    """Draw the gradients below FP16's range at three loss scales, as figure 3 of Micikevicius et al. 2018."""
+    """Draw the histogram of the gradients, and below it the range of the type, for FP16 at up to three loss scales.
+
+    Source: figure 3 of Micikevicius et al. 2018.
+    """
     scales = {"without loss scaling": 1.0}
     if format_ == "FP16":
         in_use, best = looks[-1].scale, min(look.best_scale for look in looks)

@@ -7,7 +7,7 @@ import time
 
 from amp_patch.lab.comparison.processes import busy_seconds, cpu_seconds
 
-_SHORTEST = 0.5  # seconds between two readings: the system counts in hundredths
+_SHORTEST = 0.5  # seconds between two readings, which the system gives in hundredths of a second
 _FULL = 0.9  # share of the cores' time; below it, other work ran on idle cores and took nothing from the training
 _SHARE = 0.1  # if other work crowded the cores for at least this share of the time, `words` says so
 _LEAST = 0.1  # other work on fewer cores than this does not count

@@ -35,7 +35,7 @@ def write(comparison: Comparison, folder: str | Path) -> Path:
 
 
 def html(comparison: Comparison) -> str:
-    """Return the page, with inline pictures, without scripts and requests, light or dark as the reader's system."""
+    """Return the page, which has inline pictures, no scripts and no requests, and is light or dark as the system is."""
     base, cards = comparison.baseline, rows(comparison)
     of_machine = [note for note in (comparison.lack_note, comparison.kernels_note) if note]
     *before, last = what_next.commands(comparison) or [("", "")]

@@ -128,13 +128,14 @@ def _reference(most: float) -> str:
 
 
 def _gap(comparison: Comparison, level: LevelResult, reach: float | None) -> str:
-    """Return the mean difference to the baseline at the same seeds, with its interval, on the band of the margin."""
+    """Return the mean difference to the baseline at the same seeds, with its interval; a band shows the margin."""
     if reach is None:
         return _centred(text(0, 4, "not known", "soft"))
     base, gap = comparison.baseline, level.finding.gap
     margin = _margin(comparison)
     left, right = (_place(max(-reach, min(reach, each)), reach) for each in (-margin, margin))
-    behind = rect(share(left), "-1%", share(max(right - left, 0.004)), "102%", "band")  # higher than the row: no seams
+    # A little higher than the row, so that there are no seams between the bands of two rows.
+    behind = rect(share(left), "-1%", share(max(right - left, 0.004)), "102%", "band")
     behind += line(share(_ZERO), 0, share(_ZERO), "100%", "soft")
     missing = len(level.final) - len(level.finite)
     if gap is None or base is None:
@@ -178,7 +179,7 @@ def _reach(comparison: Comparison) -> float | None:
 
 
 def _place(value: float, reach: float) -> float:
-    """Return the position as a share of the width; the last third has the number."""
+    """Return the position of a gap as a share of the width, whose last third is left for the number."""
     return _ZERO + 0.33 * value / reach
 
 

@@ -183,7 +183,10 @@ def margin_in_words(gap: Gap) -> str:
 
 
 def _caught_up(found: Finding, level: LevelResult, base: LevelResult) -> str:
-    """Say how much faster a worse level is to equal loss; "" if it is not faster per step or no curve tells."""
+    """Say how much of a worse level's speedup is left if the baseline stops at the level's final result.
+
+    Return "" if the level is not faster per step, or if no curve shows when the baseline had that result.
+    """
     if found.reached is None or found.better or level.speedup is None or level.speedup.pace != "faster":
         return ""
     step, of = found.reached
