@@ -69,7 +69,7 @@ class CallLog(TorchFunctionMode):
     def hook(self, modules: Iterable[tuple[str, nn.Module]], stack: ExitStack) -> None:
         """Hook the forwards of these modules, and make compiled code run eagerly, until `stack` closes.
 
-        A compiled graph hides its functions from a mode. Hooks would be traced into it, or not be called.
+        In a compiled graph, a mode does not see the functions, and hooks are traced into the graph or not called.
         """
         stack.enter_context(eagerly())
         for name, module in modules:

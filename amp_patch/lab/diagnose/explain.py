@@ -121,7 +121,7 @@ class _Printing:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.type_log = model, _TypeLog(model)
-        self.found = sys.exc_info()[1]  # an exception that the caller is handling is not one of this forward
+        self.found = sys.exc_info()[1]  # the exception, if any, that the caller is handling: no error of this forward
         self.handle = model.register_forward_hook(self, always_call=True)
         try:
             self.type_log.start()
@@ -159,7 +159,7 @@ class _TypeLog(CallLog):
         self.calls, self.products = self.explanation.calls, self.explanation.products
         self.products_before: dict[int, int] = {}  # index of a call -> `len(self.products)` when it began
         self.emulated_before: dict[int, int] = {}  # index of a call -> `emulated_calls()` when it began
-        self.inside = False  # in a function whose inner calls are not logged
+        self.inside = False  # whether a function runs whose inner calls are not logged
         self.expected: Any = None  # the function that a spy is about to call: the mode must not log it a second time
         self.originals: dict[int, Any] = {}  # id of a frame -> the function that it replaces
         self.stack = ExitStack()
@@ -306,9 +306,10 @@ class _TypeLog(CallLog):
     def _end(self, index: int, result: Any, decided: str | None = None, parts_count: bool = False) -> None:
         """Log the types of the result of call `index`, and drop entries that would repeat others.
 
-        If a rule decided a call inside of this one, but none decided this one, this one is dropped. Otherwise the calls
-        inside are dropped. With `parts_count` (for a function that user code registered) all stay. A call without
-        floating tensors is dropped in any case.
+        A logged function may call other logged functions. If a rule decided the types of such an inner call, but none
+        decided those of the outer call, the outer call is dropped; otherwise the inner calls are dropped. With
+        `parts_count` (for a function that user code registered) all stay. A call without floating tensors is dropped
+        in any case.
         """
         by_none = (UNDECIDED, *self.explanation.kept.values())
         if not parts_count and decided is None and any(p.decided not in by_none for p in self.calls[index + 1 :]):
@@ -370,7 +371,7 @@ def _address(function: Any) -> str:
 
 
 def _kept(model: nn.Module, policy: Policy | None) -> dict[str, str]:
-    """Return the names of the outermost modules that stay FP32 -> the reason."""
+    """Return name -> reason, for each outermost module that stays FP32."""
     found: dict[str, str] = {}
     inner: set[int] = set()
     for name, module in model.named_modules():

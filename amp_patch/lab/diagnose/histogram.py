@@ -143,7 +143,7 @@ class Histogram:
         return _share(slots, (sum(c) for e, c in slots.items() if e > high), slots.get(high, [0])[-1])
 
     def best_scale(self, dtype: torch.dtype = torch.float16) -> float:
-        """Return the largest power of two that makes no number infinite in `dtype`; 1 if there is none but zeros."""
+        """Return the largest power of two that makes no number infinite in `dtype`; 1 without finite numbers but 0."""
         slots = self._read()[1]
         if not slots:
             return 1.0

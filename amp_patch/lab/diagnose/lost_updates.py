@@ -20,7 +20,7 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.training.stash import Stash, stash_of
 
-_SAMPLE = 2**12  # about as many elements of a larger parameter are sampled, evenly spaced
+_SAMPLE = 2**12  # of a larger parameter, about this many evenly spaced elements are sampled
 
 
 @dataclass

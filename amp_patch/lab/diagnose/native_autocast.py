@@ -1,4 +1,4 @@
-"""Casts of torch.autocast. Torch function modes do not see them, so a function's inputs and outputs must show them."""
+"""Casts of torch.autocast, inferred from a function's inputs and outputs: torch function modes do not see the casts."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from amp_patch.model.fp32_copies import fp32_copy
 from amp_patch.support import distributed
 
 BASELINE = "O0"
-COMPILED = " compiled"  # suffix of a level: with torch.compile
+COMPILED = " compiled"  # suffix of a level that runs through torch.compile
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,8 @@ class _Forward:
     def _hook(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         outputs = [each.float() for each in floats(output)]
         if self._beside is None:
-            self.kept.setdefault(name, []).append([each.clone() for each in outputs])  # others may write to them
+            # Cloned, because a later module may write to its input in place.
+            self.kept.setdefault(name, []).append([each.clone() for each in outputs])
             return
         call = self._calls[name] = self._calls.get(name, -1) + 1
         others = self._beside.kept.get(name, [])

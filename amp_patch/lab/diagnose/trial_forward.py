@@ -1,4 +1,4 @@
-"""A forward that leaves no trace in the model."""
+"""A context in which a forward leaves no trace in the model."""
 
 from __future__ import annotations
 
