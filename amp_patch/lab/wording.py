@@ -78,7 +78,7 @@ def signed(value: float) -> str:
 def shortest_distinct(*values: float) -> list[str]:
     """Format numbers with four significant digits, or with up to nine if more of them then differ."""
     texts = [[digits(value, count) for value in values] for count in range(4, 10)]
-    return max(texts, key=lambda each: len(set(each)))  # with the fewest digits of the best
+    return max(texts, key=lambda each: len(set(each)))  # the first of the best has the fewest digits
 
 
 def two(value: float) -> str:

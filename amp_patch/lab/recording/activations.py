@@ -1,7 +1,7 @@
 """The peak of the bytes that autograd saves for the backward pass of one step.
 
 torch's saved-tensor hooks see each tensor that is saved, and a weak reference notifies of the end of its memory. So the
-figure includes neither an allocator nor its cache, on any device. The hooks return their argument: the step's numbers
+figure does not depend on an allocator or its cache, on any device. The hooks return their argument: the step's numbers
 are the same to the bit. Hooks of user code (of a checkpoint, which recomputes in backward) still run, and the objects
 that they save instead of a tensor are counted.
 """
@@ -33,7 +33,7 @@ _checkpoint: Any = torch.utils.checkpoint
 class SavedBytes:
     """A counter of the storages that autograd has saved, each once, for as long as it lives.
 
-    Parameters and their views are not counted, nor are tensors in `left_out`.
+    Parameters and their views are not counted, nor are tensors that `leave_out` received.
 
     Attributes:
         peak: the most bytes alive at once. None before the first saved tensor (a replayed CUDA graph saves tensors

@@ -1,4 +1,4 @@
-"""Losses that GradScalers of torch's have scaled, until an optimizer steps by them."""
+"""Store of the losses that torch's GradScalers have scaled, until the scaler steps an optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ScalerLosses:
     """The losses of each scaler since it last stepped an optimizer."""
 
     def __init__(self) -> None:
-        self._of_scaler: dict[int, list[_ScaledLoss]] = {}  # by the id of the scaler
+        self._of_scaler: dict[int, list[_ScaledLoss]] = {}  # id of a scaler -> its losses
 
     def add(self, scaler: Any, loss: Tensor, scale: Tensor, samples: int) -> None:
         """Store a copy of a loss that `scaler` has scaled, and the tensor `scale` itself."""

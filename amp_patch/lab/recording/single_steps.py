@@ -39,7 +39,7 @@ class SingleSteps:
         return self._look is not None
 
     def forward_begins(self, args: Any, kwargs: Any) -> None:
-        """Note the inputs of the step's forward."""
+        """Exclude the inputs of the step's forward from its count of saved bytes."""
         if isinstance(self._look, WeighedStep):
             self._look.leave_out_inputs(args, kwargs)
 

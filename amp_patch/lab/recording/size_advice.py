@@ -61,7 +61,7 @@ class SizeAdvice:
         def end(module: nn.Module, args: Any, output: Any) -> None:
             if module is model():  # the replicas of DataParallel share their hooks
                 self.leave()
-                if self._products:  # none: an exception has ended the forward early; the next one is looked at
+                if self._products:  # if there are none, an exception has ended the forward: the next one is hooked
                     self._seen.add(module)
                 if lines := shapes.advice(self._products):
                     self._give(lines)

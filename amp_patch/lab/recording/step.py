@@ -98,7 +98,7 @@ class Step:
             "skipped": bool(skipped),
             "samples": max(
                 samples.values(), default=self.unclaimed_samples
-            ),  # several losses (a GAN's) are of the same samples
+            ),  # several losses (a GAN's) come from the same samples
         }
 
 
@@ -127,7 +127,7 @@ def sizes_of(args: Any, kwargs: Any) -> list[int]:
         tensor = args[0] if args and isinstance(args[0], Tensor) else next(iter(tree.tensors((args, kwargs))), None)
         if tensor is None:
             return []
-        return [tensor.size(0)] if tensor.is_nested else list(tensor.shape)  # a nested one has no other size
+        return [tensor.size(0)] if tensor.is_nested else list(tensor.shape)  # a nested tensor has no other size
     except RuntimeError:  # a container that holds itself, or a tensor without sizes
         return []
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from amp_patch.lab.recording.step import Step
 
-# The phase between the parts that are known to run: data is fetched, or gradients are clipped.
+# The phase in which no known part of a step runs: the script fetches data, or clips gradients.
 _IDLE = "idle"
 
 clock = time.perf_counter
@@ -48,7 +48,10 @@ class StepClock:
         return step
 
     def forward_begins(self, model: nn.Module) -> bool:
-        """Note the begin of a forward. Return whether it counts: not inside another one, nor recomputed in backward."""
+        """Note the beginning of a forward. Return whether it counts.
+
+        A forward inside of another one, or one that a checkpoint recomputes in backward, does not count.
+        """
         # No hook notifies of the end of a GradScaler's backward. It has ended at the latest when a forward begins.
         if not self._open_bodies and torch._C._current_graph_task_id() == -1:
             self.backward_ends()
@@ -86,7 +89,7 @@ class StepClock:
             self._phase = _IDLE
 
     def step_begins(self) -> None:
-        """Note the begin of an optimizer's step. A second call before `step_ends` (a parent's step) does nothing."""
+        """Note the start of an optimizer's step. A second call before `step_ends` (a parent's step) does nothing."""
         if not self._stepping:
             self._mark("between" if self._phase is _IDLE else self._phase)
             self._stepping = True
