@@ -36,12 +36,12 @@ class Kind(NamedTuple):
     def holds(self, number: float) -> bool:
         """Whether a finite number is finite in the type."""
         info = torch.finfo(self.dtype)
-        return abs(number) < info.max / (1 - info.eps / 2) * (1 - info.eps / 4)  # half a step above the largest
+        return abs(number) < info.max / (1 - info.eps / 2) * (1 - info.eps / 4)  # half a step above the largest number
 
     def vanishes(self, number: float) -> bool:
         """Whether a number that is not 0 is 0 in the type."""
         info = torch.finfo(self.dtype)
-        return 0 < abs(number) <= info.smallest_normal * info.eps / 2  # half of the smallest
+        return 0 < abs(number) <= info.smallest_normal * info.eps / 2  # half of the type's smallest number
 
 
 def _kind(casts: bool, dtype: torch.dtype) -> Kind:

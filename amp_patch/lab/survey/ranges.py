@@ -45,7 +45,7 @@ def _overflows(call: Call) -> Iterator[Finding]:
 
 
 def _turns_infinite(tensor: Tensor, value: Tensor) -> bool:
-    """Return whether finite numbers become infinite in `value`. A mask, a single negative number, does not count."""
+    """Return whether finite numbers become infinite in `value`, except if all are one negative number, a mask's."""
     lost = tensor.detach()[value.isinf() & tensor.isfinite()]
     return bool(lost.numel()) and not bool(lost.max() < 0 and lost.min() == lost.max())
 
@@ -122,7 +122,7 @@ def _dim_of(call: Call) -> Any:
 
 
 def _guards_vanish(call: Call) -> Iterator[Finding]:
-    """Find divisions, logarithms, roots and negative powers whose input becomes 0: its guard, or the number itself.
+    """Find divisions, logarithms, roots and negative powers whose input becomes 0, because it or its guard rounds to 0.
 
     A guard is a Python number that was added to keep the input away from 0. This rule also records the guards.
     """
@@ -199,7 +199,7 @@ def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
         return
     x = tensor.detach()
     variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-    varies = variance > 1e-11 * mean.square()  # less is FP32's own rounding
+    varies = variance > 1e-11 * mean.square()  # a smaller variance is FP32's own rounding error
 
     def is_noise(dtype: torch.dtype) -> bool:
         step, least = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

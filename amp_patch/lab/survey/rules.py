@@ -58,7 +58,7 @@ def _moved(tensor: Tensor, facts: Facts) -> dict[Kind, Tensor]:
 
 
 def _changed_whole_numbers(tensor: Tensor, facts: Facts) -> Kinds:
-    """Return the kinds of levels at which a tensor of whole numbers has another whole number in a place."""
+    """Return the kinds of levels at which rounding changes a tensor of whole numbers by 1 or more."""
     moved = _moved(tensor, facts)
     if not moved or not bool((tensor.detach() == tensor.detach().round()).all()):
         return frozenset()
@@ -101,7 +101,7 @@ def _compares_otherwise(call: Call, kind: Kind) -> bool:
 
 
 def _targets_are_coarse(call: Call) -> Iterator[Finding]:
-    """Find differences and losses whose targets change: whole numbers, or more than `_SHARE` of their spread."""
+    """Find differences and losses whose targets round to other whole numbers, or by over `_SHARE` of their spread."""
     if call.op not in _DIFFERENCES or len(call.inputs) < 2:
         return
     (one, first), (two, second) = call.inputs[:2]
@@ -173,7 +173,7 @@ def _asked_for_fp32(call: Call) -> Iterator[Finding]:
 
 
 def _averages_stand_still(call: Call) -> Iterator[Finding]:
-    """Find writes into a tensor of the model that no optimizer holds, such as an average, if rounding loses most."""
+    """Find writes into a tensor that no optimizer holds, such as an average, if rounding loses most of the changes."""
     if call.written is None or not call.outputs:
         return
     name, before = call.written

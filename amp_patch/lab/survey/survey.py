@@ -23,7 +23,7 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.support.patches import Patches
 
-_UNSCALED = "O3"  # the level of FP16 whose loss scale is 1
+_UNSCALED = "O3"  # the FP16 level with a loss scale of 1
 
 
 class Surveyor:
@@ -186,7 +186,7 @@ def survey(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, optimi
 
         print(amp.survey(model, torch.nn.functional.cross_entropy, (inputs, targets)))
 
-    The report has a line for each thing that would happen: file and line, the operation, the levels, and an edit. It
+    The report has a line for each problem that was found: file and line, the operation, the levels, and an edit. It
     judges mechanics (ranges, types, roundings) in one forward and backward, and trains nothing: parameters, gradients,
     buffers, the optimizer's state and the random generators are restored. Syncs with the device.
 

@@ -25,9 +25,9 @@ from amp_patch.support.compiled import eagerly
 from amp_patch.support.tree import map_tensors, tensors
 
 _RAISING = ("fp32", "norm", "direction", "inexact")
-_SERVED = ("direction", "inexact", "banned")  # computed in FP32 in cast models too, or refused by a rule of ours
+_SERVED = ("direction", "inexact", "banned")  # rules of functions that run in FP32 in cast models too, or are refused
 _CONVERTS = ("float", "double", "half", "bfloat16", "to", "type", "type_as")
-_OF_FIRST = ("batch_norm", "instance_norm")  # mixed with FP32 weights these give the type of their input
+_OF_FIRST = ("batch_norm", "instance_norm")  # functions that return the type of their input, also with FP32 weights
 _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "gumbel", "exponential", "poisson")
 _PASSED = ("backward", "grad", "__set__", "__delete__", "requires_grad_", "register_hook")
 _UNTRIED = ("numpy", "array", "item", "tolist", "get", "requires_grad", "retain_grad")
@@ -59,7 +59,7 @@ class Visitor(TorchFunctionMode):
         self.look = look
         self.facts = WeakTensorKeyDictionary()
         self.models: list[nn.Module] = []
-        self.untrained: dict[int, str] = {}  # storage of a float tensor of a model in no optimizer -> name
+        self.untrained: dict[int, str] = {}  # address of a model's float tensor that no optimizer holds -> its name
         self.asked: list[Place] = []  # the lines of the entered torch.autocasts that ask for FP32
         self.plain = 0  # the number of entered regions in which O1 casts nothing
         self.depth = 0
@@ -344,7 +344,7 @@ class Visitor(TorchFunctionMode):
         return found
 
     def _try(self, call: Call) -> None:
-        """Call the function with the arguments of each kind of level, once a case, and store the errors of torch."""
+        """Call the function with the arguments of each kind of level, and store the errors that torch raises."""
         if call.rule in _SERVED or call.op in _UNTRIED or _is_random(call.op) or (call.in_place and not call.low()):
             return
         for kind in KINDS:
@@ -379,7 +379,7 @@ class Visitor(TorchFunctionMode):
         return any(finite_range(tensor)[0] < -_LARGE for tensor in given)
 
     def _mask_at(self, call: Call, low: Kinds) -> tuple[Kinds, Kinds]:
-        """Return where a mask with FP32 numbers too low for the type stays finite, and where it becomes infinite."""
+        """Return the levels at which a mask too low for the type stays finite, and those at which it is infinite."""
         finite, infinite = set[Kind](), set[Kind]()
         if any(number == _FLOAT32.min for number in call.scalars()) and self._follows_a_tensor(call):
             finite |= low
