@@ -30,7 +30,7 @@ def steps_loose_tensors(optimizer: Any) -> bool:
     for found in gc.get_objects():
         if not issubclass(type(found), nn.Module):  # not isinstance: a proxy object would run its own code
             continue
-        # A scripted class has no `forward`, and a module that another thread is constructing no parameters yet.
+        # A scripted class has no `forward`. A module that another thread is constructing may have no `_parameters` yet.
         with suppress(AttributeError):
             if type(found).forward is nn.Module.forward and "forward" not in vars(found):
                 continue
@@ -53,7 +53,7 @@ def unscaled(reach: Reach, held: Container[int], models: list[nn.Module], optimi
         optimizers: the optimizers of the running `scale_loss`.
     """
     others = [leaf for key, leaf in reach.leaves.items() if key not in held]
-    if others:  # rarely: the walk over all parameters of the models is slow
+    if others:  # this is rare, so the slow walk over all parameters of the models is too
         known = {id(p) for model in models for p in model.parameters()}
         others = [leaf for leaf in others if id(leaf) not in known]
     earlier = [leaf.grad for leaf in others]

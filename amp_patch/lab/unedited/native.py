@@ -48,7 +48,7 @@ class NativePrecision:
         def __init__(autocast: Any, *args: Any, **kwargs: Any) -> None:
             original(autocast, *args, **kwargs)
             caller = sys._getframe(1)
-            while caller.f_code.co_name == "__init__" and caller.f_back is not None:  # called by a subclass
+            while caller.f_code.co_name == "__init__" and caller.f_back is not None:  # skips a subclass's __init__
                 caller = caller.f_back
             ours = str(caller.f_globals.get("__name__")).partition(".")[0] == "amp_patch"
             setattr(autocast, _OURS, ours)
