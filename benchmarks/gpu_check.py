@@ -5,7 +5,7 @@
 
 If a command may take at most ten minutes, run the check in two parts: ONLY=build,tests,capture,formats, then
 ONLY=kernels,step. The build runs first if it is named, or if the extension is missing or does not match the sources. So
-the second part does not build again, also on another machine to which the build was copied.
+the second part does not build again, even on another machine to which the build was copied.
 
 First the script prints which requirements the machine has and lacks. A stage whose requirement is missing is left out,
 by name. Each stage has a time limit: a stage that exceeds it is killed, and the next one begins. After each stage two

@@ -80,7 +80,7 @@ def to_bring(findings: Sequence[Finding]) -> list[str]:
     ]
 
 
-def said(*command: str) -> tuple[int, str, str]:
+def output_of(*command: str) -> tuple[int, str, str]:
     """Run a command, and return its exit status, stdout and stderr. If it cannot be run, the status is 127."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
@@ -95,7 +95,7 @@ def last_line(text: str) -> str:
 
 def ask_torch() -> tuple[dict[str, Any], str]:
     """Return torch's data on itself and the GPU, and "". If torch fails, return {} and its error."""
-    status, out, error = said(sys.executable, "-c", ASK_TORCH)
+    status, out, error = output_of(sys.executable, "-c", ASK_TORCH)
     return (json.loads(last_line(out)), "") if status == 0 else ({}, last_line(error) or f"it ended with {status}")
 
 
@@ -124,7 +124,7 @@ def ninja() -> Finding:
     path = shutil.which("ninja")
     if path is None:
         return Finding("ninja", False, f"not on PATH: {sys.executable} -m pip install ninja, and its folder on PATH")
-    return Finding("ninja", True, f"{said(path, '--version')[1].strip()}, {path}")
+    return Finding("ninja", True, f"{output_of(path, '--version')[1].strip()}, {path}")
 
 
 def pybind11(torch: dict[str, Any]) -> Finding:
@@ -139,7 +139,7 @@ def compiler() -> Finding:
     command = (os.environ.get("CXX") or "c++").split()
     if shutil.which(command[0]) is None:
         return Finding("compiler", False, f"no {command[0]!r} on PATH: install a C++ compiler, or name it in CXX")
-    return Finding("compiler", True, said(*command, "--version")[1].partition("\n")[0])
+    return Finding("compiler", True, output_of(*command, "--version")[1].partition("\n")[0])
 
 
 def nvcc(torch: dict[str, Any]) -> Finding:
@@ -152,13 +152,13 @@ def nvcc(torch: dict[str, Any]) -> Finding:
         return Finding("nvcc", False, f"not {where}: {way_out}")
     home = Path(path).parents[1]
     if not (home / "include" / "cuda_runtime.h").is_file():
-        _, out, error = said(path, "--dryrun", "-c", "x.cu")
+        _, out, error = output_of(path, "--dryrun", "-c", "x.cu")
         top = re.search(r"^#\$ TOP=(.+)", out + error, re.MULTILINE)
         home = Path(top[1].strip()).resolve() if top else home
     for part, *others in (["include/cuda_runtime.h"], ["lib64/libcudart.so", "lib/libcudart.so", "lib/*/libcudart.so"]):
         if not any(any(home.glob(form)) for form in (part, *others)):
             return Finding("nvcc", False, f"{path} is there, but its toolkit in {home} has no {part}: {way_out}")
-    release = re.search(r"release ([\d.]+)", said(path, "--version")[1])
+    release = re.search(r"release ([\d.]+)", output_of(path, "--version")[1])
     version = release[1] if release else "of an unknown release"
     wanted = torch.get("cuda")
     if release and wanted and version.split(".")[0] != wanted.split(".")[0]:
@@ -193,7 +193,7 @@ def gpu(torch: dict[str, Any]) -> Finding:
         count = f", the first of {torch['gpus']}" if torch["gpus"] > 1 else ""
         text = f"{torch['gpu']}, compute capability {capability}, {torch['gigabytes']} GB{count}"
         return Finding("GPU", True, text)
-    status, out, _ = said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    status, out, _ = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     if status == 0 and out.strip():
         return Finding(
             "GPU", False, f"nvidia-smi sees {out.splitlines()[0]}, torch none: a torch for the driver's CUDA"

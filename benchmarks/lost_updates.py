@@ -27,7 +27,7 @@ from tasks import TopicsGPT
 
 BASE = "O0"
 LEVELS = ("O5", "O5+split", "O5+split+8bit", "O5+stochastic", "O5+stochastic+8bit", "O3")
-TRAINED_STEPS = 800  # of the model that is fine-tuned
+TRAINED_STEPS = 800  # steps of FP32 training before a fine-tuning
 
 
 class Case(NamedTuple):

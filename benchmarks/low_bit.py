@@ -20,7 +20,7 @@ from torch import Tensor
 from amp_patch.casts.formats import FORMATS, ROWS, quantized
 
 SIZES = ((64, 128, 96), (512, 1024, 768), (1024, 8192, 512))  # M, K, N
-BOUND = 2.0**-7  # of the largest result: two roundings to BF16
+BOUND = 2.0**-7  # largest accepted difference, as a part of the largest result: two roundings to BF16
 WIDTHS = {"format": -16, "M x K x N": -16, "differ": 9, "at most": 9}
 
 

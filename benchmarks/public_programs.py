@@ -166,7 +166,7 @@ def install(program: Program, venv: Path) -> None:
     constraint = venv / "constraint.txt"
     constraint.write_text(f"torch=={torch.__version__}\n")
     vision = "torchvision" in program.packages
-    # Without --no-deps, pip would refuse: torchvision requires a torch that a CPU build does not count as.
+    # --no-deps, because torchvision requires a torch that is not the CPU build.
     alone = ["--no-deps", f"torchvision==0.{int(torch.__version__.split('.')[1]) + 15}.0"] if vision else []
     others = [package for package in program.packages if package != "torchvision"] + ["pillow"] * vision
     for packages in filter(None, (alone, others)):
