@@ -1,4 +1,4 @@
-"""The figures of a run, and statistics of a few runs, without words."""
+"""The figures of a run, and statistics of a few runs, as numbers; verdict.py and wording.py put them into words."""
 
 from __future__ import annotations
 

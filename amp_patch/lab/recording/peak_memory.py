@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-# Bound at import: `run --device cpu` replaces the functions of torch.cuda, and its memory figures come from this file.
+# Bound at import, because `run --device cpu` replaces torch.cuda's functions by ones that call this file.
 _has_cuda = torch.cuda.is_initialized
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from amp_patch.lab.diagnose.lost_updates import Updates, share_lost
 from amp_patch.lab.wording import figure
 
-# The parts of a step, in order: until the model's first forward; from there to scale_loss; its body and the
-# unscaling; until optimizer.step (clipping, zero_grad); optimizer.step. Their times add up to the step's.
+# The parts of a step, in order, whose times add up to the step's. "data": until the model's first forward. "forward":
+# until scale_loss. "backward": the body of scale_loss, and the unscaling. "between": until optimizer.step (clipping,
+# zero_grad). "optimizer": optimizer.step.
 PARTS = ("data", "forward", "backward", "between", "optimizer")
 
 # The level of a run with the script's own torch.autocast and GradScaler.
