@@ -1,4 +1,4 @@
-"""The class of FP32 masters."""
+"""`Master`, the class of FP32 masters: edits through `.data` are counted, FP32 gradients are made on demand."""
 
 from __future__ import annotations
 

@@ -42,10 +42,10 @@ def fp32_copy(model: Module) -> Module:
     the cast, if nothing has written them since.
 
     The casts of an O1 or O4 training act in all calls outside of models, but not in the copy: the copy and its parts
-    run, trace and export in FP32. (Exception: one of torch's own layers inside it, called directly.) While such a
-    training lives, the copy, its parts and their deepcopies have generated classes for this. Pickles always contain the
-    plain classes. Regions that the caller enters around the copy, `amp.autocast` or the forward of a model, act in it
-    as in any module.
+    run, trace and export in FP32. (One exception: if user code calls a layer of torch inside the copy directly, the
+    casts act in that call.) While such a training lives, the copy, its parts and their deepcopies have generated
+    classes. Pickles always contain the plain classes. Regions that the caller enters around the copy, `amp.autocast` or
+    the forward of a model, act in it as in any module.
     """
     settle(links_of(set(model.parameters())))
     plain = copy.deepcopy(model)
@@ -62,7 +62,7 @@ def fp32_copy(model: Module) -> Module:
 
 
 def hold_casts_off(model: nn.Module) -> None:
-    """Run `model`, which belongs to no training, in FP32 outside of models, like a copy by `fp32_copy`."""
+    """Disable the casts of the process in `model`, which belongs to no training, as in a copy made by `fp32_copy`."""
     _copies.add(model)
     if casts_state.default() is not None:
         shield()

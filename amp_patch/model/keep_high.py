@@ -1,4 +1,4 @@
-"""Choice of the products that stay 16-bit at the levels with FP8 or FP4: the first layer's and the head's."""
+"""Choice of the modules whose products stay 16-bit at the levels with FP8 or FP4: by default first layer and head."""
 
 from __future__ import annotations
 
