@@ -35,7 +35,7 @@ LEVEL, DTYPE, MASTERS = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MAS
 STATE, BANNED, METHODS = "AMP_PATCH_OPTIMIZER_STATE", "AMP_PATCH_ALLOW_BANNED", "AMP_PATCH_METHODS"
 KEEP_FP32, KEEP_HIGH = "AMP_PATCH_KEEP_FP32", "AMP_PATCH_KEEP_HIGH"
 PER_PARAMETER = "AMP_PATCH_PER_PARAMETER"
-NONE_KEPT = "()"  # value of KEEP_HIGH for no module; if it is empty, the first layer and the head are kept
+NONE_KEPT = "()"  # value of KEEP_HIGH for no module; an empty KEEP_HIGH keeps the first layer and the head
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
 _OF_EITHER_DTYPE = ("O1", "O2", "O3")
 
@@ -70,7 +70,7 @@ class NamedLevel(NamedTuple):
     def arguments(self, dtype: str | None = None) -> str:
         """Return the arguments of `initialize` as source code: 'opt_level="O5", master_weights="split"'.
 
-        With `dtype` "bfloat16", for a level whose default type is another: 'opt_level="O2", dtype=torch.bfloat16'.
+        With `dtype` "bfloat16" the result also has the type: 'opt_level="O2", dtype=torch.bfloat16'.
         """
         told = [f'{name}="{value}"' for name, value in {"opt_level": self.level, **self.options}.items()]
         return ", ".join([*told, f"dtype=torch.{dtype}"] if dtype else told)

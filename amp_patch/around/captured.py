@@ -1,4 +1,4 @@
-"""Checks of a step in the capture of a CUDA graph, whose replays would repeat state creation and host numbers."""
+"""Checks of a step that a CUDA graph captures: replays would create state again, and use old numbers of the host."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def stored(state: Any) -> Any:
 
 
 class Coder:
-    """The codes of one optimizer's state. The caller calls `close` before each backward and each step.
+    """The encoder and decoder of one optimizer's state. The caller calls `close` before each backward and each step.
 
     Args:
         kind: the name of the optimizer's class.
@@ -320,7 +320,7 @@ class Coder:
 
     @without_grad
     def take(self, optimizer: Any, params: Iterable[Tensor]) -> None:
-        """Encode the states of these parameters, new tensors included, and every value that is set."""
+        """Encode the states of these parameters after their step, new tensors included, and every value that is set."""
         with self._lock:
             self.adopt(optimizer, params, is_lent=True)
             self.encode()

@@ -82,7 +82,7 @@ def _step_begins(optimizer: Any, *_: Any) -> None:
 @not_traced
 def _step_ends(optimizer: Any, *_: Any) -> None:
     if _watches and not _looking:
-        # Not in `watch`: torch may be iterating over these hooks, one of which has run an unedited script's closure.
+        # Registered here and not in `watch`, which an unedited script may call while torch iterates over these hooks.
         _looking.append(register_optimizer_step_pre_hook(_step_begins))
     if optimizer not in _seen and optimizer not in _watches:
         _seen.add(optimizer)
