@@ -114,7 +114,7 @@ def named_level(name: str) -> NamedLevel:
 
 
 def _parsed(name: Any) -> NamedLevel:
-    """Return the level of a name, with only the options of its rungs."""
+    """Return the level that `name` means. Unlike `named_level`, add no default format of products."""
     level, *rungs = name.split("+") if isinstance(name, str) else [name]
     if not isinstance(level, str) or level not in OPT_LEVELS:
         raise ValueError(f"level {no_level(level)}")
@@ -300,7 +300,7 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     options = replace(options, **{name: getattr(Options, name) for name in given} | kept)
     try:
         resolve(level, options)
-    except ValueError as error:  # a rung of AMP_PATCH_OPT_LEVEL that is for BF16, and the script has FP16
+    except ValueError as error:  # the rung of AMP_PATCH_OPT_LEVEL needs BF16, and the script asks for FP16
         raise ValueError(
             f"initialize: the environment variable {LEVEL}={named}: {str(error).removeprefix('initialize: ')}; or set "
             f"{DTYPE}=bfloat16"
@@ -313,7 +313,7 @@ def _has_formats(level: str) -> bool:
 
 
 def _accepts(level: str, options: dict[str, Any], undone: bool) -> bool:
-    """Tell whether `resolve` accepts the options at the level. Options that undo its casts count only if `undone`."""
+    """Tell whether `resolve` accepts the options at the level. If not `undone`, they also must not undo its casts."""
     try:
         policy = resolve(level, **options)
     except (TypeError, ValueError):

@@ -290,7 +290,7 @@ def no_level(given: Any) -> str:
 
 
 def _low_precision(name: str, value: Any) -> torch.dtype | None:
-    """Return `value` as a low-precision type, also by its name ("bfloat16"), as on a command line; else raise."""
+    """Return the low-precision type that `value` is or names ("bfloat16", as on a command line); else raise."""
     if isinstance(value, str):
         value = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}.get(value, value)
     if value is not None and value not in LOW_PRECISION:

@@ -169,7 +169,11 @@ class SharedBackward(ScaledBackward):
         self.bystanders = [b._replace(aside=None) if id(b.param) in params else b for b in self.bystanders]
 
     def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
-        """Return the parts of all optimizers. If a delayed exit left gradients of one, it precedes the others."""
+        """Return the parts of all optimizers.
+
+        Optimizers with gradients of a delayed exit come first, so that the parameters that they share are in their
+        parts.
+        """
         if len(self.optimizers) == 1:
             return super().parts()
         parts: list[tuple[Stash, GroupParams, GroupParams]] = []

@@ -277,7 +277,7 @@ def _outside_of_modes(function: Callable[[Any], None], argument: Any) -> None:
 
 
 def opened(tensors: list[Tensor]) -> list[Any]:
-    """Open the closed masters among `tensors`, and return their storages. A referenced storage is not freed."""
+    """Open the closed masters among `tensors`; return their storages, which stay while the caller references them."""
     masters = [t for t in tensors if isinstance(t, ClosedMaster)]
     with lock:
         _bring_up_to_date(masters)
@@ -318,7 +318,7 @@ def _join(masters: list[ClosedMaster]) -> None:
 
 
 def _give_memory(master: Tensor, param: Tensor) -> None:
-    """If `master` has no memory, allocate it, with the strides of the master and its state; call it in `_raw`.
+    """If `master` has no memory, allocate it, with the strides that the master's state has; call this in `_raw`.
 
     In the capture of a CUDA graph always allocate, from the graph's pool: other memory may be freed before a replay.
     """
@@ -330,7 +330,7 @@ def _give_memory(master: Tensor, param: Tensor) -> None:
 
 @without_grad
 def store(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Store the writes into the masters (param, master), in place, on the device, and close the open ones.
+    """Store the values written into open masters (param, master), in place, on the device, and close these masters.
 
     Raises:
         RuntimeError: a master was written before the capture of a CUDA graph; each replay would store that write again.
@@ -414,7 +414,7 @@ def _close(master: ClosedMaster) -> bool:
 
 
 def _note_stream(master: ClosedMaster) -> None:
-    """Let the freed memory be reused only after the current stream's pending work on it; call it in `_raw`."""
+    """Let the freed memory be reused only after the current stream's pending work on it; call this in `_raw`."""
     if master.is_cuda:  # else the stream that allocated it could reuse it at once
         master.record_stream(torch.cuda.current_stream(master.device))
 

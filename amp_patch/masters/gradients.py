@@ -100,7 +100,8 @@ def gather(
 
     With a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32, and `param.grad` becomes None. Without
     one: `param.grad = param.grad * inverse [+ the gradient set aside]`, in place. If backward has made no gradient, the
-    one set aside is restored unchanged. A gradient that is only checked is not written.
+    one set aside is restored unchanged. A gradient that is only checked (`inverse` is 1.0, no master, nothing set
+    aside) is not written.
 
     Args:
         pairs: (param, master), each parameter once; a parameter without a master is paired with itself.

@@ -121,13 +121,13 @@ class HalfGradients:
     def hold(self, grads: dict[int, Tensor]) -> None:
         """Defer these gradients, by the id of their masters, for a step that follows at once.
 
-        No gradient may be deferred before. These may be referenced elsewhere, or be parts of other tensors, because
-        nothing writes them before the step.
+        No other gradient may be deferred here at that time. The given gradients may be referenced elsewhere, or be
+        parts of other tensors, because nothing writes them before the step.
         """
         self.grads, self.factors, self.norms = grads, [], None
 
     def check(self, inverse: Number) -> Tensor:
-        """Make `inverse` (FP32, one element; 1.0: none) the first factor, and check for overflow; no sync.
+        """Make `inverse` (FP32, one element; 1.0: no factor) the first factor, and check for overflow; no sync.
 
         If the previous gradients were clipped by their norm, the same pass computes the norms.
 

@@ -315,7 +315,7 @@ def note_stepped(masters: list[Any]) -> None:
 
 
 def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) -> Result:
-    """Call `call()`, which updates the `kernel_tensors` of `masters`; free their FP32 memory before.
+    """Free the FP32 memory of compressed `masters`, then call `call()`, which updates their `kernel_tensors`.
 
     If another tensor references such memory, the memory stays, and receives the new values afterwards, also after an
     exception.

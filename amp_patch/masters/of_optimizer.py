@@ -95,7 +95,9 @@ class Masters:
         self._stepped_grads = SteppedGradients()
         self.parts: dict[int, Part] = {}
         self._params: dict[int, tuple[Tensor, Link]] = {}  # id(master) -> the parameter and its link to this master
-        self._draws: dict[int, tuple[Tensor, int | None]] = {}  # in a copy: of DTensors, until `attach`
+        # In a copied optimizer: id(DTensor) -> the DTensor, and the draw of the master that `attach` will make for its
+        # shard.
+        self._draws: dict[int, tuple[Tensor, int | None]] = {}
         self._known: GroupParams | None = None
 
     def __getstate__(self) -> list[tuple[Tensor, Tensor, bool, int | None]]:

@@ -1,4 +1,4 @@
-"""A buffer reused for successive tensors, because newly allocated memory is slow on a CPU; counts of references."""
+"""`Recycled`, a buffer for successive tensors, because new memory is slow on a CPU; reference counts of storages."""
 
 from __future__ import annotations
 

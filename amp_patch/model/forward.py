@@ -31,7 +31,7 @@ _NO_CASTS = OPT_LEVELS["O0"]
 
 
 class AmpModel(Generated):
-    """Overrides of a model that went through `initialize`. Without `_amp` an instance behaves like its base."""
+    """The methods that override those of a model's class. Without `_amp` an instance behaves like its base class."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -126,11 +126,11 @@ class AmpModel(Generated):
 
 
 class InnerModule(Generated):
-    """Overrides of a module inside a training's model that runs under another policy than the model."""
+    """The base of overriding methods for a module inside a model that runs under another policy than the model."""
 
 
 class KeptModule(InnerModule):
-    """Overrides of a module that stays FP32: it computes in FP32; in a cast model it returns its inputs' type."""
+    """The `forward` of a module that stays FP32: it computes in FP32; in a cast model it returns its inputs' type."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def hold_casts_off(model: nn.Module) -> None:
 
 
 class FP32Copy(Generated):
-    """Overrides of a module in an FP32 copy: no casts, unless the caller is in a region that casts."""
+    """The overriding methods of a module in an FP32 copy: no casts, unless the caller is in a region that casts."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _unshield(plain: nn.Module) -> None:
 
 
 def _is_known_by_its_class(module: nn.Module) -> bool:
-    """Tell whether tools test for exactly this class: torch's layers (quantization, fx), parametrized, scripted."""
+    """Tell whether tools need the module's exact class: torch's layers (quantization, fx), parametrized, scripted."""
     own = type(module).__module__.partition(".")[0] == "torch" and next(module.children(), None) is None
     return own or parametrize.is_parametrized(module) or isinstance(module, torch.jit.ScriptModule)
 

@@ -101,8 +101,7 @@ def wanted_type(param: Tensor, stays: bool, policy: Policy, *, widened: bool) ->
     Args:
         stays: whether the parameter's module stays FP32.
         widened: `has_widened(model)`. At O0 such a model is FP32 as a whole, because plain torch does not mix types,
-        and
-            because rounding the parameters back would lose trained values.
+            and because rounding the parameters back would lose trained values.
     """
     cast = policy.cast_model_type
     if type_of(param) is None:

@@ -21,7 +21,7 @@ Rules = KeepFP32 | Iterable[KeepFP32] | None
 
 
 class HighModule(InnerModule):
-    """Overrides of a module whose products stay 16-bit: it runs under the policy without a product format."""
+    """The `forward` of a module whose products stay 16-bit: it runs under the policy without a product format."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from amp_patch.policy import STOCHASTIC, Policy
 from amp_patch.support import device_sync
 from amp_patch.supported import reason
 
-# A draw selects the random bits of one write into a master. From the low bits: the number of its steps (32 bits); the
-# number of edits by user code since the last step (8 bits), 0 for the step itself; the master's number in the training.
+# A draw is an integer that selects the random bits of one write into a master. From its lowest bits on, it has the
+# number of the master's steps (32 bits); the number of edits by user code since the last step (8 bits), 0 for the step
+# itself; and the master's number in the training.
 _EDITS, _NUMBER = 32, 40
 _MOST_EDITS = (1 << _NUMBER - _EDITS) - 1
 _STEPS = (1 << _EDITS) - 1

@@ -145,7 +145,10 @@ def _classes(base: type) -> Iterator[type]:
 
 
 def _outermost(original: Callable[..., Any], told: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs `told` around `original`, or `original` alone in a nested call or if disabled."""
+    """Return the method that replaces `original`: it calls `told`, which notifies observers and calls `original`.
+
+    In a nested call, or if the scaler is disabled, it calls only `original`.
+    """
 
     @functools.wraps(original)
     def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:

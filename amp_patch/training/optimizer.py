@@ -171,7 +171,7 @@ def enter_training(
 
 
 def _carry_stash(patches: Patches) -> None:
-    """Patch `__getstate__` and `__setstate__` of torch's Optimizer: optimizers at O0 copy and pickle their stash."""
+    """Patch `__getstate__` and `__setstate__` of torch's Optimizer, so that copies of optimizers at O0 have a stash."""
     cls: Any = torch.optim.Optimizer
     get, put = cls.__getstate__, cls.__setstate__
 
@@ -203,7 +203,7 @@ def _lead_scheduler(optimizer: Any) -> None:
 
 
 def enter_step(optimizer: Any, stash: Stash) -> None:
-    """Bind `stash` to `optimizer` and install the step. Defer FP32 gradients if a strategy takes low-precision ones."""
+    """Bind `stash` to `optimizer` and install the step. If a strategy takes low-precision gradients, defer these."""
     stash.neighbours.owner = weakref.ref(optimizer)
     joints.tell(joints.enter_optimizer, optimizer, stash)
     if stash.policy.master_weights and any(way.knows(optimizer, stash) for way in joints.ways):

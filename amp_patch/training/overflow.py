@@ -2,8 +2,8 @@
 
 The backward passes before a step record the overflow flag (`unscale.py`) and lower the scale (`loss_scaler.py`). `Step`
 calls `decide`: either the host calls or skips the optimizer's own step, or the optimizer gets the flag and skips on the
-device. Under DDP all ranks decide alike,
-because gradients are averaged before they are checked. Other reductions need `initialize(process_group=)`.
+device. Under DDP all ranks decide alike, because gradients are averaged before they are checked. Other reductions need
+`initialize(process_group=)`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class ScaledBackward(Block):
         optimizers: the innermost optimizers of the loss, each once.
         stashes: their stashes, in the same order.
         scaler: the scaler of the loss, on the loss's device.
-        delay_unscale, delay_overflow_check: as of `scale_loss`.
+        delay_unscale, delay_overflow_check: as in `scale_loss`.
 
     Attributes:
         now: the scale of this body's gradients. An inner body may change the scaler's scale before this one ends.
@@ -71,7 +71,8 @@ class ScaledBackward(Block):
         self._announced = False  # whether observers were notified of `body_begins`, and not of `body_ends` yet
         self._casts: regions.region | None = None
         self._exit_watch: Any = None
-        # If the loss is scaled: what backward passes of the body computed as gradients of the loss and the scaled loss.
+        # If the loss is scaled, hooks add the gradients of the loss, and of the scaled loss, in the body's backward
+        # passes.
         self._of_loss: list[Tensor] = []
         self._of_scaled: list[Tensor] = []
         self._hooks: list[Any] = []

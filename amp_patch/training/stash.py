@@ -63,7 +63,7 @@ class Pending:
 
 
 class DeviceSkip:
-    """The overflow flags of one step that the device alone skipped or took, in an asynchronous copy to the host.
+    """The overflow flags of a step that the device has skipped or taken, while they are copied to the host.
 
     Args:
         scalers: the scalers of the losses whose gradients the step was for.
@@ -414,7 +414,7 @@ def known_stash(optimizer: Any) -> Stash:
 
 
 def enabled_stash(optimizer: Any) -> Stash | None:
-    """Return the stash of an optimizer whose training is enabled; None if it has no stash or another one's.
+    """Return the stash of an optimizer whose training is enabled; None if it has no stash, or another optimizer's.
 
     A shallow copy, and the inner optimizer of a ZeroRedundancyOptimizer, have the stash of another optimizer.
     """

@@ -53,7 +53,7 @@ class Strategy:
         return False
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
-        """Tell whether the strategy can make the coming step; log why not. `given`: as of `Step`."""
+        """Tell whether the strategy can make the coming step; log why not. `given`: as in `Step`."""
         raise NotImplementedError
 
     def run(self, step: Step, plain: Plain) -> Any:
@@ -201,7 +201,7 @@ class Step(Block):
         stash = self.stash
         if self._made and self._may_skip and self.overflow is None and not self._is_consumed:
             overflow.note_stepped(self.optimizer, stash)
-        casts_state.drop_cache()  # always: fully_shard gathers new values without a new version of the tensor
+        casts_state.drop_cache()  # casts may be stale: fully_shard gathers new values under the old version
         if not self._is_consumed:
             consume(stash)
             self._is_consumed = True
@@ -311,7 +311,7 @@ def lead_to_step(optimizer: Any) -> None:
 
 
 def plain_step(base: Any) -> Plain | None:
-    """Return the class's own step, which torch's hooks are around; None if the class has no hooks."""
+    """Return the class's own step, without torch's hooks around it; None if the class has no hooks."""
     layer = _around_hooks(base.step)
     return None if layer is None else layer.__wrapped__
 

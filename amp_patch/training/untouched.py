@@ -1,7 +1,7 @@
 """The step of optimizers at O0, where the policy changes nothing: they keep their class, and torch's hooks are enough.
 
 These trainings have no masters and no loss scale. The hooks disable the casts of other trainings during the step. They
-also notify guests of a capture, and call `consume` after the step.
+also call the functions of `joints.captured` in a capture, and `consume` after the step.
 """
 
 from __future__ import annotations

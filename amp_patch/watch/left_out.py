@@ -2,7 +2,7 @@
 
 Two cases are detected. An optimizer that was not given to `initialize` steps cast weights without FP32 masters and
 without a loss scale. An average of other weights (EMA) that is kept in low precision stops moving, because its small
-updates are rounded away. A global step pre-hook of torch.optim looks for both while a training has cast weights.
+updates are rounded away. Global step hooks of torch.optim look for both while a training has cast weights.
 """
 
 from __future__ import annotations

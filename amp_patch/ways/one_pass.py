@@ -353,7 +353,10 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
 
 
 def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
-    """Return the batch, with momentum split by whether the momentum exists: the first one is a copy of the gradient."""
+    """Return the batch. With momentum, split it into parameters with and without a momentum buffer.
+
+    A kernel treats these differently, because the first momentum is a copy of the gradient.
+    """
     if not batch.group.get("momentum"):
         return [batch.ready()]
     fresh = [dict.get(optimizer.state[master], "momentum_buffer") is None for master in batch.masters]

@@ -81,7 +81,7 @@ def is_torchs(base: Any) -> bool:
 
 
 def reason_against(optimizer: Any, whole_with: Sequence[str] = WHOLE_WITH) -> str | None:
-    """Return why the optimizer with its current settings is stepped as a whole; None if portions are sound.
+    """Return why the optimizer with its current settings is stepped as a whole; None if portions give the same numbers.
 
     Args:
         whole_with: names of settings that rule portions out if they are set.
@@ -119,7 +119,7 @@ def _has_tensor(setting: Any) -> bool:
 
 
 def is_sound(optimizer: Any) -> bool:
-    """Return whether portions are sound; if not, log the reason, once per class and reason."""
+    """Return whether `optimizer` may be stepped in portions; if not, log the reason, once per class and reason."""
     reason = reason_against(optimizer)
     if reason is not None:
         _say(optimizer, reason)
