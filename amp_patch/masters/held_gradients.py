@@ -150,7 +150,7 @@ class HalfGradients:
         return found_inf
 
     def norm_of_each(self) -> Tensor:
-        """Return the 2-norms of the gradients times their factor, if they have one: FP32, on their device; no sync."""
+        """Return the 2-norm of each gradient times the first factor, if there is one: FP32, on the device; no sync."""
         self.clipped = True
         if self.norms is not None and len(self.factors) == self._factors_of_norms:
             return self.norms
@@ -194,7 +194,7 @@ class HalfGradients:
             self.lent.pop(id(master), None)
 
     def make(self) -> None:
-        """Materialize the FP32 gradients of all masters with a deferred one, in one pass per factor; no sync."""
+        """Materialize the FP32 gradients of all masters that have deferred ones, in one pass per factor; no sync."""
         if not torch.is_inference_mode_enabled():
             self._make()
             return

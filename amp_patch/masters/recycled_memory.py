@@ -1,4 +1,7 @@
-"""`Recycled`, a buffer for successive tensors, because new memory is slow on a CPU; reference counts of storages."""
+"""`Recycled`, a block of memory that successive tensors reuse, because new memory is slow on a CPU.
+
+`holders` counts the references to a storage.
+"""
 
 from __future__ import annotations
 

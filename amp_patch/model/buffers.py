@@ -94,7 +94,7 @@ def _cast_buffers(model: nn.Module, prefix: str, remembered: bool) -> Iterator[t
 
 
 def _remember(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -> None:
-    """Store `value` (FP32) for the buffer `name`, if `dtype` rounds the value. Syncs."""
+    """Store the FP32 `value` of the buffer `name`, if a cast to `dtype` would round it. Syncs."""
     value = value.detach()
     if value.is_meta or not torch.equal(value, value.to(dtype).float()):
         vars(module).setdefault(EXACT, {})[name] = value

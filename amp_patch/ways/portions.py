@@ -174,7 +174,7 @@ IN_PORTIONS = InPortions()
 
 @without_grad
 def _settle_others(step: Step, portions: list[tuple[Group, list[Tensor]]]) -> None:
-    """Sync the masters that are in no portion, because they have no gradient, with edits by user code."""
+    """Sync masters and weights that are in no portion (they have no gradient) after edits by user code."""
     settle(step.links.without({id(master) for _, masters in portions for master in masters}))
 
 

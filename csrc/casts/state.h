@@ -289,7 +289,7 @@ inline py::object cast(PyObject* object, ScalarType dtype) {
   return owned(THPVariable_Wrap(cast(tensor, dtype)));
 }
 
-// Tells whether a function transform, a dispatch mode or a trace is active. A cast in it has no use afterwards.
+// Tells whether a function transform, a dispatch mode or a trace is active. A cast made in one has no use afterwards.
 inline bool makes_stand_ins() {
   constexpr c10::DispatchKeySet modes({c10::DispatchKey::Tracer, c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
   return c10::impl::tls_local_dispatch_key_set().included_.has_any(modes) ||

@@ -93,7 +93,7 @@ struct Wrapper {
   PyObject* reference;  // the Python wrapper of the same function; it has the attributes
   PyObject* weak_references;
   PyMethodDef definition;        // for the new builtin: name and docstring of the original
-  const Rule *rule, *apex_rule;  // in torch's lists and in Apex's; null if only Python has the rule
+  const Rule *rule, *apex_rule;  // by torch's lists, and by Apex's; null: only Python has the rule
   const Known* known;            // null if the function is no product
   objobjargproc assign;          // the slot behind a type's own `__setitem__`; else null
 };

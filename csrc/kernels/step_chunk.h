@@ -80,8 +80,8 @@ C10_HOST_DEVICE inline MasterBits<V> read_masters(const StepRow& row, int64_t at
 }
 
 // Returns the FP32 values to step: split masters are joined from weight and low half. Other masters are as stored, or
-// have the weight's value if user code has written it. kRounds: whether weights without a master (stochastic rounding),
-// which are read themselves, may occur. If it is false, that code and its registers are left out.
+// have the weight's value if user code has written it. kRounds: whether some weights may have no master (stochastic
+// rounding); these are read themselves. If it is false, that code and its registers are left out.
 template <int V, bool kRounds>
 C10_HOST_DEVICE inline Pack<float, V> join_masters(const StepRow& row, const MasterBits<V>& bits) {
   if (row.dtype[kParam] == c10::ScalarType::Short) {

@@ -78,7 +78,7 @@ AMP_PATCH_ELEMENT float join(c10::BFloat16 weight, int16_t half) {
 }
 
 // Stochastic rounding: an FP32 number becomes the BF16 number below or above it, chosen by 16 random bits. The
-// probability of each falls in proportion to its distance, so the mean is the number itself. A number that BF16 has is
+// probability of each falls linearly with its distance, so the mean is the number itself. A number that BF16 has is
 // not changed. A finite number never becomes an infinity: beyond the largest BF16 number it is truncated.
 constexpr uint32_t kLargestBFloat16 = 0x7F7F0000u;
 
