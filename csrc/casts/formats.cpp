@@ -31,9 +31,8 @@ using at::Tensor;
 
 constexpr int64_t kGrain = 32768;  // elements: the least work worth a thread, as torch's GRAIN_SIZE
 constexpr int64_t kWide = 1024;    // columns per step in a band of few rows
-constexpr int64_t kNarrow =
-    64;  // columns per step in a band of many rows: there are few bands, and narrow steps let threads share them
-constexpr int64_t kTall = 64;  // rows from which a band has many
+constexpr int64_t kNarrow = 64;    // columns per step in a band of many rows: threads share the few bands by steps
+constexpr int64_t kTall = 64;      // rows from which a band has many
 constexpr uint32_t kInfinity = 0x7F800000u;
 
 inline uint32_t bits_of_float(float value) {
