@@ -137,7 +137,7 @@ if not TYPE_CHECKING:  # a type checker knows these names from the imports above
 
 
 def _explain_at_next_forward(model: Module) -> None:
-    """Import the lab's `explain`, which most trainings do not need, and report the model's next forward."""
+    """Report the model's next forward by `explain`, for `verbosity=2`; its module is imported only then."""
     importlib.import_module("amp_patch.lab.diagnose.explain").at_next_forward(model)
 
 

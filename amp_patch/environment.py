@@ -35,7 +35,7 @@ LEVEL, DTYPE, MASTERS = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MAS
 STATE, BANNED, METHODS = "AMP_PATCH_OPTIMIZER_STATE", "AMP_PATCH_ALLOW_BANNED", "AMP_PATCH_METHODS"
 KEEP_FP32, KEEP_HIGH = "AMP_PATCH_KEEP_FP32", "AMP_PATCH_KEEP_HIGH"
 PER_PARAMETER = "AMP_PATCH_PER_PARAMETER"
-NONE_KEPT = "()"  # value of KEEP_HIGH for no module; if it is empty, the first layer and the head are kept
+NONE_KEPT = "()"  # value of KEEP_HIGH for no module; an empty KEEP_HIGH keeps the first layer and the head
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
 _OF_EITHER_DTYPE = ("O1", "O2", "O3")
 
@@ -70,7 +70,7 @@ class NamedLevel(NamedTuple):
     def arguments(self, dtype: str | None = None) -> str:
         """Return the arguments of `initialize` as source code: 'opt_level="O5", master_weights="split"'.
 
-        With `dtype` "bfloat16", for a level whose default type is another: 'opt_level="O2", dtype=torch.bfloat16'.
+        With `dtype` "bfloat16" the result also has the type: 'opt_level="O2", dtype=torch.bfloat16'.
         """
         told = [f'{name}="{value}"' for name, value in {"opt_level": self.level, **self.options}.items()]
         return ", ".join([*told, f"dtype=torch.{dtype}"] if dtype else told)
@@ -114,7 +114,7 @@ def named_level(name: str) -> NamedLevel:
 
 
 def _parsed(name: Any) -> NamedLevel:
-    """Return the level of a name, with only the options of its rungs."""
+    """Return the level that `name` means. Unlike `named_level`, add no default format of products."""
     level, *rungs = name.split("+") if isinstance(name, str) else [name]
     if not isinstance(level, str) or level not in OPT_LEVELS:
         raise ValueError(f"level {no_level(level)}")
@@ -300,7 +300,7 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     options = replace(options, **{name: getattr(Options, name) for name in given} | kept)
     try:
         resolve(level, options)
-    except ValueError as error:  # a rung of AMP_PATCH_OPT_LEVEL that is for BF16, and the script has FP16
+    except ValueError as error:  # the rung of AMP_PATCH_OPT_LEVEL needs BF16, and the script asks for FP16
         raise ValueError(
             f"initialize: the environment variable {LEVEL}={named}: {str(error).removeprefix('initialize: ')}; or set "
             f"{DTYPE}=bfloat16"
@@ -313,7 +313,7 @@ def _has_formats(level: str) -> bool:
 
 
 def _accepts(level: str, options: dict[str, Any], undone: bool) -> bool:
-    """Tell whether `resolve` accepts the options at the level. Options that undo its casts count only if `undone`."""
+    """Tell whether `resolve` accepts the options at the level. If not `undone`, they also must not undo its casts."""
     try:
         policy = resolve(level, **options)
     except (TypeError, ValueError):

@@ -141,7 +141,7 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
             (FP8, integers, torchao's, bitsandbytes') are not changed; trained ones are refused.
         optimizers: an optimizer, a list or tuple, or None (inference: no masters). An object with `param_groups` and
             `step` is an optimizer; a wrapper may hold one as `.optim`, `.optimizer` or `.base_optimizer` (SAM).
-            Parameters of none of the models are not changed, and get masters at O2 if they are float16 or bfloat16.
+            A parameter that is in no model is not cast; at O2 it gets a master if it is float16 or bfloat16.
         enabled: False makes this call and every `scale_loss` of these optimizers a no-op.
         opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" low-precision model, FP32 masters; "O3"
             low-precision model without masters; "O4", "O5": O1, O2 in bfloat16; "O6", "O7": O4, O5 with products
@@ -244,7 +244,7 @@ def initialize_as(
     keep_high: Any = None,
     gradient_release: Any = False,
 ) -> Any:
-    """Initialize in a dialect, with a resolved policy; None means `enabled=False`."""
+    """Do as `initialize`, with the classes of `dialect` and a resolved policy; a policy of None: `enabled=False`."""
     model_list, optimizer_list = [compiled.uncompiled(model) for model in as_list(models)], as_list(optimizers)
     for module in fsdp.fsdp_modules(m for m in model_list if isinstance(m, nn.Module)):
         module.reshard()  # after a forward the module may hold gathered parameters, which are in no optimizer
@@ -418,7 +418,7 @@ def fsdp_policy(
     Args:
         opt_level, dtype: as in `initialize`, with the environment's overrides, except that "O0" is not overridden.
         reduce_dtype: the type of the sum of gradients over the processes. None: FP32.
-        models: the module, or a list of modules, that will be sharded with this policy and is not yet: their
+        models: the module, or a list of modules, that `fully_shard` will be called on with this policy. Their
             parameters that stay FP32 are recorded. Without effect before torch 2.15.
         keep_fp32, keep_batchnorm_fp32: as in `initialize`; only with `models`.
 

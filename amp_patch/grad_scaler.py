@@ -210,7 +210,7 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         if not stepped and (stash := _stash(optimizer)) is not None:
             stash.step_skipped = True
-            # as after a step that `amp.scale_loss` has it skip
+            # Without this, the gradients would stay, unlike after a step that `Step` skips.
             consume(stash)
         return stepped if result is None else result
 
@@ -290,7 +290,7 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states[id(optimizer)]["grad"] = None if grad is None else TensorWeakRef(grad)
 
     def _refuse_mixtures(self, optimizer: Any, method: str) -> None:
-        """Raise if the optimizer's gradients are certain to carry another scale than this scaler's alone."""
+        """Raise if the optimizer's gradients certainly have another scale than this scaler's."""
         grad = _first_gradient(optimizer)
         if grad is None or self._scale is None:
             return
@@ -382,9 +382,9 @@ _scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # every enabled scale
 
 
 def _has_scaled_loss_of(params: Sequence[Tensor]) -> bool:
-    """Whether a scaler that has served no optimizer has scaled a loss of these parameters.
+    """Tell whether a scaler that has not unscaled or stepped any optimizer has scaled a loss of these parameters.
 
-    If the loss is gone, it counts as theirs.
+    A loss that was freed counts as theirs.
     """
     waiting = [vars(scaler) for scaler in list(_scalers)]
     losses = [of["_loss"] for of in waiting if of["_has_scaled"] and not of["_has_served"] and of["_loss"] is not None]
@@ -419,7 +419,7 @@ class OlderGradScaler(GradScaler):
 
 
 def forget_gradients(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
-    """Clear the state of a scaler, torch's or this class's, about `optimizer` since its last `update`."""
+    """Remove the entry of `optimizer` in a scaler (torch's or this class), as `update` does for all optimizers."""
     scaler._per_optimizer_states.pop(id(optimizer), None)
 
 

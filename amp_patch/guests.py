@@ -1,4 +1,4 @@
-"""The registration of optional features at the joints of a training (training/joints.py), in their order."""
+"""Registers the optional features at the joints of a training (training/joints.py), in the order of their calls."""
 
 from __future__ import annotations
 

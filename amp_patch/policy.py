@@ -38,24 +38,25 @@ class Policy:
         opt_level: the name that the user chose, "O0" to "O7".
         dtype: the low-precision type, float16 or bfloat16. Unused at O0.
         cast_model_type: dtype of the model's weights and inputs; None leaves them FP32.
-        patch_torch_functions: casts around torch's functions, by the op lists (O1, O4).
-        keep_batchnorm_fp32: batch norms stay FP32 in a cast model; None if the model is not cast.
-        master_weights: the optimizer updates FP32 copies of low-precision weights. "split" stores only the half of each
-            copy that the bfloat16 weight does not hold, "stochastic" stores no copy. None if the model is not cast.
+        patch_torch_functions: whether torch's functions cast their arguments, by the op lists (O1, O4).
+        keep_batchnorm_fp32: whether batch norms stay FP32 in a cast model; None if the model is not cast.
+        master_weights: whether the optimizer updates FP32 copies of low-precision weights. "split" stores only the half
+            of each copy that the bfloat16 weight does not hold, "stochastic" stores no copy. None if the model is not
+            cast.
         loss_scale: "dynamic", or a positive static scale.
         cast_model_outputs: dtype for floating outputs of the model. None: FP32 if the model is cast, else unchanged.
         min_loss_scale, max_loss_scale: the range of a dynamic scale.
         init_scale, growth_factor, backoff_factor, growth_interval: the start and the changes of a dynamic scale; see
             `LossScaler`. Huawei's Apex lets a script choose these.
-        allow_banned: run functions without a safe low-precision form in FP32 instead of refusing them.
+        allow_banned: whether functions without a safe low-precision form run in FP32 instead of being refused.
         cpu_half: how FP16 and BF16 tensors on a CPU are multiplied (casts/cpu_half.py): "native", "emulate", or
             "convolutions", which emulates only convolutions; "auto" until `resolve_cpu_half` has decided.
         op_lists: the lists whose rules the patched functions follow: "torch", or "apex" (oplists.py) for scripts
             written for Apex. `casts.install("apex")` then installs the names that only Apex listed.
-        skip_nonfinite: skip a step with non-finite gradients even if no loss is scaled. With loss scaling such a step
-            is skipped anyway.
-        low_precision_norms: under patched functions, layer, RMS and group norms return the type of an FP16 or BF16
-            input, as batch norms do, instead of FP32.
+        skip_nonfinite: whether a step with non-finite gradients is skipped even if no loss is scaled. With loss scaling
+            such a step is always skipped.
+        low_precision_norms: whether layer, RMS and group norms under patched functions return the type of an FP16 or
+            BF16 input, as batch norms do. If not, they return FP32.
         product_format: the format that the operands of products are rounded to, from `PRODUCT_FORMATS`
             (casts/low_bit.py); None for none.
         optimizer_state: "8bit" quantizes the optimizer's FP32 state; None leaves it.
@@ -118,7 +119,7 @@ class Policy:
 
     @property
     def emulated(self) -> torch.dtype | None:
-        """The type whose sums of products on a CPU are computed in FP32 and rounded; None for none."""
+        """The low-precision type whose products are emulated on a CPU, in FP32 with rounding; None: no type."""
         return self.dtype if self.cpu_half in EMULATING else None
 
     @property
@@ -135,6 +136,7 @@ class Policy:
 
 _O1 = Policy("O1", patch_torch_functions=True, loss_scale="dynamic")
 _O2 = Policy("O2", cast_model_type=torch.float16, keep_batchnorm_fp32=True, master_weights=True, loss_scale="dynamic")
+# A new level is an entry here. The other places that it concerns are in docs/architecture.md, "A level".
 OPT_LEVELS: dict[str, Policy] = {
     "O0": Policy("O0"),
     "O1": _O1,
@@ -149,7 +151,8 @@ OPT_LEVELS |= {
     for level, base in (("O6", "O4"), ("O7", "O5"))
 }
 
-# Words for a type -> the levels of that type that keep FP32 weights, or the levels with products in that format.
+# Other words for a level, for the hint in an error. A type -> the levels of that type that keep FP32 weights; a format
+# of products -> the levels with such products.
 _LEVELS_MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fp32", "float32"), ("O0",)),
     **dict.fromkeys(("fp16", "float16", "half", "16"), ("O1", "O2")),
@@ -287,7 +290,7 @@ def no_level(given: Any) -> str:
 
 
 def _low_precision(name: str, value: Any) -> torch.dtype | None:
-    """Return `value` as a low-precision type, also by its name ("bfloat16"), as on a command line; else raise."""
+    """Return the low-precision type that `value` is or names ("bfloat16", as on a command line); else raise."""
     if isinstance(value, str):
         value = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}.get(value, value)
     if value is not None and value not in LOW_PRECISION:
@@ -319,7 +322,7 @@ def _cast_model_type(policy: Policy, wanted: Any, explicit_dtype: torch.dtype | 
     if wanted is None or wanted is False:
         return policy
     if wanted is torch.float32:
-        # The explicit form of "leave the weights in FP32", which then need no masters either.
+        # The script says explicitly that the weights stay FP32. Then they need no masters either.
         return replace(policy, cast_model_type=None, keep_batchnorm_fp32=None, master_weights=None)
     wanted = _low_precision("cast_model_type", wanted)
     if policy.patch_torch_functions:

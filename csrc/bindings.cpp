@@ -138,7 +138,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_versions(m);
   bind_denied(m);
 
-  auto casts = m.def_submodule("casts", "The O1 call in C, and whose casts act.");
+  auto casts = m.def_submodule("casts", "The wrapper of torch's functions at O1, and the policy whose casts act.");
   bind_casts(casts);
 
   m.def("plan", &plan_as_lists);  // sizes, chunk, max_tensors, max_chunks -> [(tensors, [(slot, index)])]

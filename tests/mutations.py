@@ -88,7 +88,7 @@ MUTATIONS = (
     ),
     Mutation(
         "closed masters: what was written into one is kept before its memory is given back",
-        "written = [(param, master) for param, master in opened if not _kept_counts(master)]",
+        "written = [(param, master) for param, master in opened if not _stored_is_newest(master)]",
         "written = []",
         ("test_split_masters.py",),
     ),
@@ -220,7 +220,7 @@ MUTATIONS = (
     ),
     Mutation(
         "hooks: a post-hook of the user's may write masters",
-        "publish_written(links)  # by users' post-hooks",
+        "publish_written(links)  # users' post-hooks may have written masters",
         "pass",
         ("test_step_order.py",),
     ),

@@ -1,4 +1,4 @@
-"""Checks of a step in the capture of a CUDA graph, whose replays would repeat state creation and host numbers."""
+"""Checks of a step that a CUDA graph captures: replays would create state again, and use old numbers of the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from amp_patch.training.stash import Stash
 def check(optimizer: Any, stash: Stash) -> None:
     """Check a step that is about to be captured; nothing is changed.
 
-    Warn if a scheduler changes the learning rate and the graph would not read it: a number, or a CPU tensor.
+    Warn if a scheduler changes the learning rate, but the graph would not read it, because it is a number or CPU
+    tensor.
 
     Raises:
         RuntimeError: this would be the first step of a parameter. The graph would record the creation of its state, and

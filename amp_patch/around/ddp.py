@@ -5,6 +5,9 @@ these are low-precision weights. Without masters, the broadcast would give all p
 masters, which each process would update differently. Therefore masters are broadcast with the weights. Loss scales are
 broadcast too, because gradients that DDP averages must have the same scale.
 
+After an overflow all processes skip the step: DDP averages gradients before the exit checks them, so each process finds
+the same infinite or NaN elements.
+
 A DDP that exists before `initialize` (around the model, or inside it) has C++ hooks on the accumulation nodes of the
 weights, and buckets of the old dtype. A cast of the weights removes these nodes, so the DDP gets new hooks and buckets.
 """
@@ -104,7 +107,7 @@ def _make_reducer(ddp: Any) -> None:
 
 
 def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
-    """Broadcast the scales of `scalers` whenever the weights of `models` are broadcast; their losses train these."""
+    """From now on, broadcast the scales of `scalers` with the weights of `models`, which their losses train."""
     for model in models:
         _scalers[model] = scalers
     install()

@@ -1,4 +1,4 @@
-"""Refusals of modules that torch's `fully_shard` (FSDP2) has sharded, and their gather dtype."""
+"""Checks of models that torch's `fully_shard` (FSDP2) has sharded: does FSDP gather weights in the level's dtype?"""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _check_rounded(named: str, param: Any) -> None:
 
 
 def check_place(named: str, param: Any) -> None:
-    """Raise ValueError if the indices of the shard's elements in the whole parameter, which seed rounding, are unknown.
+    """Raise ValueError if it is unknown where a shard is in the whole parameter: rounding uses each element's index.
 
     Args:
         named: the start of the message: the caller and the parameter.
@@ -102,7 +102,7 @@ def no_masters(policy: Policy) -> str:
 
 
 def _governed(module: nn.Module, name: str, fsdp: Any) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield (name, module, FSDP module or None) for each module inside `module`. The FSDP module gathers it."""
+    """Yield (name, module, the FSDP module that gathers its parameters or None) for each module inside `module`."""
     fsdp = module if is_fsdp(module) else fsdp
     yield name, module, fsdp
     for key, child in module.named_children():
@@ -125,7 +125,7 @@ def stay_fp32(kept: Iterable[nn.Module]) -> Callable[[nn.Parameter], torch.dtype
 
 
 def _own_policies(module: Any) -> Iterator[tuple[int, Any]]:
-    """Yield (id of a shard, its mixed-precision policy); from torch 2.15 on it may differ from that of `module`."""
+    """Yield (id of a shard, its mixed-precision policy), which from torch 2.15 on may differ from the module's."""
     for group in param_groups(module):
         for param in getattr(group, "fsdp_params", ()):
             if (policy := getattr(param, "mp_policy", None)) is not None:

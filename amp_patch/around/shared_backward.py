@@ -1,4 +1,7 @@
-"""`scale_loss` with further optimizers or unowned parameters in the training: their gradients are protected."""
+"""The context manager of `scale_loss` for trainings with several optimizers, or with parameters in no optimizer.
+
+During a body it sets aside the gradients of parameters that are not the body's, so that backward cannot add to them.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from amp_patch.training.unscale import unscale_pending
 
 
 class _Bystander(NamedTuple):
-    """A parameter of the training that belongs to no optimizer of this call, while its gradient is stashed.
+    """A parameter of the training that belongs to no optimizer of this call, while its gradient is set aside.
 
     Attributes:
-        aside: the stashed gradient, or None.
+        aside: the gradient that was set aside, or None.
         stash: the stash of the parameter's optimizer, or None if it has no optimizer.
-        bodies: the optimizer's number of `scale_loss` bodies when the gradient was stashed.
-        cleared: the optimizer's number of `zero_grad` calls when the gradient was stashed.
+        bodies: the number of `scale_loss` bodies of that optimizer when the gradient was set aside.
+        cleared: the number of its `zero_grad` calls at that time.
     """
 
     param: Tensor
@@ -38,7 +41,7 @@ class SharedBackward(ScaledBackward):
     """A scaled backward in a training that has further optimizers, or parameters without an optimizer.
 
     Attributes:
-        bystanders: the training's other parameters, whose gradients are stashed until the exit.
+        bystanders: the training's other parameters, whose gradients are set aside until the exit.
         siblings: the training's other optimizers.
     """
 
@@ -72,11 +75,11 @@ class SharedBackward(ScaledBackward):
                 unscale_pending(optimizer)
 
     def claim_other_gradients(self) -> None:
-        """Notify the training's other optimizers that they cannot step in this body; stash their gradients.
+        """Notify the training's other optimizers that they cannot step in this body, and set gradients aside.
 
-        The gradients of all parameters of other optimizers, or of none, are stashed until `release_other_gradients`.
-        If a parameter has a master, its gradient is already on the master and stays there, except for scaled gradients
-        of a delayed iteration, which are stashed too.
+        These are the gradients of all parameters that another optimizer or no optimizer holds. They stay aside until
+        `release_other_gradients`. If a parameter has a master, its gradient is on the master already and stays there,
+        except for scaled gradients that a delayed exit has left on the parameter: they are set aside too.
         """
         if not self.checking and not any(stash.policy.master_weights for stash in self.stashes):
             return
@@ -166,7 +169,11 @@ class SharedBackward(ScaledBackward):
         self.bystanders = [b._replace(aside=None) if id(b.param) in params else b for b in self.bystanders]
 
     def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
-        """Return the parts; optimizers with deferred scaled gradients come first, and get the shared parameters."""
+        """Return the parts of all optimizers.
+
+        Optimizers with gradients of a delayed exit come first, so that the parameters that they share are in their
+        parts.
+        """
         if len(self.optimizers) == 1:
             return super().parts()
         parts: list[tuple[Stash, GroupParams, GroupParams]] = []
@@ -196,7 +203,7 @@ def _clear_not_finite(grads: Iterable[Tensor]) -> None:
 def _is_reached(optimizer: Any) -> bool:
     """Return whether an outer body's backward has left scaled gradients on parameters of this optimizer.
 
-    The outer body has stashed all earlier gradients, so any gradient found here is its own.
+    The outer body has set all earlier gradients aside, so any gradient found here is its own.
     """
     stash = known_stash(optimizer)
     pairs = stash.masters.pairs(optimizer.param_groups)

@@ -38,7 +38,7 @@ class AmpWrapper(Generated):
             return result
 
         def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            unscale_pending(innermost(self))  # the wrapper's step moves back only masters that have a gradient
+            unscale_pending(innermost(self))  # `second_step` moves only masters with a gradient back
             return base.second_step(self, *args, **kwargs)  # type: ignore[attr-defined]
 
         # An Optimizer gets a step hook instead of an override, because a scheduler may have stored its `step`.
@@ -71,7 +71,7 @@ def enter_wrappers(optimizer: Any) -> None:
 
 
 def leave(optimizer: Any, stash: Stash) -> None:
-    """Undo `enter_wrappers`: restore the classes of the wrappers around `optimizer`, and their keys by parameter."""
+    """Undo `enter_wrappers`: restore the classes of the wrappers, and the model's parameters as keys of their state."""
     attempt = Attempts()
     for wrapper in [wrapper for ref in stash.neighbours.wrappers if isinstance(wrapper := ref(), Generated)]:
         attempt(generated_class.take, wrapper)

@@ -5,7 +5,8 @@ to the weight, stochastic_master.py the weight alone. If a torch function receiv
 materialized: the master is open. The next forward or step stores the writes into an open master, and frees its memory.
 If another tensor (for example a detached one) references that memory, it stays allocated, and follows each step.
 
-A read of an open master without new writes restores its value again: replays of a CUDA graph change weights, too.
+If an open master has no new writes, each read restores its value again, because a replay of a CUDA graph may have
+changed the weight.
 """
 
 from __future__ import annotations
@@ -89,8 +90,9 @@ class ClosedMaster(Master):
         start: index of the first element in the whole parameter, for a shard; else 0.
         edits: the number of stores of user edits since the last step (stochastic rounding).
         weight: returns the parameter, or None if it was freed.
-        joined: if open, the version counter when the memory had the stored value; None during a step.
-        captured: if open, whether the value was materialized in the capture of a CUDA graph.
+        joined: of an open master, its version counter when the stored value was last restored into the memory. If the
+            counter has changed since, the master has writes that are not stored. None during a step.
+        captured: of an open master, whether its value was materialized during the capture of a CUDA graph.
     """
 
     form: Form | None = None
@@ -215,7 +217,8 @@ def _forget(key: int, reference: Any) -> None:
 def materialize(masters: Iterable[Tensor]) -> None:
     """Materialize the values of `masters` in their memory for a step, in place, on the device; no sync.
 
-    From then on the memory is the value, whatever the version counter: torch's fused kernels do not increment it.
+    Until the step ends, the memory counts as the newest value, whether or not the version counter changes: torch's
+    fused kernels do not increment it.
 
     Raises:
         RuntimeError: the parameter of a master was freed, and the value with it; or `check_step` of a form raises.
@@ -237,15 +240,15 @@ def follow(held: Iterable[ClosedMaster]) -> None:
 
 def _bring_up_to_date(masters: Iterable[ClosedMaster]) -> None:
     """Materialize the stored value of each master, unless it is open and has writes that are not stored yet."""
-    behind = [master for master in masters if _kept_counts(master)]
+    behind = [master for master in masters if _stored_is_newest(master)]
     if behind:
         with lock:
-            once = {id(master): master for master in behind if _kept_counts(master)}
+            once = {id(master): master for master in behind if _stored_is_newest(master)}
             _outside_of_modes(_join, list(once.values()))
 
 
-def _kept_counts(master: ClosedMaster) -> bool:
-    """Return whether the stored value is current: the master is closed, or open without a write since then."""
+def _stored_is_newest(master: ClosedMaster) -> bool:
+    """Tell whether the stored value is the newest: the master is closed, or was not written since it was opened."""
     if not master.is_open:
         return True
     if master.form is None or master.joined is None or master.weight() is None:
@@ -274,7 +277,7 @@ def _outside_of_modes(function: Callable[[Any], None], argument: Any) -> None:
 
 
 def opened(tensors: list[Tensor]) -> list[Any]:
-    """Open the closed masters among `tensors`, and return their storages. A referenced storage is not freed."""
+    """Open the closed masters among `tensors`; return their storages, which stay while the caller references them."""
     masters = [t for t in tensors if isinstance(t, ClosedMaster)]
     with lock:
         _bring_up_to_date(masters)
@@ -286,6 +289,7 @@ def opened(tensors: list[Tensor]) -> list[Any]:
 
 @without_grad
 def _join(masters: list[ClosedMaster]) -> None:
+    """Restore the stored values of `masters` into their memory, which is allocated first if there is none."""
     kept = _ByForm()
     others: list[tuple[Tensor, Tensor]] = []  # (value of a master, buffer) if the weight's strides have changed
     with _raw():
@@ -314,7 +318,7 @@ def _join(masters: list[ClosedMaster]) -> None:
 
 
 def _give_memory(master: Tensor, param: Tensor) -> None:
-    """If `master` has no memory, allocate it, with the strides of the master and its state; call it in `_raw`.
+    """If `master` has no memory, allocate it, with the strides that the master's state has; call this in `_raw`.
 
     In the capture of a CUDA graph always allocate, from the graph's pool: other memory may be freed before a replay.
     """
@@ -326,13 +330,13 @@ def _give_memory(master: Tensor, param: Tensor) -> None:
 
 @without_grad
 def store(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Store the writes into the masters (param, master), in place, on the device, and close the open ones.
+    """Store the values written into open masters (param, master), in place, on the device, and close these masters.
 
     Raises:
         RuntimeError: a master was written before the capture of a CUDA graph; each replay would store that write again.
     """
     opened = [(param, m) for param, m in pairs if isinstance(m, ClosedMaster) and id(m) in _open]
-    written = [(param, master) for param, master in opened if not _kept_counts(master)]
+    written = [(param, master) for param, master in opened if not _stored_is_newest(master)]
     if device_sync.is_capturing() and not all(master.captured for _, master in written):
         raise RuntimeError(
             f"{_SUCH} was written before the capture of a CUDA graph began, and each replay would bring that value "
@@ -381,7 +385,7 @@ def drop_joined(masters: Iterable[Tensor]) -> None:
 
 @without_grad
 def release(masters: Iterable[Tensor]) -> list[ClosedMaster]:
-    """Do as `drop_joined`, but only return the masters whose memory is referenced elsewhere, for a later `follow`."""
+    """Free the memory of open masters; return the masters whose memory another tensor references, for `follow`."""
     held = [m for m in masters if id(m) in _open and isinstance(m, ClosedMaster) and not _close(m)] if _open else []
     for master in held:
         _open.pop(id(master), None)
@@ -410,7 +414,7 @@ def _close(master: ClosedMaster) -> bool:
 
 
 def _note_stream(master: ClosedMaster) -> None:
-    """Let the freed memory be reused only after the current stream's pending work on it; call it in `_raw`."""
+    """Let the freed memory be reused only after the current stream's pending work on it; call this in `_raw`."""
     if master.is_cuda:  # else the stream that allocated it could reuse it at once
         master.record_stream(torch.cuda.current_stream(master.device))
 

@@ -35,7 +35,7 @@ def _refuses(module: nn.Module) -> bool:
 def _refusing(own: Callable[..., Any], has_master: Callable[[Tensor], Any]) -> Callable[..., Any]:
     @wraps(own)
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        refusing = any(module is not self and _refuses(module) for module in self.modules())  # it raises itself
+        refusing = any(module is not self and _refuses(module) for module in self.modules())  # that one raises
         for dtype in set() if refusing else {param.dtype for param in self.parameters() if has_master(param)}:
             try:
                 became = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype

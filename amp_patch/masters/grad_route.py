@@ -24,12 +24,14 @@ _classes: set[type] = set()  # classes whose attribute redirects to masters
 
 
 class GradRoute:
-    """The owner of the attribute `grad` for the parameters of one optimizer.
+    """The state that decides which gradient `param.grad` is, for the parameters of one optimizer that have masters.
+
+    If both attributes are False, `param.grad` is the gradient of the last step.
 
     Attributes:
-        to_masters: the masters own it: from the exit that unscales gradients until the step, or until they are cleared.
-        scaled: the parameters own it: in a body, and after a delayed exit. If both are False, `grad` returns the
-            gradients of the last step.
+        to_masters: whether it is the master's gradient: True from the exit that unscales gradients until the step, or
+            until they are cleared.
+        scaled: whether it is the parameter's own, scaled gradient: True in a body, and after a delayed exit.
     """
 
     __slots__ = ("scaled", "to_masters")

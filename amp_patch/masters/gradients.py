@@ -1,4 +1,4 @@
-"""Gradients of masters: gathered from low-precision gradients, unscaled, added up and checked in few passes."""
+"""Unscales low-precision gradients of parameters into FP32 gradients of masters, and checks for overflow (`gather`)."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ class Aside(NamedTuple):
         """Add the gradient, times `scale` (FP32, shape []), to the parameter's scaled gradient; no sync.
 
         Returns:
-            The rest to add after the sum is unscaled: the elements that overflow when they are scaled, or were infinite
-                or NaN before, and 0 for all others. In the sum they would count as an overflow of the gradients that
-                are scaled now.
+            The rest, to be added after the sum is unscaled: the elements that are infinite or NaN after scaling, and 0
+                for all others. If the sum had these elements, the exit would find an overflow in the new gradients.
         """
         param, value = self.param, self.value
         new = own_grad(param)
@@ -101,7 +100,8 @@ def gather(
 
     With a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32, and `param.grad` becomes None. Without
     one: `param.grad = param.grad * inverse [+ the gradient set aside]`, in place. If backward has made no gradient, the
-    one set aside is restored unchanged. A gradient that is only checked is not written.
+    one set aside is restored unchanged. A gradient that is only checked (`inverse` is 1.0, no master, nothing set
+    aside) is not written.
 
     Args:
         pairs: (param, master), each parameter once; a parameter without a master is paired with itself.

@@ -1,11 +1,11 @@
-"""Gradients of masters outside of torch's field `grad`: deferred ones, and the last step's.
+"""Stores gradients of masters outside of the field that autograd fills: deferred gradients, and the last step's.
 
-`HalfGradients` are deferred: low-precision gradients that become the FP32 gradients of masters at the first read of
-one, or in a step.
+`HalfGradients` has deferred gradients. They stay in low precision until the first read of `Master.grad`, or until the
+step; then they become FP32 gradients of the masters.
 
-`SteppedGradients` are the gradients of the last step. Reads of `grad` return them, as torch does, until new gradients
-replace them or they are cleared. Loggers read them, and torch's PeriodicModelAverager averages only parameters that
-have a gradient after the step. No step uses them, and no backward pass adds to them.
+`SteppedGradients` has the gradients of the last step. As in plain torch, reads of `grad` return them until they are
+cleared or new gradients replace them. Loggers read them, and torch's PeriodicModelAverager averages only parameters
+that have a gradient after the step. No step uses them, and no backward pass adds to them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Gradients(NamedTuple):
 
     Attributes:
         half: low-precision gradients.
-        factors: multiply `half` by these, in FP32, one after the other.
-        fp32: gradients in the masters' type.
+        factors: `half` times all of these, multiplied in FP32 one after the other, is the unscaled gradient.
+        fp32: FP32 gradients, unscaled.
     """
 
     half: dict[int, Tensor]
@@ -74,7 +74,7 @@ class HalfGradients:
         factors: numbers, or FP32 tensors of one element on the gradients' device.
         lent: master's id -> its FP32 gradient while a chunk of masters is stepped (`lend`).
         norms: the 2-norm of each of `grads` times the factors at that time, if the overflow check has computed them.
-        clipped: the norm of `grads`, or of the gradients before them, was read.
+        clipped: whether `norm_of_each` was called since the last `check`. If so, the next `check` computes norms too.
     """
 
     def __init__(self) -> None:
@@ -121,13 +121,13 @@ class HalfGradients:
     def hold(self, grads: dict[int, Tensor]) -> None:
         """Defer these gradients, by the id of their masters, for a step that follows at once.
 
-        No gradient may be deferred before. These may be referenced elsewhere, or be parts of other tensors, because
-        nothing writes them before the step.
+        No other gradient may be deferred here at that time. The given gradients may be referenced elsewhere, or be
+        parts of other tensors, because nothing writes them before the step.
         """
         self.grads, self.factors, self.norms = grads, [], None
 
     def check(self, inverse: Number) -> Tensor:
-        """Make `inverse` (FP32, one element; 1.0: none) the first factor, and check for overflow; no sync.
+        """Make `inverse` (FP32, one element; 1.0: no factor) the first factor, and check for overflow; no sync.
 
         If the previous gradients were clipped by their norm, the same pass computes the norms.
 
@@ -150,7 +150,7 @@ class HalfGradients:
         return found_inf
 
     def norm_of_each(self) -> Tensor:
-        """Return the 2-norms of the gradients times their factor, if they have one: FP32, on their device; no sync."""
+        """Return the 2-norm of each gradient times the first factor, if there is one: FP32, on the device; no sync."""
         self.clipped = True
         if self.norms is not None and len(self.factors) == self._factors_of_norms:
             return self.norms
@@ -194,12 +194,12 @@ class HalfGradients:
             self.lent.pop(id(master), None)
 
     def make(self) -> None:
-        """Materialize the FP32 gradients of all masters with a deferred one, in one pass per factor; no sync."""
+        """Materialize the FP32 gradients of all masters that have deferred ones, in one pass per factor; no sync."""
         if not torch.is_inference_mode_enabled():
             self._make()
             return
-        # Outside of `without_grad`: after an interrupt torch's context manager would restore the state inside that
-        # region.
+        # This `with` is outside of `without_grad`: after an interrupt, torch's context manager would restore the state
+        # of autograd at its entry, which inside would be no_grad.
         with torch.inference_mode(False):
             self._make()
 
@@ -216,14 +216,15 @@ class HalfGradients:
             self.grads = {}
 
     def lend(self, masters: Sequence[Tensor], count: int) -> None:
-        """Give those `masters` (on the CPU) that have deferred gradients FP32 gradients, until `lent` is cleared.
+        """Make FP32 gradients in `lent` for those of `masters` (on the CPU) that have deferred ones.
 
-        The deferred gradients stay here during this time, so that an exception loses nothing. Call under no_grad.
+        Reads of `Master.grad` return these until the caller clears `lent`. The deferred gradients stay here, so that an
+        exception loses nothing. Call under no_grad.
 
         Args:
             masters: the masters of one chunk.
-            count: elements of the memory for all of them: at least the sum of `room_for`, and the same at each call to
-                reuse the memory.
+            count: the number of elements to allocate for all of them, at least the sum of `room_for`. Only a call with
+                the same `count` as the last one reuses its memory.
         """
         grads = {id(master): self.grads[id(master)] for master in masters if id(master) in self.grads}
         if not grads:

@@ -1,4 +1,4 @@
-"""The class of FP32 masters."""
+"""`Master`, the class of FP32 masters: edits through `.data` are counted, FP32 gradients are made on demand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Master(nn.Parameter):
     plain parameters.
     """
 
-    waiting: HalfGradients | None = None  # the optimizer's; None: gradients are FP32 immediately
+    waiting: HalfGradients | None = None  # the optimizer's table; None: gradients are FP32 immediately
     stepped_grads: SteppedGradients | None = None  # the gradients of the optimizer's last step
 
     @property
@@ -85,7 +85,7 @@ class Master(nn.Parameter):
 
 
 def take_masters() -> None:
-    """Make `nn.Parameter(master)` an ordinary FP32 parameter in the master's memory, as for any tensor; idempotent.
+    """Patch `nn.Parameter`: `nn.Parameter(master)` is an ordinary FP32 parameter in the master's memory; idempotent.
 
     Without this torch raises: it requires of a subclass that `detach()` returns that subclass.
     """

@@ -1,7 +1,9 @@
 """The table of FP32 masters by low-precision parameter, and the functions that keep the two in sync.
 
-The process has one dictionary, keyed by the id of the parameter, which it references weakly. An attribute of the
-parameter would be written into every pickle of it. A parameter that two optimizers update has one master for both.
+`connect` gives a parameter its master; `Masters.attach` (of_optimizer.py) calls it when an optimizer enters a training.
+The table is one dictionary of the process, keyed by the id of the parameter, with weak references to the parameters.
+(If the master were an attribute of its parameter, each pickle of the parameter would contain it.) A parameter that two
+optimizers update has one master for both.
 """
 
 from __future__ import annotations
@@ -74,14 +76,14 @@ SavedVersions: Any = getattr(_C, "SavedVersions", PlainSavedVersions)
 
 
 class Link:
-    """The master of a parameter. It does not reference the parameter.
+    """A parameter's master, and the state that keeps the two in sync. It does not reference the parameter.
 
     Attributes:
         master: FP32, with the parameter's shape.
         version: the master's version when its value was last copied back to the parameter.
         gradients: the memory for the master's gradients.
-        route: the owner of the parameter's attribute `grad`.
-        is_routed: an optimizer has the master; all of its parameters share one route.
+        route: decides whether `param.grad` is the gradient of the master or of the parameter.
+        is_routed: whether `route` is the one that an optimizer's parameters share; False: `route` is this link's alone.
     """
 
     __slots__ = ("gradients", "is_routed", "master", "route", "version")
@@ -184,6 +186,7 @@ def _hold(param: Tensor, link: Link) -> None:
 
 @release_in_swaps
 def _let_go(param: Tensor) -> Again | None:
+    """Remove the entry of `param` while torch swaps the tensor's content; return the function that restores it."""
     entry = _links.pop(id(param), None)
     if entry is None:
         return None
@@ -247,9 +250,9 @@ def materialize(masters: Iterable[Tensor]) -> None:
 class Claim:
     """The masters that a step on `thread` is writing: no other thread copies them back or syncs them.
 
-    Without it, a thread that calls `state_dict()` while another trains would undo writes of the unfinished step. A
-    claim is added to `running` under `lock`, which waits for a thread that copies back. There is no `__init__`, because
-    it would cost a Python call per step.
+    Without it, a thread that calls `state_dict()` while another trains would undo writes of the unfinished step. A step
+    adds its claim to `running` under `lock`, so it waits until a thread that is copying back has ended. There is no
+    `__init__`, because it would cost a Python call per step.
     """
 
     lock: ClassVar = closed_master.lock
@@ -306,13 +309,13 @@ def kernel_tensors(masters: list[Any]) -> KernelTensors:
 
 
 def note_stepped(masters: list[Any]) -> None:
-    """Let the next steps of `masters`, which a kernel has stepped, have other draws."""
+    """After a kernel's step of `masters`, advance `draw`, so that their next step rounds with other random bits."""
     for master in masters:
         master.draw, master.edits = master.draw + 1, 0
 
 
 def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) -> Result:
-    """Call `call()`, which updates the `kernel_tensors` of `masters`; free their FP32 memory before.
+    """Free the FP32 memory of compressed `masters`, then call `call()`, which updates their `kernel_tensors`.
 
     If another tensor references such memory, the memory stays, and receives the new values afterwards, also after an
     exception.
@@ -361,13 +364,13 @@ def publish_written(links: LinkList) -> set[int]:
 def settle(links: LinkList) -> None:
     """Sync masters and parameters after edits by user code, in place; no sync with the device.
 
-    A master that was written since it was copied back is copied back. For the others the values decide, since edits
-    through `.data` do not change the version counter: if an element of the parameter differs from its master's,
-    rounded, user code has edited it (clamped weights, initialization), and the master takes its value. All other
-    elements keep the master's precision.
+    If a master was written since it was last copied back, it is copied back. Otherwise its parameter may have edits. To
+    find them the values are compared, since edits through `.data` do not change the version counter. If an element of
+    the parameter differs from the rounded element of its master, user code has edited it (clamped weights,
+    initialization), and the master takes its value. All other elements keep the master's precision.
 
-    A compressed master is stored in the parameter, so it has such an edit already, and its FP32 memory is freed.
-    Masters that another thread's step is writing are skipped.
+    A compressed master is stored in the parameter, so an edit of the parameter has changed it already. Its FP32 memory
+    is freed. Masters that another thread's step is writing are skipped.
     """
     with closed_master.lock:
         links = _at_rest(links)
@@ -385,7 +388,7 @@ def settle(links: LinkList) -> None:
 def load(param: Tensor, link: Link, value: Tensor) -> None:
     """Set a parameter and its master to the value of a checkpoint, in place; no sync.
 
-    If only the weight is stored, the value is rounded to nearest, because stochastic rounding would count as an update.
+    If the master's form stores only the weight, the value is rounded to nearest. Stochastic rounding is for updates.
     """
     form = form_of(link.master)
     if form is not None and not form.is_exact:
@@ -398,7 +401,7 @@ def load(param: Tensor, link: Link, value: Tensor) -> None:
 
 
 class ModelLinks:
-    """The links of one model's parameters, which it does not reference; rebuilt after any parameter got or lost one."""
+    """The links of one model's parameters, by id. The list is rebuilt after any parameter has got or lost a master."""
 
     __slots__ = ("_changes", "_links", "_versions")
 

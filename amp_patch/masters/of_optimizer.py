@@ -1,4 +1,4 @@
-"""The masters of one optimizer: they replace low-precision parameters in its groups, and are removed again."""
+"""Makes the FP32 masters of one optimizer, puts them into its groups (`attach`), and removes them again (`detach`)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ class Masters:
         self._stepped_grads = SteppedGradients()
         self.parts: dict[int, Part] = {}
         self._params: dict[int, tuple[Tensor, Link]] = {}  # id(master) -> the parameter and its link to this master
-        self._draws: dict[int, tuple[Tensor, int | None]] = {}  # of a copy: for the local shards that `attach` makes
+        # In a copied optimizer: id(DTensor) -> the DTensor, and the draw of the master that `attach` will make for its
+        # shard.
+        self._draws: dict[int, tuple[Tensor, int | None]] = {}
         self._known: GroupParams | None = None
 
     def __getstate__(self) -> list[tuple[Tensor, Tensor, bool, int | None]]:
@@ -196,7 +198,7 @@ class Masters:
             whole = LinkList((param, link) for param, link in self.links if not is_closed(link.master))
             closed_master.close(list(zip(whole.params, whole.masters, strict=True)), form)
             take_closed_masters()
-            whole.versions.save()  # a master of another form may have edits that were not copied back
+            whole.versions.save()  # `close` has also rounded edits into the parameters that were not copied back
 
     def adopt(self) -> None:
         """Write edits of weights by user code into their masters, in place; no sync.
@@ -251,12 +253,12 @@ class Masters:
         """Put masters into one of the optimizer's groups, in place.
 
         A parameter with its id in `about_to_be_cast` gives its FP32 storage to its master; the caller then gives the
-        parameter a low-precision one. A parameter that is float16 or bfloat16 already gets its existing master or an
-        FP32 copy; if it is frozen or quantized, it gets none. With a `form` each copy is compressed before the next is
-        made, so that their FP32 memory never adds up. The optimizer's state and an existing gradient move to the
-        master.
+        parameter a low-precision one. If a parameter is float16 or bfloat16 already, its master is the one that it has,
+        or an FP32 copy. If it is frozen without a master, or quantized, it gets none. The optimizer's state and an
+        existing gradient move to the master.
 
-        With a `form` a sharded parameter stays in the group, and its local shard gets a master of that form.
+        With a `form`, each copy is compressed before the next is made, so that only one of them has FP32 memory at a
+        time. A sharded parameter (DTensor) stays in the group then, and its local shard gets a master of that form.
         """
         params = group["params"]
         for index, param in enumerate(params):
@@ -267,7 +269,7 @@ class Masters:
                 if param.requires_grad and id(param) not in self.parts:
                     self._attach_part(param, form)
                 continue
-            master = master_of(param)  # it may be another optimizer's
+            master = master_of(param)  # another optimizer may have made it
             if master is None and low and not param.requires_grad:
                 continue
             made = master is None

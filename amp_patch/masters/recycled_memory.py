@@ -1,4 +1,7 @@
-"""A buffer reused for successive tensors, because newly allocated memory is slow on a CPU; counts of references."""
+"""`Recycled`, a block of memory that successive tensors reuse, because new memory is slow on a CPU.
+
+`holders` counts the references to a storage.
+"""
 
 from __future__ import annotations
 

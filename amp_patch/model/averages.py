@@ -3,8 +3,9 @@
 A low-precision average almost never moves: with a decay of 0.999, a BF16 average does not change until the model's
 weight is three times as large. Training updates the masters, and the model's weights are only their roundings.
 
-An average that a script stores in a copy of the model is FP32 (copies.py), but the model's weights that it blends in
-are not. Among the functions that scripts use for blending, only `lerp` does not promote.
+If a script stores an average in a deepcopy of the model, the average is FP32 (copies.py), and the script blends the
+model's low-precision weights into it. Of the functions that scripts use for this, torch's `lerp` alone refuses to mix
+types.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ def _replace(patches: Patches) -> None:
 
 
 def _lerp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method `original` for mixed FP32 and low precision, which promotes as `add` does.
+    """Return the method `original` (`lerp` or `lerp_`) that also mixes FP32 with low precision, and promotes as `add`.
 
-    In place, only an FP32 tensor takes low-precision arguments.
+    `lerp_` mixes them only if the tensor that it writes is FP32.
     """
 
     @wraps(original)
@@ -71,7 +72,7 @@ def _lerp(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _foreach_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function `original` over lists; FP32 tensors of the first list take low-precision ones."""
+    """Return `original` (`torch._foreach_lerp`), which also blends low-precision tensors into FP32 tensors."""
 
     @wraps(original)
     def lerp(self: Any, tensors1: Any, *weight: Any, **weights: Any) -> Any:
@@ -83,10 +84,10 @@ def _foreach_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def averages_in(models: list[nn.Module], trained: Container[int]) -> dict[nn.Module, str]:
-    """Return the outermost modules inside `models` that must be averages of trained ones, or frozen copies; and names.
+    """Return module -> name, for the outermost modules in `models` that look like averages or copies of trained ones.
 
-    A module is taken for one if none of its parameters is `trained` (ids), and its parameters have the names and shapes
-    of a module with most of its model's parameters.
+    A module looks like one if two conditions hold: none of its parameters is in `trained` (ids), and its parameters
+    have the names and shapes of a module that has more than half of its model's trained parameters.
     """
     found: dict[nn.Module, str] = {}
     for model in models:

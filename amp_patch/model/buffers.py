@@ -44,7 +44,7 @@ def are_all_that(module: nn.Module, low: bool = False) -> bool:
 
 
 def cast(owned: Iterable[Owned], dtype: torch.dtype) -> None:
-    """Cast FP32 buffers to `dtype` and store their values. A tensor that two modules share stays shared."""
+    """Cast FP32 buffers to `dtype`, and store each FP32 value that this rounds. A shared buffer stays shared."""
     done: dict[int, tuple[Tensor, Tensor]] = {}  # key: the buffer's id, unique while the value references the buffer
     for module, name in owned:
         buffer = module._buffers[name]
@@ -67,14 +67,14 @@ def uncast(model: nn.Module, but: Collection[str] = ()) -> None:
 
 
 def exact_values(model: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Return name -> FP32 value, for the cast buffers of `model` whose value low precision does not hold."""
+    """Return name -> FP32 value, for the buffers of `model` whose value the cast has rounded."""
     return {
         name: _exact(module, key, buffer) for name, module, key, buffer in _cast_buffers(model, prefix, remembered=True)
     }
 
 
 def load(model: nn.Module, state: dict[str, Tensor], prefix: str, but: Collection[str]) -> None:
-    """Store the FP32 values of a state dict that torch loads, rounded, into the low-precision buffers of `model`.
+    """Store the FP32 values that `state` has for low-precision buffers of `model`; torch loads the rounded values.
 
     Args:
         but: names of buffers that were low precision before `initialize`.
@@ -94,7 +94,7 @@ def _cast_buffers(model: nn.Module, prefix: str, remembered: bool) -> Iterator[t
 
 
 def _remember(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -> None:
-    """Store `value` (FP32) for the buffer `name`, if `dtype` rounds the value. Syncs."""
+    """Store the FP32 `value` of the buffer `name`, if a cast to `dtype` would round it. Syncs."""
     value = value.detach()
     if value.is_meta or not torch.equal(value, value.to(dtype).float()):
         vars(module).setdefault(EXACT, {})[name] = value
@@ -104,10 +104,10 @@ def _remember(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -
 
 @torch.no_grad()
 def _exact(module: nn.Module, name: str, low: Tensor) -> Tensor:
-    """Return `low` in FP32: an element that equals the stored one, rounded, gets the stored value.
+    """Return the buffer `low` in FP32, with the stored value for each element that nothing has written since the cast.
 
-    Other elements were written since the cast. This compares values and not version counters, because a buffer that is
-    moved to a device, copied, or broadcast by DDP is another tensor with another version.
+    Such an element equals the rounded stored value. Version counters cannot tell, because a buffer that is moved to a
+    device, copied, or broadcast by DDP is another tensor with another version.
     """
     kept: Tensor | None = vars(module).get(EXACT, {}).get(name)
     if kept is None or kept.shape != low.shape:

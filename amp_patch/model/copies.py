@@ -1,9 +1,9 @@
 """Copies of cast models: their weights are FP32, and are cast during each call.
 
-A script mostly stores an average of the weights in a deepcopy (MoCo, BYOL, diffusion), and its updates are too small
-for low precision. So the low-precision weights of a model are FP32 in its copies and pickles, with the values of their
-masters. While a method of the copy runs, casts replace them, so that the copy computes as the model would with these
-weights. If the optimizer is copied with the model, its parameters are low precision again.
+Most scripts use a deepcopy to store an average of the weights (MoCo, BYOL, diffusion), whose updates are too small for
+low precision. So the copies and pickles of a cast model have FP32 weights, with the values of the masters. While a
+method of the copy runs, low-precision casts replace these weights, so that the copy computes as the model would. If the
+optimizer is copied with the model, the weights of the copy are low precision again, like the model's.
 
 Casts are made again for each call. A cast from an earlier call could be stale without notice, because scripts write
 through `.data`, which does not change the version counter.
@@ -47,12 +47,12 @@ def _forget(param: Tensor) -> None:
 
 
 def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtype], list[Exact]]:
-    """Return the weights of `model` that are FP32 in a copy: types by name, and parameters, synced with their masters.
+    """Return (types by name, parameters) of the weights that become FP32 in a copy of `model`; sync them with masters.
 
     Args:
-        on_demand: no optimizer trains the model. Its weights then stay low precision in a copy, except weights with a
-            master, which a state dict has made. Weights without a master that were low precision before `initialize`
-            always stay so.
+        on_demand: whether no optimizer trains the model. If so, its weights stay low precision in a copy, except the
+            weights for which `state_dict()` has made a master. Weights without a master that were low precision before
+            `initialize` always stay low precision.
     """
     types, exact = {}, {}
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Generated classes of models and kept modules: forward under the policy, FP32 state dicts, and their undo."""
+"""Generated classes of models and kept modules: `forward` under the policy, and FP32 values in checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_CASTS = OPT_LEVELS["O0"]
 
 
 class AmpModel(Generated):
-    """Overrides of a model that went through `initialize`. Without `_amp` an instance behaves like its base."""
+    """The methods that override those of a model's class. Without `_amp` an instance behaves like its base class."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -126,11 +126,11 @@ class AmpModel(Generated):
 
 
 class InnerModule(Generated):
-    """Overrides of a module inside a training's model that runs under another policy than the model."""
+    """The base of overriding methods for a module inside a model that runs under another policy than the model."""
 
 
 class KeptModule(InnerModule):
-    """Overrides of a module that stays FP32: it computes in FP32; in a cast model it returns its inputs' type."""
+    """The `forward` of a module that stays FP32: it computes in FP32; in a cast model it returns its inputs' type."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class KeptModule(InnerModule):
             if policy is None:
                 return forward(self, *args, **kwargs)
             came = None
-            if policy.cast_model_type is not None:  # layers of a cast model take one type, at O1 they take any
+            if policy.cast_model_type is not None:  # the next layer of a cast model takes only that type; at O1 any
                 inside = running.policy is not None or _in_backward()
                 came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if inside else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
@@ -241,7 +241,7 @@ def restore(model: nn.Module, *, give_back: bool = True) -> None:
 
 
 def to_plain_fp32(model: nn.Module) -> None:
-    """Undo every training inside `model`, and cast its low-precision rest, parts of other cast models, to FP32."""
+    """Undo every training inside `model`, and cast to FP32 what is still low precision: parts of other cast models."""
     for module in list(model.modules()):
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, NoHook)]:
             del module._forward_pre_hooks[key]
@@ -278,7 +278,7 @@ def policy_of(model: nn.Module | None) -> Policy | None:
 
 
 def gradients_stay_local(model: nn.Module) -> bool:
-    """Tell whether backward of the last forward of `model` leaves cast or scaled gradients unreduced."""
+    """Tell whether the last forward of `model` ran under DDP's `no_sync()`, so that its gradients are not reduced."""
     return isinstance(model, AmpModel) and vars(model)["_amp"].local
 
 
@@ -354,7 +354,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
             method = copies.on_casts(method, own.wide, own.calls)
         outer = running.policy
         if outer is policy or (low is not None and _in_backward() and _low_precision_of((args, kwargs)) is low):
-            return method(self, *args, **kwargs)  # a nested call or a checkpoint's recomputation: inputs are cast
+            return method(self, *args, **kwargs)  # a nested call, or a recomputation: the inputs are cast already
         if not compiling:
             # A compiled forward does not copy written masters back into weights; the next step does. DataParallel's
             # replicas are copies of synced weights.
@@ -396,7 +396,7 @@ def _in_backward() -> bool:
 
 
 def _cast_in(args: Any, kwargs: Any, low: torch.dtype) -> tuple[Any, Any, _Edits | None]:
-    """Return forward's arguments cast to `low`, and what copies forward's writes into cast dicts to the caller's."""
+    """Return forward's arguments cast to `low`, and the object that copies forward's edits of cast dicts back."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
         return (tree.cast_floats(args[0], low),), kwargs, None
     cast_args, cast_kwargs = tree.cast_floats((args, kwargs), low)

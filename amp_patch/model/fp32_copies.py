@@ -42,10 +42,10 @@ def fp32_copy(model: Module) -> Module:
     the cast, if nothing has written them since.
 
     The casts of an O1 or O4 training act in all calls outside of models, but not in the copy: the copy and its parts
-    run, trace and export in FP32. (Exception: one of torch's own layers inside it, called directly.) While such a
-    training lives, the copy, its parts and their deepcopies have generated classes for this. Pickles always contain the
-    plain classes. Regions that the caller enters around the copy, `amp.autocast` or the forward of a model, act in it
-    as in any module.
+    run, trace and export in FP32. (One exception: if user code calls a layer of torch inside the copy directly, the
+    casts act in that call.) While such a training lives, the copy, its parts and their deepcopies have generated
+    classes. Pickles always contain the plain classes. Regions that the caller enters around the copy, `amp.autocast` or
+    the forward of a model, act in it as in any module.
     """
     settle(links_of(set(model.parameters())))
     plain = copy.deepcopy(model)
@@ -62,14 +62,14 @@ def fp32_copy(model: Module) -> Module:
 
 
 def hold_casts_off(model: nn.Module) -> None:
-    """Run `model`, which belongs to no training, in FP32 outside of models, like a copy by `fp32_copy`."""
+    """Disable the casts of the process in `model`, which belongs to no training, as in a copy made by `fp32_copy`."""
     _copies.add(model)
     if casts_state.default() is not None:
         shield()
 
 
 class FP32Copy(Generated):
-    """Overrides of a module in an FP32 copy: no casts, unless the caller is in a region that casts."""
+    """The overriding methods of a module in an FP32 copy: no casts, unless the caller is in a region that casts."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _unshield(plain: nn.Module) -> None:
 
 
 def _is_known_by_its_class(module: nn.Module) -> bool:
-    """Tell whether tools test for exactly this class: torch's layers (quantization, fx), parametrized, scripted."""
+    """Tell whether tools need the module's exact class: torch's layers (quantization, fx), parametrized, scripted."""
     own = type(module).__module__.partition(".")[0] == "torch" and next(module.children(), None) is None
     return own or parametrize.is_parametrized(module) or isinstance(module, torch.jit.ScriptModule)
 

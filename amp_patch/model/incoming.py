@@ -1,8 +1,8 @@
-"""Models with FP16 or BF16 tensors at `initialize`: their original types, the types under a policy, and refusals.
+"""Models that have FP16 or BF16 tensors before `initialize`: their original types, and their types under a policy.
 
-FP32 holds all values of FP16 and BF16, so such a training has the same bits as one of `model.float()`. It needs less
-memory: a weight that has the level's type already gets only a master, and a frozen one gets nothing. `restore` returns
-tensors to their original types. The tables compare parameters by identity, and reference them weakly.
+FP32 holds all values of FP16 and BF16, so a training of such a model has the same bits as one of `model.float()`. It
+needs less memory: a weight that has the level's type already gets only a master, and a frozen one gets nothing.
+`restore` returns tensors to their original types. The tables compare parameters by identity, and reference them weakly.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def wanted_type(param: Tensor, stays: bool, policy: Policy, *, widened: bool) ->
     """Return the type of a floating parameter under `policy`.
 
     Args:
-        stays: the parameter's module stays FP32.
-        widened: `has_widened(model)`. At O0 such a model is FP32 as a whole: plain torch does not mix types, and
-            rounding would lose trained values.
+        stays: whether the parameter's module stays FP32.
+        widened: `has_widened(model)`. At O0 such a model is FP32 as a whole, because plain torch does not mix types,
+            and because rounding the parameters back would lose trained values.
     """
     cast = policy.cast_model_type
     if type_of(param) is None:

@@ -33,7 +33,7 @@ def kept_modules(
 
     Args:
         caller: the function that error messages begin with.
-        low_tables: modules with only low-precision buffers stay too; for models that were low precision before.
+        low_tables: whether modules with only low-precision buffers stay too, for models that were low precision before.
 
     Raises:
         ValueError: a name that no model has, or a class without an instance in any model.

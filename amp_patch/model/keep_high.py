@@ -1,4 +1,4 @@
-"""Choice of the products that stay 16-bit at the levels with FP8 or FP4: the first layer's and the head's."""
+"""Choice of the modules whose products stay 16-bit at the levels with FP8 or FP4: by default first layer and head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rules = KeepFP32 | Iterable[KeepFP32] | None
 
 
 class HighModule(InnerModule):
-    """Overrides of a module whose products stay 16-bit: it runs under the policy without a product format."""
+    """The `forward` of a module whose products stay 16-bit: it runs under the policy without a product format."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Warnings for calls of transformers and PEFT that round the weights of a training, at the moment they happen."""
+"""Warnings before calls of transformers and PEFT that round a training's weights, or save them to be rounded later."""
 
 from __future__ import annotations
 

@@ -38,13 +38,13 @@ class ModelState:
     Attributes:
         policy: the training's policy.
         low_buffers: names of buffers that were low precision before `initialize`.
-        on_demand: a state dict makes the masters, because no optimizer trains the model.
+        on_demand: whether `state_dict()` makes the masters, because no optimizer trains the model.
         links: finds masters of the model that were written and not yet copied back into their weights.
-        fast_path_off: torch's fused encoder layers are disabled, because they would meet modules that stay FP32.
-        sharded: the model went through `fully_shard` before `initialize`.
+        fast_path_off: whether torch's fused encoder layers are disabled, because some of their modules stay FP32.
+        sharded: whether the model went through `fully_shard` before `initialize`.
         handles: handles of hooks on FSDP modules inside the model.
-        no_sync: DDP's `no_sync()` is entered; around/ddp.py sets this.
-        local: the gradients of the last forward stay on this process, because it ran under `no_sync()`.
+        no_sync: whether DDP's `no_sync()` is entered; around/ddp.py sets this.
+        local: whether the last forward ran under `no_sync()`, so that its gradients stay on this process.
         written_buffers: finds cast buffers that training writes; None after two forwards.
         cleared: the number of calls of `zero_grad`.
         owner: the model.

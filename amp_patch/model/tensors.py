@@ -179,10 +179,10 @@ def reflatten(model: nn.Module) -> None:
 
 
 def uncast(param: nn.Parameter, name: str = "", *, give_back: bool = False) -> None:
-    """Set `param` to its master's value, or its own, in FP32; in FP64 if user code has cast it to that.
+    """Make `param` FP32, with the value of its master if it has one. If user code has made it FP64, it stays FP64.
 
     A frozen parameter without a master returns to the low-precision type that it had before `initialize`. With
-    `give_back` every parameter does, and its FP32 value is rounded.
+    `give_back`, all parameters return to that type, which rounds their FP32 values.
 
     Raises:
         RuntimeError: the parameter was FP16, and its value is beyond FP16's range now. It is FP32 then.
@@ -199,7 +199,7 @@ def uncast(param: nn.Parameter, name: str = "", *, give_back: bool = False) -> N
         was_cast = param.dtype in LOW_PRECISION and param.dtype is not low and not is_quantized(param)
         if was_cast:
             cast([param], torch.float32)
-            if low is torch.float16 and not param.requires_grad:  # BF16 had rounded 65504, FP16's largest, up
+            if low is torch.float16 and not param.requires_grad:  # BF16 has rounded FP16's largest, 65504, up
                 set_data(param, torch.where(param.data.abs() == 65536, param.data.sign() * 65504, param.data))
         back = give_back or (was_cast and not param.requires_grad)
         if back and low is not None and param.dtype is torch.float32 and _fits(param.data, low):

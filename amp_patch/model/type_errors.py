@@ -66,7 +66,7 @@ def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Poli
 
 
 def explain_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
-    """Raise `error` of a forward of `model` with its line, the level and the way out, if it is about types."""
+    """If `error`, which the forward of `model` has raised, is about types, raise it with line, level and way out."""
     if policy.cast_model_type is not None:
         if fsdp.is_fsdp(model) and (is_about_types(error) or _names_integers(error)):
             return
@@ -77,7 +77,7 @@ def explain_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_cl
 
 
 def explain_types_in_body(policy: Policy, error: RuntimeError) -> None:
-    """Raise `error` of the body of a `scale_loss` with its line, the level and the way out, if it is about types."""
+    """If `error`, which a body of `scale_loss` has raised, is about types, raise it with line, level and way out."""
     part = ""
     if policy.cast_model_type is not None and is_about_types(error):
         part = (
@@ -170,8 +170,8 @@ def _refuse_integers(model: nn.Module, error: RuntimeError) -> None:
         ) from error
 
 
-# Called with the model and the name of a method that was called directly and failed on types. A subscriber that returns
-# True has had the method cast, and the method is called again.
+# If user code calls a method of a cast model directly and torch raises an error about types, each subscriber is called
+# with the model and the method's name. If one returns True, it has made the method cast its inputs: it is called again.
 method_subscribers: list[Callable[[nn.Module, str], bool]] = []
 
 

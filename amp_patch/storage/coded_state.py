@@ -51,7 +51,7 @@ def codes_of(kind: str, name: str, beside: Iterable[str]) -> torch.dtype | None:
     Args:
         kind: the name of the optimizer's class.
         name: the name of the state tensor.
-        beside: the names of the parameter's state tensors.
+        beside: the names of all state tensors of the parameter.
     """
     for (of_class, state, other), _ in IN_FP32.items():
         if state == name and of_class in ("", kind) and (not other or other in beside):
@@ -81,7 +81,8 @@ class Coded:
     Attributes:
         codes: int8 or uint8, with the tensor's shape and strides.
         scales: FP32, shape [ceil(elements / 256)].
-        value: FP32, set by a read or for a step, until the next `encode`. While it is set, the codes are stale.
+        value: the FP32 tensor that a read or a step works on, until the next `encode`; else None. While it is set, the
+            codes are stale.
         is_lent: whether `value` was made for a step alone, so that `encode` may free it without looking for references
             in user code.
     """
@@ -222,7 +223,7 @@ def stored(state: Any) -> Any:
 
 
 class Coder:
-    """The codes of one optimizer's state. The caller calls `close` before each backward and each step.
+    """The encoder and decoder of one optimizer's state. The caller calls `close` before each backward and each step.
 
     Args:
         kind: the name of the optimizer's class.
@@ -305,8 +306,8 @@ class Coder:
     def close(self, optimizer: Any) -> None:
         """Encode all values that user code has read from, or put into, the states of `optimizer`; no sync.
 
-        A tensor that user code has put there becomes the `value`. While user code references it, each step writes the
-        new numbers into it.
+        A tensor that user code has put into a state becomes the `value` of a `Coded`. While user code references it,
+        each step writes the new numbers into it.
         """
         states = optimizer.state
         if not self.is_up_to_date or dict in map(type, states.values()):
@@ -320,7 +321,7 @@ class Coder:
 
     @without_grad
     def take(self, optimizer: Any, params: Iterable[Tensor]) -> None:
-        """Encode the states of these parameters, new tensors included, and every value that is set."""
+        """Encode the states of these parameters after their step, new tensors included, and every value that is set."""
         with self._lock:
             self.adopt(optimizer, params, is_lent=True)
             self.encode()

@@ -274,7 +274,7 @@ def _loading(base: Any) -> Any:
     @wraps(base.load_state_dict)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         base.load_state_dict(self, state_dict)
-        if (stash := stash_of(self)) is not None:  # Not lent: steps would write into the checkpoint's tensors
+        if (stash := stash_of(self)) is not None:  # with is_lent=False, steps would write into the checkpoint
             stash.neighbours.coder.adopt(self, list(self.state), is_lent=True)
 
     return load_state_dict

@@ -67,7 +67,7 @@ def _is_low_shard(param: Tensor) -> bool:
 
 
 class InFp32(Coder):
-    """The state of sharded parameters as FP32 tensors, of the local shards alone; nothing becomes codes."""
+    """A coder that encodes nothing: it stores the state of the local shards as FP32 tensors."""
 
     def _codes_of(self, name: str, beside: Iterable[str]) -> torch.dtype | None:
         return None
@@ -123,7 +123,7 @@ def _gradient(optimizer: Any, stash: Stash, shard: Any) -> Tensor:
 
 
 def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
-    """Hold these BF16 gradients for the step. If none can be held, or others are held already, set FP32 `.grad`."""
+    """Defer these BF16 gradients until the step. If that is impossible, or others are deferred, set FP32 `.grad`."""
     waiting = stash.masters.waiting
     if waiting is not None and not waiting:
         waiting.hold(grads)
@@ -134,7 +134,7 @@ def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
 
 
 def _take_gradients(stash: Stash) -> None:
-    """Clear the gradients of the masters: the shards keep theirs."""
+    """Clear the gradients of the masters; the DTensors keep theirs."""
     for part in stash.masters.parts.values():
         if stash.masters.waiting is not None:
             stash.masters.waiting.drop(part.master)
@@ -151,7 +151,10 @@ def is_for(stash: Stash) -> bool:
 
 
 def enter(optimizer: Any, stash: Stash) -> None:
-    """Store the state of an optimizer of rounded shards for the local shards. A copied optimizer gets new masters."""
+    """Give an optimizer of rounded shards a coder, which stores the state of the local shards.
+
+    A copied optimizer gets new masters first.
+    """
     if (form := stash.master_form) is None:
         return
     for group in optimizer.param_groups:
@@ -171,7 +174,7 @@ def overrides(base: Any) -> dict[str, Any]:
             base.load_state_dict(self, state_dict)
             return
         try:
-            stash.masters.exchange(self, shards=False)  # on the shards, torch would cast the state to BF16
+            stash.masters.exchange(self, shards=False)  # for the BF16 shards torch would cast the state to BF16
             base.load_state_dict(self, state_dict)
         finally:
             stash.masters.exchange(self, shards=True)

@@ -23,7 +23,7 @@ class _States(defaultdict[Tensor, Any]):
         super().__init__(dict)
         self._states, self._coder, self._params = optimizer.state, coder, params
         for stand_in, param in params.items():
-            if param in optimizer.state:  # a plain dict if user code has read it before the first step
+            if param in optimizer.state:  # maybe a plain dict, made when user code read it before the first step
                 self[stand_in] = optimizer.state[param]
 
     def __missing__(self, stand_in: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Masters without memory next to their BF16 weights: a value written into one is rounded stochastically to BF16.
+"""Masters that are stored only as their BF16 weights: a value written into one is rounded stochastically to BF16.
 
 An update smaller than half the distance to the next BF16 number changes the weight with a probability proportional to
 its size. Rounding to nearest would lose it in every step.
@@ -20,8 +20,9 @@ from amp_patch.policy import STOCHASTIC, Policy
 from amp_patch.support import device_sync
 from amp_patch.supported import reason
 
-# A draw selects the random bits of one write into a master. From the low bits: the number of its steps (32 bits); the
-# number of edits by user code since the last step (8 bits), 0 for the step itself; the master's number in the training.
+# A draw is an integer that selects the random bits of one write into a master. From its lowest bits on, it has the
+# number of the master's steps (32 bits); the number of edits by user code since the last step (8 bits), 0 for the step
+# itself; and the master's number in the training.
 _EDITS, _NUMBER = 32, 40
 _MOST_EDITS = (1 << _NUMBER - _EDITS) - 1
 _STEPS = (1 << _EDITS) - 1
@@ -48,7 +49,7 @@ class Rounding(Form):
         self.seed = 0
         self._masters: dict[int, weakref.ref[ClosedMaster]] = {}  # by the number of the master
         self._positions: dict[int, int] = {}  # id(parameter) -> position; empty in a copy
-        self._later: dict[int, int] = {}  # number of a later master -> loaded steps
+        self._later: dict[int, int] = {}  # number of a master to be made -> its loaded count of steps
 
     def __getstate__(self) -> dict[str, Any]:
         return {"seed": self.seed, "_masters": {}, "_positions": {}, "_later": {**self._later, **self._steps()}}
@@ -83,7 +84,7 @@ class Rounding(Form):
             )
 
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
-        if value is not None:  # to nearest: this is no update, so none can get lost
+        if value is not None:  # to nearest, as this is no update, whose small part could get lost
             multi_tensor.multi_tensor_scale([value], [param], 1.0)
         if master.draw is None:  # a copied master keeps the original's draw
             number = self._number_of(param)

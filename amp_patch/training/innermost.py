@@ -27,10 +27,10 @@ def layers(optimizer: Any) -> Iterator[Any]:
         )
         if inner is None or isinstance(inner, type) or not callable(getattr(inner, "step", None)):
             break
-        # Some wrappers are torch Optimizers too, because schedulers require one. Any of four signs identifies them: an
-        # attribute of the class (LARC); the inner optimizer has a stash and the outer has none, since it was wrapped
-        # after `initialize` (Accelerate); two passes (SAM); no hooks, since Optimizer's __init__ was not called
-        # (Lookahead).
+        # Some wrappers are torch Optimizers themselves, because schedulers require one. Any of four signs identifies a
+        # wrapper: its class has the attribute `wraps_an_optimizer` (LARC); it makes two passes (SAM); it has no stash
+        # but the inner optimizer has one, because it was made after `initialize` (Accelerate); it has no hooks, because
+        # it did not call Optimizer's __init__ (Lookahead).
         wraps = getattr(type(optimizer), "wraps_an_optimizer", False) or makes_two_passes(optimizer)
         later = hasattr(inner, "_amp_stash") and not hasattr(optimizer, "_amp_stash")
         hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")

@@ -1,7 +1,7 @@
 """Lists of callbacks through which optional features extend every training; `amp_patch/guests.py` fills them.
 
-The core calls the registered functions in order, and imports no feature. A steady step of one optimizer reads none of
-these lists except `forms`.
+The core calls the registered functions in order, and imports no feature. In a training with one optimizer, the steps
+after the first ones read none of these lists except `forms`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from amp_patch.policy import Policy
 
 # Forms of storage -----------------------------------------------------------------------------------------------------
 
-# Policy.master_weights -> a function of `LossScaler.beside` that returns the compressed form of masters, or None.
+# A value of Policy.master_weights -> a function that receives `LossScaler.beside`, and returns the compressed form of
+# the masters, or None for plain FP32.
 forms: dict[Any, Callable[[dict[str, Any]], Form | None]] = {}
-# Functions of a policy: the objects to save next to its first loss scale, by their names in the state dict.
+# Each function receives a policy, and returns the objects to save with its first loss scale, by name in the state dict.
 beside_scale: list[Callable[[Policy], dict[str, Any]]] = []
-# Storages of optimizer state. Each has KEY (for the generated class), `is_for(stash)` and `overrides(base)`.
+# Storages of optimizer state, such as eight bits. Each has `is_for(stash)`, and for the generated class `KEY` (a part
+# of the class's key) and `overrides(base)` (its methods).
 keepers: list[Any] = []
 
 # Ways to step ---------------------------------------------------------------------------------------------------------
@@ -29,15 +31,17 @@ ways: list[Any] = []  # strategies (step.py); an optimizer gets the first that s
 
 # Surroundings ---------------------------------------------------------------------------------------------------------
 
-# (models, policy, modules that stay FP32, ids of the parameters whose type would change, process_group)
+# (models, policy, modules that stay FP32, ids of the parameters whose dtype will change, process_group): these
+# functions raise before `initialize` changes anything.
 check_models: list[Callable[[list[nn.Module], Policy, list[nn.Module], set[int], Any], None]] = []
 enter_models: list[Callable[[Any, list[nn.Module], list[Any]], None]] = []  # (training, models, targets), at the end
 retyped: list[Callable[[Collection[int]], None]] = []  # ids of the parameters whose dtype has changed
 unpickled: list[Callable[[], None]] = []  # masters were unpickled or copied, maybe into another process
 regrouped: list[Callable[[Any], None]] = []  # masters were put into an optimizer's groups, or taken out
 wrapped: list[Callable[[Any], None]] = []  # (wrapper): `scale_loss` was given a wrapper of an optimizer
-shared_backward: list[Any] = []  # one class: `ScaledBackward` beside other optimizers or parameters
-captured: list[Callable[[Any, Any], None]] = []  # (optimizer, stash): a CUDA graph is about to capture a step
+# One class: the subclass of `ScaledBackward` for trainings with several optimizers, or with parameters in no optimizer.
+shared_backward: list[Any] = []
+captured: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), at the start of a step that a CUDA graph captures
 
 # Moments of an optimizer ----------------------------------------------------------------------------------------------
 

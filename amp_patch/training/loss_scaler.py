@@ -44,7 +44,8 @@ class LossScaler:
         growth_factor, backoff_factor: the factors of the scale when it grows, and at an overflow.
         updates, edits: the number of calls of `update`, and of times that a scale was loaded or set, counted on the
             host. If neither count has changed, the host knows without a sync that the scale has not.
-        beside: name in the state dict -> another object that is saved with the first scaler of a training.
+        beside: name in the state dict -> another object whose state is saved together with the scale. Only the first
+            scaler of a training has such objects (`joints.beside_scale`).
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class LossScaler:
         self._found_inf.zero_()
 
     def stepped(self) -> None:
-        """Note that an optimizer took the step that this loss's gradients were for."""
+        """Note that an optimizer took a step with the gradients of this loss: the row of skipped steps has ended."""
         self._skips_in_a_row = 0
 
     def skipped(self, culprits: Callable[[], str]) -> None:

@@ -1,4 +1,4 @@
-"""Observers of trainings: callbacks for bodies, steps and GradScalers, so that a recording need not patch these."""
+"""Observers: objects that are notified of bodies of `scale_loss`, of steps and of calls of GradScalers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Observer:
         """The body has ended. `body.failed`: whether an exception has ended it."""
 
     def step_begins(self, optimizer: Any) -> None:
-        """`optimizer.step()` was called, of any optimizer. If `step` calls its parent's, this is called twice."""
+        """`step()` of any optimizer was called. If it calls the `step` of its parent class, this is called twice."""
 
     def step_ends(self, optimizer: Any) -> None:
         """`optimizer.step()` has returned."""
@@ -79,7 +79,7 @@ def add(observer: Observer) -> None:
 
 
 def remove(observer: Observer) -> None:
-    """Stop notifying `observer`; without observers, remove the hooks and patches."""
+    """Stop notifying `observer`. If it was the last observer, remove the hooks and patches."""
     with _lock:
         _observers.remove(observer)
         if not _observers:
@@ -145,7 +145,10 @@ def _classes(base: type) -> Iterator[type]:
 
 
 def _outermost(original: Callable[..., Any], told: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs `told` around `original`, or `original` alone in a nested call or if disabled."""
+    """Return the method that replaces `original`: it calls `told`, which notifies observers and calls `original`.
+
+    In a nested call, or if the scaler is disabled, it calls only `original`.
+    """
 
     @functools.wraps(original)
     def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Optimizers in a training: their generated class and the masters in their groups, from `initialize` to `restore`."""
+"""The optimizer's side of `initialize` and `restore`: gives an optimizer its generated class, stash and masters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KNOWN_ZERO_GRADS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad) 
 
 
 class AmpOptimizer(Generated):
-    """Overriding methods of an optimizer that went through `initialize`."""
+    """Base of the generated classes of optimizers: the methods that `initialize` overrides."""
 
     strategy: Strategy = WHOLE  # the default of the class; `neighbours.strategy` overrides it for one optimizer
     _step_supports_amp_scaling = slips.SupportsScaling()
@@ -92,7 +92,7 @@ class AmpOptimizer(Generated):
         if stash.policy.patch_torch_functions and stash.policy.cast_model_type is None:
             _widen(stash, group)
         if stash.scales_loss:
-            drop_gradients(group["params"])  # scaled: no exit unscales gradients of parameters in no optimizer
+            drop_gradients(group["params"])  # scaled, and never unscaled: until now the parameters were in no optimizer
         if stash.policy.master_weights:
             stash.masters.attach(self, group, form=stash.master_form)
             stash.note_gathered()
@@ -104,7 +104,7 @@ class AmpOptimizer(Generated):
     def __getstate__(self) -> dict[str, Any]:
         stash = stash_of(self)
         if stash is not None:
-            stash.masters.adopt()  # first, since groups and state hold the masters
+            stash.masters.adopt()  # groups and state hold the masters: without this, a copy would lack edits of weights
         parent = getattr(super(), "__getstate__", None)  # object has one since Python 3.11
         state = dict(vars(self)) if parent is None else parent()
         return state if stash is None else {**state, "_amp_stash": stash}
@@ -171,7 +171,7 @@ def enter_training(
 
 
 def _carry_stash(patches: Patches) -> None:
-    """Patch torch so that optimizers of trainings that keep their own class copy and pickle their stash."""
+    """Patch `__getstate__` and `__setstate__` of torch's Optimizer, so that copies of optimizers at O0 have a stash."""
     cls: Any = torch.optim.Optimizer
     get, put = cls.__getstate__, cls.__setstate__
 
@@ -203,7 +203,7 @@ def _lead_scheduler(optimizer: Any) -> None:
 
 
 def enter_step(optimizer: Any, stash: Stash) -> None:
-    """Bind `stash` to `optimizer`, install the step, and defer gradients if a strategy for the optimizer takes them."""
+    """Bind `stash` to `optimizer` and install the step. If a strategy takes low-precision gradients, defer these."""
     stash.neighbours.owner = weakref.ref(optimizer)
     joints.tell(joints.enter_optimizer, optimizer, stash)
     if stash.policy.master_weights and any(way.knows(optimizer, stash) for way in joints.ways):
@@ -244,7 +244,7 @@ def state_follows_params(optimizer: Any) -> None:
     """Cast the optimizer's state to the dtypes of the tensors that it steps, by torch's rules for loading a state."""
     optimizer = stateful(optimizer)
     stash = stash_of(optimizer)
-    parts = {} if stash is None else stash.masters.parts  # shards: their FP32 masters are in no group
+    parts = {} if stash is None else stash.masters.parts  # these DTensors have FP32 masters that are in no group
 
     def follows(value: Any, param: Tensor) -> bool:
         wanted = torch.float32 if id(param) in parts else param.dtype

@@ -1,8 +1,9 @@
-"""Skips of steps after an overflow, on the host or on the device, with the parameters that overflowed by name.
+"""Decides whether a step is skipped after an overflow, and names the parameters whose gradients overflowed.
 
 The backward passes before a step record the overflow flag (`unscale.py`) and lower the scale (`loss_scaler.py`). `Step`
-calls `decide`: the optimizer's own step is called, skipped, or given the flag. Under DDP all ranks decide alike,
-because gradients are averaged before they are checked. Other reductions need `initialize(process_group=)`.
+calls `decide`: either the host calls or skips the optimizer's own step, or the optimizer gets the flag and skips on the
+device. Under DDP all ranks decide alike, because gradients are averaged before they are checked. Other reductions need
+`initialize(process_group=)`.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def culprits(optimizer: Any) -> str:
 
 
 def read_found(stash: Stash) -> list[LossScaler]:
-    """Return the scalers whose losses overflowed since the last step, and notify the others of the step. Syncs."""
+    """Return the scalers whose losses overflowed since the last step; call `stepped` of the others. Syncs."""
     flags = [found_inf for _, found_inf in stash.found]
     if len(flags) > 1:  # one sync for all
         flags = torch.stack([found_inf.to(flags[0].device) for found_inf in flags]).tolist()
@@ -116,8 +117,8 @@ def read_found(stash: Stash) -> list[LossScaler]:
 def _knows_of_each(optimizer: Any, stash: Stash) -> bool:
     """Tell whether the host knows that each parameter with a gradient has taken a step before.
 
-    torch's fused SGD initializes its momentum on the host's word that a step is the first. If the device skipped that
-    step, the momentum would still count as initialized.
+    The host tells torch's fused SGD that a step is the first, and the kernel then initializes the momentum. If the
+    device skipped that step, the host would still treat the momentum as initialized.
     """
     state, stepped = optimizer.state, stash.neighbours.stepped
     return all(
@@ -144,7 +145,7 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
 
 
 def note_stepped(optimizer: Any, stash: Stash) -> None:
-    """Store the number of state entries of each master that the optimizer has just updated, for `decide`."""
+    """After a step, store the number of state entries of each master with a gradient, for `_knows_of_each`."""
     stepped = stash.neighbours.stepped
     for group in optimizer.param_groups:
         for master in group["params"]:

@@ -51,9 +51,9 @@ def scale_loss(
         loss_id: the index of the loss scale, below `initialize(num_losses=...)`.
         model: unused; Apex has it.
         delay_unscale: leave the gradients scaled on the model, for the next micro-batch to add to. Pass False for the
-            last micro-batch of an iteration. (If that is forgotten, the step unscales them.) Autograd sums such
-            gradients in the type of the weights: in BF16 (O5) the sum of 64 micro-batches was 0.8 % off, the sum of 512
-            4 to 7 %; in FP16 0.1 and 0.3 %. With False, each exit sums in FP32 at O2 and O5.
+            last micro-batch of an iteration. (Otherwise the step unscales them.) Autograd sums such gradients in the
+            type of the weights. In BF16 (O5) the sum of 64 micro-batches was off by 0.8 %, and the sum of 512 by 4 to
+            7 %; in FP16 by 0.1 % and 0.3 %. With False, each exit sums in FP32 at O2 and O5.
             Implied if DistributedDataParallel's `no_sync()` was around the forward, and the model is cast or the loss
             scaled: the sum stays on the model until DDP reduces it, and all processes see an overflow at once.
             Implied if fully_shard holds gradients back (`set_requires_gradient_sync(False)`).
@@ -86,7 +86,7 @@ def scale_loss(
         return nullcontext(loss)
     scaler = _checked_scaler(loss, stashes, loss_id)
     for target, stash in zip(targets, stashes, strict=True):
-        stash.masters.of_groups(target.param_groups)  # if the groups have changed, this adds to `before_backward`
+        stash.masters.of_groups(target.param_groups)  # first, because changed groups may add to `before_backward`
         for prepare in stash.neighbours.before_backward:
             prepare(target, stash)
     if scaler.scales and not stashes[0].bodies:

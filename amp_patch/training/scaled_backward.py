@@ -39,7 +39,7 @@ class ScaledBackward(Block):
         optimizers: the innermost optimizers of the loss, each once.
         stashes: their stashes, in the same order.
         scaler: the scaler of the loss, on the loss's device.
-        delay_unscale, delay_overflow_check: as of `scale_loss`.
+        delay_unscale, delay_overflow_check: as in `scale_loss`.
 
     Attributes:
         now: the scale of this body's gradients. An inner body may change the scaler's scale before this one ends.
@@ -66,15 +66,17 @@ class ScaledBackward(Block):
         self.delay_unscale, self.delay_overflow_check = delay_unscale, delay_overflow_check
         self.models: dict[int, tuple[nn.Module, int]] = {}
         self.begun = self.done = self.failed = False
-        self._had_grad: tuple[list[Tensor], Sequence[int]] | None = None  # parameters; indices of those with a gradient
+        # The parameters, and the indices of those that had a gradient when the body began.
+        self._had_grad: tuple[list[Tensor], Sequence[int]] | None = None
         self._announced = False  # whether observers were notified of `body_begins`, and not of `body_ends` yet
         self._casts: regions.region | None = None
         self._exit_watch: Any = None
-        # If the loss is scaled: the gradients that backward passes of the body gave the loss, and the scaled loss.
+        # If the loss is scaled, hooks add the gradients of the loss, and of the scaled loss, in the body's backward
+        # passes.
         self._of_loss: list[Tensor] = []
         self._of_scaled: list[Tensor] = []
         self._hooks: list[Any] = []
-        self._others: slips.OtherBackwards | None = None  # only in the optimizers' first body
+        self._others: slips.OtherBackwards | None = None  # None except in the optimizers' first body
         self._returned: weakref.ref[Tensor] | None = None  # the scaled loss; weak, so as not to keep its graph
 
     def __getattr__(self, name: str) -> Any:
@@ -92,14 +94,14 @@ class ScaledBackward(Block):
         self.begin()
         self._casts = regions.process_wide_region(self.stashes[0].policy)
         self._casts.__enter__()
-        loss, self.loss = self.loss, None  # user code alone keeps its graph
+        loss, self.loss = self.loss, None  # without this, `self` would keep the graph of the loss alive
         observers.tell("loss_scaled", self, loss)
         if self.now.scaling:
             scaled = (loss if loss.dtype is torch.float64 else loss.float()) * self.scale
             if scaled.requires_grad:  # hooks that are builtins cost no Python frame
                 self._hooks.append(loss.register_hook(self._of_loss.append))
                 self._hooks.append(scaled.register_hook(self._of_scaled.append))
-                # In first bodies alone. FSDP calls such hooks when the backward pass is over.
+                # Only in first bodies, and not with FSDP, which calls such hooks after the backward pass has ended.
                 first = self.stashes[0].bodies == 1
                 if first and all(stash.bodies == 1 and not stash.neighbours.sharded for stash in self.stashes):
                     self._others = slips.OtherBackwards()
@@ -133,7 +135,10 @@ class ScaledBackward(Block):
             self.scaler.update()
 
     def _look_for_slips(self) -> None:
-        """Raise or warn if gradients came past the scaled loss; make a later backward of the scaled loss raise."""
+        """Raise or warn if the body has made gradients without the scaled loss.
+
+        If the body has not used the scaled loss at all, make a later backward pass through it raise.
+        """
         if self._of_loss:
             slips.refuse_unscaled(self._of_loss, self.scale, self.params())
             return
@@ -145,9 +150,12 @@ class ScaledBackward(Block):
         """Begin the body: leave on the model only gradients that this backward may add to.
 
         Gradients that a delayed exit left scaled stay, since DDP must reduce the sum. If the scale has changed since,
-        they are rescaled. Any other gradient of a parameter with a master is not this optimizer's (a GAN's generator
-        loss fills the discriminator's), and is dropped. Any other gradient of a parameter without a master was unscaled
-        by an earlier exit. It is set aside, so that the exit checks this backward's gradients alone; `finish` adds it.
+        they are rescaled.
+
+        All other gradients are treated by parameter. If the parameter has a master, the gradient is of another
+        optimizer's loss (a GAN's generator loss fills the discriminator's gradients), and is dropped. If it has none,
+        an earlier exit has unscaled the gradient. It is set aside, so that the exit checks only the gradients of this
+        backward, and `finish` adds it.
         """
         self._announced = True
         observers.tell("body_begins", self)
@@ -171,7 +179,8 @@ class ScaledBackward(Block):
         accumulating = []
         for stash, held, new in parts:
             if stash.pending is None:
-                # In the first two bodies alone. Gradients of another body would be right.
+                # Warn only in the first two bodies, and only if no other body was open since this optimizer's last one:
+                # the loss of another body may rightly leave such gradients.
                 if stash.bodies <= 2 and stash.backward.ended == body_events.count - 1:
                     slips.warn_of_dropped(stash, new.low)
                 drop_gradients(new.low)
@@ -209,7 +218,10 @@ class ScaledBackward(Block):
                 )
 
     def claim_other_gradients(self) -> None:
-        """Set aside gradients of parameters that these optimizers do not hold: backward must not add to them."""
+        """Set aside gradients of parameters that these optimizers do not hold: backward must not add to them.
+
+        Here there are no such parameters; a subclass (around/shared_backward.py) overrides this.
+        """
 
     def release_other_gradients(self) -> None:
         """Undo `claim_other_gradients` at the end of the body."""
@@ -217,7 +229,7 @@ class ScaledBackward(Block):
     def must_delay(self) -> bool:
         """Tell whether this exit must be delayed, because a later backward completes the gradients.
 
-        Either FSDP modules hold some of them back, or DDP reduces none of them under `no_sync()`.
+        There are two cases: FSDP modules hold back some gradients unreduced, or DDP reduces none under `no_sync()`.
         """
         now = self.now
         for stash in self.stashes:
@@ -230,7 +242,10 @@ class ScaledBackward(Block):
         return now.local or now.held_back
 
     def delay(self) -> None:
-        """Leave the gradients scaled, add the gradients that `begin` set aside, scaled too, and store the scale."""
+        """Leave the gradients scaled on the model, and store their scale in `stash.pending`.
+
+        The gradients that `begin` set aside are multiplied by the scale and added to them.
+        """
         if self.models:
             self.forget_cleared()
         for stash, aside in self._taken():
@@ -240,7 +255,7 @@ class ScaledBackward(Block):
         self.done = True
 
     def finish(self) -> None:
-        """Unscale the gradients into the masters', add those set aside, and record overflow on the device."""
+        """Unscale the gradients into the masters, add the gradients set aside, and record overflow on the device."""
         if self.models:
             self.forget_cleared()
         unscale(self.optimizers, self.scaler, self.now.inverse())
@@ -307,7 +322,7 @@ class ScaledBackward(Block):
                 self.models[id(model)] = model, model_forward.times_cleared(model)
 
     def forget_cleared(self) -> None:
-        """Drop set-aside gradients of models whose `zero_grad()` the body has called, as it would have cleared them."""
+        """Drop the set-aside gradients of models whose `zero_grad()` was called in the body."""
         cleared = (model for model, before in self.models.values() if model_forward.times_cleared(model) != before)
         if gone := {id(param) for model in cleared for param in model.parameters()}:
             self.forget_taken(gone)
@@ -330,7 +345,7 @@ class ScaledBackward(Block):
         ]
 
     def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
-        """Return the stash of each optimizer, its parameters, and the ones that no earlier optimizer holds."""
+        """Return for each optimizer its stash, its parameters, and those of them that no earlier optimizer holds."""
         known = self.stashes[0].masters.of_groups(self.optimizers[0].param_groups)
         return [(self.stashes[0], known, known)]
 

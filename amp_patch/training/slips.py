@@ -1,4 +1,4 @@
-"""Checks for mistakes in a training loop that would train wrongly in silence: errors and warnings in iteration one."""
+"""Checks of the first iterations for mistakes in a training loop that would otherwise train wrongly in silence."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None
             return
 
 
-# Functions of a step's parameters: whether a GradScaler that has stepped no optimizer yet has scaled their loss.
+# Each function receives parameters, and tells whether a GradScaler that has not stepped any optimizer yet has scaled
+# the loss of their gradients. `grad_scaler.py` adds one.
 of_waiting_scaler: list[Callable[[Sequence[Tensor]], bool]] = []
 
 
@@ -131,7 +132,7 @@ def _in_scaler() -> Any:
 def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
     """Warn once if the gradients of the optimizer's first step came from a backward pass outside of `scale_loss`."""
     if stash.backward.is_seen or not stash.scales_loss or with_gradient(stash.masters.links.params):
-        return  # in the third case `Step` has already warned of gradients that no exit has moved to the masters
+        return  # gradients of parameters with masters: `_warn_of_ungathered` of step.py has warned of them already
     rates = [group.get("lr") for group in optimizer.param_groups]
     if all(rate == 0 for rate in rates if not getattr(rate, "is_cuda", False)):
         return  # torch.distributed.checkpoint initializes the state by such a step, with gradients of zeros
@@ -253,7 +254,7 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
 
 
 def refuse_scaled(loss: Tensor) -> None:
-    """Raise if `loss` is the result of a GradScaler's `scale`: one factor of it is the scaler's scale tensor."""
+    """Raise if a GradScaler has scaled `loss`: autograd has then saved the scaler's scale tensor as a factor."""
     try:
         factor = getattr(loss.grad_fn, "_saved_other", None)
     except RuntimeError:  # backward has freed the graph: a second backward in the body raises torch's error

@@ -63,7 +63,7 @@ class Pending:
 
 
 class DeviceSkip:
-    """The overflow flags of one step that the device alone skipped or took, in an asynchronous copy to the host.
+    """The overflow flags of a step that the device has skipped or taken, while they are copied to the host.
 
     Args:
         scalers: the scalers of the losses whose gradients the step was for.
@@ -110,7 +110,7 @@ body_events = _BodyEvents()
 
 @dataclass
 class BackwardState(OfThisProcess):
-    """The state of one optimizer that bodies of `scale_loss` share, from the first body to the step after the last.
+    """The part of a stash that the bodies of one iteration share, from the first body to the step after the last.
 
     Attributes:
         body: the running `ScaledBackward` of this optimizer; None if there is none.
@@ -119,11 +119,12 @@ class BackwardState(OfThisProcess):
         ended: `body_events.count` at the end of this optimizer's last body; before its first body, the count when this
             object was made.
         cleared: the number of calls of the optimizer's `zero_grad`.
-        aside: id(param) -> the unscaled gradient that `begin` took off a parameter without a master while a body runs.
-            After a delayed exit: its elements that are infinite or NaN when scaled, to be added after unscaling.
-        first_unscaled_grad: a function that returns the first gradient that an exit has unscaled for the next step, or
-            None if that gradient was freed; None if there was none.
-        strays: ids of the parameters with masters that have gradients of another optimizer's backward.
+        aside: id(param) -> the unscaled gradient of a parameter without a master that `begin` has set aside for the
+            time of a body. After a delayed exit it has only the elements that scaling would make infinite or NaN; they
+            are added after the sum is unscaled.
+        first_unscaled_grad: a weak reference to the first of the gradients that exits have unscaled for the next step;
+            None if there is no such gradient.
+        strays: ids of the parameters with masters that got gradients from the backward of another optimizer's loss.
         is_seen: whether a warning about this optimizer's first gradients was given, or ruled out (`slips.py`).
     """
 
@@ -297,7 +298,7 @@ class Stash:
         params = [] if owner is None else [param for param, _ in self.masters.pairs(owner.param_groups)]
         narrow = [param for param in params if param.dtype in LOW_PRECISION]
         for model in [model for ref in self.neighbours.models if (model := ref()) is not None]:
-            # One cast parameter of each model is enough, and the optimizer may hold none of them.
+            # `copies.narrow` finds a model by any one of its cast parameters, and the optimizer may hold none of them.
             narrow += [param for param in model.parameters() if param.dtype in LOW_PRECISION][:1]
         copied_with = (self.neighbours.siblings, self.neighbours.unowned)
         return {**state, "step": None, "narrow": narrow, "copied_with": copied_with}
@@ -330,7 +331,7 @@ class Stash:
             route.to_masters, route.scaled = self.gathered and not scaled, scaled
 
     def forget_cleared(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Drop the set-aside gradients of parameters whose scaled gradients were cleared after the delayed exit."""
+        """Drop the set-aside gradients of parameters whose `grad` user code has cleared since the delayed exit."""
         taken = self.backward.aside
         if taken:
             there = {id(param) for param, _ in pairs if own_grad(param) is not None}
@@ -394,7 +395,7 @@ def _still_in_training(refs: list[weakref.ref[Any]]) -> list[tuple[Any, Stash]]:
 
 
 def overflowed(scalers: list[LossScaler], flags: list[float]) -> list[LossScaler]:
-    """Return the scalers whose flag is not 0, and notify the others that the step was taken."""
+    """Return the scalers whose flag is not 0; call `stepped` of the others, as the step was taken for their losses."""
     for scaler, flag in zip(scalers, flags, strict=True):
         if not flag:
             scaler.stepped()
@@ -413,7 +414,7 @@ def known_stash(optimizer: Any) -> Stash:
 
 
 def enabled_stash(optimizer: Any) -> Stash | None:
-    """Return the stash of an optimizer whose training is enabled; None if it has no stash or another one's.
+    """Return the stash of an optimizer whose training is enabled; None if it has no stash, or another optimizer's.
 
     A shallow copy, and the inner optimizer of a ZeroRedundancyOptimizer, have the stash of another optimizer.
     """

@@ -1,7 +1,7 @@
 """One `step` of an optimizer that went through `initialize`: skipped after an overflow, or made by a strategy.
 
-The order is a contract (tests/training/test_step_order.py). Users' pre-hooks find unscaled gradients, whenever the
-hooks were registered, and the step starts from the values that they write into masters. Users' post-hooks find weights
+The order is a contract (tests/training/test_step_order.py), no matter when a hook was registered. Users' pre-hooks find
+unscaled gradients, and the step starts from the values that they write into masters. Users' post-hooks find weights
 that the step has changed.
 """
 
@@ -53,7 +53,7 @@ class Strategy:
         return False
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
-        """Tell whether the strategy can make the coming step; log why not. `given`: as of `Step`."""
+        """Tell whether the strategy can make the coming step; log why not. `given`: as in `Step`."""
         raise NotImplementedError
 
     def run(self, step: Step, plain: Plain) -> Any:
@@ -201,7 +201,7 @@ class Step(Block):
         stash = self.stash
         if self._made and self._may_skip and self.overflow is None and not self._is_consumed:
             overflow.note_stepped(self.optimizer, stash)
-        casts_state.drop_cache()  # the version does not tell: fully_shard gathers new values at the old version
+        casts_state.drop_cache()  # casts may be stale: fully_shard gathers new values under the old version
         if not self._is_consumed:
             consume(stash)
             self._is_consumed = True
@@ -225,7 +225,7 @@ class Step(Block):
         stepped: list[torch.Tensor] = []
 
         def followed(*args: Any, **kwargs: Any) -> Any:
-            for master in stepped:  # without this, the forward of a second call misses what fused kernels wrote
+            for master in stepped:  # fused kernels do not count writes: a second call would use old weights
                 torch.autograd.graph.increment_version(master)
             result = closure(*args, **kwargs)
             stepped[:] = filter(has_gradient, masters)
@@ -311,7 +311,7 @@ def lead_to_step(optimizer: Any) -> None:
 
 
 def plain_step(base: Any) -> Plain | None:
-    """Return the class's own step, which torch's hooks are around; None if the class has no hooks."""
+    """Return the class's own step, without torch's hooks around it; None if the class has no hooks."""
     layer = _around_hooks(base.step)
     return None if layer is None else layer.__wrapped__
 
@@ -328,7 +328,7 @@ trusted_steps: set[Plain] = set()  # filled by `register_per_parameter_optimizer
 
 
 def suiting(strategy: Strategy, step: Step, *, trusted: bool) -> Strategy:
-    """Return WHOLE if `strategy` cannot make the step, or the class's own step is patched (not `trusted`)."""
+    """Return `strategy`, or WHOLE if it cannot make the step or the class's own step was patched (not `trusted`)."""
     is_asked = trusted and (step.stash.masters.waiting is not None or not strategy.waits)
     return strategy if is_asked and strategy.suits(step.optimizer, step.stash, step.given) else WHOLE
 
@@ -363,7 +363,7 @@ def _around(whole: Plain, optimizer: Any, stash: Stash, args: tuple[Any, ...], k
 
 
 def prepare(optimizer: Any, stash: Stash, args: Any, kwargs: Any) -> None:
-    """Before users' pre-hooks: check that a step is possible, and unscale gradients of delayed exits; no sync.
+    """Check that a step is possible, and unscale gradients of delayed exits, before users' pre-hooks run; no sync.
 
     If `step` was called with a closure, which `Step` may refuse, gradients stay scaled until `Step` unscales them.
     """
@@ -401,7 +401,7 @@ def _awaited_by_others(stash: Stash) -> set[int]:
 
 
 def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
-    """Raise if gradients of this step are scaled, unchecked or set aside until a running body of `scale_loss` ends."""
+    """Raise if this step's gradients are scaled, unchecked or set aside until a running body of `scale_loss` ends."""
     body, others = stash.backward.body, stash.backward.other_open_bodies
     pairs = stash.masters.pairs(optimizer.param_groups)
     own = any(param is master for param, master in pairs)

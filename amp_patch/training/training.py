@@ -1,4 +1,4 @@
-"""Trainings: one call of `initialize` puts models and optimizers into a training, and `restore` takes them out."""
+"""Puts models and optimizers into a training, for `initialize`, and takes them out again, for `restore`."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def check_arguments(
 
 
 def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Module], policy: Policy) -> None:
-    """Undo earlier calls of `initialize` for these objects, except casts of models that `policy` makes too."""
+    """Undo earlier calls of `initialize` for these objects, except casts of models that `policy` would make again."""
     again = [model for model in models if model_forward.policy_of(model) is not None]
     recast = [
         model for model in again if model_forward.is_copy(model) or model_tensors.not_cast_to(model, kept, policy)
@@ -228,7 +228,8 @@ def enter(
             neighbours=Neighbours(
                 siblings=training.optimizers,
                 models=[weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())],
-                # FSDP modules whose parameters are in no optimizer yet too: user code may add these to this optimizer.
+                # Also FSDP modules without a parameter in any optimizer: user code may add their parameters to this
+                # one.
                 sharded=[weakref.ref(module) for module, inside in sharded if held & inside or not owned & inside],
                 unowned=unowned,
                 process_group=process_group,
@@ -309,8 +310,8 @@ def leave(models: list[nn.Module], targets: list[Any], *, give_back: bool = True
     Args:
         models: models, each once.
         targets: innermost optimizers.
-        give_back: cast weights back to the dtype that they came in. If False, weights with FP32 values stay FP32,
-            because another training continues with them.
+        give_back: cast weights back to the dtype that they had before `initialize`. If False, weights with FP32 values
+            stay FP32, because another training continues with them.
 
     Raises:
         RuntimeError: an object cannot be restored. All others are restored before this error, which names it.

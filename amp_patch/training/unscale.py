@@ -1,4 +1,4 @@
-"""Unscaling: scaled gradients of the model become FP32 gradients of the masters, and overflow is recorded."""
+"""Unscales gradients: the model's scaled gradients become FP32 gradients of the masters, and overflow is recorded."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ def _add(found: FoundInf, more: FoundInf) -> None:
 def _leave_in_low_precision(
     optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Number | None
 ) -> tuple[FoundInf, Sequence[tuple[Tensor, Tensor]]]:
-    """Leave gradients in low precision if their optimizer's strategy takes them: check them for overflow, no more.
+    """If an optimizer's strategy takes low-precision gradients, only check its gradients for overflow.
 
-    Their conversion to FP32 is deferred to the step. It is not deferred if a wrapper or another optimizer reads them.
+    The step then unscales them. Gradients that a wrapper or another optimizer reads too are not deferred like this.
 
     Returns:
         The overflow flag of each device, as `gather` returns it, and the pairs whose gradients are not deferred.

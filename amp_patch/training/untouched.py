@@ -1,7 +1,7 @@
-"""Optimizers of trainings whose policy changes nothing (O0): each keeps its class, and torch's hooks replace `Step`.
+"""The step of optimizers at O0, where the policy changes nothing: they keep their class, and torch's hooks are enough.
 
-These trainings have no masters and no loss scale. The hooks disable the casts of other trainings during the step, check
-a capture, and clear the stash's notes on the gradients of the step.
+These trainings have no masters and no loss scale. The hooks disable the casts of other trainings during the step. They
+also call the functions of `joints.captured` in a capture, and `consume` after the step.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Two cases are detected. An optimizer that was not given to `initialize` steps cast weights without FP32 masters and
 without a loss scale. An average of other weights (EMA) that is kept in low precision stops moving, because its small
-updates are rounded away. A global step pre-hook of torch.optim looks for both while a training has cast weights.
+updates are rounded away. Global step hooks of torch.optim look for both while a training has cast weights.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _step_begins(optimizer: Any, *_: Any) -> None:
 @not_traced
 def _step_ends(optimizer: Any, *_: Any) -> None:
     if _watches and not _looking:
-        # Not in `watch`: torch may be iterating over these hooks, one of which has run an unedited script's closure.
+        # Registered here and not in `watch`, which an unedited script may call while torch iterates over these hooks.
         _looking.append(register_optimizer_step_pre_hook(_step_begins))
     if optimizer not in _seen and optimizer not in _watches:
         _seen.add(optimizer)

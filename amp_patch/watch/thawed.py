@@ -25,7 +25,10 @@ from amp_patch.training.training import Training, all_optimizers
 
 
 def watch(optimizer: Any, stash: Stash) -> None:
-    """Once the optimizer holds one, call `take` before each backward and `refuse` before each step; idempotent."""
+    """Call `make_masters` before each backward and `refuse_thawed` before each step of `optimizer`; idempotent.
+
+    The calls begin when its groups first hold a low-precision parameter without a master.
+    """
     if stash.policy.master_weights or stash.policy.patch_torch_functions:
         stash.masters.found_bare = partial(_subscribe, stash.neighbours)  # the whole stash would make a cycle
         if stash.masters.of_groups(optimizer.param_groups).bare:
@@ -33,16 +36,16 @@ def watch(optimizer: Any, stash: Stash) -> None:
 
 
 def _subscribe(around: Neighbours) -> None:
-    if take not in around.before_backward:
-        around.before_backward.append(take)
-        around.before_step.append(refuse)
+    if make_masters not in around.before_backward:
+        around.before_backward.append(make_masters)
+        around.before_step.append(refuse_thawed)
         optimizer = None if around.owner is None else around.owner()
         if isinstance(optimizer, torch.optim.Optimizer):
             around.handles += _load_in_fp32(optimizer)
 
 
 def _load_in_fp32(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Keep the loaded state of such parameters in FP32, by hooks. Without them torch casts it to low precision."""
+    """Keep the loaded state of parameters without masters in FP32, by hooks: torch would cast it to low precision."""
     loaded: list[tuple[Tensor, Any]] = []
 
     def before(optimizer: Any, state_dict: Any) -> None:
@@ -68,17 +71,17 @@ def _load_in_fp32(optimizer: torch.optim.Optimizer) -> list[Any]:
     ]
 
 
-def take(optimizer: Any, stash: Stash) -> None:
+def make_masters(optimizer: Any, stash: Stash) -> None:
     """Make masters for low-precision parameters that have been unfrozen.
 
     Raises:
-        RuntimeError: as `refuse`, if the level has no masters.
+        RuntimeError: as `refuse_thawed`, if the level has no masters.
     """
     bare = stash.masters.of_groups(optimizer.param_groups).bare
     if not any(param.requires_grad for param in bare):
         return
     if not stash.policy.master_weights:
-        refuse(optimizer, stash)
+        refuse_thawed(optimizer, stash)
         return
     for group in optimizer.param_groups:
         stash.masters.attach(optimizer, group, form=stash.master_form)
@@ -88,8 +91,8 @@ def take(optimizer: Any, stash: Stash) -> None:
     note_sharing([other for other, _ in siblings(stash)])
 
 
-def refuse(optimizer: Any, stash: Stash) -> None:
-    """Raise if such a parameter is now trained, but has no FP32 values, which its level requires."""
+def refuse_thawed(optimizer: Any, stash: Stash) -> None:
+    """Raise if a parameter that came frozen in low precision requires a gradient, and has no FP32 value to train."""
     policy = stash.policy
     bare = stash.masters.of_groups(optimizer.param_groups).bare
     thawed = next((p for p in bare if p.requires_grad and incoming.type_of(p) is not None), None)

@@ -1,4 +1,4 @@
-"""The parameters of one kernel call, with the tensors and settings that the kernel reads and writes."""
+"""`Batch`: the parameters of one kernel call, with the tensors and settings that the kernel reads and writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BatchState(Enum):
 
 @dataclass
 class Batch:
-    """Parameters of one group that one kernel call steps: their gradients have one dtype, and are all scaled or not.
+    """Parameters of one group that one kernel call steps. Their gradients have one dtype; all or none are scaled.
 
     Attributes:
         group: the optimizer's param group, with the settings.

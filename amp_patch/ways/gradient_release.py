@@ -125,7 +125,7 @@ class _Release(Strategy):
         self._ready: list[tuple[int, Tensor]] = []  # (index of the group, parameter): deferred to the next call
         self._elements = 0  # number of elements in `_ready`
         self._task = -1  # autograd's id of the backward whose end is to call `_step_ready`
-        self._reached: set[int] = set()  # ids of parameters that were ready since the last `step()`
+        self._reached: set[int] = set()  # ids of parameters whose gradients came since the last `step()`
         self._body: Any = None  # the `scale_loss` body that filled `_reached`
         self._groups: dict[int, int] = {}  # id(master) -> index of its group at the beginning of the body
         self._written = Written()  # writes of a registered class; `step()` writes them back
@@ -176,7 +176,10 @@ class _Release(Strategy):
         return True
 
     def run(self, step: Step, plain: Plain) -> Any:
-        """Step the parameters that no backward has stepped. Syncing the others would cost a pass over all weights."""
+        """Step the parameters that no backward has stepped, and sync only their masters with edits by user code.
+
+        Syncing the others too would cost a pass over all weights.
+        """
         reached = {id(link.master): link.master for param, link in step.links if id(param) in self._reached}
         step.links = step.links.without({key for key, master in reached.items() if not has_gradient(master)})
         strategy = _suiting(step, plain, type(step.optimizer))
@@ -208,6 +211,7 @@ class _Release(Strategy):
         return result
 
     def _gradient_is_whole(self, param: Tensor) -> None:
+        """Defer `param`, whose gradient autograd has just completed; step the deferred ones once they suffice."""
         optimizer = self._optimizer()
         stash = None if optimizer is None else stash_of(optimizer)
         if stash is None or optimizer is None or (body := stash.backward.body) is None or own_grad(param) is None:

@@ -119,13 +119,13 @@ def _sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
 
 def _fused_sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
     if optimizer.wd_after_momentum and batch.group["weight_decay"]:
-        raise NotKnown  # its `decay` is more exact than the kernel's
+        raise NotKnown  # FusedSGD's own decay is more exact than the kernel's
     _sgd(optimizer, batch, found_inf)
 
 
 def _fused_adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
     group = batch.group
-    decoupled = optimizer.adam_w_mode and group["weight_decay"]  # its `decay` is more exact than the kernel's
+    decoupled = optimizer.adam_w_mode and group["weight_decay"]  # the own decay is more exact
     count = group.get("step", 0)
     if decoupled or optimizer.capturable or optimizer.master_weights or isinstance(count, Tensor):
         raise NotKnown
@@ -243,7 +243,7 @@ class InOnePass(Strategy):
         except BaseException:
             is_left = any(batch.state is BatchState.LEFT for batch in batches)
             if any(batch.is_stepped for batch in batches) and not is_left:
-                _step_all(step, batches, counted, plain)  # all or nothing, after Ctrl-C too
+                _step_all(step, batches, counted, plain)  # step the rest too: Ctrl-C must not leave half a step
             raise
 
 
@@ -328,7 +328,7 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
     link_of, made = stash.masters.by_master, []
     for group in optimizer.param_groups:
         keys = list(map(id, group["params"]))
-        if keys and all(map(half.__contains__, keys)):  # nearly always
+        if keys and all(map(half.__contains__, keys)):  # the usual case
             grads, weights = list(map(half.__getitem__, keys)), [link_of[key][0] for key in keys]
             made += _by_age(optimizer, kind(group, factors, list(group["params"]), grads, weights))
             continue
@@ -353,7 +353,10 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
 
 
 def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
-    """Return the batch; with momentum split in two, because the first momentum is a copy of the gradient."""
+    """Return the batch. With momentum, split it into parameters with and without a momentum buffer.
+
+    A kernel treats these differently, because the first momentum is a copy of the gradient.
+    """
     if not batch.group.get("momentum"):
         return [batch.ready()]
     fresh = [dict.get(optimizer.state[master], "momentum_buffer") is None for master in batch.masters]

@@ -131,6 +131,6 @@ def stepping(optimizer: Any, plain: Plain) -> Iterator[Callable[[Group, list[Ten
         yield step_some
         for group in optimizer.param_groups:
             if not written.has(group):
-                step_some(group, group["params"])  # no gradients, but it may count
+                step_some(group, group["params"])  # none has a gradient, but the class may count the step
     finally:
         written.write_back(optimizer)

@@ -1,11 +1,12 @@
-"""Steps of torch's other optimizers, unmodified, on one cache-sized portion of the parameters at a time.
+"""Runs the own step of optimizers that have no kernel (one_pass.py) on one cache-sized portion of parameters at a time.
 
 A step makes several passes over its parameters, gradients and state. If these are larger than the cache, each pass
 reads them from main memory. A portion fits in the cache, so unscaling, all passes of the step and rounding run there.
 
-The optimizer's own code runs on a second object (`PartialStep`) with the optimizer's state, and one group with the same
-settings and fewer parameters. Groups and gradients of the optimizer are not touched, so an exception needs no restore.
-For portions stepped before the exception, `Step.leave` copies the masters back to the weights and clears the gradients.
+The optimizer's own code is not modified. It runs on a second object (`PartialStep`) with the optimizer's state, and one
+group with the same settings and fewer parameters. Groups and gradients of the optimizer are not touched, so an
+exception needs no restore. For portions stepped before the exception, `Step.leave` copies the masters back to the
+weights and clears the gradients.
 
 Portions give the same numbers only if the class steps each parameter independently. This may change with a release of
 torch. `BY_CLASS` lists the classes of torch.optim; a test compares portions with whole steps, for all settings and all
@@ -80,7 +81,7 @@ def is_torchs(base: Any) -> bool:
 
 
 def reason_against(optimizer: Any, whole_with: Sequence[str] = WHOLE_WITH) -> str | None:
-    """Return why the optimizer with its current settings is stepped as a whole; None if portions are sound.
+    """Return why the optimizer with its current settings is stepped as a whole; None if portions give the same numbers.
 
     Args:
         whole_with: names of settings that rule portions out if they are set.
@@ -118,7 +119,7 @@ def _has_tensor(setting: Any) -> bool:
 
 
 def is_sound(optimizer: Any) -> bool:
-    """Return whether portions are sound; if not, log the reason, once per class and reason."""
+    """Return whether `optimizer` may be stepped in portions; if not, log the reason, once per class and reason."""
     reason = reason_against(optimizer)
     if reason is not None:
         _say(optimizer, reason)
@@ -173,6 +174,7 @@ IN_PORTIONS = InPortions()
 
 @without_grad
 def _settle_others(step: Step, portions: list[tuple[Group, list[Tensor]]]) -> None:
+    """Sync masters and weights that are in no portion (they have no gradient) after edits by user code."""
     settle(step.links.without({id(master) for _, masters in portions for master in masters}))
 
 

@@ -72,7 +72,7 @@ def _reason_against(optimizer: Any, found: Registration, keeps_codes: bool) -> s
         with warnings.catch_warnings(), restored_random_states() as before:
             warnings.simplefilter("ignore")
             whole, portioned = toy_of(optimizer), toy_of(optimizer)
-            if keeps_codes:  # with weight decay in the gradient all states would depend on the weights
+            if keeps_codes:  # weight decay in gradients would make all states depend on weights
                 pair = [toy_of(optimizer, weight_decay=0.0), toy_of(optimizer, SHIFT, weight_decay=0.0)]
             for step in range(STEPS):
                 for toy in (whole, portioned, *pair):

@@ -31,7 +31,7 @@ using at::Tensor;
 
 constexpr int64_t kGrain = 32768;  // elements: the least work worth a thread, as torch's GRAIN_SIZE
 constexpr int64_t kWide = 1024;    // columns per step in a band of few rows
-constexpr int64_t kNarrow = 64;    // columns per step in a band of many rows: few bands, so narrow steps share the work
+constexpr int64_t kNarrow = 64;    // columns per step in a band of many rows: threads share the few bands by steps
 constexpr int64_t kTall = 64;      // rows from which a band has many
 constexpr uint32_t kInfinity = 0x7F800000u;
 
@@ -117,7 +117,8 @@ float power_of_two(int64_t exponent) {
   return float_of_bits(uint32_t(std::clamp<int64_t>(exponent + 127, 1, 254)) << 23);
 }
 
-// The scale of a tile from the bits of its largest magnitude. `whole`: with two levels, the scale of the tensor.
+// The scale of a tile from the bits of its largest magnitude. `whole`: if the kind has two levels of scales, the scale
+// of the whole tensor.
 Scale scale_of(Kind kind, const Format& format, uint32_t largest, float whole) {
   if (largest >= kInfinity) {
     const float nan = std::numeric_limits<float>::quiet_NaN();

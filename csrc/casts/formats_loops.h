@@ -50,8 +50,8 @@ void to_nearest(const Element* x, int64_t count, const Format& format, const flo
   }
 }
 
-// The same, rounded stochastically with 16 random bits per element: up with a probability in proportion to the
-// distance.
+// Like to_nearest, but rounds stochastically with 16 random bits per element: up with a probability in proportion to
+// the distance from the number below.
 template <class Element>
 void by_chance(const Element* x, int64_t count, const Format& format, const float* divide, const float* multiply,
                const uint16_t* random, float* out) {

@@ -236,7 +236,7 @@ inline const Rule* rule_named(const std::string& name) {
   return nullptr;
 }
 
-// The route of a call under `rule` (null: a rule that only Python has), and for `Route::cast` the cast.
+// Returns the route of a call under `rule` (null: a rule that only Python has). For `Route::cast`, also sets `cast`.
 inline Route route(const Rule* rule, const Acting& acting, const Arguments& given, Cast& cast) {
   if (rule == nullptr) return Route::python;
   if (given.keyword(OUT) != nullptr) return Route::original;

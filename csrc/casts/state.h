@@ -103,9 +103,9 @@ inline c10::DispatchKeySet native_on() {
   return c10::autocast_dispatch_keyset - c10::impl::tls_local_dispatch_key_set().excluded_;
 }
 
-// Tells whether a policy that began at this depth, in this pass of autograd, still acts: no torch.autocast was entered
-// inside its region, because the innermost of the two decides. A disabled torch.autocast that backward enters does not
-// count.
+// Tells whether a policy that began at this depth, in this pass of autograd, still acts. It does not if a
+// torch.autocast was entered inside its region, because the innermost of the two decides. A disabled torch.autocast
+// that backward enters does not count.
 inline bool holds(int depth, int task) {
   if (!native_on().empty()) return false;
   if (native_depth() <= depth) return true;
@@ -289,7 +289,7 @@ inline py::object cast(PyObject* object, ScalarType dtype) {
   return owned(THPVariable_Wrap(cast(tensor, dtype)));
 }
 
-// Tells whether a function transform, a dispatch mode or a trace is active. A cast in it has no use afterwards.
+// Tells whether a function transform, a dispatch mode or a trace is active. A cast made in one has no use afterwards.
 inline bool makes_stand_ins() {
   constexpr c10::DispatchKeySet modes({c10::DispatchKey::Tracer, c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
   return c10::impl::tls_local_dispatch_key_set().included_.has_any(modes) ||

@@ -93,7 +93,7 @@ struct Wrapper {
   PyObject* reference;  // the Python wrapper of the same function; it has the attributes
   PyObject* weak_references;
   PyMethodDef definition;        // for the new builtin: name and docstring of the original
-  const Rule *rule, *apex_rule;  // in torch's lists and in Apex's; null if only Python has the rule
+  const Rule *rule, *apex_rule;  // by torch's lists, and by Apex's; null: only Python has the rule
   const Known* known;            // null if the function is no product
   objobjargproc assign;          // the slot behind a type's own `__setitem__`; else null
 };
@@ -162,7 +162,7 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flagged, Py
   }
 }
 
-// The same for a builtin: `self` is its `__self__`.
+// The call of a wrapper that Python sees as a builtin: `self` is the builtin's `__self__`, the Wrapper.
 PyObject* builtin(PyObject* self, PyObject* const* values, Py_ssize_t positional, PyObject* names) {
   return vectorcall(self, values, size_t(positional), names);
 }
@@ -210,7 +210,8 @@ PyObject* reduce(PyObject* self, PyObject*) {
 
 PyObject* represent(PyObject* self) { return PyUnicode_FromFormat("<casts of %R>", wrapper(self)->original); }
 
-// No tp_clear: a cycle through a wrapper also passes through the attributes of its reference, where it is broken.
+// There is no tp_clear. A reference cycle through a wrapper also passes through the attributes of its `reference`, and
+// the garbage collector breaks it there.
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(wrapper(self)->original);
   Py_VISIT(wrapper(self)->reference);

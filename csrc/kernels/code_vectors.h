@@ -1,5 +1,5 @@
-// A block's codes into FP32 and back, for one instruction set: step_vectors.h includes this, once for each set. Every
-// set gives the same bits.
+// Decodes the codes (codes.h) of a block to FP32, and encodes them. step_vectors.h includes this once for each
+// instruction set. Every set gives the same bits.
 
 #if AMP_PATCH_WIDTH > 1
 using Words = uint16_t __attribute__((vector_size(sizeof(Integers))));
@@ -11,7 +11,7 @@ using Bits = uint32_t __attribute__((vector_size(sizeof(Integers))));
 
 template <bool kSigned>
 struct CodeLoops {
-  // n elements, of one block: codes into FP32.
+  // Decodes n elements of one block into `out`.
   __attribute__((flatten)) static void decode(const uint8_t* codes, float scale, int64_t n, float* out) {
     const float unit = scale / kTop<kSigned>;
     int64_t i = 0;
@@ -30,7 +30,7 @@ struct CodeLoops {
     for (; i < n; ++i) out[i] = number_of<kSigned>(codes[i], unit);
   }
 
-  // n elements, of one block: FP32 into codes; returns their scale.
+  // Encodes n elements of one block into `codes`; returns their scale.
   __attribute__((flatten)) static float encode(const float* values, int64_t n, uint8_t* codes) {
     const float scale = scale_of<kSigned>(most_of(values, n));
     if (!has_numbers(scale)) {

@@ -263,7 +263,7 @@ Result run_blocks(const Functor& f, const std::array<const Fact*, Views>& facts,
       rows[k] = known[k] ? own[k] : Row{converted[k], c10::CppTypeToScalarType<T>::value};
       if (!known[k] && k < N) convert<T>(own[k], rows[k], n);
     }
-    if (in_place) {  // keep `in` and `out` one row, even if the input was copied into a buffer too
+    if (in_place) {  // input and output stay the same row, also if the input was copied into a buffer
       rows[Views - 1] = rows[N - 1];
       own[Views - 1] = own[N - 1];
     }

@@ -59,9 +59,9 @@ struct Extent {
   int chunk;
 };
 
-// Calls launch(arguments, buffer, extent) until all rows are covered: usually once; several times if a capture has very
-// many rows, or rows have more blocks than a grid; never if all rows are empty. The rows are in `buffer`; if that is
-// null, in the arguments, which take at most kMostBytes.
+// Calls launch(arguments, buffer, extent) until all rows are covered. Usually one call is enough. A capture with very
+// many rows takes several, and so do rows with more blocks than a grid. If all rows are empty, there is no call. The
+// rows are in `buffer`; if that is null, they are in the arguments, which take at most kMostBytes.
 template <int kMostBytes, class R, class Launch>
 void launch_rows(std::vector<R> rows, c10::Device device, cudaStream_t stream, const Launch& launch) {
   constexpr int64_t few = Arguments<R, kFewBytes>::capacity, many = Arguments<R, kMostBytes>::capacity;

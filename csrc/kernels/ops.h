@@ -216,7 +216,7 @@ struct Checked {
   std::array<Facts, K> facts;
 };
 
-// The last of the lists is the output if writes is true.
+// Checks the lists of a call before the first write. If `writes` is true, the last list is the output.
 template <size_t K>
 Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>& lists, bool writes,
                        const MaybeTensor& found_inf, std::initializer_list<const Number*> numbers) {

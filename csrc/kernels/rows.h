@@ -153,7 +153,7 @@ int64_t chunk_size(const std::vector<R>& rows) {
   constexpr int64_t kWaves = 4;        // fewer: the GPU idles while the longest block ends; more: more starts
   constexpr int64_t kBlocks = kWaves * kSlots;
   constexpr int64_t kLeast = 4096;   // elements: one or two packs of each thread
-  constexpr int64_t kMost = 131072;  // a thousandth of a large model, which has more, short waves
+  constexpr int64_t kMost = 131072;  // elements; a large model has more waves instead of longer chunks
   int64_t total = 0;
   for (const R& row : rows) total += std::min(row.size, kMost * kBlocks);  // clamped: the sum of sizes may overflow
   // Each tensor may add a block that is only partly filled. With very many tensors most are shorter than a block.

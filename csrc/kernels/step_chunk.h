@@ -1,5 +1,5 @@
-// One chunk of one place of an optimizer's lists: the work of each thread of a block. As in chunk.h, nothing here calls
-// CUDA, so that the tests (emulate.cpp) run the same code on the host.
+// One chunk of one parameter in an optimizer's step: the work of each thread of a block. As in chunk.h, nothing here
+// calls CUDA, so that the tests (emulate.cpp) run the same code on the host.
 #pragma once
 
 #include "chunk.h"
@@ -39,8 +39,8 @@ inline StepBlocks step_blocks(const StepRow& row, int64_t index) {
   return blocks;
 }
 
-// The rows of a job that have elements, for a launch over these. With `empty` the rows without elements, each as a row
-// of one element, for a launch that counts their steps.
+// The rows of a job that have elements, for a launch. If `empty` is true: the rows without elements, each as a row of
+// one element, for a launch that counts their steps.
 inline std::vector<StepBlocks> blocks_of(const std::vector<StepRow>& rows, bool empty = false) {
   std::vector<StepBlocks> blocks;
   blocks.reserve(empty ? 0 : rows.size());
@@ -80,8 +80,8 @@ C10_HOST_DEVICE inline MasterBits<V> read_masters(const StepRow& row, int64_t at
 }
 
 // Returns the FP32 values to step: split masters are joined from weight and low half. Other masters are as stored, or
-// have the weight's value if user code has written it. kRounds: some weights may have no master (stochastic rounding),
-// and are read themselves. If it is false, that code and its registers are left out.
+// have the weight's value if user code has written it. kRounds: whether some weights may have no master (stochastic
+// rounding); these are read themselves. If it is false, that code and its registers are left out.
 template <int V, bool kRounds>
 C10_HOST_DEVICE inline Pack<float, V> join_masters(const StepRow& row, const MasterBits<V>& bits) {
   if (row.dtype[kParam] == c10::ScalarType::Short) {

@@ -1,12 +1,9 @@
-// The optimizers' steps, each written once: its checks, its numbers, its functor. This is ops.h for kernels with more
-// tensors at a place. A device's loop (`CpuSteps` in steps_cpu.cpp, `CudaSteps` in steps_cuda.cu) has
-//   device                          the c10::DeviceType it serves
-//   reads_late                      whether it reads numbers in memory during its writes, not before them
-//   step(StepJob, functor, rule)    functor over all tensors; the rule makes a tensor's rates
-//   split(StepJob), join(StepJob)   whole masters into split ones, and back
-//   stochastic_round(StepJob)       whole masters into weights
-//   encode(StepJob), decode         FP32 into codes and scales, and back
-// States in codes (codes.h) are for the CPU's loop alone.
+// The optimizers' steps, each written once: its checks, its numbers, its functor. It is like ops.h, but for kernels
+// that take more tensors of a parameter. A device's loop (`CpuSteps` in steps_cpu.cpp, `CudaSteps` in steps_cuda.cu)
+// has device the c10::DeviceType it serves reads_late whether it reads numbers in memory during its writes, not before
+// them step(StepJob, functor, rule) functor over all tensors; the rule makes a tensor's rates split(StepJob),
+// join(StepJob) whole masters into split ones, and back stochastic_round(StepJob) whole masters into weights
+// encode(StepJob), decode FP32 into codes and scales, and back States in codes (codes.h) are for the CPU's loop alone.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -24,7 +21,7 @@ struct StepJob {
   UnscaleRule unscale;
   const float* found_inf;          // if it is not 0, nothing changes; null: never skipped
   uint64_t seed;                   // the seed of stochastic rounding
-  std::vector<StepScales> scales;  // of each row's states that are codes; empty where none of any row is
+  std::vector<StepScales> scales;  // of the states of each row; empty if no state is codes
   std::vector<Number> kept;        // owns the tensors that `unscale` points into
 };
 
@@ -71,7 +68,7 @@ struct StepList {
   std::initializer_list<at::ScalarType> dtypes;
 };
 
-using Storages = std::array<const void*, kPlaces + 1>;  // the storages of the tensors at a place, and of its step
+using Storages = std::array<const void*, kPlaces + 1>;  // the storages of the tensors at one index, and of its step
 
 // Refuses a written tensor that shares elements with any other. If no storages are shared, nothing is compared.
 inline void check_disjoint(const std::vector<StepList>& lists, const std::vector<StepRow>& rows,
@@ -129,7 +126,7 @@ inline void check_disjoint(const std::vector<StepList>& lists, const std::vector
   }
 }
 
-// Checks the tensors at place i of the lists, and fills its row.
+// Checks the tensors at index i of the lists, and fills their row.
 inline void check_place(const std::vector<StepList>& lists, size_t i, c10::Device device, bool recorded, StepRow& row,
                         Storages& storages, std::atomic<bool>& lazy) {
   const at::Tensor& param = (*lists[1].tensors)[i];
@@ -243,7 +240,8 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
   return job;
 }
 
-// The scales of the codes among a list's tensors, beside each; a tensor in FP32 has one without elements there.
+// Checks `scales`, which has one tensor for each state in `list`: the scales of its codes, or an empty tensor if the
+// state is FP32. Stores the scales in the job.
 template <class Loop>
 void check_scales(const StepList& list, const Tensors& scales, StepPlace place, StepJob& job) {
   const Tensors& states = *list.tensors;
@@ -293,7 +291,7 @@ inline constexpr std::initializer_list<at::ScalarType> kCodes{at::kChar, at::kBy
 inline constexpr std::initializer_list<at::ScalarType> kSplitHalf{at::kShort};
 inline constexpr std::initializer_list<at::ScalarType> kSplitWeight{at::kBFloat16};
 
-// The lists of every optimizer. The parameters come second: checks compare the others with them.
+// The lists that every optimizer has. The parameters are the second list, because checks compare the others with it.
 inline std::vector<StepList> step_lists(const Tensors& grads, const Tensors& params, const Tensors& low) {
   std::vector<StepList> lists{{&grads, kGrad, false, kAny}, {&params, kParam, true, kMasters}};
   if (!low.empty()) lists.push_back({&low, kWeight, true, kHalves});

@@ -1,4 +1,5 @@
-// The tensors of an optimizer's step, place by place, and the sources of its numbers, for the host and the device.
+// The tensors of an optimizer's step, in one row for each parameter, and the numbers of its formula; for host and
+// device.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -12,21 +13,22 @@ namespace amp_patch {
 
 enum StepPlace { kGrad, kParam, kWeight, kState, kSecond, kPlaces = kState + 3 };
 
-using StepScales = std::array<float*, kPlaces - kState>;  // of a row's states that are codes; null: one in FP32
+using StepScales = std::array<float*, kPlaces - kState>;  // of each state of a row; null: it is FP32, not codes
 
-// The tensors at one place of the lists, in one common memory order.
+// The tensors at one index of the lists (gradient, parameter, weight, states), in one common memory order.
 struct StepRow {
   void* data[kPlaces];  // null: no tensor
-  float* step;          // its count of steps; null: all rows share one count
+  float* step;          // the parameter's count of steps; null: all rows share one count
   int64_t size;
-  // A state of int8 or uint8 is codes (codes.h), whose scales the job has. A parameter of int16 is the low half of a
-  // split one, whose weight is bfloat16; one of bfloat16 is a weight that has no master, and is rounded stochastically.
+  // A state of int8 or uint8 is codes (codes.h), whose scales are in the job. A parameter of int16 is the low half of a
+  // split master, whose high half is the bfloat16 weight. A parameter of bfloat16 is a weight without a master, which
+  // is rounded stochastically.
   c10::ScalarType dtype[kPlaces];
   uint64_t draw;  // selects the random bits, with the job's seed
-  int64_t start;  // for the random bits: the index of the first element in the whole tensor that this is a shard of
+  int64_t start;  // for the random bits: of a shard, the index of its first element in the whole tensor
 };
 
-// lr and the count of steps: host numbers, or in device memory.
+// The numbers of Adam. lr and the count of steps are host numbers, or in device memory.
 struct AdamRule {
   using Rates = AdamRates;
   static constexpr bool kCounts = true;  // rates differ from tensor to tensor
@@ -56,7 +58,7 @@ struct SgdRule {
   }
 };
 
-// The factors of a gradient; the second is negative to maximize.
+// The two factors that a gradient is multiplied by. `maximize` negates the second one.
 struct UnscaleRule {
   Scalar<float> factors[2];
   bool maximize;

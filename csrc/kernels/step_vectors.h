@@ -130,7 +130,7 @@ struct Loops {
     float* params;
     Low* weights;
 
-    // If a weight was edited, so that it is no longer its master, rounded, the master takes its value.
+    // If the weight differs from the rounded master, user code has edited it: then the master takes its value.
     float read(int64_t i) const {
       const auto weight = static_cast<float>(weights[i]);
       return static_cast<float>(static_cast<Low>(params[i])) == weight ? params[i] : weight;

@@ -1,9 +1,10 @@
 // The optimizers' formulas: a step on one element, for the host and the device. Written once for float and, on the CPU,
 // for registers of floats (`Lanes`, with the functions below for them in step_vectors.h).
 //
-// Every function below rounds once, so no contraction by the compiler changes a result. Order and fusing are the same
-// as in torch's fused CPU kernels as compiled into its wheels, to the bit: vectors of eight, and for the last n % 8
-// elements of a tensor the scalar code (kTail), where the compiler fused the other product of a sum.
+// Every function below rounds once, so no contraction by the compiler changes a result. The results have the same bits
+// as those of the fused CPU kernels in torch's wheels, because the order of operations and the fused multiply-adds are
+// the same. Those kernels use vectors of eight, and scalar code (kTail) for the last n % 8 elements of a tensor. In
+// that code the compiler has fused the other product of a sum.
 //
 // A functor has
 //   step<kTail>(rates, grad, param, states)  one element: FP32 gradient, still scaled; param and states are changed
@@ -76,9 +77,9 @@ AMP_PATCH_ELEMENT float join(c10::BFloat16 weight, int16_t half) {
   return high << 1 == 0 || is_nan(master) ? from_bits(high) : master;
 }
 
-// Stochastic rounding: an FP32 number becomes the BF16 number below or above it, chosen by 16 random bits, the nearer
-// one with the higher probability, in proportion. So the mean is the number itself. A number that BF16 holds is kept.
-// No finite number becomes an infinity: beyond the largest BF16 number it is truncated.
+// Stochastic rounding: an FP32 number becomes the BF16 number below or above it, chosen by 16 random bits. The
+// probability of each falls linearly with its distance, so the mean is the number itself. A number that BF16 has is
+// not changed. A finite number never becomes an infinity: beyond the largest BF16 number it is truncated.
 constexpr uint32_t kLargestBFloat16 = 0x7F7F0000u;
 
 AMP_PATCH_ELEMENT c10::BFloat16 round_stochastically(float x, uint16_t random) {

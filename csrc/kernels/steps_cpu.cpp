@@ -113,7 +113,7 @@ void with_random(const StepRow& row, uint64_t seed, int64_t begin, int64_t end, 
   }
 }
 
-// visit(loops over the codes at a place), by the map that they have.
+// Calls visit(loops) with the loops of code_vectors.h for the codes at `place`, signed or unsigned.
 template <class Visit>
 void with_codes(const StepRow& row, StepPlace place, const Visit& visit) {
   on_set([&](auto loops) {
@@ -122,7 +122,7 @@ void with_codes(const StepRow& row, StepPlace place, const Visit& visit) {
   });
 }
 
-// Elements [begin, end) of one place, whose states are these.
+// Steps elements [begin, end) of one row, with `states` in FP32.
 template <class F>
 void step_elements(const F& f, const typename F::Rates& rates, const StepRow& row, int64_t begin, int64_t end,
                    const uint16_t* random, float* const* states) {
@@ -135,7 +135,7 @@ void step_elements(const F& f, const typename F::Rates& rates, const StepRow& ro
   });
 }
 
-// Elements [begin, end) of one place, whose states are FP32.
+// Steps elements [begin, end) of one row, whose states are FP32.
 template <class F>
 void step_chunk(const F& f, const typename F::Rates& rates, const StepRow& row, int64_t begin, int64_t end,
                 const uint16_t* random) {
@@ -144,8 +144,8 @@ void step_chunk(const F& f, const typename F::Rates& rates, const StepRow& row, 
   step_elements(f, rates, row, begin, end, random, states);
 }
 
-// Elements [begin, end) of one place, some of whose states are codes: block by block these are FP32 in the innermost
-// cache.
+// Steps elements [begin, end) of one row, of which some states are codes. These are decoded block by block, so that the
+// FP32 values stay in the innermost cache.
 template <class F>
 void step_coded_chunk(const F& f, const typename F::Rates& rates, const StepRow& row, const StepScales& scales,
                       int64_t begin, int64_t end, const uint16_t* random) {
@@ -182,7 +182,7 @@ void step_coded_chunk(const F& f, const typename F::Rates& rates, const StepRow&
   }
 }
 
-// The rates of every row; counts the steps. Powers are computed once for rows with the same count.
+// Counts the step of every row, and returns its rates. Powers are computed once for rows with the same count.
 std::vector<AdamRates> rates_of(const AdamRule& rule, const StepJob& job) {
   std::vector<AdamRates> rates(job.rows.size());
   float last = -1;
@@ -258,7 +258,7 @@ struct CpuSteps {
   }
 
  private:
-  // visit(loops, values, codes, scale, n) for the blocks of all tensors.
+  // Calls visit(loops, values, codes, scale, n) for each block of each tensor.
   template <class Visit>
   static void for_each_block(const StepJob& job, const Visit& visit) {
     for_each_chunk(job, [&](int64_t slot, int64_t begin, int64_t end) {

@@ -68,7 +68,7 @@ struct CudaSteps {
   static constexpr c10::DeviceType device = c10::DeviceType::CUDA;
   static constexpr bool reads_late = true;
 
-  // Tells whether anything may be written: only the device knows found_inf.
+  // Returns whether the step may have written anything. Only the device knows if found_inf has prevented that.
   template <class F, class Rule>
   static bool step(const StepJob& job, const F& f, const Rule& rule) {
     static_assert(sizeof(StepWork<F, true>) + sizeof(Rule) + sizeof(UnscaleRule) + 32 <= 256, "beside the rows");
