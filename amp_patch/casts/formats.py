@@ -145,7 +145,7 @@ def quantized(
 
 
 def tile_of(tensor: Tensor, along: int, role: Role, recipe: Recipe) -> tuple[int, int]:
-    """Return the (rows, columns) of one tile of `tensor`; (0, 0) if the whole tensor, of any dimensions, is one tile."""
+    """Return the (rows, columns) of one tile of `tensor`; (0, 0) if the whole tensor is one tile."""
     if recipe.block is None:
         return 0, 0
     if recipe.square_weights and role == "weight":

@@ -121,7 +121,10 @@ _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _act(casts: _Casts) -> bool:
-    """Tell whether `casts` cast anything. A function, since Dynamo up to torch 2.8 reads no property of a named tuple."""
+    """Tell whether `casts` cast anything.
+
+    This is no property of `_Casts`, because Dynamo up to torch 2.8 reads only the fields of a named tuple.
+    """
     return bool(casts.native) or casts.policy is not None
 
 

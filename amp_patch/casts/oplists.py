@@ -29,14 +29,14 @@ in Apex. The rules:
                 follows casts both.
     fused_input a check that the operands of attention have one type. Its arguments are cast as the call that follows
                 casts them.
-    disabled    a function that says whether a fused path may be used, and returns False: the path would bypass the lists.
+    disabled    a query whether a fused path is allowed. It returns False, because that path would bypass the lists.
 
 In Apex's variant only:
 
     einsum_widest   as widest, for two or more operands.
     mixed_fp32      as widest, but tensors without dimensions count, and FP64 with low precision is refused.
-    in_place_fp32   for functions that change their first argument in place: if it is low precision, the call is refused;
-                    else the other tensors become FP32.
+    in_place_fp32   for functions that change their first argument in place. If it is low precision, the call is
+                    refused. Otherwise the other tensors become FP32.
 
 Functions in which torch promotes mixed types (arithmetic, comparisons, `cat`, `stack`, `where`, most two-tensor math)
 are not listed, so that they cost nothing. Batch and instance norms are not listed either: their kernels take FP16 and

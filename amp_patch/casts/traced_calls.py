@@ -131,7 +131,7 @@ def register_wrappers() -> None:
     handlers = builder.SourcelessBuilder._type_handlers
     for kind in (Policy, traced_regions.CastsPolicy):
         handlers.setdefault(kind, lambda tx, value: builder.UserDefinedObjectVariable(value))
-    # Up to torch 2.11, Dynamo's own handler of frozen dataclasses builds all fields at once, and fails on a float field.
+    # Up to torch 2.11, Dynamo's own handler of frozen dataclasses builds all fields at once, and fails on a float.
     by_type = builder.VariableBuilder._type_dispatch()
     by_type.setdefault(
         traced_regions.CastsPolicy, lambda own, value: builder.UserDefinedObjectVariable(value, source=own.source)
