@@ -186,7 +186,7 @@ def multi_tensor_unscale_l2norm(
 def multi_tensor_unscale_l2norm(
     grads: Tensors, inv_scale: Number, found_inf: Tensor | None, per_tensor: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Unscale ``grads`` in place, and return ``multi_tensor_l2norm`` of the stored values, in one pass; for clipping."""
+    """Unscale ``grads`` in place, and return ``multi_tensor_l2norm`` of the results, in one pass; for clipping."""
     total, norms = run(_UNSCALE_L2NORM, plain.unscale_l2norm, (grads,), (inv_scale, found_inf))
     return (total, norms) if per_tensor else total
 
