@@ -118,8 +118,7 @@ class Contract:
     def check(self, lists: Sequence[Any], arguments: Sequence[Any]) -> torch.device:
         """Raise ValueError or TypeError if a call breaks this contract; return the device of its tensors."""
         named = dict(zip(self.arguments, arguments, strict=False))
-        # If the lists are empty, the tensors among these arguments (found_inf) decide the device of the call. A tensor
-        # that is given for a number does not: if it is on another device, that is an error.
+        # Flags (found_inf) decide the device of empty lists. Tensors given for numbers do not: they must be on it.
         flags = [value for argument, value in named.items() if argument.dtypes and argument.number is None]
         try:
             for wanted, tensors in zip(self.lists, lists, strict=True):
@@ -342,10 +341,7 @@ def _check_strides(which: str, t: Tensor, param: Tensor) -> None:
 
 
 def _check_draws(name: str, tensors: Tensors, seed: object, draws: object, starts: object) -> None:
-    """Raise unless `seed`, `draws` and `starts` suffice to round the bfloat16 tensors of the list `name`.
-
-    `draws` and `starts` have one entry for each tensor, or are empty. If a tensor is bfloat16, `draws` is not empty.
-    """
+    """Raise unless `draws` and `starts` are empty or have one int for each tensor; bfloat16 tensors require draws."""
     if not _is_int64(seed):
         raise TypeError(f"seed is {seed!r}, an int of 64 bits is wanted")
     for what, numbers in (("draws", draws), ("starts", starts)):
@@ -368,10 +364,7 @@ def _is_int64(value: object) -> bool:
 
 
 def _check_halves(halves: TensorList, tensors: Tensors, weights: Tensors) -> None:
-    """Raise if the weight of an int16 tensor is not bfloat16, or if a bfloat16 tensor has a weight.
-
-    An int16 tensor is the low half of a split master; a bfloat16 tensor is itself a weight.
-    """
+    """Raise if an int16 tensor (a low half) lacks its bfloat16 weight, or a bfloat16 tensor (a weight) has another."""
     for i, t in enumerate(tensors):
         if t.dtype == torch.bfloat16 and weights:
             raise TypeError(
@@ -428,12 +421,10 @@ def _check_places(outs: Mapping[str, Tensors], lists: Mapping[str, Tensors]) -> 
 
 
 def _check_apart(outs: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> None:
-    """Raise if an output shares memory with another output or with a tensor of `read`. The keys are names of lists.
+    """Raise if an output shares memory with another output or with a tensor of `read`. The keys are names of lists."""
 
-    Of a tensor with gaps only the first element is tested, because an exact test would be slow.
-    """
-
-    def known(t: Tensor) -> int:  # the number of elements from data_ptr() on that surely belong to t
+    # The number of elements from `data_ptr()` on that belong to `t`. Only the first counts if `t` has gaps.
+    def known(t: Tensor) -> int:
         return t.numel() if torch.ops.aten.is_non_overlapping_and_dense(t) else 1
 
     def spans(lists: Mapping[str, Tensors], is_read: bool) -> list[tuple[int, int, bool, tuple[str, int]]]:
