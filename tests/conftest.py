@@ -1,4 +1,4 @@
-"""What every test file shares: the devices and types of this machine, and a process that each test leaves clean."""
+"""Fixtures for every test file: the devices and types of this machine, and a check that a test leaves no state."""
 
 from __future__ import annotations
 

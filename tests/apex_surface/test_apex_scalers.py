@@ -1,4 +1,4 @@
-"""Loss scalers as callers of Apex use them: several losses, scales that are written, scalers by themselves."""
+"""Loss scalers in the ways of Apex's users: several losses, written scales, scalers without `initialize`."""
 
 from __future__ import annotations
 

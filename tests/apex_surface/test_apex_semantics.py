@@ -1,4 +1,4 @@
-"""What scripts written for Apex rely on beyond its signatures; one test or more for each of the semantics a to l."""
+"""Behaviour that scripts for Apex rely on beyond its signatures. Letters in the names of the tests number it."""
 
 from __future__ import annotations
 

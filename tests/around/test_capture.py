@@ -1,4 +1,4 @@
-"""A whole step in a CUDA graph, as far as the host can be seen to keep still: a CPU acts the device that captures.
+"""A whole step in a CUDA graph: the host does nothing that a capture forbids. A CPU stands in for the GPU.
 
 What a GPU then makes of it is in test_cuda_graphs.py.
 """

@@ -1,4 +1,4 @@
-"""A DistributedDataParallel around or inside of a model before `initialize` sees it."""
+"""A model that has a DistributedDataParallel around or inside it before `initialize`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An overflow under torch's PowerSGD hook, which keeps numbers for the next iteration (docs/limits.md)."""
+"""An overflow under torch's PowerSGD hook, which stores an error feedback for the next iteration (docs/limits.md)."""
 
 from __future__ import annotations
 

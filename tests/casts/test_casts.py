@@ -1,4 +1,4 @@
-"""The rules of the op lists in a call: which types come in, and which result has."""
+"""The rules of the op lists: the types that a function receives and returns in one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the emulation of FP16 and BF16 on a CPU leaves alone, and what autograd keeps of it."""
+"""Emulation of FP16 and BF16 on a CPU: calls that it does not change, and the tensors that autograd saves."""
 
 from __future__ import annotations
 

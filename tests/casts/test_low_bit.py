@@ -1,4 +1,4 @@
-"""Products in FP8 and FP4: what is multiplied so, by which numbers, forward and backward, eager and compiled."""
+"""Products in FP8 and FP4: which calls they are, and their numbers, forward and backward, eager and compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that torch has got of late: grouped products, attention that is imported by name, a loss with its layer."""
+"""Functions of newer versions of torch: grouped products, attention that is imported by name, a loss with its layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regions of ours beside torch.autocast: the inner one wins. And `amp.` in the place of `torch.amp.`."""
+"""Regions nested with torch.autocast: the inner one decides. And `amp.` instead of `torch.amp.`."""
 
 from __future__ import annotations
 

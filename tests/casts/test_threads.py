@@ -1,4 +1,4 @@
-"""Python threads: kernels on lists of their own and on lists that change under them, casts while casts come and go."""
+"""Python threads: kernels while another thread changes their lists, and casts while another thread installs casts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights that a region has cast, and when they are cast anew."""
+"""The cached casts of weights in a region, and the events after which a weight is cast again."""
 
 from __future__ import annotations
 

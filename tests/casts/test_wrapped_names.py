@@ -1,4 +1,4 @@
-"""What stands in torch's namespace while casts are installed, and what is there afterwards."""
+"""The wrappers in torch's namespace while casts are installed, and its restored functions afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment variables of an opt level: what becomes of a script's own level and options."""
+"""The environment variables of an opt level, and how they override a script's own level and options."""
 
 from __future__ import annotations
 

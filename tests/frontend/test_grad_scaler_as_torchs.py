@@ -1,4 +1,4 @@
-"""What torch's own tests ask of a GradScaler; gradients that are not its; torch.compile."""
+"""GradScaler: the checks of torch's own tests, gradients that it has not scaled, and torch.compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each opt level promises as a whole: bits at O0, dtypes, resume, interleaving, restore."""
+"""The promises of each opt level: the bits of FP32 at O0, dtypes, resume, interleaving, restore."""
 
 from __future__ import annotations
 

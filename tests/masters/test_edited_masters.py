@@ -1,4 +1,4 @@
-"""Masters that somebody edits between steps: the next forward sees it, whoever wrote, and in whichever way.
+"""Edits of masters between steps, by any code and in any form: the next forward uses the new values.
 
 Schedule-free optimizers write in `eval()` and `train()`, Lookahead after a step, SAM before one, scripts whenever they
 like. Weights are small multiples of 1/8, which both low-precision types hold.

@@ -1,4 +1,4 @@
-"""The model's side: what is cast on the way in and out, what stays FP32, state dicts, methods, copies."""
+"""Models in a training: casts of inputs and outputs, modules that stay FP32, state dicts, methods, copies."""
 
 from __future__ import annotations
 

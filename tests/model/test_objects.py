@@ -1,4 +1,4 @@
-"""Objects with tensors as inputs of a cast model: batches of people's own classes."""
+"""Objects with tensors as inputs of a cast model: batches of users' classes."""
 
 from __future__ import annotations
 

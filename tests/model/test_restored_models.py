@@ -1,4 +1,4 @@
-"""The way back of a model: restore(), also where one cannot be restored, and what never was ours."""
+"""`restore()` of models: complete, with a model that cannot be restored, and with objects of no training."""
 
 from __future__ import annotations
 

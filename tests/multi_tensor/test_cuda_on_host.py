@@ -1,4 +1,4 @@
-"""csrc/kernels/*.cu as they are, launches and all, on the host: numbers, grids, captures, and what fails half way."""
+"""The CUDA kernels with their launches (csrc/kernels/*.cu), run on the host: numbers, grids, captures, failures."""
 
 from __future__ import annotations
 

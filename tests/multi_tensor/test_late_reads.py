@@ -1,4 +1,4 @@
-"""A number that lies in an output: a GPU's blocks would read it when others have written there, so it is copied."""
+"""A number argument that shares memory with an output: it is copied, since a block could read it after a write."""
 
 from __future__ import annotations
 

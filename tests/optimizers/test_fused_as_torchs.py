@@ -1,4 +1,4 @@
-"""The fused optimizers have torch's manners: state dicts, groups, hooks, schedulers."""
+"""The fused optimizers behave as torch's: state dicts, groups, hooks, schedulers."""
 
 from __future__ import annotations
 

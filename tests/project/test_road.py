@@ -1,4 +1,4 @@
-"""The road through one training step does not grow: Python calls of a step, and the files that they are in."""
+"""The Python calls of one training step, and the files that they are in, do not grow in number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no linter's rule asks of sources: tensors that no default makes, asserts that may be left out, short files."""
+"""Rules on the sources without a linter: tensors with a dtype and device, asserts without effects, short files."""
 
 from __future__ import annotations
 

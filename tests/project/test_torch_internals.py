@@ -1,4 +1,4 @@
-"""What we lean on in torch, and torch does not promise: docs/torch-internals.md lists it, and this torch has it."""
+"""Private names of torch that amp_patch uses: docs/torch-internals.md lists them, and this torch has them."""
 
 from __future__ import annotations
 

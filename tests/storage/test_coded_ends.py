@@ -1,4 +1,4 @@
-"""Trainings with `optimizer_state="8bit"` on several processes that are ended from outside: `kill -9`, and Ctrl-C."""
+"""Trainings with `optimizer_state="8bit"` on several ranks, ended by `kill -9` or Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`optimizer_state="8bit"`: the state of optimizers as codes, which everybody who looks finds in FP32."""
+"""`optimizer_state="8bit"`: optimizer state is stored as codes, and each read returns FP32."""
 
 from __future__ import annotations
 

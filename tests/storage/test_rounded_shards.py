@@ -1,4 +1,4 @@
-"""`master_weights="stochastic"` with torch's `fully_shard`: elements are rounded by their place in the whole."""
+"""`master_weights="stochastic"` with torch's `fully_shard`: random bits depend on the place in the whole parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients from before a backward: not checked again, brought back, cleared meanwhile."""
+"""Gradients that exist before a backward: they are not checked again, are added after it, and may be cleared in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exception at any call of an iteration, Ctrl-C above all: torch stays as it was, and the training goes on right."""
+"""An exception at any call of an iteration, such as Ctrl-C: torch's state is restored, and the training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other people's code between backward and the next `zero_grad`, which asks `p.grad is not None` of the model."""
+"""Code of other packages that tests `p.grad is not None` between backward and the next `zero_grad`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slips of a first training loop: each is told in the first iteration, and what is no slip trains as before."""
+"""Mistakes in a training loop: each is reported in the first iteration; correct loops train as before."""
 
 from __future__ import annotations
 

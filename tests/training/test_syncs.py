@@ -1,4 +1,4 @@
-"""How often a training step waits for the device: once, in `optimizer.step()`, and nowhere else."""
+"""The syncs of a training step: one, in `optimizer.step()`."""
 
 from __future__ import annotations
 

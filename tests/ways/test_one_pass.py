@@ -1,4 +1,4 @@
-"""Optimizers in one pass over the memory: the numbers and the manners of their own steps."""
+"""Steps in one pass: they have the numbers and the behaviour of the optimizer's own step."""
 
 from __future__ import annotations
 
