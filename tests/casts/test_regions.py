@@ -57,7 +57,7 @@ def test_an_exception_restores(names: tuple[str, str]) -> None:
 
 
 def test_the_list_of_fp32_functions_is_the_inner_region_s() -> None:
-    """torch's list for the CPU has this pool and leaves exp alone; ours, which is CUDA's, the other way round."""
+    """torch's op list for the CPU casts this pooling and not exp. The op lists here, those of CUDA, do the opposite."""
     low = torch.ones(2).to(BF16)
 
     def pool() -> torch.Tensor:

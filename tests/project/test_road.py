@@ -39,7 +39,7 @@ print(json.dumps([found, {f"{file}: {name}": count for (file, name), count in ou
 
 @pytest.fixture(scope="module")
 def counted() -> Any:
-    """What a process by itself counts: what other tests have called before may take other ways."""
+    """Count in a new process, because calls of other tests may change the path of a step."""
     path = os.pathsep.join([str(ROOT), str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
     done = python("-c", COUNT, env=environment)

@@ -163,7 +163,7 @@ def uses(owners: dict[str, Any]) -> Uses:
 
 
 def covers(name: str, used: str) -> bool:
-    """Whether the table's `name` stands for what a file has: an attribute, or a dotted path of torch's."""
+    """Tell whether the table's `name` covers a name in a file: an attribute, or a dotted path of torch."""
     if name.endswith(".*"):
         return f"{used}.".startswith(name[:-1])
     if name.endswith("*"):

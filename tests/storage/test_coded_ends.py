@@ -36,7 +36,7 @@ def test_a_killed_training_of_shards_resumes_to_the_bit_of_one_that_was_not(rank
 
 
 def interrupted_shards(make: str, stride: int) -> int:
-    """Ctrl-C in the step, at each `stride`-th line of ours; how many lines there are."""
+    """Press Ctrl-C in the step at each `stride`-th line of amp_patch; return the number of lines."""
 
     def until_the_step() -> tuple[Any, Any]:
         model, optimizer = fsdp.start(make)

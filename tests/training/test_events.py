@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 
 
 class Training:
-    """How to make a training anew, plain (not through `initialize` yet), and how to go on with one."""
+    """Functions that make a new training, before `initialize`, and that continue a training."""
 
     def __init__(self, make: Callable[[], Pair], step: Callable[[Any, Any, float], None], **options: Any) -> None:
         self.make, self.step, self.options = make, step, {"loss_scale": "dynamic", "verbosity": 0} | options
