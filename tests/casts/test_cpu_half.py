@@ -141,7 +141,7 @@ SLOW: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_batch_and_instance_norms_between_emulated_functions_are_torch_s(norm, policy, installed):
-    """These norms are not emulated: torch's own kernels take and return the low type, and compute in FP32 on every CPU."""
+    """These norms are not emulated: torch's kernels take and return the low type, and compute in FP32 on every CPU."""
     x, conv = half(2, 3, 6, 6, dtype=policy.dtype), nn.Conv2d(3, 4, 3).to(policy.dtype)
     expected = F.conv2d(x.float(), conv.weight.float(), conv.bias.float()).to(policy.dtype)
     expected = norm(expected)

@@ -52,7 +52,7 @@ def kernels(monkeypatch):
 
 
 def story(level: str, recipe: Recipe, way: OnePass, steps: int, **options: Any) -> tuple[list[float], Any]:
-    """Everything that may happen between two steps; the losses, and what is left in the end."""
+    """Train with all events that may happen between two steps; return the losses and the final state."""
     model, optimizer = start_recipe(level, recipe, way, **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.995)
     losses = []
