@@ -26,7 +26,7 @@ class Sentence(NamedTuple):
     text: str
 
     def has(self, words: Sequence[str]) -> bool:
-        """Whether it, its file's name or its file's docstring has each of these words."""
+        """Tell whether each word is in the test's name, its file's name or its file's docstring."""
         everything = f"{self.path} {self.of_file} {self.text}".lower().replace("_", " ")
         return all(word.lower().replace("_", " ") in everything for word in words)
 

@@ -1,4 +1,4 @@
-"""What every test file shares: the devices and types of this machine, and a process that each test leaves clean."""
+"""Fixtures for every test file: the devices and types of this machine, and a check that a test leaves no state."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ torch.set_num_threads(1)
 
 
 class FailuresAtOnce:
-    """Prints a failure when it happens: a run that is ended before its end has no summary."""
+    """Print a failure at once, because a run that is killed has no summary."""
 
     def __init__(self, terminal: Any) -> None:
         self.terminal = terminal
@@ -91,7 +91,7 @@ def restored():
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """What torch.compile has made before is not used in the test, nor what the test makes after it."""
+    """Reset torch.compile before and after the test, so that tests do not share compiled code."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -99,7 +99,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Two processes of one gloo group, in which all tests that use them run."""
+    """Two ranks of one gloo group, shared by all tests."""
     with Ranks(2) as both:
         yield both
 

@@ -64,7 +64,7 @@ def run_logged(command: list[str], folder: Path, log: Path, **environment: str) 
 
 
 def make(which: Pair, folder: Path, log: Path) -> Path:
-    """An environment in `folder`, with amp_patch built in a copy of the sources; its Python."""
+    """Make an environment in `folder`, with amp_patch built in a copy of the sources; return its Python."""
     interpreter = shutil.which(f"python{which.python}")
     if interpreter is None:
         raise Failed(f"there is no python{which.python} on PATH")
@@ -84,7 +84,7 @@ def make(which: Pair, folder: Path, log: Path) -> Path:
 
 
 def counts(report: Path) -> dict[str, Any]:
-    """How many tests passed, failed and were skipped by pytest's report in XML, and the names of those that failed."""
+    """Return from pytest's XML report the counts of passed, failed and skipped tests, and the names of failed ones."""
     cases = list(ElementTree.parse(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
@@ -93,7 +93,7 @@ def counts(report: Path) -> dict[str, Any]:
 
 
 def try_pair(which: Pair, folder: Path, workers: int, tests: list[str]) -> dict[str, Any]:
-    """The counts of one pair, or the one entry "not_tried" that says why there are none."""
+    """Return the counts of one pair, or {"not_tried": the reason}."""
     place = folder / str(which)
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)

@@ -1,10 +1,11 @@
-"""Apex's import paths, served by amp_patch: scripts that say `from apex import amp` run again.
+"""Apex's import paths on amp_patch, for scripts with `from apex import amp`.
 
-Either `python -m amp_patch run train.py`, with the script as it is, or one line before its first import of Apex::
+`python -m amp_patch run train.py` runs such a script unchanged. Or the script has this line before its first import of
+Apex::
 
     import amp_patch.apex; amp_patch.apex.install()
 
-No module is called `apex` before that: a package that probes for Apex finds only a real installation.
+Before `install`, amp_patch adds no module called `apex`: a package that probes for Apex finds only a real one.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any
 
 from amp_patch.support.patches import Installation, Patches
 
-# Modules of Apex that stand beside the package `apex`: its compiled extensions.
+# Apex's compiled extensions, which are top-level modules.
 TOP_LEVEL = ("amp_C", "apex_C")
 
-# Names of Apex that are not served, by their first part behind "apex.", -> where else their function is to be had.
+# Subpackages of Apex that amp_patch does not have -> their replacement, for the error message.
 ELSEWHERE = {
     "contrib": "NVIDIA's apex (https://github.com/NVIDIA/apex) still has apex.contrib",
     "transformer": "NVIDIA's Megatron-Core (pip install megatron-core) has what was apex.transformer",
@@ -38,10 +39,10 @@ _installation = Installation(of_process=True)
 
 
 def install() -> None:
-    """Let `import apex`, `import amp_C` and `import apex_C` find amp_patch's. Idempotent; `uninstall` undoes it.
+    """Make `import apex`, `import amp_C` and `import apex_C` return amp_patch's modules. Idempotent.
 
-    Where a real Apex is installed it stays, and only the modules and names that it lacks are added to it (its present
-    releases have no `apex.amp`, `apex.parallel` and `apex.fp16_utils`).
+    If a real Apex is installed, it stays, and only the modules and names that it lacks are added (its present releases
+    have no `apex.amp`, `apex.parallel` and `apex.fp16_utils`). `uninstall` undoes this.
     """
     _installation.install(_serve)
 
@@ -51,7 +52,8 @@ def _serve(patches: Patches) -> None:
     real: set[str] = set()
     for name, module in ours.items():
         parent = name.rpartition(".")[0]
-        # No search below our packages: `find_spec` would load our files a second time, under Apex's names.
+        # A submodule is searched only in a real parent. In our packages `find_spec` would find our own files, and load
+        # them a second time under Apex's names.
         found = _real(name) if not parent or parent in real else None
         if found is None:
             _register(patches, name, module, below_real=parent in real)
@@ -63,17 +65,17 @@ def _serve(patches: Patches) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: later imports find a real Apex, or fail. Names that a script has imported stay usable."""
+    """Undo `install`: later imports find a real Apex, or fail. Names that a script has imported still work."""
     _installation.uninstall()
 
 
 def installed() -> bool:
-    """Whether `install` is in force."""
+    """Tell whether `install` is in force."""
     return _installation.installed
 
 
 def modules() -> Iterator[tuple[str, ModuleType]]:
-    """Every module of this package under the name that Apex has for it; parents first."""
+    """Yield (its name in Apex, module) for each module of this package; parents first."""
     package = sys.modules[__name__]
     yield "apex", package
     for info in pkgutil.walk_packages(package.__path__, prefix=f"{__name__}."):
@@ -86,10 +88,12 @@ def modules() -> Iterator[tuple[str, ModuleType]]:
 
 
 def _real(name: str) -> ModuleType | None:
-    """The module that `import name` finds without us, or None. A broken one, and a mere folder, count as none."""
+    """Return the module that `import name` finds without amp_patch; None if there is none, or if it cannot be imported.
+
+    A folder without `__init__.py`, such as a clone of Apex's repository beside the script, is no module.
+    """
     try:
         spec = importlib.util.find_spec(name)
-        # A folder without __init__.py (a clone of Apex's repository beside the script) is no package of anybody's.
         return None if spec is None or spec.origin is None else importlib.import_module(name)
     except (ImportError, OSError):  # OSError: its compiled part does not fit this torch
         return None
@@ -109,16 +113,19 @@ def _add_missing(patches: Patches, real: ModuleType, ours: ModuleType) -> None:
 
 
 class _Elsewhere:
-    """The last finder on `sys.meta_path`: names the replacement for a module of Apex that no finder has found."""
+    """The last finder on `sys.meta_path`. It raises an error with the replacement of a module that Apex had.
+
+    Python asks it only for modules that no other finder has found.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        # `from apex import contrib` asks for "amp_patch.apex.contrib": the parent's name is this package's.
+        # `from apex import contrib` looks for "amp_patch.apex.contrib", because `apex` is this package.
         first, _, rest = fullname.removeprefix("amp_patch.").partition(".")
         if first != "apex" or not rest or f"apex.{rest.partition('.')[0]}" in sys.modules:
-            return None  # the parent exists: Python's error names the missing module
+            return None  # the parent module exists, so Python's own error is right
         served = sorted(name for name in sys.modules if name.startswith("apex.") and name.count(".") == 1)
         hint = ELSEWHERE.get(rest.partition(".")[0], "")
-        # Raised without `name=`: with it `from apex import contrib` would replace our message by Python's.
+        # The error has no `name=`. With it, `from apex import contrib` would replace this message by Python's.
         raise ModuleNotFoundError(
             f"No module named 'apex.{rest}': amp_patch serves {', '.join(served)}" + (f"; {hint}" if hint else "")
         )

@@ -1,4 +1,4 @@
-"""Apex's compiled module `apex_C`: several tensors as one, and back."""
+"""Apex's compiled module `apex_C`: functions that flatten several tensors into one, and back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["flatten", "unflatten"]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements one after another: a new tensor of shape [sum of numel]. One dtype and device."""
+    """Return a new tensor of shape [sum of numel] with the elements of all tensors, of one dtype and device."""
     return _flatten_dense_tensors(tensors)
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Views of `flat` with the shapes of `tensors`, in order."""
+    """Return views of `flat` with the shapes of `tensors`, in order."""
     return _unflatten_dense_tensors(flat, tensors)

@@ -1,10 +1,10 @@
-"""Apex's variant of the op lists (`Policy.op_lists`), for scripts written for Apex: the differences from OPLISTS.
+"""The op lists that `Policy.op_lists="apex"` selects, as differences from OPLISTS (oplists.py).
 
-A name listed here has this rule in the variant. All other names keep the rule of OPLISTS. The rules differ if a call
-that ran in Apex returned another type: Apex did not patch the function (torch.softmax, einsum), or it listed a function
-that torch now promotes without help. If the call raised in Apex (mixed types, no half kernel), today's rule holds.
-Today's rule also holds for functions that are younger than Apex's lists, which were last edited in 2020 (attention,
-linalg, rms_norm, huber_loss and others).
+A policy with these lists uses the rule given here for each name below, and the rule of OPLISTS for all other names. A
+name is here if its calls returned another type in Apex than they do under OPLISTS: either Apex did not patch the
+function (torch.softmax, einsum), or Apex patched a function that torch promotes without help today. A name is not here
+if the call raised in Apex (mixed types, no half kernel), or if the function is younger than Apex's lists, which were
+last edited in 2020 (attention, linalg, rms_norm, huber_loss and others).
 """
 
 from __future__ import annotations

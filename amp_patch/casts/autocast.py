@@ -47,9 +47,9 @@ class autocast(region):
     makes a region without casts. `cache_enabled=False` casts a weight at every use; None takes torch's current setting.
     The first entry installs the casts. Regions nest, and one object may be entered again, also by other threads.
 
-    If regions of this class and `torch.autocast` are nested, the innermost decides. Inside this region, enabled or not,
-    torch's is disabled (so `torch.is_autocast_enabled()` returns False), and enabled again on exit. Inside a
-    torch.autocast that is entered in this region, enabled or not, these casts do not act.
+    If regions of this class and of `torch.autocast` are nested, the innermost region decides. The region disables an
+    outer torch.autocast (`torch.is_autocast_enabled()` returns False), and enables it again on exit. Inside a
+    torch.autocast that is entered within the region, these casts do not act. Both hold for `enabled=False` too.
 
     Raises:
         ValueError: `device_type` is unknown to torch, or `dtype` is neither float16 nor bfloat16.

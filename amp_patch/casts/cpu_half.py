@@ -1,16 +1,18 @@
-"""FP16 and BF16 on a CPU without arithmetic for them: values in the low type, sums of products in FP32, as on a GPU.
+"""Emulation of FP16 and BF16 products on a CPU without instructions for the type: products are computed in FP32.
 
-On such a CPU torch's kernels for the type are four to a hundred times slower than its FP32 kernels. So sums of products
-(GEMMs, convolutions, attention) get other kernels here. They upcast their operands, call torch's FP32 kernel and round
-its result once; a result beyond FP16's range becomes infinite. They are registered at the dispatch key `BackendSelect`.
-This key is below autograd, which therefore saves the low operands and differentiates with torch's own formulas, whose
-products dispatch to these kernels again. It is also below function transforms and torch.compile, whose graphs call the
-kernels too.
+On such a CPU torch's kernels for the type are four to a hundred times slower than its FP32 kernels. So this file
+registers other kernels for sums of products (GEMMs, convolutions, attention). They upcast their operands, call torch's
+FP32 kernel and round its result once, as a GPU does. A result beyond FP16's range becomes infinite.
 
-A kernel emulates inside the regions of a policy that emulates (`region.emulated`): in models' forwards and the body of
-`scale_loss`, also on autograd's own threads. Outside of all regions it emulates only in backward passes, because the
-training of a backward pass is unknown there, and only while a training of the process emulates. Otherwise it calls
-torch's kernel. The kernels exist in C++ (csrc/casts/emulation.cpp), and here for processes without the extension.
+The kernels are registered at the dispatch key `BackendSelect`, which is below autograd. So autograd saves the low
+operands and differentiates with torch's own formulas, whose products dispatch to these kernels again. The key is also
+below function transforms and torch.compile: their graphs call the kernels too.
+
+A kernel emulates inside the regions of a policy that emulates (`region.emulated`): in models' forwards and in the body
+of `scale_loss`, also on autograd's own threads. Outside of all regions it emulates in backward passes while any
+training of the process emulates, because the kernel cannot tell which training the backward pass belongs to. Otherwise
+it calls torch's kernel. The kernels exist in C++ (csrc/casts/emulation.cpp), and here for processes without the
+extension.
 """
 
 from __future__ import annotations
@@ -154,7 +156,7 @@ _SLOW_IN_FP16 = (
 
 
 def products(dtype: torch.dtype, cpu_half: str) -> tuple[Product, ...]:
-    """Return the ops that are emulated for a type under a decided `cpu_half`."""
+    """Return the ops to emulate for `dtype`. `cpu_half` is a result of `decide_cpu_half`, never "auto"."""
     if cpu_half == "convolutions":
         return _CONVOLUTIONS
     return (*_PRODUCTS, *_SLOW_IN_FP16) if dtype is torch.float16 else _PRODUCTS

@@ -1,11 +1,12 @@
 """The casts inside torch.compile: while Dynamo traces, the casts of patched functions become nodes of its graph.
 
-Dynamo cannot trace functions in C, and ignores replaced attributes of torch.Tensor. So this file tells Dynamo, just
-before it traces a frame, how to trace them: a call of a function, method or operator on the op lists is traced as its
-rule (rules.py) under the acting policy. At the start of a frame that is the thread's policy, later that of the
-innermost traced region (regions.py). A guard recompiles the frame for another policy.
+Dynamo cannot trace the C wrappers, and it ignores replaced attributes of torch.Tensor. So this file makes Dynamo trace
+a call of any function, method or operator on the op lists as the function's rule (rules.py) under the acting policy. At
+the start of a frame the acting policy is the thread's; inside a traced region (traced_regions.py) it is the region's.
+Each compiled frame has a guard on the thread's policy: under another policy Dynamo compiles the frame again.
 
-Only this file and traced_calls.py use Dynamo's private names. Neither imports Dynamo: `hook` waits for another import.
+Only this file and traced_calls.py use Dynamo's private names. Neither imports Dynamo, which is slow: `hook` attaches to
+it when other code imports it.
 """
 
 from __future__ import annotations
@@ -59,15 +60,16 @@ _USED = tuple(
 # `never_trace` adds others.
 NEVER_TRACED = ["around", "frontend", "masters", "multi_tensor", "storage", "training", "watch", "ways"]
 
-# Modules that Dynamo inlines into a caller's frame, and never compiles as separate frames. After a graph break in a
-# region the rest of the forward runs as plain Python, and wrappers must too: all wrapped functions share one code
-# object, so Dynamo would recompile it for each.
+# Modules whose functions Dynamo may inline into a caller's frame, but must not compile as frames of their own. After a
+# graph break in a region, the rest of the forward runs as plain Python and calls the wrappers. All wrappers share one
+# code object, so if Dynamo compiled them it would recompile that code object for each wrapped function.
 _NEVER_ALONE = (
     *("casts.cpu_half", "casts.in_fp32", "casts.low_bit", "casts.rules", "casts.saturated", "casts.state"),
     *("casts.thread_state", "casts.upcast", "casts.wrappers"),
     *("model.forward", "model.state", "support.blocks", "support.tree"),
 )
-# Functions nested in those of this module wrap users' methods, and are compiled with them.
+# The exception to `_NEVER_ALONE`: functions defined inside this module's functions wrap users' methods, and Dynamo
+# compiles them together with these methods.
 _DEFINES_FORWARDS = "model.forward"
 
 _hooks = Installation(of_process=True)  # `of_process`: `restore` leaves Dynamo hooked
@@ -81,7 +83,7 @@ _stale = False  # whether Dynamo may hold frames compiled before `hook`, which h
 
 
 def acting() -> Policy | None:
-    """Return the policy that compiled code depends on: one object for all policies that cast alike."""
+    """Return the thread's acting policy for the guard. Policies that cast alike give the same object."""
     policy = casts_state.current()
     return None if policy is None else _casts_of(policy)
 
@@ -96,19 +98,19 @@ def _casts_of(policy: Policy) -> Policy:
 
 
 def start_late() -> None:
-    """Restart this thread's trace in the middle: the traced code has just installed the casts."""
+    """Apply the casts to the rest of this thread's trace, whose code has just installed them."""
     if _attached:
         _start(sys.modules[_DYNAMO].InstructionTranslator.current_tx())
 
 
 def register_late_wrappers() -> None:
-    """Register wrappers that an import inside this thread's trace has installed, if a trace runs."""
+    """If this thread is tracing, register the wrappers that an import in the traced code has just installed."""
     if _attached and is_compiling():
         traced_calls.register_wrappers()
 
 
 def hook() -> None:
-    """Attach to Dynamo: now if it is imported, else at its import. Idempotent."""
+    """Attach to Dynamo now if it is imported, else when other code imports it. Idempotent."""
     global _hooked, _stale
     if not _hooked:
         _hooked = True
@@ -147,8 +149,6 @@ def _attach(module: Any) -> None:
             pkgutil.resolve_name(name)
         for name in NEVER_TRACED:
             importlib.import_module("torch._dynamo.trace_rules").add(f"amp_patch.{name}")
-        # `PythonState`'s methods run as plain Python if a region begins or ends between two graphs. Traced regions do
-        # not call them (traced_regions.py).
         for name in _NEVER_ALONE:
             for code in _codes_of(importlib.import_module(f"amp_patch.{name}"), nested=name != _DEFINES_FORWARDS):
                 importlib.import_module("torch._dynamo.eval_frame").skip_code(code)
@@ -172,7 +172,7 @@ def _codes_of(module: types.ModuleType, nested: bool) -> Iterator[types.CodeType
 
 
 def _follow_traces(patches: Patches, translator: Any) -> None:
-    """Patch the translator: call `_start` at the beginning of a frame's trace, and trace in a region without casts."""
+    """Patch Dynamo's translator: it calls `_start` before it traces a frame, and traces in a region without casts."""
     started, run = translator.__init__, translator.run
 
     @functools.wraps(started)
@@ -192,7 +192,10 @@ def _follow_traces(patches: Patches, translator: Any) -> None:
 
 
 def _follow_calls(patches: Patches) -> None:
-    """Trace methods and operators of tensors by their rules; for functions `register_wrappers` does this."""
+    """Patch Dynamo so that it traces methods and operators of tensors by their rules.
+
+    `traced_calls.register_wrappers` does the same for functions.
+    """
     tensor = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
     builtin = importlib.import_module("torch._dynamo.variables.builtin").BuiltinVariable
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
@@ -265,10 +268,10 @@ def _without_autocast(tx: Any, kind: str) -> Callable[[], object]:
 
 
 def _backend_without_casts(backend: Any) -> Any:
-    """Return `backend` with its compiled graphs in a region without casts, because the casts are nodes of the graphs.
+    """Return `backend`, changed so that its compiled graphs run without casts: their casts are nodes of the graphs.
 
-    Emulated products are not nodes: a graph emulates the type that its traced regions or the caller of its frame
-    emulate (cpu_half.py).
+    Emulation (cpu_half.py) is not a node. So a graph runs with the emulated type of its traced regions; if they have
+    none, with the type that is emulated where the graph is called.
     """
 
     @functools.wraps(backend)
@@ -287,10 +290,10 @@ def _backend_without_casts(backend: Any) -> Any:
 
 
 def _give_kernels_back() -> None:
-    """Replace wrappers by torch's own functions in Inductor, whose import may have copied wrappers from torch.
+    """Replace the wrappers in Inductor's table `extern_kernels` by torch's own functions.
 
-    Inductor's code calls the functions that were attributes of torch at its import, and relies on the dtype and strides
-    of their results. Without this, it would misread a result that a wrapper has cast, in forward and in backward.
+    Inductor fills the table at its import from attributes of torch, which may be wrappers then. Its compiled code
+    relies on the dtype and strides of the functions' results, so it would misread a result that a wrapper has cast.
     """
     kernels = getattr(sys.modules.get("torch._inductor.select_algorithm"), "extern_kernels", None)
     for name, function in list(vars(kernels).items()) if kernels is not None else ():

@@ -1,8 +1,8 @@
-"""FP8 and FP4: formats of numbers, the scales of recipes, and tensors rounded to them, held in FP32.
+"""Rounding of tensors to FP8 and FP4 for the emulated products of O6 and O7: formats, recipes and scales.
 
-A rounded tensor is `values` times the tensor's scale, if it has one. Each value is a number of the format times the
-scale of its tile, a product that FP32 holds exactly. On a CPU the extension returns the same bits
-(csrc/casts/formats.cpp).
+A rounded tensor is stored in FP32, as `values`, and for some recipes one scale of the whole tensor, by which `values`
+must be multiplied. Each value is a number of the format times the scale of its tile (elements that share a scale). FP32
+holds this product exactly. On a CPU the extension returns the same bits (csrc/casts/formats.cpp).
 
 Sources: the formats, "FP8 Formats for Deep Learning" (Micikevicius et al., arXiv 2209.05433) and the OCP Microscaling
 Formats specification v1.0; "fp8" and "fp8_tensorwise", torchao's float8 recipes of these names; "mxfp8", "Recipes for
@@ -28,7 +28,7 @@ ROWS, COLUMNS = -1, -2  # the dimension that a product sums over
 
 @dataclass(frozen=True)
 class Element:
-    """A number format with few bits: sign, exponent and `mantissa` bits. No infinities: larger numbers saturate.
+    """A number format with few bits: sign, exponent and `mantissa` bits. Numbers beyond `largest` saturate.
 
     Attributes:
         mantissa: the bits after the leading one.
@@ -45,13 +45,13 @@ E4M3 = Element(mantissa=3, least_exponent=-6, largest=448.0)
 E5M2 = Element(mantissa=2, least_exponent=-14, largest=57344.0)
 E2M1 = Element(mantissa=1, least_exponent=0, largest=6.0)
 
-# The scale of a tile, which divides the values before rounding, as a function of m and M: m is the largest magnitude in
-# the tile, M the largest number of the element. A tile with an infinity or NaN has the scale NaN. Powers of two are
-# clamped to 2**-126 and 2**127.
+# How the scale of a tile is computed. The values of the tile are divided by the scale before they are rounded. Below, m
+# is the largest magnitude in the tile, and M the largest number of the element. The scale of a tile with an infinity or
+# NaN is NaN. Scales that are powers of two are clamped to 2**-126 and 2**127.
 Scale = Literal[
     "exact",  # m / M, in FP32; 1 if that is 0
     "up",  # the smallest power of two that is not below m / M: nothing saturates
-    "floor",  # the power of two of m over that of M, as in OCP: magnitudes above M times it saturate
+    "floor",  # as in OCP: 2**floor(log2 m) / 2**floor(log2 M); magnitudes above M times the scale saturate
     "two_levels",  # m / M / g rounded to E4M3, times g; g: the tensor's largest magnitude / M / 448, in FP32
 ]
 
@@ -64,11 +64,11 @@ class Recipe:
         element: the format of activations and weights.
         gradient: the format of gradients.
         scale: the scale of a tile.
-        block: the number of elements along a sum that share a scale. 0: all elements of one sum. None: the whole
-            tensor.
-        square_weights: a weight's tiles are squares of `block`, so that forward and backward multiply by the same
-            values.
-        stochastic: gradients are rounded stochastically: up with a probability in proportion to the distance.
+        block: the number of elements that share a scale, along the dimension that the product sums over. 0: all
+            elements of that dimension. None: the whole tensor.
+        square_weights: the tiles of a weight are `block` x `block`, so that forward and backward, which sum over
+            different dimensions, multiply by the same values.
+        stochastic: gradients are rounded up or down at random; the nearer number is the more probable.
         hadamard: both operands of a weight's gradient are first multiplied by a Hadamard matrix with random signs. It
             spreads outliers over 16 elements, and cancels in the product.
     """
@@ -94,7 +94,7 @@ FORMATS: dict[str, Recipe] = {  # PRODUCT_FORMATS of policy.py has the names
 
 _EXPONENT = 0x7F800000  # the exponent bits of FP32
 _HADAMARD = 16  # the order of the matrix
-_SIGNS = 0b1011_0010_0110_1000  # the signs of the rows that it multiplies: drawn once, as in the paper
+_SIGNS = 0b1011_0010_0110_1000  # the random signs of 16 rows (bit 1: minus): drawn once for all calls, as in the paper
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,12 +110,13 @@ def quantized(
         tensor: BF16, [..., rows, columns], with any strides.
         along: the dimension that the product sums over: ROWS (a sum over the elements of each row) or COLUMNS.
         role: the kind of operand.
-        hadamard: first multiply by the Hadamard matrix along the sum, whose length zeros extend to a multiple of 16.
+        hadamard: first multiply by the Hadamard matrix along the dimension `along`, which is padded with zeros to a
+            multiple of 16.
 
     Returns:
-        (values, scale): FP32 with the shape of `tensor` (extended if `hadamard`); FP32 of shape [], or None for a scale
-        of 1. The random bits of stochastic rounding depend only on the values of `tensor`, so that a repeated step has
-        the same result.
+        (values, scale). `values` is FP32 with the shape of `tensor` (padded if `hadamard`); `scale` is FP32 of shape
+        [], or None for a scale of 1. The random bits of stochastic rounding depend only on the values of `tensor`, so
+        that a repeated step has the same result.
     """
     if not tensor.is_contiguous() and tensor.mT.is_contiguous():
         values, scale = quantized(tensor.mT, COLUMNS if along == ROWS else ROWS, role, recipe, hadamard)
@@ -144,7 +145,7 @@ def quantized(
 
 
 def tile_of(tensor: Tensor, along: int, role: Role, recipe: Recipe) -> tuple[int, int]:
-    """Return the rows and columns of `tensor` that share one scale; (0, 0): all of them, in all matrices."""
+    """Return the (rows, columns) of one tile of `tensor`; (0, 0) if the whole tensor is one tile."""
     if recipe.block is None:
         return 0, 0
     if recipe.square_weights and role == "weight":
@@ -201,9 +202,11 @@ def quantize_plainly(
 
 
 def scales_of(largest: Tensor, element: Element, scale: Scale, whole: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the divisors before rounding and the factors after it, for tiles with these largest magnitudes.
+    """Return (divisors, factors) for tiles with the largest magnitudes `largest`.
 
-    Both are FP32 with the shape of `largest`. The factors are None if they are 1.
+    The values of a tile are divided by its divisor before rounding, and multiplied by its factor afterwards. Both
+    results are FP32 with the shape of `largest`. The factors are None if they are all 1. `whole` is the tensor's scale
+    under "two_levels" (`g` in `Scale`), else unused.
     """
     finite = largest < math.inf
     if scale == "exact":
@@ -229,9 +232,10 @@ def rounded(values: Tensor, element: Element, divide: Tensor | float = 1.0) -> T
 
 
 def _round(value: Tensor, element: Element, random: Tensor | None = None, signs: Tensor | None = None) -> Tensor:
-    """Round magnitudes in place, in few passes and with little new memory, because these dominate the time on a CPU.
+    """Round the magnitudes `value` in place to numbers of the format; return them.
 
-    torch's casts to its float8 types and back give the same bits, and take several times as long.
+    The passes over memory dominate the time on a CPU, so the code makes few. torch's casts to its float8 types and back
+    give the same bits, and take several times as long.
 
     Args:
         random: 16 random bits for each value (integers), which round it stochastically. None: round to nearest.
@@ -241,14 +245,14 @@ def _round(value: Tensor, element: Element, random: Tensor | None = None, signs:
     exponent = (value.view(torch.int32) & _EXPONENT).clamp_(min=127 + element.least_exponent << 23)
     scratch = exponent.view(torch.float32)
     if random is None:
-        # This power of two, added to a number, leaves no room for digits below the format's last one: the addition
-        # rounds.
+        # `scratch` becomes a number so large that FP32 rounds `value + scratch` at the format's last digit. The
+        # subtraction then leaves the rounded value.
         exponent.add_((23 - element.mantissa << 23) + 0x400000)
         value.add_(scratch).sub_(scratch)
     else:
         exponent.sub_(element.mantissa << 23)  # the format's step at this exponent
         value.div_(scratch).add_(random * 2.0**-16).floor_().mul_(scratch)
-    if signs is not None:  # copysign_ does one number at a time
+    if signs is not None:  # on a CPU copysign_ is not vectorized
         scratch.copy_(signs)
         value.view(torch.int32).bitwise_or_(exponent.bitwise_and_(-(2**31)))
     return value
@@ -267,10 +271,10 @@ def _out_of_tiles(tiles: Tensor, height: int, width: int) -> Tensor:
 
 
 def hadamard_plainly(tensor: Tensor) -> Tensor:
-    """Change the signs of some rows of [..., R, C], and multiply each 16 rows by Hadamard's matrix / 4; return FP32.
+    """Multiply [..., R, C], padded with zero rows to a multiple of 16, by a random Hadamard matrix; return FP32.
 
-    Rows of zeros extend R to a multiple of 16. The matrix is orthogonal, so A.mT @ B does not change if both are
-    transformed.
+    Rows get the signs of `_SIGNS`, and then each group of 16 rows is multiplied by Hadamard's matrix / 4. The transform
+    is orthogonal, so A.mT @ B does not change if both are transformed.
     """
     rows, columns = tensor.shape[-2:]
     bands = -(-rows // _HADAMARD)

@@ -1,4 +1,4 @@
-"""The user's own functions under the casts: decorators, registered names, autograd functions."""
+"""Casts for functions that users write: decorators, registered names, and torch.autograd.Function classes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class _Casts(NamedTuple):
 
     policy: Policy | None
     native: dict[str, torch.dtype | None]  # device type -> dtype; None or absent: autocast was off
-    emulated: torch.dtype | None  # see `region`; None in traced code, whose graph emulates as a whole
+    emulated: torch.dtype | None  # as in `region`; None in traced code: dynamo.py sets the type for the whole graph
 
 
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -123,7 +123,7 @@ _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 def _act(casts: _Casts) -> bool:
     """Tell whether `casts` cast anything.
 
-    This is a function and not a property, because Dynamo up to torch 2.8 reads only the fields of named tuples.
+    This is no property of `_Casts`, because Dynamo up to torch 2.8 reads only the fields of a named tuple.
     """
     return bool(casts.native) or casts.policy is not None
 
@@ -142,7 +142,7 @@ def custom_fwd(
     device_type: str | None = None,
     cast_inputs: torch.dtype | None = None,
 ) -> Any:
-    """Decorate the `forward` of a `torch.autograd.Function`; `custom_bwd` then gives its backward the same casts::
+    """Decorate the `forward` of a `torch.autograd.Function`, so that `custom_bwd` runs backward under the same casts::
 
         class MyMatmul(torch.autograd.Function):
             @staticmethod
@@ -158,7 +158,8 @@ def custom_fwd(
 
     Args:
         forward: the function. None: returns a decorator (`@amp.custom_fwd(cast_inputs=torch.float32)`).
-        device_type: the device whose torch.autocast counts; None: every device. Our own casts ignore devices.
+        device_type: the device whose torch.autocast is recorded for backward; None: every device. amp_patch's casts are
+            always recorded.
         cast_inputs: while casts act, floating arguments (in all containers; not float64) are cast to this dtype, and
             forward and backward run without casts. None: forward runs under the casts that act, and backward under
             the same.
@@ -199,8 +200,8 @@ def custom_bwd(backward: None = None, *, device_type: str | None = None) -> Call
 def custom_bwd(backward: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Any:
     """Decorate the `backward` of a `torch.autograd.Function` whose forward has `custom_fwd`.
 
-    Backward runs under the casts and dtype that acted on its forward, or without casts if `cast_inputs` was given. The
-    casts that act at the call of backward do not matter, nor does the thread.
+    Backward runs under the casts and dtype that acted on its forward, or without casts if `cast_inputs` was given. It
+    does not depend on the thread that runs backward, nor on the casts that act there.
 
     Args:
         backward: the function; None returns a decorator.
@@ -257,8 +258,8 @@ def _call_under(casts: _Casts, outside: _Casts, function: Callable[..., Any], *a
 
 # ---------------------------------------------------------------------------------------------------------------------
 # torch's own custom_fwd reads only torch.autocast's state. While our casts are installed, `_honor_cast_inputs` replaces
-# it by `custom_fwd` above: in functions that it has already decorated with `cast_inputs`, and in torch.amp for later
-# ones.
+# it by `custom_fwd` above: in the autograd functions that torch's has already decorated with `cast_inputs`, and in
+# torch.amp for functions that are decorated later. The same goes for custom_bwd.
 
 
 def _honor_cast_inputs(patches: Patches) -> None:

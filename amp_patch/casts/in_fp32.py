@@ -1,4 +1,8 @@
-"""Functions whose low-precision kernels are wrong at any level: they run in FP32, also while no casts act."""
+"""Calls in FP32 of functions whose low-precision kernels give wrong results (`normalize`, for example).
+
+The functions `*_alone` are used while no casts act, mostly at levels that cast the model: there a tensor may be in low
+precision too.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ Alone = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 def direction(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `normalize` or `cosine_similarity` on FP32 operands. Rows of zeros in FP16 get a gradient of zero.
+    """Call `normalize` or `cosine_similarity` on FP32 operands; rows of zeros in FP16 operands get no gradient.
 
-    The gradient of a row of zeros is 1/eps (1e12 or 1e8) times the result's gradient, which is infinite in FP16. The
-    backward behind such a row (a mask, padding, the inputs) multiplies the gradient by 0. In FP32 the product is 0, in
-    FP16 it is NaN at any loss scale.
+    The gradient of a row of zeros is the result's gradient times 1/eps (1e12 or 1e8), which is infinite in FP16. A row
+    of zeros usually comes from a mask or padding, whose backward multiplies this gradient by 0. The product would be
+    NaN at any loss scale; in FP32 training it is 0. So `masked_fill` cuts these rows from the graph.
     """
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 1)
     dims = 0
@@ -46,14 +50,17 @@ def direction(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def direction_alone(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `direction` while no casts act if all operands are FP16, which rounds eps to 0. The result is FP16."""
+    """Call `function` while no casts act. If all operands are FP16, which rounds eps to 0, compute by `direction`.
+
+    The result has the type of the operands.
+    """
     if _only_type((*args, *kwargs.values())) is not torch.float16:
         return function(*args, **kwargs)
     return rounded(direction(function, args, kwargs), torch.float16)
 
 
 def inexact_alone(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `function` while no casts act: compute in FP32, and round to the operands' low-precision type."""
+    """Call `function` while no casts act. If all operands have one low type, compute in FP32 and round to that type."""
     low = _only_type((*args, *kwargs.values()))
     if low not in LOW_PRECISION:
         return function(*args, **kwargs)
@@ -62,10 +69,7 @@ def inexact_alone(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def cross_entropy_alone(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `binary_cross_entropy` while no casts act.
-
-    Warn if low precision has rounded probabilities to 0 or 1.
-    """
+    """Call `binary_cross_entropy` while no casts act; warn if low precision has rounded probabilities to 0 or 1."""
     if not is_dynamo_compiling():
         look(args[0] if args else kwargs.get("input"))
     return function(*args, **kwargs)

@@ -64,9 +64,9 @@ def use_backend(name: str) -> Iterator[None]:
 # Installation: one per process, since torch's namespace belongs to the process.
 
 _installation = Installation()
-_installed: set[str] = set()  # the op lists that are installed now, and ALONE
-_listed_names: set[tuple[str, str]] = set()  # their names: (address of the owner, name)
-ALONE = "alone"  # accepted by `install` instead of an op list
+_installed: set[str] = set()  # the arguments of `install` whose functions are replaced now
+_listed_names: set[tuple[str, str]] = set()  # the names of these functions: (address of the owner, name)
+ALONE = "alone"  # an argument of `install` beside "torch" and "apex"
 # While installed: (id of the owner, name) -> the owner, and the attribute that a wrapper replaced.
 _originals: dict[tuple[int, str], tuple[Any, Any]] = {}
 at_install: list[Callable[[Patches], None]] = []  # called at the installation of torch's lists
@@ -77,14 +77,15 @@ _registered: dict[tuple[int, str], tuple[Any, str, str]] = {}  # by `register`: 
 def install(op_lists: str = "torch") -> None:
     """Replace the functions on the op lists, and the user's registered ones, by wrappers. Idempotent.
 
-    ``"apex"`` also replaces the functions that only Apex's lists have (arithmetic, comparisons). Policies with this
-    `op_lists` need them, and other processes do not pay for them. While no policy acts (see `region` and `set_default`)
-    the wrappers call the originals. If anything fails, nothing is replaced. Names that this torch lacks are skipped.
-    Names of a module that is not imported yet are replaced when user code imports it. In modules that have imported a
-    function by name the function is replaced too (`support/held_names.py`).
+    While no policy acts (see `region` and `set_default`) the wrappers call the originals. If anything fails, nothing is
+    replaced. Names that this torch lacks are skipped. Names of a module that is not imported yet are replaced when user
+    code imports it. If another module has imported a function by name, the function is replaced there too
+    (`support/held_names.py`).
 
-    `ALONE` replaces only the functions whose rule has an `alone`, which corrects calls while no casts act. Levels that
-    cast the model need these.
+    Args:
+        op_lists: ``"torch"``; or ``"apex"``, which also replaces the functions that only Apex's lists have (arithmetic,
+            comparisons), for policies with these lists. Or `ALONE`, for levels that cast the model: only the functions
+            whose rule has an `alone`, which corrects calls while no casts act.
     """
     if op_lists in _installed:
         dynamo.hook()
@@ -95,7 +96,7 @@ def install(op_lists: str = "torch") -> None:
 
 
 def _replace_listed(patches: Patches, op_lists: str) -> None:
-    """Replace the functions that `op_lists` names, except those that an earlier call has replaced."""
+    """Replace the functions that `install(op_lists)` must replace and that no earlier call has replaced."""
     names = [key for key, rule in rules_by_name("torch").items() if RULES[rule].alone is not None]
     wanted = [key for key in (names if op_lists == ALONE else rules_by_name(op_lists)) if key not in _listed_names]
     if not _installed:
@@ -134,7 +135,7 @@ def replace_in_attributes(modules: Iterable[torch.nn.Module]) -> Patches:
 
 def _replace_names(patches: Patches, names: Iterable[tuple[str, str]]) -> None:
     torchs, apexs = rules_by_name("torch"), rules_by_name("apex")
-    owners: dict[str, Any] = {}  # resolved once: a dozen owners have all the names
+    owners: dict[str, Any] = {}  # address -> owner: resolved once, because an owner has many names
     for address, name in names:
         if address not in owners:
             owners[address] = resolve_address(address)
@@ -204,9 +205,9 @@ def _keep_regions_in_checkpoints(patches: Patches) -> None:
 def _keep_default_in_replicas(patches: Patches) -> None:
     """Make the process default act in DataParallel's threads.
 
-    Each of these threads first enters a torch.autocast, enabled or not as on the caller's thread, and inside a
-    torch.autocast our casts do not act. If it is disabled, it is not the user's choice: the thread then follows the
-    default.
+    DataParallel enters a torch.autocast on each of its threads, enabled if it is enabled on the caller's thread. Inside
+    any torch.autocast, amp_patch's casts do not act. If it is disabled, the user has not asked for it, so each replica
+    is called in a region of the process default.
     """
     parallel_apply = torch.nn.DataParallel.parallel_apply
 
@@ -220,9 +221,9 @@ def _keep_default_in_replicas(patches: Patches) -> None:
 
 
 def in_force(function: Any) -> Any:
-    """Return the wrapper that has replaced `function` under its name; `function` itself if none has.
+    """Return the wrapper that now replaces `function` in its module; if there is none, `function` itself.
 
-    For code that took the function from torch's namespace before the casts were installed.
+    For code that has stored the function before the casts were installed.
     """
     owner = sys.modules.get(getattr(function, "__module__", None) or "")
     found = getattr(owner, getattr(function, "__name__", ""), None)
@@ -232,7 +233,7 @@ def in_force(function: Any) -> Any:
 
 def resolve_address(address: str) -> Any:
     """Return the module or class of a dotted name of the op lists, for example "torch.Tensor"."""
-    if address in sys.modules:  # while a module is imported its parent has no such attribute yet
+    if address in sys.modules:  # during the import of a submodule its parent does not have it as an attribute yet
         return sys.modules[address]
     module, _, rest = address.partition(".")
     owner: Any = importlib.import_module(module)
@@ -242,17 +243,17 @@ def resolve_address(address: str) -> Any:
 
 
 def _at(owner: Any, name: str) -> Any:
-    """Return the attribute `owner.name`; for a class the object in `__dict__`, for example a staticmethod."""
+    """Return the attribute `owner.name`. For a class return the unbound object, for example a `staticmethod` object."""
     if not isinstance(owner, type):
         return getattr(owner, name)
-    for cls in owner.__mro__:  # getattr_static reads this too, but takes ten times as long
+    for cls in owner.__mro__:  # the usual case of getattr_static, in a tenth of its time
         if name in (slots := vars(cls)):
             return slots[name]
     return inspect.getattr_static(owner, name, None)
 
 
 class Place(NamedTuple):
-    """The place of a wrapper, `owner.name`. `registered`: `register_half_function` or a sibling put it there."""
+    """The place of a wrapper, `owner.name`. `registered`: by `register_half_function` or a similar function."""
 
     owner: Any
     name: str

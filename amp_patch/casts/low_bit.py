@@ -1,12 +1,12 @@
-"""Products in FP8 and FP4, emulated: a recipe (formats.py) rounds both operands, and the sums are in FP32.
+"""Emulated products in FP8 and FP4 (O6, O7): both operands are rounded by a recipe (formats.py), sums are in FP32.
 
-A layer has three products: its own, and one for each of its two gradients. Each rounds both operands along the
-dimension that it sums over. All are one operator, `torch.ops.amp_patch.low_bit_product`, whose gradients are such
-products again, to any order; the rounding itself has gradient 1, as in the recipes. Because it is an operator, it is a
-node in the graphs of torch.compile, and saves its BF16 operands for backward as torch's own products do, also under
-activation checkpointing.
+A linear layer has three matrix products: the forward, the gradient of its input and the gradient of its weight. Each
+product rounds both operands along the dimension that it sums over. All three call one operator,
+`torch.ops.amp_patch.low_bit_product`. Its gradients are calls of the same operator, so it can be differentiated any
+number of times. The rounding has gradient 1, as in the recipes. torch.compile makes the operator one node of its graph,
+and autograd saves its BF16 operands as for torch's own products, also under activation checkpointing.
 
-All other products remain torch's BF16 products: vectors, sparse tensors, `einsum`, attention's fused operator,
+These products stay in BF16: products with a vector or a sparse tensor, `einsum`, attention's fused operator,
 convolutions and recurrent networks.
 """
 
@@ -97,10 +97,12 @@ class _Operands(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The signature of a torch function: its arguments by name, and which of them are `a`, `b` and `bias`.
+    """The signature of a torch function.
 
     Attributes:
-        transposed: `b` has one row for each column of the result.
+        arguments: the names of its arguments, in order.
+        a, b, bias: the names of the arguments that are the operands.
+        transposed: the function multiplies by `b.mT`, as `linear` does.
         dims: the number of dimensions that `a` and `b` must have; None: two or more.
     """
 
@@ -130,7 +132,7 @@ _KEPT = "_amp_keep_high"  # marks a weight whose products stay in 16 bits
 
 
 class _Running(threading.local):
-    """The marked weights of the forward that runs on this thread; Dynamo compares the base of a view with them."""
+    """The weights marked by `keep_named` in the forward that runs on this thread. `_is_kept` reads them in a trace."""
 
     def __init__(self) -> None:  # an instance attribute: torch.compile's guards need one
         self.kept: list[Tensor] = []
@@ -159,10 +161,10 @@ def keep_named(model: Any, names: Iterable[str]) -> list[Tensor]:
 
 
 def keeping_named(method: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
-    """Return `method`, a function of a model, with a call of `keep_named` before it.
+    """Return `method`, which takes a model first, with a call of `keep_named(model, names)` before each of its calls.
 
-    Without this call the marks are lost when copies, `load_state_dict(assign=True)`, `functional_call` or `fully_shard`
-    put other tensors under the names.
+    Marks are attributes of tensors. Without the repeated call they would be lost when a copy,
+    `load_state_dict(assign=True)`, `functional_call` or `fully_shard` puts other tensors under the names.
     """
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,10 +184,7 @@ def release(weight: Tensor) -> None:
 
 
 def operands_of(name: str, args: Any, kwargs: Any) -> _Operands | None:
-    """Return the operands of a call of torch's function `name` that can be a low-bit product.
-
-    None: the call remains torch's.
-    """
+    """Return the operands of a call of torch's function `name`; None if it cannot be a low-bit product."""
     call = _CALLS.get(name)
     if call is None or len(args) > len(call.arguments) or not all(each in call.arguments for each in kwargs):
         return None
@@ -205,7 +204,7 @@ def operands_of(name: str, args: Any, kwargs: Any) -> _Operands | None:
 def _is_kept(operand: Tensor) -> bool:
     if hasattr(operand, _KEPT):
         return True
-    if is_dynamo_compiling():  # in a trace the base does not have our attribute
+    if is_dynamo_compiling():  # in a trace the base of a view does not have the mark
         return any(weight is operand._base for weight in _running.kept)
     base = operand._base
     return base is not None and hasattr(base, _KEPT)

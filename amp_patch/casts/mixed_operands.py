@@ -1,4 +1,4 @@
-"""Calls that mix FP32 and low precision inside a cast model: they are cast as at O1."""
+"""A mode that casts calls with mixed floating types as O1 does, for cast models whose forward makes such calls."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def _rules() -> dict[Any, Rule]:
         if original is not None:
             # torch passes this mode the wrapper instead of the function if the function is written in Python.
             found[original] = found[function] = RULES[rule]
-    # This function is written in Python, and the mode does not see the calls inside: a mode is off in its own calls.
+    # This function is written in Python, and a mode is off inside the calls that it makes. So the calls inside would
+    # not be cast, and all arguments are cast here.
     found[torch.nn.functional.multi_head_attention_forward] = RULES["lower"]
     return found

@@ -1,22 +1,23 @@
-"""The op lists: owner -> rule -> names. Data, and a function that reads it.
+"""The op lists, which give the cast rule of each torch function at O1: owner -> rule -> names.
 
-The lists are those of torch's autocast op reference for CUDA, on every device, and functions of Apex's lists that
-torch leaves to other mechanisms. apex_oplists.py has the functions that returned another type in Apex. The rules:
+The lists contain the functions of torch's autocast op reference for CUDA, for every device here, and functions of
+Apex's lists that torch's autocast does not need to list. apex_oplists.py has the functions that returned another type
+in Apex. The rules:
 
-    lower       FP32 (and the other half type) tensors become `policy.dtype`: products, which are fast in it and are
-                summed in FP32.
+    lower       FP32 tensors, and tensors of the other half type, become `policy.dtype`. For products, which are fast in
+                this type and are summed in FP32.
     product     as lower, for matrices; with `policy.product_format` the product is in FP8 or FP4 (low_bit.py).
     sparse      products with a sparse tensor: computed in FP32, and a dense result becomes `policy.dtype`. Functions
                 under `lower` follow this rule if an operand is sparse.
     einsum      as lower, for two or more operands: with one operand nothing is multiplied.
     fused       as lower, for attention's fused operators.
     rnn         as lower, for fused recurrent networks, whose weights form one buffer.
-    fp32        FP16 and BF16 tensors become FP32: exponentials, logarithms and powers overflow soon (exp(12) in FP16),
-                sums over many elements (softmax, norms, losses) lose the small ones among large ones.
+    fp32        FP16 and BF16 tensors become FP32. For exponentials, logarithms and powers, which overflow soon (exp(12)
+                in FP16), and for sums over many elements (softmax, norms, losses), which lose small addends.
     norm        as fp32; with `policy.low_precision_norms` the result has the type of an FP16 or BF16 input.
     widest      all floating tensors become the widest floating type among them.
-    match_self  in place: the other floating tensors become the type of the first argument.
-    sigmoid     if `policy.allow_banned` allows a binary cross entropy after it, as fp32: low precision rounds
+    match_self  for functions that change their first argument in place: the other floating tensors become its type.
+    sigmoid     with `policy.allow_banned`, as fp32: a binary cross entropy may follow, and low precision rounds
                 probabilities near 0 and 1 to 0 and 1, whose logarithms are infinite. Otherwise not cast.
     direction   as fp32; rows of zeros in FP16 get no gradient (see in_fp32.py). Also while no casts act: computed in
                 FP32, since FP16 rounds eps to 0, and rounded to the operands' type.
@@ -24,15 +25,18 @@ torch leaves to other mechanisms. apex_oplists.py has the functions that returne
                 numbers, and rounded to the operands' type.
     banned      no safe low-precision form: low-precision tensors are refused (`policy.allow_banned`: run as fp32).
     scripted    code compiled by torch.jit runs as under a torch.autocast to `policy.dtype`.
-    rnn_input   a check that input and weights have one type, which the casts of the call behind it give them.
-    fused_input a check that the operands of attention have one type, which the casts give them.
-    disabled    a switch that reads as False: the fused path behind it would bypass the lists.
+    rnn_input   a check by torch.nn's RNNs that input and weights have one type. It must pass, because the call that
+                follows casts both.
+    fused_input a check that the operands of attention have one type. Its arguments are cast as the call that follows
+                casts them.
+    disabled    a query whether a fused path is allowed. It returns False, because that path would bypass the lists.
 
 In Apex's variant only:
 
     einsum_widest   as widest, for two or more operands.
     mixed_fp32      as widest, but tensors without dimensions count, and FP64 with low precision is refused.
-    in_place_fp32   in place on FP32: a low-precision first argument is refused, the other tensors become FP32.
+    in_place_fp32   for functions that change their first argument in place. If it is low precision, the call is
+                    refused. Otherwise the other tensors become FP32.
 
 Functions in which torch promotes mixed types (arithmetic, comparisons, `cat`, `stack`, `where`, most two-tensor math)
 are not listed, so that they cost nothing. Batch and instance norms are not listed either: their kernels take FP16 and
@@ -78,7 +82,7 @@ _CONVOLUTIONS = (
     "conv_transpose3d",
 )
 
-# Functions and methods of the same name: products of two matrices, or of batches of them; then the other products.
+# Products that are both functions of torch and methods of a tensor: `_PRODUCTS` can be in FP8 and FP4, `_GEMMS` cannot.
 _PRODUCTS = ("addmm", "baddbmm", "bmm", "matmul", "mm")
 _GEMMS = ("addbmm", "addmv", "addr", "mv")
 
@@ -240,8 +244,8 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             *_LOSSES,
             "gumbel_softmax",
             "interpolate",
-            # The F.linear inside linear_cross_entropy has its rule, so the product is in the low type. In chunks it is
-            # in FP32.
+            # The F.linear inside linear_cross_entropy follows its own rule, so its product is in the low type. If
+            # linear_cross_entropy computes in chunks, the product is in FP32.
             "linear_cross_entropy",
             "local_response_norm",
             "log_softmax",
@@ -362,8 +366,8 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-# Owner -> the module whose import completes the owner. `import torch` does not import these modules, and amp_patch does
-# not either, since this takes seconds: the owner's functions are replaced after user code imports the module.
+# Owner -> the module that must be imported before the owner has its functions. `import torch` does not import these
+# modules. Nor does amp_patch, because this takes seconds: it replaces the functions after user code imports the module.
 LATE: dict[str, str] = {
     "torch.nn.attention.flex_attention": "torch.nn.attention.flex_attention",
     "torch.ops.torch_attn": "torch.nn.attention.varlen",
@@ -372,7 +376,7 @@ LATE: dict[str, str] = {
 # Names of the lists ("owner.name") that some torch since 2.6 lacks.
 OPTIONAL: frozenset[str] = frozenset(
     {
-        "torch.Tensor.__rdiv__",  # an operator of Python 2, absent in torches that have dropped it
+        "torch.Tensor.__rdiv__",  # an operator of Python 2, which newer versions of torch have removed
         "torch._grouped_mm",
         "torch.linalg.matrix_sqrth",
         "torch.linalg.polar",

@@ -1,4 +1,4 @@
-"""Regions of a thread, each under a policy. The innermost region decides whose casts act."""
+"""Regions: context managers that make one policy's casts act on this thread. The innermost region decides."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from amp_patch.support.compiled import Function, wraps
 
 
 class region(blocks.Block):
-    """A region of this thread under `policy`. Its casts act if the policy patches torch's functions.
+    """A part of this thread's calls in which `policy` acts: its casts, if it patches torch's functions.
 
-    A context manager and a decorator; entering costs a few microseconds. One object may be entered again while it is
-    entered, and by several threads, because the state to restore is the thread's. Regions may end in any order, for
-    example if a generator is suspended inside one: each exit removes only its own entry, also after an exception. On
-    exit from its outermost region the thread frees its cached casts of weights.
+    A context manager and a decorator; entering costs a few microseconds. One object may be entered several times at
+    once, also by several threads: each entry is an `Entry` of the thread. Regions may end in any order, for example if
+    a generator is suspended inside one: each exit removes only its own entry, also after an exception. On exit from its
+    outermost region the thread frees its cached casts of weights.
 
     Args:
         policy: None for a region without casts.
@@ -37,12 +37,13 @@ class region(blocks.Block):
 
     Attributes:
         emulated: the type whose products on a CPU are emulated in the region; None for none.
-        call: the frame around the two hooks that enter and leave the region; None if no hooks do. If an exception ends
-            that frame before the second hook runs, the next region that this thread enters removes this one.
+        call: if one hook enters the region and a second hook leaves it, the frame that calls both hooks; else None. If
+            an exception ends that frame before the second hook runs, the next region that this thread enters removes
+            this one.
     """
 
-    # Methods of a subclass, or None. `on_entry(entry)` runs before the region holds. `on_exit(entry)` undoes
-    # `on_entry`, which an interrupt may have stopped at any line: all of it, a part or nothing may have been done.
+    # Methods of a subclass, or None. `on_entry(entry)` runs just before the region begins to act. `on_exit(entry)`
+    # undoes it, even if an interrupt (Ctrl-C) has stopped `on_entry` at any line.
     on_entry: Any = None
     on_exit: Any = None
 
@@ -123,7 +124,7 @@ class region(blocks.Block):
 class no_casts_within(region):
     """A region of this thread without casts, also in all regions inside it, models' regions included.
 
-    Source: Apex's `disable_casts`. (`amp.disable_casts` is weaker: the forward of a training's model inside it casts.)
+    Source: Apex's `disable_casts`. (Inside `amp.disable_casts`, the forward of a training's model still casts.)
     """
 
     def __init__(self) -> None:
@@ -155,7 +156,10 @@ class process_wide_region(region):
             refresh_default()
 
     def on_exit(self, entry: Entry) -> None:
-        """Remove the policy, and free the thread's cast weights and scratch; also on a thread outside the region."""
+        """Remove the policy from the overrides, and free this thread's cached casts and scratch memory.
+
+        The calling thread may be another thread than the region's.
+        """
         casts_state.in_use.drop_cache()
         casts_state.in_use.free_scratch()
         with default_lock:
@@ -164,8 +168,8 @@ class process_wide_region(region):
             refresh_default()
 
     def on_exit_elsewhere(self) -> None:
-        """Remove this region's newest policy among entries that no `with` statement made."""
-        # `left is None`: the entry of a `with` statement ends with that statement, wherever `__exit__` is called.
+        """Remove the region's newest entry from the overrides, unless a `with` statement made it."""
+        # If `left` is not None, a `with` statement made the entry, and the end of that statement removes it.
         for entry in reversed(overrides):
             if entry.region is self and entry.left is None:
                 self.on_exit(entry)
@@ -173,7 +177,7 @@ class process_wide_region(region):
 
 
 def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` for a later call on any thread, under the casts that act on this thread now, if any."""
+    """Return `function`, changed so that a later call on any thread runs under the casts that act here now, if any."""
     within = region(current(), emulated=casts_state.in_use.emulated())
 
     def later(*args: Any, **kwargs: Any) -> Any:
@@ -184,9 +188,9 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` for a call on a new thread, in a region of the process default.
+    """Return `function`, changed so that a call runs in a region of the process default.
 
-    Without a region the default would not act inside a torch.autocast that the new thread has entered before.
+    For threads that are inside a torch.autocast: without the region the default would not act there.
     """
 
     def later(*args: Any, **kwargs: Any) -> Any:
@@ -213,9 +217,9 @@ def _is_over(entry: Entry) -> bool:
 def _leave(entry: Entry, _: Any = None) -> None:
     """Remove `entry` from this thread's regions, and undo its effects.
 
-    An interrupt may come at any line: the entry leaves the stack last, so that the next call finds it and does the
-    rest. Any line may also run the garbage collector, which may end another region of the thread: so the innermost
-    region is read again after `_follow`.
+    An interrupt (Ctrl-C) may come at any line. So the entry is removed from the stack last: after an interrupt, the
+    next call finds it there and does the rest. Any line may also run the garbage collector, which may end another
+    region of the thread. So the innermost region is read again after `_follow`.
     """
     stack, on_exit = this_thread.stack, entry.region.on_exit
     if entry not in stack:  # a generator closed on another thread: undo the process-wide part at once
@@ -243,7 +247,10 @@ def _innermost_but(entry: Entry, stack: list[Entry]) -> Entry:
 
 
 def _enable_torch_autocast(ended: Entry, stack: list[Entry]) -> None:
-    """Enable torch.autocast again; if a later region that disables it still lasts, let that region do so on exit."""
+    """Enable torch.autocast again for the types that `ended` disabled.
+
+    If a region that was entered later also disables it and has not ended, leave it disabled until that region's exit.
+    """
     for entry in stack[stack.index(ended) + 1 :]:
         if entry.region.disables_torch_autocast and entry.depth == ended.depth:
             entry.disabled |= ended.disabled

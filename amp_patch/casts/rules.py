@@ -1,4 +1,4 @@
-"""The cast rules: the arguments that each rule of the op lists casts in one call, and the rule's properties."""
+"""The cast rules that the op lists name: for each rule a function that casts the arguments of one call and makes it."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The rules: (function, args, kwargs, policy) -> the function's result. Rules are called only while casts act.
+# The rules: (function, args, kwargs, policy) -> the function's result. They are called only while casts act. oplists.py
+# says what each rule does.
 
 
 def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
@@ -184,8 +185,8 @@ def _of_several(apply: Apply) -> Apply:
 def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     first = args[0] if args else None
     if isinstance(first, Tensor) and first.is_cuda and first.dtype in (_FLOAT16, _BFLOAT16, _FLOAT32):
-        # If the weights are in several buffers, cuDNN copies them and warns, at each call. torch.autocast's own cast
-        # for RNN weights makes one buffer.
+        # torch.autocast casts all weights of an RNN into one buffer. If each weight were cast alone, cuDNN would copy
+        # them into one buffer at each call, and warn.
         with torch.autocast("cuda", dtype=policy.dtype):
             return function(*args, **kwargs)
     return _lower(function, args, kwargs, policy)
@@ -206,8 +207,8 @@ def _norm(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Poli
         return _fp32(function, args, kwargs, policy)
     if given.device.type != "cpu":
         return function(*_cast_args(args, _lowered, low), **_cast_kwargs(kwargs, _lowered, low))
-    # CPU kernels of layer norm accumulate the weights' gradients in the input's type: over 8192 rows in BF16 the sums
-    # were a tenth off. FP16 and channels-last kernels are also slower than FP32 with casts.
+    # CPU kernels of layer norm accumulate the weights' gradients in the input's type: in BF16, sums over 8192 rows had
+    # an error of a tenth. FP16 and channels-last kernels are also slower than casts to FP32 and back.
     upcast = Upcast()
     args, kwargs = _cast_args(args, upcast, _FLOAT32), _cast_kwargs(kwargs, upcast, _FLOAT32)
     result = upcast.run(function, args, kwargs)
@@ -316,10 +317,10 @@ _AUTOCAST_DTYPES = {"cpu": torch.bfloat16, "cuda": torch.float16}
 
 
 def _under_autocast(function: Callable[..., Any], args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
-    """Call `function(*args, **kwargs)` as inside a torch.autocast to `dtype`, for the device of its tensors.
+    """Call `function(*args, **kwargs)` as inside a torch.autocast to `dtype`, for the device of its first tensor.
 
-    Autocast's cache of cast weights is off: torch clears it only when the outermost torch.autocast ends, and an
-    optimizer may update the weights before that.
+    torch.autocast's cache of cast weights is off during the call. Otherwise torch would use a cached weight until the
+    outermost torch.autocast ends, also after an optimizer has updated the weight.
     """
     device = next((tensor.device.type for tensor in tensors((args, kwargs))), None)
     if device is None:
@@ -341,7 +342,7 @@ def _under_autocast(function: Callable[..., Any], args: Any, kwargs: Any, dtype:
 
 
 def _scripted(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    if outside():  # torch.jit code outside regions may be an FP32 copy's, which is exported without casts
+    if outside():  # the call may be made by the export of an FP32 copy of the model, which must contain no casts
         return function(*args, **kwargs)
     return _under_autocast(function, args, kwargs, policy.dtype)
 
@@ -387,10 +388,10 @@ class Rule:
         name: as in the op lists; oplists.py describes each.
         apply: makes one call: (function, args, kwargs, policy) -> the function's result.
         shown: the name of the rule in `explain`. None: functions under this rule compute nothing and are not shown.
-        registered_by: the function of `amp` that registers a user's function under this rule, or "". `explain` shows it
-            for registered functions.
-        for_users: the rule is only for the user's functions. It finds tensors in all containers of the call, and the
-            calls inside the function follow the op lists.
+        registered_by: the function of `amp` that registers a user's function under this rule, or "". `explain` shows
+            this name for registered functions.
+        for_users: the rule is only for functions that users register or decorate. It casts tensors in all containers of
+            the call, and the calls inside the function follow the op lists.
         alone: makes a call while no casts act, mostly at levels that cast the model: (function, args, kwargs) -> the
             function's result. None: the function is called unchanged.
         in_cpp: the extension implements the rule (csrc/casts/rules.h). If False, the C wrapper calls the Python

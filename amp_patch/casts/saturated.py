@@ -1,4 +1,4 @@
-"""A warning, once, if low precision has rounded probabilities to 0 or 1 before a binary cross entropy."""
+"""A warning, given once, for a binary cross entropy whose probabilities low precision has rounded to 0 or 1."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.device_sync import DeviceNumbers, is_capturing
 from amp_patch.support.scripts_line import stacklevel
 
-# Names of autograd's nodes that pass values on, that make an exact 0 or 1, and that round to one.
+# Names of autograd's nodes, in three classes. A node of `_MOVES` changes no value. A node of `_MAKES_EXACT` may make an
+# exact 0 or 1 (a mask, a clamp). A node of `_ROUNDS` gives an exact 0 or 1 only by rounding in low precision.
 _MOVES = re.compile(
     "(ToCopy|View|UnsafeView|Reshape|ReshapeAlias|Squeeze|Unsqueeze|Select|Slice|Transpose|T|Permute|Clone|Expand|Index"
     "|Cat|Stack|Unbind|Split)Backward"
@@ -36,8 +37,8 @@ def look(probabilities: Any) -> None:
     warning comes at once. On a CUDA device the flag is copied without a sync, and read in a later call. After the
     warning no values are tested until `forget`.
 
-    A 0 or 1 that a mask, a clamp or a hard threshold made does not count: then the result of the sigmoid before it is
-    tested.
+    A 0 or 1 from a mask, a clamp or a hard threshold was not made by rounding. So if such an operation has made
+    `probabilities`, the results of the sigmoids before it are tested instead.
     """
     global _told
     if _told or not (isinstance(probabilities, Tensor) and probabilities.requires_grad and probabilities.numel() > 0):
@@ -70,7 +71,7 @@ def forget() -> None:
 
 
 def _has_rounded(probabilities: Tensor) -> Tensor:
-    """Return a bool tensor of shape []: some values are 0 or 1, and one low-precision type holds all exactly."""
+    """Return a bool tensor of shape []: whether some value is 0 or 1, and one low type holds all values exactly."""
     low, high = torch.aminmax(probabilities)
     found = (low == 0) | (high == 1)
     if probabilities.dtype in LOW_PRECISION or (not found.is_cuda and not found):
@@ -79,9 +80,10 @@ def _has_rounded(probabilities: Tensor) -> Tensor:
 
 
 def _rounded_to(probabilities: Tensor) -> list[Tensor]:
-    """The values that low precision may have rounded to 0 or 1: `probabilities`, or sigmoids' results they are made of.
+    """Return the tensors to test for rounded values, from the graph of `probabilities`.
 
-    The latter where an operation has made `probabilities` that gives a 0 or 1 by itself.
+    The result is `probabilities`, unless a node of `_MAKES_EXACT` is among its last nodes. Then the result is the saved
+    results of the sigmoids and softmaxes before such nodes.
     """
     left: list[Any] = [probabilities.grad_fn]
     found: list[Tensor | None] = []

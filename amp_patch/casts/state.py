@@ -25,9 +25,9 @@ from amp_patch.policy import Policy
 
 
 class PythonState:
-    """The acting policy and each thread's cached casts of weights, read by wrappers and rules at each call.
+    """The state that wrappers and rules read at each call: the acting policy, and each thread's cached casts.
 
-    `amp_patch._C.casts` has the same functions in C++, where the C wrappers read the fields directly.
+    For processes without the extension. With it, `amp_patch._C.casts` has the same functions in C++.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class PythonState:
     def current(self) -> Policy | None:
         """Return the policy whose casts act on this thread.
 
-        In a region this is the argument of the last `follow`, outside it is the default. Inside a torch.autocast that
-        was entered later, it is None.
+        In a region this is the policy that the last `follow` received; outside regions it is the process default. If a
+        torch.autocast was entered later than the region, it is None.
         """
         acting = this_thread.acting if this_thread.inside else self._default
         return acting if acting is None or self._holds() else None
@@ -71,16 +71,17 @@ class PythonState:
     def end(self, disabled: Any, depth: int) -> None:
         """Enable torch.autocast again for the device types that `begin` disabled at `depth`.
 
-        At another depth, change nothing: either the disabled torch.autocast has ended, or an inner one still lasts.
+        If the thread is now in more or fewer torch.autocasts than `depth`, change nothing: either the disabled one has
+        ended, or an inner one has not ended yet.
         """
         if native_depth() == depth:
             for kind in disabled:
                 set_enabled(kind, True)
 
     def follow(self, acting: Policy | None, emulated: torch.dtype | None, caches: bool, depth: int, task: int) -> None:
-        """Enter a region on this thread: `acting` acts, and casts of weights are cached if `caches`.
+        """Make a region this thread's innermost one: `acting` acts, and casts of weights are cached if `caches`.
 
-        Inside a torch.autocast (one that is enabled, or one that makes torch's count exceed `depth`) no policy acts.
+        While a torch.autocast is enabled, or the thread is in more than `depth` torch.autocasts, no policy acts.
         Products of type `emulated` are emulated there too, because emulation casts nothing.
         """
         this_thread.inside, this_thread.acting, this_thread.caches = True, acting, caches
@@ -124,7 +125,7 @@ class PythonState:
         if entry is not None and entry[0]() is weight and entry[1] == version:
             return entry[2]
         cast = weight.to(dtype)
-        if this_thread.caches:  # again, because the garbage collector may end the region in the cast
+        if this_thread.caches:  # tested again, because the garbage collector may end the region during the cast
             casts[key] = (weakref.ref(weight, functools.partial(_forget, casts, key)), version, cast)
         return cast
 
@@ -132,13 +133,14 @@ class PythonState:
 # The `PythonState` or `amp_patch._C.casts` that wrappers and regions use; `use_state` replaces it.
 in_use: Any = PythonState() if (_extension := multi_tensor.extension()) is None else _extension.casts
 
-# The process default is the policy whose casts act outside regions: the argument of the last `set_default`, or while a
-# `process_wide_region` lasts, the policy of the newest one. Regions of several threads may end in any order.
+# The process default is the policy whose casts act outside regions. It is the policy of the newest
+# `process_wide_region` that has not ended; if there is none, the argument of the last `set_default`. Regions of several
+# threads may end in any order.
 default_lock = threading.RLock()  # re-entrant: the garbage collector may end a region while this thread holds it
 _base: tuple[Policy | None, torch.dtype | None] = (None, None)  # the arguments of `set_default`
 _UNSET = object()
-_followed_default: Any = None  # the default of the state in use; _UNSET during a change
-overrides: list[Entry] = []  # one for each `process_wide_region` that lasts, newest last
+_followed_default: Any = None  # the default that `in_use` has received; _UNSET while it is being changed
+overrides: list[Entry] = []  # the entries of process-wide regions that have not ended, newest last
 
 
 def current() -> Policy | None:
@@ -191,13 +193,13 @@ def drop_cache() -> None:
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `weight.to(dtype)`; for an FP32 leaf parameter cache it until the thread's outermost region ends.
 
-    A cached cast serves only calls that would make the same one: the same tensor with the same version counter and the
-    same grad mode. (A cast made under `no_grad` has no path back to the weight, pytorch#65766; one made under
-    `inference_mode` cannot be saved for backward.) An edit through `.data` does not change the version counter: call
-    `drop_cache` after such an edit inside a region.
+    A cached cast is used only for the same tensor with the same version counter and the same grad mode. (A cast made
+    under `no_grad` has no path back to the weight, pytorch#65766; a cast made under `inference_mode` cannot be saved
+    for backward.) An edit through `.data` does not change the version counter: call `drop_cache` after such an edit
+    inside a region.
 
-    The cache references the weight weakly: when the weight is freed, its cast is freed too. (A cast that autograd can
-    differentiate references its weight, until the region ends.)
+    The cache references the weight weakly: when the weight is freed, its cast is freed too. (A cast with a graph keeps
+    its weight alive until the region ends.)
     """
     return weight.to(dtype) if is_dynamo_compiling() else in_use.cast_weight(weight, dtype)
 
@@ -220,7 +222,7 @@ def is_plain_eager() -> bool:
 
 
 def _forget(casts: dict[Any, Any], key: Any, reference: Any) -> None:
-    # Before this callback runs, another tensor may get the id and have an entry under the same key.
+    # Before this callback runs, another tensor may have got the same id and stored its cast under the same key.
     entry = casts.get(key)
     if entry is not None and entry[0] is reference:
         del casts[key]
@@ -239,7 +241,7 @@ def refresh_default() -> None:
     while (default := (overrides[-1].region.acting, overrides[-1].region.emulated) if overrides else _base) != (
         _followed_default
     ):
-        _followed_default = _UNSET  # after an interrupt before the last line, the next call does all of them
+        _followed_default = _UNSET  # if an interrupt comes before the last line, the next call repeats all lines
         in_use.set_default(*default)
         _followed_default = default
 

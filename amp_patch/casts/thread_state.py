@@ -21,8 +21,8 @@ from amp_patch.policy import Policy
 # - Inside a torch.autocast that is entered in a region, enabled or not, the region's casts do not act. Torch counts the
 #   torch.autocasts that a thread is in: a higher count than at the region's beginning means that the thread has entered
 #   one inside the region.
-# - During backward a higher count means nothing, since torch's own `custom_bwd` enters a disabled torch.autocast if the
-#   forward ran under none.
+# - In a backward pass that started inside the region, a higher count is ignored: torch's own `custom_bwd` enters a
+#   disabled torch.autocast if the forward ran without torch.autocast.
 DEVICE_TYPES = tuple(
     kind
     for kind in ("cpu", "cuda", "mtia", "maia", "xpu", "ipu", "hpu", "xla", "privateuseone", "mps")
@@ -49,7 +49,8 @@ class Entry:
         depth: the number of torch.autocasts that the thread was in.
         task: torch's number of the backward pass that the thread was in; -1 for none.
         disabled: the device types whose torch.autocast the region has disabled, as returned by the state's `begin`.
-        left: removes the entry when the `with` statement ends without a call of `__exit__`; see blocks.py.
+        left: an object of blocks.py that removes the entry if the `with` statement ends without a call of `__exit__`.
+            None: no `with` statement made the entry.
     """
 
     region: Any
@@ -82,7 +83,7 @@ class _Thread(threading.local):
         self.inside = False  # whether the thread is in a region
         self.acting: Policy | None = None  # the policy that acts in the innermost region
         self.emulated: torch.dtype | None = None  # the type whose products are emulated there (cpu_half.py)
-        self.depth, self.task = 0, -1  # as in the innermost `Entry`; these values outside regions
+        self.depth, self.task = 0, -1  # those of the innermost `Entry`; 0 and -1 outside regions
         self.caches = False  # whether casts of weights are cached now
         self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # cached casts: see `cast_weight`
         self.emulated_calls = 0  # the number of ops that the kernels of cpu_half.py have emulated

@@ -25,7 +25,8 @@ from amp_patch.policy import Policy
 class _Tracing(threading.local):
     """The state of the trace on this thread."""
 
-    # Names of the calls around the trace's position, whose arguments are cast already. `begin` makes a new list.
+    # Names of the wrapped functions whose rules are being traced now, outermost first. The rule calls the original, and
+    # Dynamo must trace that call without the rule. `begin` makes a new list.
     names: list[str] = []  # noqa: RUF012
 
 
@@ -93,7 +94,7 @@ def method_of(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def operator_of(function: Any, name: str) -> Callable[..., Any]:
-    """Return an operator of Python as a function with the name that it has in torch.Tensor."""
+    """Return `function` of Python's `operator` module as a function called `name`, its method in torch.Tensor."""
 
     def call(*args: Any) -> Any:
         return function(*args)
@@ -108,7 +109,7 @@ _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
 # Dynamo's tables of functions and types, extended by the wrappers
 
 _in_table: set[int] = set()  # ids of the wrappers that are in `_table`
-_table: dict[Any, Any] | None = None  # Dynamo's rule map; Dynamo makes a new one when a process group begins
+_table: dict[Any, Any] | None = None  # Dynamo's rule map; Dynamo replaces it when a process group is initialized
 
 
 def register_wrappers() -> None:
@@ -126,11 +127,11 @@ def register_wrappers() -> None:
     variable = _variable_class()
     operators = importlib.import_module("torch._ops")
     higher_order = importlib.import_module("torch._dynamo.variables").TorchHigherOrderOperatorVariable
-    # A policy that traced code reads. Without a handler Dynamo cannot hold its fields as constants.
+    # Traced code reads policies. Without these handlers Dynamo could not treat their fields as constants.
     handlers = builder.SourcelessBuilder._type_handlers
     for kind in (Policy, traced_regions.CastsPolicy):
         handlers.setdefault(kind, lambda tx, value: builder.UserDefinedObjectVariable(value))
-    # Up to torch 2.11 Dynamo's own handler of frozen dataclasses builds all fields at once, and fails on a float.
+    # Up to torch 2.11, Dynamo's own handler of frozen dataclasses builds all fields at once, and fails on a float.
     by_type = builder.VariableBuilder._type_dispatch()
     by_type.setdefault(
         traced_regions.CastsPolicy, lambda own, value: builder.UserDefinedObjectVariable(value, source=own.source)
@@ -153,8 +154,8 @@ def register_wrappers() -> None:
             handlers.setdefault(type(wrapper), lambda tx, value: variable(wrappers.by_id[id(value)][1]))
     names = {entry.original.__name__ for _, entry in new if hasattr(entry.original, "__name__")}
     for function in vars(torch.nn.functional).values():
-        # Functions that call wrapped ones are traced into. As one node of the graph such a function would call the
-        # wrappers when the graph runs, and no policy acts then.
+        # Dynamo must trace into functions that call wrapped functions. If such a function were one node of the graph,
+        # it would call the wrappers when the graph runs, and no policy acts then.
         if isinstance(function, types.FunctionType) and not names.isdisjoint(function.__code__.co_names):
             known[function] = builder.UserFunctionVariable
 
@@ -189,7 +190,7 @@ def _variable_class() -> type:
     torch_functions: Any = importlib.import_module("torch._dynamo.variables.torch").TorchInGraphFunctionVariable
 
     class CastFunctionVariable(torch_functions):
-        """A wrapper, as Dynamo represents it during a trace."""
+        """Dynamo's representation of a wrapper during a trace."""
 
         def __init__(self, entry: Any, **kwargs: Any) -> None:
             self.entry = entry
@@ -204,7 +205,8 @@ def _variable_class() -> type:
             if rule is not None:
                 return inline(tx, rule, original, list(args), kwargs)
             if isinstance(original, types.FunctionType) and original.__module__ in ("torch.nn.functional", __name__):
-                # Without `_inlined` the function would become one node, and the calls inside it have rules too.
+                # Without `_inlined` the function would become one node, and the rules of the calls inside it would not
+                # be traced.
                 with _inlined(original):
                     return functions.UserFunctionVariable(original).call_function(tx, args, kwargs)
             if not isinstance(original, (types.FunctionType, types.BuiltinFunctionType, *_METHODS)):

@@ -1,4 +1,8 @@
-"""Regions in code that torch.compile traces: Dynamo calls these functions while it traces."""
+"""Regions in code that torch.compile traces. Dynamo calls the functions of this file while it traces.
+
+While a thread traces, its acting policy is in `this_thread.traced`, and not in the state that eager wrappers read
+(state.py).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ def begin_trace(acting: Policy | None, disable: Callable[[str], Callable[[], obj
 
 def enter_trace_of(acting: Policy | None, disables_torch_autocast: bool, emulated: torch.dtype | None) -> None:
     """Begin a region in code that is being traced; `leave_traced` ends it. The arguments are those of `region`."""
-    # Plain constants: Dynamo hands no other values to a `constant_in_traces` function.
+    # A policy is passed as its fields, because Dynamo passes only plain constants to a `constant_in_traces` function.
     if acting is None:
         enter_traced(None, disables_torch_autocast, emulated)
     else:
@@ -54,8 +58,8 @@ def emulated_in_trace() -> torch.dtype | None:
     return this_thread.traced_emulated
 
 
-# Dynamo calls the next three functions while it traces. At a `torch.autocast` in the code Dynamo really enters one, so
-# `native_depth` counts the ones around the trace's position. In a trace without `begin_trace` no policy acts.
+# Dynamo calls the next three functions while it traces. When Dynamo traces a `torch.autocast`, it enters it for real,
+# so `native_depth` counts the torch.autocasts around the traced code. In a trace without `begin_trace` no policy acts.
 
 
 @constant_in_traces

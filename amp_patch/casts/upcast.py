@@ -1,4 +1,4 @@
-"""FP32 copies of low-precision operands for one call; autograd saves the low-precision originals."""
+"""Calls of a function on FP32 copies of its operands, for which autograd saves the low-precision operands instead."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def rounded(result: Any, dtype: torch.dtype) -> Any:
 
 
 class _Kept(NamedTuple):
-    """A tensor saved for backward: the tensor itself, or the low-precision operand in place of its upcast."""
+    """A tensor saved for backward: the tensor itself, or for an FP32 copy the low-precision operand."""
 
     tensor: Tensor
-    version: int  # of `tensor`: autograd does not check it for packed tensors, so `_unpack` does
-    view: tuple[torch.Size, tuple[int, ...], Any] | None = None  # size, stride, offset in the upcast
+    version: int  # version counter of `tensor`; `_unpack` checks it, because autograd does not for packed tensors
+    view: tuple[torch.Size, tuple[int, ...], Any] | None = None  # size, stride, offset in the FP32 copy; None: no copy
 
 
 class Upcast:
     """Casts the operands of one call to FP32. During `run` autograd saves the low-precision operands instead.
 
-    The layer that made an operand has saved it already. Without this class, FP32 copies next to it would make the
-    activations of a training larger than those of FP32.
+    The layer that made an operand has usually saved it already. Without this class autograd would save the FP32 copy in
+    addition, and activations would take more memory than in FP32 training.
     """
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class Upcast:
     def _pack(self, saved: Tensor) -> _Kept:
         operand = self._operands.get(saved.untyped_storage()._cdata) if type(saved) is Tensor else None
         if operand is None:
-            # Without `detach` a function that saves its own result would make a reference cycle of tensor and graph.
-            # Autograd attaches unpacked tensors to the graph again.
+            # Without `detach`, a function that saves its own result would make a reference cycle: the result references
+            # its graph, and the graph the result. Autograd attaches unpacked tensors to the graph again.
             return _Kept(saved.detach(), saved._version)
         return _Kept(operand, operand._version, (saved.size(), saved.stride(), saved.storage_offset()))
 
@@ -80,9 +80,9 @@ def _unpack(kept: _Kept) -> Tensor:
 def _may_exchange_saved() -> bool:
     """Tell whether `Upcast` may push saved-tensors hooks.
 
-    False under transforms, modes and traces, whose tensors have no storage. False inside the hooks of checkpointing or
-    of the user, because these hooks would hide the tensors from them. A recording's hooks only count, so they do not
-    matter.
+    False under transforms, modes and traces, whose tensors have no storage. False while saved-tensors hooks of
+    checkpointing or of the user are active, because the hooks of `Upcast` would hide the tensors from them. Hooks of a
+    recording (lab/recording/) are no obstacle: they only count.
     """
     topmost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8 and newer
     return (

@@ -1,4 +1,4 @@
-"""Wrappers that replace torch's functions while casts are installed: in C, or in Python without the extension."""
+"""The wrappers that replace torch's functions while casts are installed: C callables, or Python functions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Wrapped:
         return rule
 
 
-by_id: dict[int, tuple[Any, Wrapped]] = {}  # id of a wrapper -> (the wrapper, so that its id stays unique; entry)
+by_id: dict[int, tuple[Any, Wrapped]] = {}  # id of a wrapper -> (the wrapper: a reference keeps the id unique, entry)
 tensor_methods: dict[str, Wrapped] = {}  # name -> entry, of wrappers that are attributes of torch.Tensor now
 own_tensor_methods: set[Any] = set()  # torch.Tensor's own methods that a wrapper ever replaced
 
@@ -83,9 +83,9 @@ def forget_methods() -> None:
 class CastFunction(staticmethod):
     """A wrapper that does not bind as a method, like the builtin behind it: `class A: act = torch.exp` works.
 
-    It subclasses staticmethod because Python calls a staticmethod without an extra frame. A copy is the object itself.
-    A pickle contains the function's address in torch, and loads whatever the name refers to at that time. The pickle of
-    a decorated function contains the decorator and the original.
+    It subclasses staticmethod because Python calls a staticmethod without an extra frame. Copying returns the same
+    object. A pickle contains the function's address in torch; loading it returns the object at that address, a wrapper
+    or torch's function. The pickle of a decorated function contains the decorator and the original.
     """
 
     def __init__(self, call: Callable[..., Any], original: Callable[..., Any], reduced: tuple[Any, ...]) -> None:
@@ -119,9 +119,10 @@ class CastFunction(staticmethod):
 
 
 def wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | None = None) -> Any:
-    """Return `original` with its arguments cast by `rule` while casts act; it binds as a method iff `original` does.
+    """Return a Python wrapper that calls `original` by `rule` while casts act.
 
-    Under a policy of Apex's lists `apex_rule` replaces `rule`.
+    Under a policy with Apex's op lists it calls by `apex_rule`, if given. The wrapper binds as a method if `original`
+    does. `reduced` is the value of `__reduce__` if the wrapper is a `CastFunction`.
     """
     differs = apex_rule is not None and apex_rule != rule
     by_torch, by_apex = RULES[rule], RULES[apex_rule or rule]
@@ -151,11 +152,11 @@ def wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | No
     return CastFunction(call, original, reduced)
 
 
-_registered: list[Any] = []  # wrappers without weak references; torch.jit's table has their ids
+_registered: list[Any] = []  # wrappers whose ids are in torch.jit's table, and which do not support weak references
 
 
 def register_with_jit(wrapper: Any, original: Any) -> None:
-    """Let torch.jit.script compile a wrapped builtin as the operator behind it, which runs there without casts.
+    """Let torch.jit.script compile calls of `wrapper` as the builtin `original`, without casts.
 
     torch.jit identifies a builtin by its id. After the wrapper is freed another object may get that id, so the entry is
     removed then.
@@ -170,8 +171,8 @@ def register_with_jit(wrapper: Any, original: Any) -> None:
             _registered.append(wrapper)
 
 
-# The kinds of object that the C wrappers support: every kind on the op lists. Other callables, which users register,
-# get a Python wrapper.
+# The types of callable that the C wrappers support. All functions on the op lists have one of them. Users may register
+# callables of other types, which get a Python wrapper.
 _COMPILED = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
@@ -188,9 +189,10 @@ def wrapper_at(owner: Any, name: str, original: Any, rule: str, apex_rule: str) 
     if isinstance(wrapper, types.FunctionType) and getattr(original, "__module__", None) is None:
         # Methods that torch.Tensor inherits from its C base have no module, and pickle needs an importable address.
         wrapper.__module__, wrapper.__qualname__ = module, path
-    in_python = RULES[rule].for_users or RULES[rule].alone is not None  # without casts C++ calls the original
+    # A C wrapper supports neither: while no casts act it calls the original.
+    in_python = RULES[rule].for_users or RULES[rule].alone is not None
     if backend() == "cpp" and isinstance(original, _COMPILED) and not in_python:
         wrapper = state().wrap(original, wrapper, rule, apex_rule)
-    if isinstance(original, (types.BuiltinFunctionType, types.FunctionType)):  # torch.einsum is one in Python
+    if isinstance(original, (types.BuiltinFunctionType, types.FunctionType)):  # torch.jit also treats torch.einsum so
         register_with_jit(wrapper, original)
     return wrapper

@@ -1,4 +1,4 @@
-"""For `from amp_patch.cpu.amp import autocast, GradScaler`, in place of `from torch.cpu.amp import ...`."""
+"""Names for `from amp_patch.cpu.amp import autocast, GradScaler`, which replaces `from torch.cpu.amp import ...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of `torch.cpu.amp`, with its arguments in its order, for the CPU."""
+"""The names of `torch.cpu.amp` for the CPU, with torch's arguments in torch's order."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def custom_fwd(forward: Function, *, cast_inputs: torch.dtype | None = None) -> 
 @overload
 def custom_fwd(forward: None = None, *, cast_inputs: torch.dtype | None = None) -> Callable[[Function], Function]: ...
 def custom_fwd(forward: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None) -> Any:
-    """Decorate as `amp_patch.custom_fwd` does; only torch.autocast for CUDA counts.
+    """Decorate as `amp_patch.custom_fwd` does, and record the state of torch.autocast for CUDA only.
 
     Source: torch.cuda.amp.custom_fwd.
     """

@@ -1,4 +1,4 @@
-"""A training step, or an inference, as one call on torch.compile, in the words of OneFlow's nn.Graph."""
+"""OneFlow's `nn.Graph` on torch.compile: a training step, or an inference, that is compiled and is one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of `Graph.debug`: how many graphs a call compiled, in how much time, and why graphs broke."""
+"""The report that `Graph.debug` turns on: the graphs that a call compiled, their time, and reasons of graph breaks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class CompileReport:
-    """Print the compilations of the block; at `level` 1 or more also the reasons for graph breaks."""
+    """A block that prints the compilations in it; at `level` 1 or more also the reasons of graph breaks."""
 
     def __init__(self, name: str, level: int) -> None:
         self._name, self._level = name, level
@@ -30,7 +30,7 @@ class CompileReport:
 
 
 def _compiled() -> tuple[int, dict[str, int]]:
-    """How many graphs this process has compiled, and its graph breaks: reason to count."""
-    from torch._dynamo.utils import counters  # imported late: takes a second, which torch.compile has spent already
+    """Return (number of graphs that this process has compiled, its graph breaks: {reason: count})."""
+    from torch._dynamo.utils import counters  # imported here, because it takes a second
 
     return counters["stats"]["unique_graphs"], dict(counters["graph_break"])

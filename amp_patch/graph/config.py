@@ -1,4 +1,4 @@
-"""GraphConfig: how a graph computes, in the words of OneFlow's `graph.config`."""
+"""GraphConfig: the settings of a graph, with the methods of OneFlow's `graph.config`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from amp_patch.policy import LOW_PRECISION
 
-# Methods of OneFlow's config that are not served here -> what replaces them.
+# Methods of OneFlow's config that GraphConfig does not have -> their replacement, for the error message.
 _ELSEWHERE = {
     "enable_zero": "give add_optimizer a torch.distributed.optim.ZeroRedundancyOptimizer, or use fully_shard",
     "set_zero_redundancy_optimizer_mode": "give add_optimizer a torch.distributed.optim.ZeroRedundancyOptimizer",
@@ -20,7 +20,7 @@ _ELSEWHERE = {
 
 
 class GraphConfig:
-    """How a `Graph` computes: `graph.config`. It can be changed until the first call of the graph."""
+    """The settings of a `Graph`, as `graph.config`. They can be changed until the first call of the graph."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -31,9 +31,9 @@ class GraphConfig:
         self.compile_options: dict[str, Any] = {}
 
     def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
-        """Run `build` under `amp.autocast(dtype=dtype)`; `mode=False` takes that back.
+        """Run `build` under `amp.autocast(dtype=dtype)`; `mode=False` undoes this.
 
-        A model that went through `amp.initialize` has its casts already, and needs none of this.
+        Do not call this for a model of `amp.initialize`: its opt level decides the casts.
         """
         self.check_open("enable_amp")
         if not isinstance(mode, bool):
@@ -43,7 +43,7 @@ class GraphConfig:
         self.amp_dtype = dtype if mode else None
 
     def set_gradient_accumulation_steps(self, value: int) -> None:
-        """Take each call's batch in `value` micro-batches, with one optimizer step for all of them.
+        """Split the batch of each call into `value` micro-batches, with one optimizer step for all of them.
 
         Every tensor given to the graph, except those of shape [], is split along its first dimension; `value` must
         divide its size. The gradients are the sum over the micro-batches: if the loss is a mean, divide it by `value`,
@@ -65,11 +65,12 @@ class GraphConfig:
         options: dict[str, Any] | None = None,
         disable: bool = False,
     ) -> None:
-        """Choose how `build` is compiled; the arguments are `torch.compile`'s.
+        """Set the arguments of `torch.compile`, by which `build` is compiled.
 
-        Not called, and with neither `mode` nor `options`, "inductor" records CUDA graphs where the graph's modules are
-        on a CUDA device ("reduce-overhead") and nothing is accumulated. `fullgraph=True` makes a graph break in `build`
-        an error. `disable=True`, or `backend="eager"`, which computes as Python does, are for debugging.
+        If neither `mode` nor `options` is given, the backend is "inductor", the graph's modules are on a CUDA device,
+        and gradients are not accumulated, the mode is "reduce-overhead", which records CUDA graphs. This also holds if
+        `compile` is not called. `fullgraph=True` makes a graph break in `build` an error. `disable=True` and
+        `backend="eager"` run without the compiler, for debugging.
         """
         self.check_open("compile")
         given = {"mode": mode, "dynamic": dynamic, "options": options}
@@ -81,7 +82,7 @@ class GraphConfig:
         }
 
     def _left_to_the_compiler(self, mode: Any = True) -> None:
-        """Accepted without effect: the compiler decides about fusion, order and algorithms."""
+        """Accept a call without effect: the compiler decides about fusion, order and algorithms."""
 
     allow_fuse_model_update_ops = _left_to_the_compiler
     allow_fuse_add_to_output = _left_to_the_compiler
@@ -99,7 +100,7 @@ class GraphConfig:
             )
 
     def freeze(self) -> None:
-        """Changes are errors from now on."""
+        """Make later changes errors."""
         self._frozen = True
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Graph: the checks of its first call, and the compiled step that each call runs."""
+"""Graph, the class of this folder: its set-up, the checks of its first call, and the step that each call runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from amp_patch.training.stash import Stash, stash_of
 
 
 class Graph:
-    """Base class of a training step, or of an inference, that is compiled and is one call::
+    """Base class of a compiled training step, or inference; each call of an instance runs it once::
 
         class TrainGraph(amp.graph.Graph):
             def __init__(self):
@@ -45,31 +45,32 @@ class Graph:
         graph = TrainGraph()
         loss = graph(inputs, targets)
 
-    A call runs the compiled `build`, then a backward of the losses that called `backward()` in it, times the scale;
-    unscales and clips the gradients; steps each optimizer unless a gradient is not finite; moves the scale; clears the
-    gradients; steps the learning-rate schedulers (also where the optimizer skipped, as in OneFlow). One sync with the
-    device, in the optimizers' steps, where losses are scaled; none else.
+    A call does these things in this order: it runs the compiled `build`; runs a backward of the losses that called
+    `backward()` in `build`, times the scale; unscales and clips the gradients; steps each optimizer, unless a gradient
+    is not finite; updates the scale; clears the gradients; steps the learning-rate schedulers (also after a skipped
+    step, as in OneFlow). If losses are scaled, the optimizers' steps sync with the device once. Nothing else syncs.
 
-    - The gradients are of this call alone. `backward()` is noted while `build` runs and carried out after it, so code
-      in `build` sees no gradient. Several losses are one backward of their sum.
-    - Clipping is asked for as in OneFlow: a parameter group with `clip_grad_max_norm` (and `clip_grad_norm_type`, 2.0
-      unless given) has its unscaled gradients clipped to that norm.
-    - With a model and optimizer of `amp.initialize`, at any level, leave `enable_amp` and `set_grad_scaler` out:
-      `amp.scale_loss` does the scaling, with the first of the training's losses (`loss_id=0`).
+    - The gradients are those of this call alone. `backward()` in `build` only records the loss; the backward runs after
+      `build`, so code in `build` sees no gradient. Several losses have one backward, that of their sum.
+    - As in OneFlow, a parameter group with the entry `clip_grad_max_norm` has its unscaled gradients clipped to that
+      norm. `clip_grad_norm_type` is the type of the norm, by default 2.0.
+    - With a model and optimizer of `amp.initialize`, at any level, do not call `enable_amp` and `set_grad_scaler`: the
+      graph uses `amp.scale_loss`, with the scale of the training's first loss (`loss_id=0`).
     - A graph without optimizers is an inference: it runs under `torch.no_grad`.
-    - What `build` returns comes back detached: the loss is the unscaled one.
-    - `build` is compiled at the first call, and again where torch.compile finds it must (another rank of an input;
-      `model.eval()`). Python in it that depends on data works, and breaks the graph there.
+    - The tensors that `build` returns are detached for the caller. A returned loss is not scaled.
+    - `build` is compiled at the first call, and again if torch.compile requires it (another number of dimensions of an
+      input; `model.eval()`). Python code in it that depends on values of tensors works, and breaks the graph there.
 
     Args:
         debug_v_level: as in `debug`.
 
     Raises:
-        RuntimeError: `super().__init__()` was not called; `build` calls no `backward()` though there is an optimizer,
-            or calls one though there is none; a loss that is no scalar; a change of the setup after the first call.
+        RuntimeError: `super().__init__()` was not called; the graph has an optimizer, and `build` calls no
+            `backward()`; it has none, and `build` calls one; a loss is no scalar; the set-up is changed after the first
+            call.
         NotImplementedError: `build` is not overridden.
 
-    Source: OneFlow's `oneflow.nn.Graph`. Not served: `Graph.trace`, nested graphs, and what concerns OneFlow's own
+    Source: OneFlow's `oneflow.nn.Graph`. Not supported: `Graph.trace`, nested graphs, and functions of OneFlow's own
     runtime (placements, pipeline stages, job protos).
     """
 
@@ -91,11 +92,11 @@ class Graph:
         self.debug(debug_v_level)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the step; override this: call modules and, in a training graph, `loss.backward()`."""
+        """Compute the step. Subclasses override this: they call modules and, for training, `loss.backward()`."""
         raise NotImplementedError(f"{type(self).__name__}.build must be overridden: it says what the graph computes")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph on the arguments of `build`; returns the result of `build`, detached."""
+        """Run the graph with the arguments of `build`; return the result of `build`, detached."""
         if self._run is None:
             self._run = self._prepared()
         if self._debug_level < 0:
@@ -104,7 +105,7 @@ class Graph:
             return self._called(args, kwargs)
 
     def add_optimizer(self, optim: Any, *, lr_sch: Any = None) -> None:
-        """Step `optim` in each call, and after it `lr_sch`, a learning-rate scheduler of it.
+        """Make each call step `optim`, and after it `lr_sch`, a learning-rate scheduler for `optim`.
 
         Args:
             optim: a torch optimizer, one that went through `amp.initialize`, or an object with `param_groups`, `step`
@@ -133,7 +134,7 @@ class Graph:
         self.config.training = True
 
     def set_grad_scaler(self, grad_scaler: torch.amp.GradScaler) -> None:
-        """Scale losses with `grad_scaler`: an `amp.GradScaler` of any kind, or torch's for parameters in FP32."""
+        """Scale losses by `grad_scaler`: any `amp.GradScaler`, or torch's GradScaler if parameters are FP32."""
         self.config.check_open("set_grad_scaler")
         if not isinstance(grad_scaler, torch.amp.GradScaler):
             raise TypeError(
@@ -144,7 +145,7 @@ class Graph:
 
     @property
     def name(self) -> str:
-        """The class's name and a count, unique in the process."""
+        """The class's name with a number, unique in the process."""
         return self._name
 
     @property
@@ -158,11 +159,11 @@ class Graph:
         return self._run is not None
 
     def debug(self, v_level: int = 0, *, ranks: int | list[int] | None = None) -> None:
-        """Print what calls compile: how many graphs, in what time; at `v_level` 1 or more also why graphs broke.
+        """Print how many graphs a call compiles, and the time; at `v_level` 1 or more also reasons of graph breaks.
 
         Args:
-            v_level: -1 turns it off.
-            ranks: which ranks of torch.distributed print; -1 is all of them. Rank 0 unless given.
+            v_level: -1 turns the report off.
+            ranks: the ranks of torch.distributed that print; -1 for all. None: rank 0.
         """
         if isinstance(v_level, bool) or not isinstance(v_level, int) or not -1 <= v_level <= 3:
             raise ValueError(f"debug: v_level is {v_level!r}; wanted -1 (off) to 3")
@@ -175,7 +176,7 @@ class Graph:
         self._debug_level = v_level if prints else -1
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the state of all objects of the graph; written into `destination` if given. Syncs with the device.
+        """Return the state of all objects of the graph, in `destination` if given. Syncs with the device.
 
         Each module's state dict has the name of its attribute as key. The keys "graph.optimizers",
         "graph.lr_schedulers", "graph.grad_scaler" and "graph.loss_scalers" (of `initialize`) hold the state of the
@@ -190,7 +191,7 @@ class Graph:
         """Load a result of `state_dict`, before the first call or after it.
 
         Args:
-            strict: require the keys of this graph and of each of its modules; otherwise load the common keys.
+            strict: raise unless the keys are those of this graph and of its modules; if False, load the common keys.
 
         Raises:
             RuntimeError: the keys differ, or a list has another length. Nothing is loaded then.
@@ -225,7 +226,7 @@ class Graph:
         return {
             **vars(self),
             "_run": None,
-        }  # compiled and bound to this graph: a copy compiles again
+        }  # `_run` is bound to this graph, so a copy must compile its own
 
     def __getattr__(self, name: str) -> Any:
         if name in ("config", "_run", "_optimizers", "_name", "_debug_level"):
@@ -259,7 +260,7 @@ class Graph:
         return torch.compile(self.build, **options)
 
     def _check_scaling(self, stashes: list[Stash]) -> None:
-        """Raise where casts or scales would come from two sides; warn where float16 has no scale at all."""
+        """Raise if casts or scales come both from an opt level and from this graph; warn if float16 has no scale."""
         scaler, config = self._grad_scaler, self.config
         if stashes and scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(
@@ -292,7 +293,7 @@ class Graph:
         return [stash for stash in found if stash is not None and stash.enabled]
 
     def _parts(self) -> dict[str, Any]:
-        """Everything that has a state dict, by its key in `state_dict`: an object, or a list of at least one."""
+        """Return the objects with a state dict by their key in `state_dict`: an object, or a list that is not empty."""
         scalers = {id(scaler): scaler for stash in self._stashes() for scaler in stash.scalers}
         parts: dict[str, Any] = {
             **self._modules(),
@@ -306,7 +307,7 @@ class Graph:
     # Every call.
 
     def _called(self, args: Any, kwargs: Any) -> Any:
-        """One call of a graph that is set up: an inference, or an iteration of training."""
+        """Run one inference, or one iteration of training. `_prepared` was called before."""
         if self._cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         if not self._optimizers:
@@ -340,7 +341,7 @@ class Graph:
         assert self._run is not None
         noted = self._noted
         try:
-            # Both regions are entered outside of the compiled code: inside, a graph break in `build` would end them.
+            # Both are entered outside of the compiled code. Inside it, a graph break in `build` would end them.
             with self._casts, noted:
                 outputs = self._run(*args, **kwargs)
             if noted.arguments:
@@ -354,7 +355,7 @@ class Graph:
             noted.arguments.clear()
 
     def _total(self, losses: list[Tensor]) -> Tensor:
-        """The sum of the losses that called `backward()`, in FP32 at least; one backward pass is run from it."""
+        """Return the sum of the losses that called `backward()`, in FP32 or FP64. Raise if one cannot be used."""
         if not losses:
             raise RuntimeError(
                 f"{self._name}: the graph has an optimizer, but build calls no loss.backward(); call it there (by the "
@@ -386,7 +387,7 @@ class Graph:
             loss.backward()
 
     def _step(self) -> None:
-        """Unscale and clip where a group asks for it, step every optimizer, and move the scale."""
+        """Unscale and clip the groups with `clip_grad_max_norm`, step every optimizer, and update the scale."""
         scaler = self._grad_scaler
         for optim, _ in self._optimizers:
             clipped = [group for group in optim.param_groups if group.get("clip_grad_max_norm") is not None]
@@ -405,11 +406,12 @@ class Graph:
     def _zero_grad(self) -> None:
         for optim, _ in self._optimizers:
             optim.zero_grad()
-            if self._grad_scaler is not None:  # an exception may have ended the last call before `update()`
+            # If an exception ended the last call before `update()`, the scaler still has a record of these gradients.
+            if self._grad_scaler is not None:
                 forget_gradients(self._grad_scaler, optim)
 
     def _given_back(self, outputs: Any) -> Any:
-        """The outputs, detached; copies where the memory may be a CUDA graph's, which the next call overwrites."""
+        """Return the outputs detached. If CUDA graphs are used, copy them: the next call overwrites their memory."""
         copied = self._cuda_graphs
         return tree.map_tensors(lambda tensor: tensor.detach().clone() if copied else tensor.detach(), outputs)
 

@@ -1,4 +1,4 @@
-"""A graph's arguments in micro-batches, and the results of the micro-batches as one."""
+"""Splitting of a graph's arguments into micro-batches, and joining of the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from amp_patch.support import tree
 
 
 def micro_batches(args: Any, kwargs: Any, steps: int) -> Iterator[tuple[Any, Any]]:
-    """The arguments in `steps` parts along the tensors' first dimension."""
+    """Yield the arguments of each of `steps` micro-batches: tensors are split along their first dimension."""
     if steps == 1:
         yield args, kwargs
         return
@@ -34,7 +34,10 @@ def micro_batches(args: Any, kwargs: Any, steps: int) -> Iterator[tuple[Any, Any
 
 
 def joined(results: list[Any]) -> Any:
-    """The results of the micro-batches as one: tensors are joined, all else is that of the first micro-batch."""
+    """Return the results of the micro-batches as one result.
+
+    Tensors are concatenated, tensors of shape [] are stacked. All else is taken from the first micro-batch.
+    """
     leaves = [tree.tensors(result) for result in results]
     columns = iter(zip(*leaves, strict=True))
 

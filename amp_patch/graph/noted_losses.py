@@ -10,11 +10,11 @@ from torch.overrides import TorchFunctionMode
 
 
 class NotedLosses(TorchFunctionMode):
-    """While it is entered, `loss.backward()` only notes the loss: a backward would break the compiled graph.
+    """A mode in which `loss.backward()` only records the loss, because a backward would break the compiled graph.
 
     Attributes:
-        losses: the losses that called it, in their order.
-        arguments: names of the arguments given to `backward()` that a graph cannot honour.
+        losses: the losses whose `backward()` was called, in order.
+        arguments: the names of arguments of `backward()` that a graph does not support.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class NotedLosses(TorchFunctionMode):
         self,
         loss: Tensor,
         gradient: Any = None,
-        retain_graph: Any = None,  # ignored: one backward serves all losses
+        retain_graph: Any = None,  # ignored: there is one backward for all losses
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:

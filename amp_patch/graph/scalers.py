@@ -1,4 +1,4 @@
-"""OneFlow's two grad scalers, by OneFlow's names and arguments."""
+"""OneFlow's two grad scalers, with OneFlow's names and arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StaticGradScaler(AnyGradScaler):
         scale_factor: the scale, a positive number.
 
     Raises:
-        ValueError: a scale that cannot be.
+        ValueError: the scale is not a number between 2**-126 and 2**126.
 
     Source: oneflow.amp.StaticGradScaler.
     """

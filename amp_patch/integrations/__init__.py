@@ -1,3 +1,6 @@
-"""amp_patch inside other trainers. Each module imports its package; `import amp_patch` imports none of them."""
+"""Opt levels for the trainers of other packages (Lightning, transformers).
+
+Each module here imports the package that it is for; `import amp_patch` imports none of these modules.
+"""
 
 from __future__ import annotations

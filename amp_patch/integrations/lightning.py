@@ -6,7 +6,8 @@
     trainer = Trainer(plugins=OptLevelPrecision("O2", dtype=torch.bfloat16))
     trainer.fit(module)
 
-`amp_patch.integrations.pytorch_lightning` has it for `import pytorch_lightning`. Written for lightning 2.4 or newer.
+Scripts that import `pytorch_lightning` take it from `amp_patch.integrations.pytorch_lightning`. Written for lightning
+2.4 or newer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Lightning's hooks, shared by the plugins for `lightning` and `pytorch_lightning`. This file imports neither."""
+"""The hooks of Lightning's `Precision` plugin, shared by the plugins for `lightning` and `pytorch_lightning`.
+
+This file imports neither package.
+"""
 
 from __future__ import annotations
 
@@ -27,30 +30,33 @@ from amp_patch.training.training import leave
 class OptLevel:
     """Lightning's `Precision` hooks at an opt level, for automatic and manual optimization, on one device or under DDP.
 
-    From the set-up of `fit`, `validate`, `test` or `predict` to its end the LightningModule is a model of
-    `amp.initialize`. So are the children that `training_step` may call directly. At the end the module is plain again,
-    in FP32 with the masters' values. If it came in FP16 or BF16, the values are rounded to that type. The casts of O1
-    apply in the steps, not in the rest of the process.
+    During `fit`, `validate`, `test` and `predict`, the LightningModule is a model of `amp.initialize`. So are the
+    children that `training_step` may call directly. At the end of each the module is plain again, in FP32 with the
+    masters' values. If it came in FP16 or BF16, the values are rounded to that type. The casts of O1 apply in
+    Lightning's steps only, not in the rest of the process.
 
-    A backward leaves unscaled gradients for all optimizers, except optimizers that `toggle_optimizer` has switched off.
+    Each backward leaves unscaled gradients for all optimizers, except those that `toggle_optimizer` has switched off.
     Clipping acts on the masters. `on_after_backward` and later hooks see unscaled gradients; at O2 and O5 they see the
-    gradients of the optimizers' parameters. A checkpoint holds FP32 weights and the loss scale.
+    gradients of the optimizers' parameters. A checkpoint contains FP32 weights and the loss scale.
 
     Args:
-        opt_level, options: as of `amp.initialize`. All losses share one scale.
+        opt_level, options: as in `amp.initialize`. All losses share one scale.
 
-    Source: Lightning's own MixedPrecision runs the closure before the step, as this does where losses are scaled.
+    Source: Lightning's own MixedPrecision. As there, the closure runs before the step if losses are scaled.
     """
 
     def __init__(self, opt_level: Level = "O1", **options: Any) -> None:
-        without_rungs(opt_level, Options())  # a level that cannot be is an error here
+        without_rungs(opt_level, Options())  # raises here, and not in `fit`, if the level is invalid
         self.options = {"opt_level": opt_level, **options}
         self.optimizers: list[Any] = []
         self.scalers: list[Any] = []
         self.models: list[nn.Module] = []
 
     def convert_module(self, module: Any) -> nn.Module:
-        """Cast the module, and make its masters: before DDP wraps it, and before its optimizers exist."""
+        """Cast the module, and make its masters. Lightning calls this before DDP wraps it and before it has optimizers.
+
+        So `initialize` gets a temporary SGD over all parameters, to make masters for.
+        """
         module.to(module.trainer.strategy.root_device)
         called = [m for child in module.children() for m in keep_fp32.with_forward(child)]
         self.models = [module, *(m for m in called if any(True for _ in m.parameters()))]
@@ -59,19 +65,20 @@ class OptLevel:
         return module
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Give the optimizers the masters that the module has."""
+        """Call `initialize` with the module's real optimizers, which then hold the masters."""
         self.optimizers = [innermost(optimizer) for optimizer in optimizers]
         if self.optimizers:
             for optimizer in self.optimizers:
                 if isinstance(optimizer, torch.optim.Optimizer):
-                    optimizer.register_step_pre_hook(_closure_first)  # before amp's own, which checks the gradients
+                    # Registered before `initialize`, so that it runs before amp's own hook, which checks the gradients.
+                    optimizer.register_step_pre_hook(_closure_first)
             self._initialize(self.optimizers)
             stash = stash_of(self.optimizers[0])
             self.scalers = [] if stash is None else stash.scalers
         return model, optimizers, lr_schedulers
 
     def _initialize(self, optimizers: list[Any]) -> None:
-        """`amp.initialize`, without turning on O1's casts for the whole process."""
+        """Call `amp.initialize` without making O1's casts the default of the process."""
         default = casts_state.default()
         initialize(self.models, optimizers, **self.options)
         casts_state.set_default(default)
@@ -82,33 +89,34 @@ class OptLevel:
         return nullcontext() if policy is None else regions.region(policy)
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Backward of the loss `tensor`, scaled, for the optimizers that are switched on."""
+        """Run backward of the loss `tensor` through `scale_loss`, for the optimizers that are not switched off."""
         on = [o for o in self.optimizers if any(p.requires_grad for p in master_params(o))] or self.optimizers
-        # Under DDP's no_sync the sum stays in the model's gradients, for the backward that reduces it.
+        # Inside DDP's no_sync the gradients stay scaled in the model, and the later backward that reduces adds to them.
         wait = not getattr(model.trainer.strategy.model, "require_backward_grad_sync", True)
         with scale_loss(tensor, on, delay_unscale=wait) as scaled:
             model.backward(scaled, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scales, for Lightning's checkpoint; syncs with the device."""
+        """Return the loss scales for Lightning's checkpoint; syncs with the device."""
         return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(self.scalers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave."""
+        """Load the loss scales of a `state_dict`."""
         for index, scaler in enumerate(self.scalers):
             scaler.load_state_dict(state_dict[f"loss_scaler{index}"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the weights of a checkpoint into the masters of a module that came in low precision.
+        """If the module came in low precision, load the weights of a checkpoint again, now into its masters.
 
-        Lightning has loaded them before `convert_module`, when such weights could but round them.
+        Lightning has loaded the checkpoint before `convert_module` made masters. The module's low-precision weights
+        have rounded the values then.
         """
         module: Any = self.models[0] if self.models else None
         if module is not None and came_low(module):
             module.trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
 
     def teardown(self) -> None:
-        """The module is as it came. Lightning has moved it to the CPU by now, and the masters follow."""
+        """Make the module plain again. Lightning has moved it to the CPU by now, so move the masters there first."""
         for param, link in links_of({p for module in self.models for p in module.parameters()}):
             link.master.data = link.master.data.to(param.device)
         leave(self.models, self.optimizers)
@@ -116,9 +124,9 @@ class OptLevel:
 
 
 def _closure_first(optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Run Lightning's closure, whose backward makes the gradients, before the step: amp looks at them before it begins.
+    """Run Lightning's closure, which makes the gradients, before the step: amp checks gradients when the step begins.
 
-    A hook of torch's optimizers; it changes nothing where gradients are not checked and masters have memory.
+    A step pre-hook of torch. If gradients are not checked and all masters have memory of their own, it does nothing.
     """
     stash = stash_of(optimizer)
     if stash is None or not (stash.checks_gradients or stash.policy.closes_masters) or kwargs.get("closure") is None:

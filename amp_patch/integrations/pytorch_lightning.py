@@ -1,4 +1,7 @@
-"""`amp_patch.integrations.lightning` for scripts that import `pytorch_lightning`, whose classes are others."""
+"""The same as `amp_patch.integrations.lightning`, for scripts that import `pytorch_lightning` instead of `lightning`.
+
+The two packages have separate classes, so a plugin for one is not accepted by the other.
+"""
 
 from __future__ import annotations
 

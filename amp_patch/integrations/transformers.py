@@ -1,4 +1,4 @@
-"""An opt level for the Trainer of `transformers`::
+"""A `transformers.Trainer` that trains at an opt level::
 
     from transformers import TrainingArguments
     from amp_patch.integrations.transformers import OptLevelTrainer
@@ -6,7 +6,8 @@
     trainer = OptLevelTrainer(model, TrainingArguments("out"), train_dataset=dataset, opt_level="O2")
     trainer.train()
 
-Other Trainers: `class MyTrainer(OptLevelTrainer, Seq2SeqTrainer)`. Written for transformers 4.46 or newer.
+For other Trainers make a class: `class MyTrainer(OptLevelTrainer, Seq2SeqTrainer)`. Written for transformers 4.46 or
+newer.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ _AMP_OPTIONS = inspect.signature(initialize).parameters.keys() - {"models", "opt
 class OptLevelTrainer(Trainer):
     """`transformers.Trainer` at an opt level, on one device or under DDP; only public methods are overridden.
 
-    Losses and gradient norms are logged unscaled, clipping acts on the masters, and checkpoints hold FP32 weights, a
-    config that says so, and the loss scale: `resume_from_checkpoint` goes on to the same bits. The model stays one of
-    `amp.initialize` when the training ends. Save it with `save_model`, or save the plain
-    `amp.fp32_copy(trainer.model)`: `save_pretrained` alone writes the type of the cast weights into its config, and
-    loads them in that type. A step that is skipped on overflow still moves the schedule of the learning rate.
+    Losses and gradient norms are logged unscaled, and clipping acts on the masters. A checkpoint contains FP32 weights,
+    a config with the type float32, and the loss scale. A training resumed by `resume_from_checkpoint` has the same bits
+    as an uninterrupted one. After the training the model is still a model of `amp.initialize`. Save it with
+    `save_model`, or save `amp.fp32_copy(trainer.model)`, a plain model. (`save_pretrained` of the cast model would
+    write the low-precision type into the config, and `from_pretrained` would round the weights to it.) A step that is
+    skipped on overflow still advances the learning rate's schedule.
 
     Args:
-        opt_level: as of `amp.initialize`.
+        opt_level: as in `amp.initialize`.
         amp_options: options of `amp.initialize` as a dict, the older form.
-        args, kwargs: as of `transformers.Trainer`, and options of `amp.initialize` by name (`master_weights="split"`).
+        args, kwargs: as in `transformers.Trainer`, and options of `amp.initialize` by name (`master_weights="split"`).
 
     Raises:
         ValueError: the TrainingArguments request a mixed precision (`fp16`, `bf16`) in addition to the opt level.
@@ -76,7 +78,7 @@ class OptLevelTrainer(Trainer):
         self.add_callback(LossScale())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's optimizer, which goes through `amp.initialize` with the model."""
+        """Make the Trainer's optimizer, and pass it to `amp.initialize` with the model."""
         super().create_optimizer(*args, **kwargs)
         model: Any = self.model  # declared optional, as the optimizer is; both are there now
         optimizer: Any = self.optimizer
@@ -85,23 +87,24 @@ class OptLevelTrainer(Trainer):
         return optimizer
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's training; a checkpoint is loaded into the masters of a model that came in low precision.
+        """Train as the Trainer does.
 
-        The Trainer loads it before it makes the optimizer, when such weights could but round it.
+        The Trainer loads a checkpoint before it makes the optimizer. If the model came in low precision, its weights
+        would round the values. So in this case the optimizer, and with it the masters, are made first.
         """
-        stays = isinstance(self.model, nn.Module) and self.model_init is None  # which makes another one
+        stays = isinstance(self.model, nn.Module) and self.model_init is None  # `model_init` makes another model
         if resume_from_checkpoint and stays and _trains_low_precision(self.model):
             self.create_optimizer()
         with _adapters_keep_their_type(self.model):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save FP32 weights, and a config that says float32, though the model's parameters are low precision."""
+        """Save FP32 weights and a config with the type float32, also if the model's parameters are low precision."""
         policy, config = policy_of(self.model), getattr(self.model, "config", None)
         if policy is None or policy.cast_model_type is None or config is None:
             super().save_model(output_dir, _internal_call)
             return
-        # `save_pretrained` writes the type of the model's parameters into its config, and saves the state dict: FP32.
+        # `save_pretrained` saves the state dict, which is FP32, but writes the parameters' type into the config.
         before = {name: vars(config)[name] for name in _DTYPES if name in vars(config)}
         token = corrects_config.set(True)
         try:
@@ -114,10 +117,10 @@ class OptLevelTrainer(Trainer):
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run the Trainer's step with an `accelerator.backward` that scales the loss."""
-        plain = self.accelerator.backward  # whatever loss a subclass's compute_loss has made arrives there
+        plain = self.accelerator.backward  # receives the loss, also that of a subclass's `compute_loss`
 
         def backward(loss: Tensor, **options: Any) -> None:
-            # Under DDP's no_sync the sum stays scaled in the model.
+            # Inside DDP's no_sync the gradients stay scaled in the model, until the backward that reduces them.
             wait = not getattr(model, "require_backward_grad_sync", True)
             optimizer: Any = self.optimizer  # declared optional
             with scale_loss(loss, optimizer, delay_unscale=wait) as scaled:
@@ -138,15 +141,16 @@ def _trains_low_precision(model: Any) -> bool:
 def _adapters_keep_their_type(model: Any) -> Iterator[None]:
     """Make `load_adapter` of a cast PeftModel keep the type of adapters that the model has already.
 
-    Without this it casts the loaded adapters to FP32. The masters hold the exact values, and would take the rounded
-    values of the parameters for a user's edit. The Trainer calls `load_adapter` to resume, and for
-    `load_best_model_at_end`.
+    The Trainer calls `load_adapter` to resume, and for `load_best_model_at_end`. By default PEFT casts the loaded
+    adapters to FP32. Then the masters, which have the exact values, would treat the parameters' rounded values as edits
+    by the user.
     """
     load = getattr(model, "load_adapter", None)
     if load is None or "autocast_adapter_dtype" not in inspect.signature(load).parameters:
         yield
         return
-    model.load_adapter = functools.partial(_load_adapter, model)  # of a copy of the model it is the copy's
+    # A partial, and not a closure: deepcopy of the model copies the partial's argument, so the copy loads its own.
+    model.load_adapter = functools.partial(_load_adapter, model)
     try:
         yield
     finally:
@@ -164,7 +168,7 @@ _DTYPES = ("dtype", "torch_dtype")  # a config's keys for the dtype, today's fir
 
 
 def _says_fp32(path: Path, low: torch.dtype) -> None:
-    """Let a saved config that names `low` say FP32. Nothing to do where none was saved, as with adapters of PEFT."""
+    """Rewrite the type `low` in the saved config at `path` to float32. Without a file (PEFT's adapters) do nothing."""
     config = json.loads(path.read_text()) if path.exists() else {}
     named = {name: "float32" for name in _DTYPES if config.get(name) == str(low).removeprefix("torch.")}
     if named:
@@ -172,19 +176,19 @@ def _says_fp32(path: Path, low: torch.dtype) -> None:
 
 
 class LossScale(TrainerCallback, ExportableState):
-    """Writes the loss scale into the Trainer's state, and takes it from there when a training begins."""
+    """A callback that stores the loss scale in the Trainer's checkpoints, and loads it when a training resumes."""
 
     scalers: Any = ()
 
     def state(self) -> dict[str, Any]:
-        """For the Trainer's checkpoint: the scalers' state dicts. Syncs with the device."""
+        """Return the scalers' state dicts for the Trainer's checkpoint. Syncs with the device."""
         return {"args": {}, "attributes": {"saved": [scaler.state_dict() for scaler in self.scalers]}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the optimizer's loss scalers, and load into them what a checkpoint that is resumed has of them."""
+        """Find the optimizer's loss scalers. If a checkpoint is resumed, load their state from it."""
         stash = stash_of(innermost(kwargs["optimizer"]))
         self.scalers = () if stash is None else stash.scalers
-        # A checkpoint of another Trainer has none.
+        # A checkpoint of another Trainer has no such state; the present state is then loaded, which changes nothing.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]["saved"]
         for scaler, entry in zip(self.scalers, saved, strict=False):
             scaler.load_state_dict(entry)

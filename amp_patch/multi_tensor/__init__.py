@@ -1,21 +1,24 @@
-"""The kernels of mixed precision: each call takes lists of tensors and does all of them in one pass.
+"""The kernels: functions over lists of tensors, each of which processes all tensors of its lists in one pass.
 
-Every list is a list or tuple of tensors of float32, float16 or bfloat16, mixed as you like between the lists and inside
-one, or of float64 (then the tensors at that place are float64 in every list: float64 stays float64). Any number of
-tensors, 0 too; any sizes, 0 too; any strides. All on one device: callers group by device. Arithmetic is in FP32 (FP64
-for float64), each result is rounded once, to nearest even: exactly ``(src.float() * factor).to(dst.dtype)``.
+Lists. A list is a list or tuple of any number of tensors, 0 included, of any shapes and strides. All tensors of a call
+are on one device. float32, float16 and bfloat16 may be mixed within a list and between lists. If a tensor is float64,
+the tensors at the same index of the other lists must be float64 too.
 
-Autograd records no call: outputs that require grad are refused unless grad mode is off. No call syncs with the device.
-Invalid arguments raise ValueError or TypeError before the first write. A call bumps the version counter of each tensor
-that it writes, as torch's in-place functions do.
+Arithmetic. It is in FP32 (FP64 for float64), and each result is rounded once, to nearest even. So a product is exactly
+``(src.float() * factor).to(dst.dtype)``.
 
-``found_inf`` is a float32 tensor of one element on the lists' device. A kernel writes 1.0 into it if it meets an
-infinity or a NaN, and never another value. The caller zeroes it (as for torch's
+Autograd. No call is recorded: outputs that require grad are refused unless grad mode is off. A call increases the
+version counter of each tensor that it writes, as torch's in-place functions do.
+
+Errors. Invalid arguments raise ValueError or TypeError before the first write. No call syncs with the device.
+
+``found_inf`` is a float32 tensor of one element on the lists' device. "Raises ``found_inf``" means: if the kernel finds
+an infinity or a NaN, it writes 1.0 into it. No kernel writes 0: the caller zeroes it (as for torch's
 ``_amp_foreach_non_finite_check_and_unscale_``).
 
-There are two backends: the extension ``amp_patch._C``, and plain torch, used if the extension is absent or not built
-for the tensors' device. Their results are equal up to rounding in the sums of norms and in the steps of optimizers.
-``AMP_PATCH_BACKEND=torch`` in the environment, or ``use_backend("torch")``, selects plain torch.
+Backends. The extension ``amp_patch._C`` runs the kernels. Plain torch does if the extension is absent or not built for
+the tensors' device, or if ``AMP_PATCH_BACKEND=torch`` in the environment or ``use_backend("torch")`` selects it. Both
+give equal results, except for rounding in the sums of norms and in the steps of optimizers.
 """
 
 from __future__ import annotations
@@ -96,11 +99,11 @@ _UPDATE_SCALE = Contract(
 
 
 def multi_tensor_scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Tensor | None = None) -> None:
-    """``dst = src * factor``, rounded to dst's dtypes. With factor 1.0 and no found_inf it is the cast and the copy.
+    """Write ``dst = src * factor``, rounded to dst's dtypes. With factor 1.0 and no ``found_inf`` only copy and cast.
 
-    ``dst`` is written in place; it may be ``src``, otherwise the two must not share memory. ``factor`` is a float, or a
-    float32 or float64 tensor of one element on the lists' device, which is read there. ``found_inf`` is raised by a
-    non-finite element of src and by a product that overflows, in FP32 or on the cast to dst's dtype.
+    ``dst`` is written in place. It may be the same list as ``src``; otherwise the two must not share memory. ``factor``
+    is a float, or a float32 or float64 tensor of one element on the lists' device, read without a sync. ``found_inf``
+    is raised by a non-finite element of src, and by a product that overflows in FP32 or on the cast to dst's dtype.
 
     After Apex's ``amp_C.multi_tensor_scale``, which reads its flag from an int32 buffer and takes a float only.
     """
@@ -108,9 +111,9 @@ def multi_tensor_scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Te
 
 
 def multi_tensor_unscale(grads: Tensors, inv_scale: Number, found_inf: Tensor | None) -> None:
-    """``grads *= inv_scale`` in place; ``found_inf`` as in ``multi_tensor_scale(grads, grads, inv_scale, found_inf)``.
+    """Multiply ``grads`` by ``inv_scale`` in place: ``multi_tensor_scale(grads, grads, inv_scale, found_inf)``.
 
-    As ``torch._amp_foreach_non_finite_check_and_unscale_``, but for any mix of dtypes, FP16 too.
+    Like ``torch._amp_foreach_non_finite_check_and_unscale_``, but for any mix of dtypes, FP16 included.
     """
     run(_UNSCALE, plain.unscale, (grads,), (inv_scale, found_inf))
 
@@ -124,11 +127,12 @@ def multi_tensor_axpby(
     found_inf: Tensor | None = None,
     check: Literal["both", "x", "y"] = "both",
 ) -> None:
-    """``out = a * x + b * y``: both products and the sum each rounded to FP32, then once to out's dtypes.
+    """Write ``out = a * x + b * y``. Both products and the sum are rounded to FP32, then the sum to out's dtypes.
 
-    ``out`` is written in place; it may be ``x`` or ``y``. ``a`` and ``b`` as ``factor`` of ``multi_tensor_scale``.
-    ``found_inf`` is raised by a non-finite element of the lists that ``check`` names, and by a result that overflows
-    from finite elements. ``check="x"`` is for gradients x added to earlier ones, y, checked when they were made.
+    ``out`` is written in place; it may be ``x`` or ``y``. ``a`` and ``b`` are like ``factor`` of
+    ``multi_tensor_scale``. ``found_inf`` is raised by a non-finite element of the lists that ``check`` names, and by a
+    result that overflows although both elements are finite. Use ``check="x"`` to add new gradients x to earlier
+    gradients y that were checked before.
 
     After Apex's ``amp_C.multi_tensor_axpby``; its ``arg_to_check`` -1, 0, 1 is "both", "x", "y" here.
     """
@@ -140,7 +144,7 @@ def multi_tensor_axpby(
 def multi_tensor_check_finite(tensors: Tensors, found_inf: Tensor, factor: Number = 1.0) -> None:
     """Raise ``found_inf`` if any element of ``tensors``, times ``factor`` in FP32, is infinite or NaN.
 
-    Writes nothing else. ``factor`` as in ``multi_tensor_scale``.
+    Writes nothing else. ``factor`` is as in ``multi_tensor_scale``.
     """
     run(_CHECK_FINITE, plain.check_finite, (tensors,), (found_inf, factor))
 
@@ -156,14 +160,14 @@ def multi_tensor_l2norm(
 def multi_tensor_l2norm(
     tensors: Tensors, per_tensor: bool = False, factor: Number = 1.0, found_inf: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The 2-norm of all tensors taken together: a tensor of shape [] on their device (on the CPU if there are none).
+    """Return the 2-norm of all tensors together: shape [], on their device (on the CPU if there are no tensors).
 
-    ``factor`` (as in ``multi_tensor_scale``) multiplies each element first, in FP32: the norm of gradients that are
-    still scaled, as if they had been unscaled into FP32 ones, with the same bits. ``found_inf`` as in
-    ``multi_tensor_check_finite``, in the same pass.
+    With ``per_tensor`` return (that norm, a tensor of shape [len(tensors)] with the norm of each). Both are float32, or
+    float64 if any tensor is float64. Squares are FP32, so elements above 1.8e19 make the norm infinite, as in torch.
 
-    With ``per_tensor`` also a tensor of shape [len(tensors)] with the norm of each. Both are float32, or float64 if any
-    of the tensors is. Squares are FP32: elements past 1.8e19 make the norm infinite, as in torch.
+    Each element is first multiplied by ``factor`` (as in ``multi_tensor_scale``) in FP32. So the norm of gradients that
+    are still scaled has the same bits as if they had been unscaled to FP32. ``found_inf`` is raised in the same pass,
+    as by ``multi_tensor_check_finite``.
 
     After Apex's ``amp_C.multi_tensor_l2norm``.
     """
@@ -182,7 +186,7 @@ def multi_tensor_unscale_l2norm(
 def multi_tensor_unscale_l2norm(
     grads: Tensors, inv_scale: Number, found_inf: Tensor | None, per_tensor: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``multi_tensor_unscale``, then ``multi_tensor_l2norm`` of the stored values, in one pass: for clipping."""
+    """Unscale ``grads`` in place, and return ``multi_tensor_l2norm`` of the results, in one pass; for clipping."""
     total, norms = run(_UNSCALE_L2NORM, plain.unscale_l2norm, (grads,), (inv_scale, found_inf))
     return (total, norms) if per_tensor else total
 
@@ -190,7 +194,7 @@ def multi_tensor_unscale_l2norm(
 def multi_tensor_adopt(params: Tensors, masters: Tensors) -> None:
     """Copy user edits of low-precision weights into their FP32 masters.
 
-    Element by element: ``master = param if master.to(param.dtype) != param else master``. An element that was not
+    For each element: ``master = param if master.to(param.dtype) != param else master``. So an element that was not
     edited keeps its FP32 value. A NaN in a parameter counts as an edit. ``masters`` are float32, written in place.
     """
     run(_ADOPT, plain.adopt, (params, masters), ())
@@ -208,7 +212,7 @@ def update_scale(
     hysteresis: int = 1,
     hysteresis_tracker: Tensor | None = None,
 ) -> None:
-    """Grow or back off a loss scale after a step, all of it on the device::
+    """Grow or back off a loss scale after a step, on the device::
 
         if found_inf != 0:                                  # NaN too
             hysteresis_tracker -= 1
@@ -223,14 +227,16 @@ def update_scale(
                 growth_tracker = 0
         scale = clamp(scale, min_scale, max_scale)
 
-    Each a tensor of one element on one device: ``scale`` float32, ``growth_tracker`` int32, ``hysteresis_tracker``
-    int32 (all three written in place), ``found_inf`` float32 (read; zeroing it is the caller's). ``hysteresis`` is the
-    number of overflows, with no clean step between them, at which the scale backs off, and it goes on backing off at
-    each that follows at once; more than 1 needs a ``hysteresis_tracker``, which starts at ``hysteresis``.
+    ``scale`` (float32), ``growth_tracker`` (int32) and ``hysteresis_tracker`` (int32) are tensors of one element,
+    written in place. ``found_inf`` (float32) is read; the caller zeroes it. All are on one device.
+
+    ``hysteresis`` is the number of successive overflows after which the scale backs off. It then backs off at each
+    further overflow, until a step without overflow. A value above 1 needs a ``hysteresis_tracker``, whose initial value
+    is ``hysteresis``.
 
     ``SMALLEST_SCALE`` is 2**-127, the smallest power of two whose inverse is finite in FP32.
 
-    After ``torch._amp_update_scale_`` and Apex's ``update_scale_hysteresis``; the bounds are ours.
+    After ``torch._amp_update_scale_`` and Apex's ``update_scale_hysteresis``, with bounds in addition.
     """
     name = "update_scale"
     if hysteresis < 1:
@@ -248,5 +254,5 @@ def update_scale(
 
 
 def inverse_of(scale: Tensor) -> Tensor:
-    """1 / ``scale`` (float32, shape []) on its device, rounded once; no sync."""
+    """Return 1 / ``scale`` (float32, shape []) on its device, rounded once; no sync."""
     return scale.reciprocal()

@@ -1,4 +1,4 @@
-"""Choice of the backend, the extension `amp_patch._C` or plain torch, and the call of a kernel."""
+"""The choice between the extension `amp_patch._C` and plain torch, and `run`, which calls a kernel by that choice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BUILD = "build it with `pip install --no-build-isolation .`"
 
 
 def _load() -> tuple[ModuleType | None, str]:
-    """Import the extension `amp_patch._C`; returns it or None, and the reason in one line."""
+    """Import the extension `amp_patch._C`. Return (extension or None, the reason in one line)."""
     lacks, built_with = _build_notes()
     if built_with and _minor(built_with) != _minor(torch.__version__):
         # No trial import: a build for another torch may import without a missing symbol and read a wrong object layout.
@@ -102,7 +102,9 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def run(contract: Contract, in_torch: Callable[..., Any], lists: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-    """Call the extension's kernel if it is built for the tensors' device; otherwise `in_torch`. Both take the same.
+    """Call the extension's kernel if it is built for the tensors' device; otherwise call `in_torch`.
+
+    Both take the lists, then the arguments.
 
     Raises:
         ValueError, TypeError: the call breaks the contract. Nothing was written.

@@ -1,7 +1,7 @@
-"""The kernels' contracts, as data, and the checker that walks them: ValueError or TypeError where a call breaks one.
+"""The kernels' contracts, as data, and a checker that raises ValueError or TypeError if a call breaks its contract.
 
-The extension guards memory by the same rules, without words. The checker runs where it has refused a call, to say why,
-and before every kernel in plain torch.
+The extension checks the same rules, but its refusal has no message. The checker runs after such a refusal, to raise an
+error with a message, and before every kernel in plain torch.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from torch import Tensor
 Tensors = Sequence[Tensor]
 Number = float | Tensor
 FP32, BF16, INT32, INT16 = (torch.float32,), (torch.bfloat16,), (torch.int32,), (torch.int16,)
-SIGNED, UNSIGNED = (torch.int8,), (torch.uint8,)  # codes, by their map
+SIGNED, UNSIGNED = (torch.int8,), (torch.uint8,)  # types of codes (`steps.multi_tensor_encode`)
 CODES = (*SIGNED, *UNSIGNED)
-BLOCK = 256  # elements whose codes share a scale
+BLOCK = 256  # the number of elements whose codes share a scale
 LOW = (torch.float16, torch.bfloat16)
 DTYPES = (*FP32, *LOW, torch.float64)
 MOST_FACTORS = 2  # the most factors that a step multiplies gradients by
 
 
-@dataclass(frozen=True, eq=False)  # eq: the dicts of the checker hash by identity, which is fast
+@dataclass(frozen=True, eq=False)  # eq=False: the checker's dicts hash these objects by identity, which is fast
 class TensorList:
     """A list of tensors that a kernel takes.
 
     Attributes:
-        name: of the argument.
+        name: the argument's name.
         dtypes: the types that a tensor of the list may have.
         written: the list is written in place; otherwise it is only read.
         optional: the list may be empty while others are not.
         is_counts: each tensor has one element, and may be on the CPU while the other lists are on another device.
-        weights: name of the list with the bfloat16 weights that belong to int16 tensors of this list (low halves of
-            split masters). A bfloat16 tensor of this list is a weight itself, and is rounded stochastically.
-        scales_of: name of the list of quantized values whose scales this list holds. The entry for a tensor that is not
-            quantized has no elements.
+        weights: the name of the list with the weights of this list's masters. If a tensor of this list is int16, the
+            low half of a split master, its weight there must be bfloat16. A bfloat16 tensor of this list is a weight
+            without master, which is rounded stochastically.
+        scales_of: the name of the list whose codes have their scales in this list. If a tensor there is not codes, the
+            tensor here has no elements.
     """
 
     name: str
@@ -56,15 +57,15 @@ class TensorList:
         return f"{self.name} of {self.scales_of}" if self.scales_of else self.name
 
 
-@dataclass(frozen=True, eq=False)  # eq: the dicts of the checker hash by identity, which is fast
+@dataclass(frozen=True, eq=False)  # eq=False: as above
 class Argument:
     """A scalar argument of a kernel: a tensor of one element on the lists' device, a number, or either.
 
     Attributes:
-        name: of the argument.
+        name: the argument's name.
         dtypes: the types that a tensor may have; empty if no tensor is accepted.
         number: float, or int (32 bits); None if no number is accepted.
-        written: a tensor is written in place.
+        written: the kernel writes the tensor in place.
         optional: None is accepted.
         several: the argument is a list or tuple of up to MOST_FACTORS scalars.
     """
@@ -78,12 +79,12 @@ class Argument:
 
 
 def number(name: str, several: bool = False) -> Argument:
-    """A float, or a tensor of one element on the lists' device, where the kernel reads it."""
+    """Return an argument that is a float, or a float32 or float64 tensor of one element on the lists' device."""
     return Argument(name, (torch.float32, torch.float64), float, several=several)
 
 
 def floats(*names: str) -> list[Argument]:
-    """Python numbers."""
+    """Return arguments that are Python floats."""
     return [Argument(name, number=float) for name in names]
 
 
@@ -92,12 +93,12 @@ class Contract:
     """The arguments of one kernel. All lists have one length, and the tensors at one index have one shape.
 
     Attributes:
-        name: of the function.
-        lists: in the order of the extension's function.
-        arguments: the scalars after the lists. Later arguments are not checked.
-        lead: index in `lists` of the list that the others are compared with.
+        name: the kernel's function in Python.
+        lists: the lists, in the order of the extension's function.
+        arguments: the scalars after the lists. Arguments after these are not checked.
+        lead: the index in `lists` of the list that the others are compared with.
         dense: the tensors at one index have one memory order, without gaps or overlaps, and no written tensor overlaps
-            another. Otherwise strides are free, and a tensor may be both read and written.
+            another. If False, strides are free, and a tensor may be both read and written.
         rounds: the last three arguments are a seed, draws and starts, for rounding bfloat16 tensors of the leading list
             stochastically.
     """
@@ -111,13 +112,13 @@ class Contract:
 
     @cached_property
     def op(self) -> str:
-        """The extension's name of the kernel."""
+        """Return the name of the kernel in the extension."""
         return self.name.removeprefix("multi_tensor_")
 
     def check(self, lists: Sequence[Any], arguments: Sequence[Any]) -> torch.device:
-        """Raise ValueError or TypeError where a call breaks this contract; returns the device of its tensors."""
+        """Raise ValueError or TypeError if a call breaks this contract; return the device of its tensors."""
         named = dict(zip(self.arguments, arguments, strict=False))
-        # Flags decide the device of empty lists. Tensors given as numbers do not: a wrong device there is an error.
+        # Flags (found_inf) decide the device of empty lists. Tensors given for numbers do not: they must be on it.
         flags = [value for argument, value in named.items() if argument.dtypes and argument.number is None]
         try:
             for wanted, tensors in zip(self.lists, lists, strict=True):
@@ -135,7 +136,7 @@ class Contract:
         return device
 
     def has_codes(self, lists: Sequence[Any]) -> bool:
-        """Whether some of the tensors of a call are codes, which the extension has kernels for on a CPU alone."""
+        """Tell whether a call has scales, and so may have codes. The extension's kernels for codes are for the CPU."""
         return any(wanted.scales_of and tensors for wanted, tensors in zip(self.lists, lists, strict=True))
 
     def _check_lists(self, lists: dict[TensorList, Tensors], device: torch.device, flags: Sequence[object]) -> None:
@@ -172,7 +173,7 @@ class Contract:
             )
 
     def _check_scales(self, lists: dict[str, Tensors], device: torch.device) -> None:
-        """Codes have scales beside them, one for each block of elements."""
+        """Raise unless each tensor of codes has a tensor of scales, with one scale for each block of elements."""
         for wanted in (wanted for wanted in self.lists if wanted.scales_of):
             states, scales = lists[wanted.scales_of], lists[wanted.label]
             for i, state in enumerate(states):
@@ -192,7 +193,7 @@ class Contract:
                     self._check_unrecorded(which, scales[i])
 
     def _check_counts(self, wanted: TensorList, counts: Tensors, device: torch.device, flags: Sequence[object]) -> None:
-        """The counts lie together, on the lists' device or on the CPU."""
+        """Raise unless the counts are all on the lists' device or all on the CPU; with found_inf, on its device."""
         first = counts[0] if counts else None
         where = first.device if isinstance(first, Tensor) and first.device.type == "cpu" else device
         for i, count in enumerate(counts):
@@ -243,7 +244,7 @@ class Contract:
             self._check_unrecorded(which, t)
 
     def _check_unrecorded(self, which: str, written: Tensor) -> None:
-        """Raise where autograd would have to see a write."""
+        """Raise if `written` requires grad and grad mode is on: autograd would not record the write."""
         if written.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{which} requires grad, and autograd would not see the write: call {self.name} under torch.no_grad()"
@@ -256,7 +257,7 @@ def _check_sequence(label: str, tensors: object) -> None:
 
 
 def _check_tensor(which: str, t: object, device: torch.device, first: str, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise unless `t` is a plain tensor on `device`, that of the tensor named `first`, and of one of `dtypes`."""
+    """Raise unless `t` is a plain tensor of one of `dtypes` on `device`; `first` names the tensor that decided it."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{which} is a {type(t).__name__}, a tensor is wanted")
     if t.layout is torch.sparse_coo:
@@ -296,28 +297,28 @@ def _check_tensor(which: str, t: object, device: torch.device, first: str, dtype
 
 
 def _end(t: Tensor) -> int:
-    """Elements from the start of the storage to behind the last one of `t`."""
+    """Return the number of elements from the start of the storage to the last element of `t`, included."""
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return int(t.storage_offset() + last + 1)
 
 
 def _is_wrapper(t: Tensor) -> bool:
-    """Whether `t` is of a subclass that answers operators itself, such as a DTensor."""
+    """Tell whether `t` is of a subclass with its own `__torch_dispatch__`, such as a DTensor."""
     return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _has_memory(t: Tensor) -> bool:
-    """Whether the elements of `t` lie in a storage of its own, where a kernel can read them."""
+    """Tell whether `t` has a storage with its elements, which a kernel can read."""
     if t.is_nested or t._is_zerotensor() or torch._is_functional_tensor(t):
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         return False
-    # Not by `data_ptr()`, which materializes a copy-on-write tensor.
+    # `data_ptr()` is not used here, because it materializes a copy-on-write tensor.
     return t.device.type not in ("cpu", "cuda") or not t.numel() or t.untyped_storage().nbytes() != 0
 
 
 def _check_alike(which: str, t: Tensor, of: str, first: Tensor) -> None:
-    """Raise unless `t` goes with `first`, the tensor at its place in the list (or the parameter) named `of`."""
+    """Raise unless `t` has the shape of `first`, and both or neither are float64. `of` names `first` in the error."""
     if t.shape != first.shape:
         raise ValueError(f"{which} has shape {list(t.shape)}, {of} has {list(first.shape)}")
     if (t.dtype == torch.float64) != (first.dtype == torch.float64):
@@ -340,7 +341,7 @@ def _check_strides(which: str, t: Tensor, param: Tensor) -> None:
 
 
 def _check_draws(name: str, tensors: Tensors, seed: object, draws: object, starts: object) -> None:
-    """Raise unless there is a seed, and a draw for each tensor where one is bfloat16; starts are for all or none."""
+    """Raise unless `draws` and `starts` are empty or have one int for each tensor; bfloat16 tensors require draws."""
     if not _is_int64(seed):
         raise TypeError(f"seed is {seed!r}, an int of 64 bits is wanted")
     for what, numbers in (("draws", draws), ("starts", starts)):
@@ -363,7 +364,7 @@ def _is_int64(value: object) -> bool:
 
 
 def _check_halves(halves: TensorList, tensors: Tensors, weights: Tensors) -> None:
-    """Raise where an int16 tensor, the half of a split master, has no bfloat16 weight beside it; or a weight has."""
+    """Raise if an int16 tensor (a low half) lacks its bfloat16 weight, or a bfloat16 tensor (a weight) has another."""
     for i, t in enumerate(tensors):
         if t.dtype == torch.bfloat16 and weights:
             raise TypeError(
@@ -379,16 +380,19 @@ def _check_halves(halves: TensorList, tensors: Tensors, weights: Tensors) -> Non
 
 
 def _is_number(value: object) -> bool:
-    """Whether the extension and ``float`` take the value as a number: int, NumPy's, Fraction; no text."""
+    """Tell whether `float` and the extension accept `value`: an int, NumPy's numbers, a Fraction, but no text."""
     try:
-        # The two types first: an isinstance of a protocol takes microseconds.
+        # `float` and `int` are tested first, because the test of a protocol takes microseconds.
         return isinstance(value, (float, int, SupportsFloat, SupportsIndex)) and (float(value), True)[1]
     except (TypeError, ValueError, OverflowError):  # an array of many elements, an int past 1.8e308
         return False
 
 
 def _overlap(t: Tensor, out: Tensor) -> bool:
-    """Whether writing ``out`` disturbs ``t``, where torch can tell cheaply; the very same elements are no overlap."""
+    """Tell whether `out` overlaps `t` in memory, for tensors where this is cheap to decide.
+
+    False if both are exactly the same elements, or if one of them has gaps.
+    """
     if t is out or not t.numel() or t.is_meta:
         return False
     if t.data_ptr() == out.data_ptr() and t.dtype == out.dtype and t.stride() == out.stride():
@@ -400,7 +404,7 @@ def _overlap(t: Tensor, out: Tensor) -> bool:
 
 
 def _check_places(outs: Mapping[str, Tensors], lists: Mapping[str, Tensors]) -> None:
-    """No output overlaps itself, nor another tensor at its place unless both are the same elements. Lists by name."""
+    """Raise if an output overlaps itself, or overlaps a tensor at its index partly. The keys are names of lists."""
     for name, tensors in outs.items():
         for i, out in enumerate(tensors):
             if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
@@ -417,9 +421,10 @@ def _check_places(outs: Mapping[str, Tensors], lists: Mapping[str, Tensors]) -> 
 
 
 def _check_apart(outs: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> None:
-    """No two outputs share elements, and no output with what is `read`, where torch can tell cheaply. Lists by name."""
+    """Raise if an output shares memory with another output or with a tensor of `read`. The keys are names of lists."""
 
-    def known(t: Tensor) -> int:  # elements from data_ptr() on that are t's for certain
+    # The number of elements from `data_ptr()` on that belong to `t`. Only the first counts if `t` has gaps.
+    def known(t: Tensor) -> int:
         return t.numel() if torch.ops.aten.is_non_overlapping_and_dense(t) else 1
 
     def spans(lists: Mapping[str, Tensors], is_read: bool) -> list[tuple[int, int, bool, tuple[str, int]]]:
@@ -430,8 +435,8 @@ def _check_apart(outs: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> No
             if t.numel() and not t.is_meta
         ]
 
-    ends = {False: 0, True: 0}  # by is_read: the highest end of a span so far
-    last = {False: ("", 0), True: ("", 0)}  # the list and index of that span
+    ends = {False: 0, True: 0}  # is_read -> the highest end of a span so far
+    last = {False: ("", 0), True: ("", 0)}  # is_read -> (list, index) of that span
     for begin, end, is_read, place in sorted(spans(outs, False) + spans(read, True)):
         for other in (False, True):
             if begin < ends[other] and not (is_read and other):

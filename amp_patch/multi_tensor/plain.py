@@ -1,6 +1,6 @@
-"""The kernels in plain torch, for devices that the extension does not serve. Tests compare the extension with them.
+"""The kernels in plain torch, for devices that the extension is not built for.
 
-`backends.run` calls them, after the checks and without grad mode.
+`backends.run` calls them, after the checks and without grad mode. Tests compare the extension with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _times(tensors: Tensors, factor: Number) -> list[Tensor]:
     wide = _widen(tensors)
     if not isinstance(factor, Tensor):
         return list(torch._foreach_mul(wide, float(factor)))
-    # The factor in each tensor's type: of two tensors of shape [] the wider type would win.
+    # The factor is cast to each tensor's type. Otherwise an FP64 factor would promote an FP32 tensor of shape [].
     factors = {dtype: factor.reshape(()).to(dtype) for dtype in {t.dtype for t in wide}}
     if len(factors) == 1:
         return list(torch._foreach_mul(wide, factors[wide[0].dtype]))
@@ -55,15 +55,18 @@ def unscale(grads: Tensors, inv_scale: Number, found_inf: Tensor | None) -> None
 def axpby(
     x: Tensors, y: Tensors, out: Tensors, a: Number, b: Number, found_inf: Tensor | None, watch_x: bool, watch_y: bool
 ) -> None:
-    """`multi_tensor_axpby`: writes `out` and `found_inf` in place; no sync. `watch_x`: whether `x` raises the flag."""
+    """`multi_tensor_axpby`: writes `out` and `found_inf` in place; no sync.
+
+    A non-finite element of `x` raises the flag if `watch_x`, of `y` if `watch_y`.
+    """
     if not x:
         return
-    # `excused`: a non-finite result raises no flag where the list that is not watched is non-finite.
+    # `excused`: elements where the list that is not watched is non-finite. A non-finite result raises no flag there.
     excused = [
         torch.zeros_like(p, dtype=torch.bool) if watch_x and watch_y else ~(q if watch_x else p).isfinite()
         for p, q in zip(x, y, strict=True)
     ]
-    # `raised`: a non-finite element of the watched list raises the flag, wherever the other list is non-finite too.
+    # `raised`: elements where the watched list is non-finite. The flag is raised there even if they are excused.
     raised = [
         torch.zeros_like(p, dtype=torch.bool) if watch_x and watch_y else ~(p if watch_x else q).isfinite()
         for p, q in zip(x, y, strict=True)
@@ -83,7 +86,7 @@ def check_finite(tensors: Tensors, found_inf: Tensor | None, factor: Number = 1.
 
 
 def l2norm(tensors: Tensors, factor: Number = 1.0, found_inf: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`multi_tensor_l2norm`: the norm of all, shape [], and of each, shape [len(tensors)]; no sync."""
+    """`multi_tensor_l2norm`: returns (norm of all, shape []; norm of each, shape [len(tensors)]); no sync."""
     check_finite(tensors, found_inf, factor)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     if not tensors:
@@ -127,7 +130,7 @@ def moved_scale(
             torch.where(overflow.reshape(hysteresis_tracker.shape), hysteresis_tracker - 1, hysteresis)
         )
         exhausted = overflow & (hysteresis_tracker <= 0).reshape(scale.shape)
-    # Products in FP64, rounded once: the extension's bits.
+    # The products are in FP64 and rounded once, which gives the extension's bits.
     lower, higher = (scale.double() * factor for factor in (backoff_factor, growth_factor))
     lower, higher = lower.clamp(min=SMALLEST_SCALE).float(), higher.float()
     steps = torch.where(overflow, 0, growth_tracker.reshape(scale.shape) + 1)

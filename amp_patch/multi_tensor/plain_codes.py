@@ -1,4 +1,7 @@
-"""Eight-bit codes of optimizers' state in plain torch, with the bits of csrc/kernels/codes.h, which describes them."""
+"""Optimizer state in eight bits (codes and scales), in plain torch. csrc/kernels/codes.h describes the format.
+
+Both give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 def encode(values: Tensors, codes: Tensors, scales: Tensors) -> None:
-    """`multi_tensor_encode`: writes `codes` and `scales` of FP32 `values`, in place."""
+    """`multi_tensor_encode`: quantizes FP32 `values` into `codes` and `scales`, in place."""
     for value, code, scale in zip(values, codes, scales, strict=True):
         if not value.numel():
             continue
@@ -34,12 +37,12 @@ def encode(values: Tensors, codes: Tensors, scales: Tensors) -> None:
 
 
 def decode(codes: Tensors, values: Tensors, scales: Tensors) -> None:
-    """`multi_tensor_decode`: writes FP32 `values` of `codes` and `scales`, in place."""
+    """`multi_tensor_decode`: dequantizes `codes` and `scales` into FP32 `values`, in place."""
     for code, value, scale in zip(codes, values, scales, strict=True):
         if code.numel():
             half = _in_memory(code).short() << 7
             if code.dtype in SIGNED:
-                half &= ~0x4000  # the sign that `short` has put there
+                half &= ~0x4000  # `short` has extended the sign of the int8 into this bit
             numbers = _blocks(half.view(torch.float16).float()) * (scale / _top(code.dtype)).unsqueeze(1)
             _in_memory(value).copy_(numbers.reshape(-1)[: value.numel()])
 
@@ -53,27 +56,27 @@ def decoded(states: Tensors, scales: Tensors) -> list[Tensor]:
 
 
 def encode_back(values: Tensors, states: Tensors, scales: Tensors) -> None:
-    """Write those FP32 `values` whose `states` are codes into these, in place."""
+    """Quantize FP32 `values` into `states` and `scales`, in place, for each index where the state is codes."""
     coded = [i for i, t in enumerate(states) if is_coded(t)]
     encode([values[i] for i in coded], [states[i] for i in coded], [scales[i] for i in coded])
 
 
 def is_coded(tensor: Tensor) -> bool:
-    """Whether the tensor is codes."""
+    """Tell whether `tensor` holds codes."""
     return tensor.dtype in CODES
 
 
 def _top(dtype: torch.dtype) -> float:
-    """The number that the scale is before it is scaled, by the type of the codes."""
+    """Return the number to which the largest element of a block is scaled before the others are rounded."""
     return 1.0 if dtype in SIGNED else 2.0**15
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor, as they lie in memory."""
+    """Return a 1-D view of a dense tensor's elements, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _blocks(elements: Tensor) -> Tensor:
-    """In rows of a block each, the last one made up with zeros."""
+    """Return `elements` in rows of BLOCK elements; zeros fill the last row."""
     missing = -elements.numel() % BLOCK
     return torch.nn.functional.pad(elements, (0, missing)).reshape(-1, BLOCK)

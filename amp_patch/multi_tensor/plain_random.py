@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_GROUP = 8  # elements that one counter serves, 16 bits for each
+_GROUP = 8  # the number of elements that get their 16 bits from one counter
 _LARGEST_BF16 = 0x7F7F0000
 _WORD = 0xFFFFFFFF
 
 
 def philox(words: list[Tensor], key: int) -> list[Tensor]:
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+    """Return random words by Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
     Args:
         words: the four words of the counters: int64 tensors of one shape with 32-bit values.
@@ -31,11 +31,11 @@ def philox(words: list[Tensor], key: int) -> list[Tensor]:
 
 
 def random_bits(like: Tensor, seed: int, draw: int | Tensor, start: int = 0) -> Tensor:
-    """16 random bits for each element of `like`, which is dense, as int32 of its layout.
+    """Return 16 random bits for each element of `like`, a dense tensor: int32, with the strides of `like`.
 
     Args:
-        draw: an int64 tensor of shape [] has it on the device of `like`.
-        start: the place of the first element in the tensor that `like` is a part of.
+        seed, draw: the same pair gives the same bits. `draw` may be an int64 tensor of shape [] on the same device.
+        start: if `like` is a part of a tensor, the index of its first element there, in memory order.
     """
     bits = torch.empty_like(like, dtype=torch.int32, requires_grad=False)
     first, last = start // _GROUP, -(-(start + like.numel()) // _GROUP)
@@ -49,7 +49,7 @@ def random_bits(like: Tensor, seed: int, draw: int | Tensor, start: int = 0) -> 
 
 
 def stochastically_rounded(master: Tensor, like: Tensor, seed: int, draw: int, start: int) -> Tensor:
-    """FP32 `master` as BF16, laid out as `like`: see `multi_tensor_stochastic_round`."""
+    """Return FP32 `master` rounded to BF16, as `multi_tensor_stochastic_round` does, with the strides of `like`."""
     bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
     up = torch.where((bits & 0x7FFFFFFF) < _LARGEST_BF16, random_bits(like, seed, draw, start), 0)
     return (bits + up >> 16).to(torch.int16).view(torch.bfloat16)

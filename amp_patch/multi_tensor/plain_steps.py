@@ -1,11 +1,11 @@
-"""Adam and SGD in plain torch. No sync.
+"""Steps of Adam and SGD in plain torch, without a sync.
 
-`adam` and `sgd` are the kernels for devices that the extension is not built for. They do all that `multi_tensor_adam`
-documents, on any device, and are called after the checks, like the kernels in plain.py.
+`adam` and `sgd` are the kernels `multi_tensor_adam` and `multi_tensor_sgd`, for devices that the extension is not built
+for. They are called after the checks, like the kernels in plain.py.
 
-`fused_adam` and `fused_sgd` call torch's fused functions, for the optimizers of `amp_patch.optimizers`: in place, on
-FP32 or FP64 lists, on devices that have such a function. The order of their roundings and their weight decay differ
-from the kernels', so the last bits may differ.
+`fused_adam` and `fused_sgd` serve the optimizers of `amp_patch.optimizers`. They call torch's fused functions, which
+change FP32 or FP64 lists in place, on devices that have such a function. These round in another order than the kernels,
+and compute the weight decay differently, so the last bits of the results may differ.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def _gradients(grads: Tensors, factors: Sequence[Number], maximize: bool) -> lis
 
 
 def _number(value: Number, like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """`value`, shape [], on the device of `like`: made there, since a copy from the host would wait for the device, and
-    no CUDA graph could hold it.
+    """Return `value` as a tensor of shape [] on the device of `like`.
+
+    `torch.full` makes it on the device. A copy from the host would sync, and could not be captured in a CUDA graph.
     """
     if isinstance(value, Tensor):
         return value.to(device=like.device, dtype=dtype).reshape(())
@@ -42,7 +43,7 @@ def _number(value: Number, like: Tensor, dtype: torch.dtype = torch.float64) -> 
 
 
 def _times_each(tensors: Tensors, numbers: Tensor) -> list[Tensor]:
-    """Tensor i times number i of a 1-D tensor, in FP32."""
+    """Return tensor i times element i of `numbers`, a 1-D tensor, for each i, in FP32."""
     return [t * number for t, number in zip(tensors, numbers.float().to(tensors[0].device).unbind(), strict=True)]
 
 
@@ -56,9 +57,10 @@ def _write(targets: Sequence[Tensor], values: Sequence[Tensor], found_inf: Tenso
 
 
 def _masters(params: Tensors, low: Tensors) -> list[Tensor]:
-    """Copies of the FP32 masters: split ones joined, whole ones with the edits of their published weights adopted.
+    """Return FP32 copies of the masters that `params` and the weights `low` describe.
 
-    A bfloat16 weight that has none is its own.
+    A split master is joined. A whole master adopts edits of its weight. A bfloat16 param is a weight without master,
+    and is cast.
     """
     masters = [param.float() if param.dtype is torch.bfloat16 else param.clone() for param in params]
     for i, weight in enumerate(low):
@@ -72,26 +74,26 @@ def _masters(params: Tensors, low: Tensors) -> list[Tensor]:
 def _joined(weight: Tensor, half: Tensor) -> Tensor:
     high = weight.view(torch.int16).int() << 16
     master = (high + half.int()).view(torch.float32)
-    ignores_half = (high << 1 == 0) | master.isnan()  # as `joined` in csrc/kernels/steps.h, which has the reasons
+    ignores_half = (high << 1 == 0) | master.isnan()  # as `join` in csrc/kernels/steps.h, which has the reasons
     return torch.where(ignores_half, high.view(torch.float32), master)
 
 
 def _halved(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The BF16 weight and the low half, int16, of an FP32 master."""
+    """Return (BF16 weight, int16 low half) of an FP32 master."""
     bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
     half = bits.to(torch.int16)  # the low 16 bits
     return ((bits - half.int()) >> 16).to(torch.int16).view(torch.bfloat16), half
 
 
 def split(masters: Tensors, weights: Tensors, halves: Tensors) -> None:
-    """`multi_tensor_split`: writes BF16 `weights` and int16 `halves` of FP32 `masters`, in place."""
+    """`multi_tensor_split`: splits FP32 `masters` into BF16 `weights` and int16 `halves`, in place."""
     for master, weight, half in zip(masters, weights, halves, strict=True):
         for target, value in zip((weight, half), _halved(master), strict=True):
             target.copy_(value)
 
 
 def join(weights: Tensors, halves: Tensors, masters: Tensors) -> None:
-    """`multi_tensor_join`: writes FP32 `masters` from BF16 `weights` and int16 `halves`, in place."""
+    """`multi_tensor_join`: joins BF16 `weights` and int16 `halves` into FP32 `masters`, in place."""
     for weight, half, master in zip(weights, halves, masters, strict=True):
         master.copy_(_joined(weight, half))
 
@@ -99,7 +101,7 @@ def join(weights: Tensors, halves: Tensors, masters: Tensors) -> None:
 def stochastic_round(
     masters: Tensors, weights: Tensors, seed: int, draws: Sequence[int], starts: Sequence[int]
 ) -> None:
-    """`multi_tensor_stochastic_round`: writes BF16 `weights` from FP32 `masters`, in place."""
+    """`multi_tensor_stochastic_round`: rounds FP32 `masters` into BF16 `weights`, in place."""
     for i, weight in enumerate(weights):
         weight.copy_(stochastically_rounded(masters[i], weight, seed, draws[i], starts[i] if starts else 0))
 
@@ -107,7 +109,11 @@ def stochastic_round(
 def _published(
     params: Tensors, low: Tensors, masters: list[Tensor], seed: int, draws: Sequence[int], starts: Sequence[int]
 ) -> list[tuple[Tensors, Tensors]]:
-    """Where stepped masters are stored, as (targets, values): into params, as FP32 or halves, and into low, rounded."""
+    """Return the stores of stepped masters, as (targets, values).
+
+    `params` receive the masters themselves, their low halves, or their values rounded stochastically to bfloat16. `low`
+    receives the weights.
+    """
     values, weights = list(masters), list(masters)
     for i, param in enumerate(params):
         if param.dtype == torch.int16:
@@ -142,7 +148,7 @@ def adam(
     draws: Sequence[int],
     starts: Sequence[int],
 ) -> None:
-    """`multi_tensor_adam`: params, averages, `steps` and `low` in place, unless `found_inf` is not 0; no sync."""
+    """`multi_tensor_adam`: changes params, averages, `steps` and `low` in place if `found_inf` is 0; no sync."""
     if not params:
         return
     g, p = _gradients(grads, factors, maximize), _masters(params, low)
@@ -192,7 +198,7 @@ def sgd(
     draws: Sequence[int],
     starts: Sequence[int],
 ) -> None:
-    """`multi_tensor_sgd`: params, momentum buffers and `low` in place, unless `found_inf` is not 0; no sync."""
+    """`multi_tensor_sgd`: changes params, momentum buffers and `low` in place if `found_inf` is 0; no sync."""
     if not params:
         return
     g, p = _gradients(grads, factors, maximize), _masters(params, low)
@@ -215,17 +221,18 @@ def sgd(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Around torch's fused functions, which read tensors of unlike strides in the wrong order: the tensors at one index of
-# all lists are alike in strides.
+# Calls of torch's fused functions. The tensors at one index of all lists must have the same strides: torch's functions
+# do not check this, and would combine the wrong elements.
 
-# A count of steps at which every bias correction `1 - beta ** count` is 1.
+# A step count at which the bias correction `1 - beta ** count` is 1 for every beta below 1.
 _FOREVER = 1e30
 
 
 def decay(params: list[Tensor], rate: Number, found_inf: Tensor | None = None) -> None:
-    """`params -= rate * params`, unless `found_inf` is not 0; in place, no sync.
+    """Compute `params -= rate * params` in place, unless `found_inf` is not 0; no sync.
 
-    torch's `params *= 1 - rate` is less exact: FP32 rounds that factor the same way at every step, which adds up.
+    torch computes `params *= 1 - rate`, which is less exact: FP32 rounds the factor `1 - rate` the same way at every
+    step, so the errors add up.
     """
     if found_inf is None and not isinstance(rate, Tensor):
         torch._foreach_add_(params, params, alpha=-rate)
@@ -252,15 +259,16 @@ def fused_adam(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One step of Adam (Kingma and Ba, arXiv:1412.6980) in place, or of AdamW (arXiv:1711.05101) if `decoupled`::
+    """Make a step of Adam (Kingma and Ba, arXiv:1412.6980) in place, or of AdamW (arXiv:1711.05101) if `decoupled`::
 
         m = beta1 * m + (1 - beta1) * g         m' = m / (1 - beta1 ** step)
         v = beta2 * v + (1 - beta2) * g * g     v' = v / (1 - beta2 ** step)
         p = p - lr * (m' / (sqrt(v') + eps) + weight_decay * p)
 
-    Where not `decoupled`, `weight_decay * p` is added to g instead; without `bias_correction` m' is m and v' is v.
-    All lists on one device, written are params, exp_avgs and exp_avg_sqs. `grad_scale` (gradients are divided by it, in
-    place) and `found_inf` (nothing changes where it is 1) are float32 tensors of one element there. No sync.
+    If not `decoupled`, `weight_decay * p` is added to g instead. Without `bias_correction`, m' is m and v' is v. All
+    lists are on one device; params, exp_avgs and exp_avg_sqs are written. `grad_scale` and `found_inf` are float32
+    tensors of one element there. Gradients are divided by `grad_scale` in place. If `found_inf` is 1, nothing changes.
+    No sync.
     """
     if not params:
         return
@@ -295,15 +303,15 @@ def fused_sgd(
     first_run: bool,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One step of SGD in place, with torch.optim.SGD's formulas::
+    """Make a step of SGD in place, with torch.optim.SGD's formulas::
 
         g = g + weight_decay * p
         b = momentum * b + (1 - dampening) * g      # b = g on a `first_run`
         p = p - lr * b                              # p = p - lr * (g + momentum * b) if `nesterov`
 
-    With `wd_after_momentum` the weight decay is added to what the learning rate multiplies instead (Apex's). Without
-    momentum g takes the place of b, and `momentum_buffers` is empty. All lists on one device, written are params and
-    buffers. Where `found_inf`, a float32 tensor of one element there, is 1, nothing changes. No sync.
+    With `wd_after_momentum` (Apex's option), `weight_decay * p` is not added to g, but to the update that lr
+    multiplies. Without momentum, g replaces b, and `momentum_buffers` is empty. All lists are on one device; params and
+    buffers are written. `found_inf` is a float32 tensor of one element there: if it is 1, nothing changes. No sync.
     """
     if not params:
         return

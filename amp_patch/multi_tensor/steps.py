@@ -1,12 +1,13 @@
-"""Optimizer steps for mixed precision: unscaling, moments, FP32 master and low-precision weight in one pass.
+"""Kernels that make a whole optimizer step in one pass: unscaling, moments, FP32 masters and low-precision weights.
 
-torch takes five passes (cast and unscale the gradients, step, cast the masters). Each of these kernels takes one, over
-all tensors of the call. All lists have one length. The tensors at one index have one shape and one memory order: the
-same strides, dense and without overlap (contiguous, channels_last or transposed alike). Other tensors are refused
-before the first write, so that the caller can fall back to another implementation.
+With torch's functions a step takes five passes over memory (cast and unscale the gradients, step, cast the masters).
 
-On the CPU, with the extension, results equal torch's fused kernels (``torch._fused_adamw_`` and similar, as compiled
-into the wheels of torch 2.13 for x86-64) on FP32 tensors, to the bit. On CUDA and in plain torch they are within
+All lists have one length. The tensors at one index have one shape and the same strides, dense and without overlap
+(contiguous, channels_last or transposed). Other tensors are refused before the first write, so that the caller can use
+another implementation instead.
+
+On the CPU, with the extension, results have the bits of torch's fused kernels on FP32 tensors (``torch._fused_adamw_``
+and similar, as compiled into the wheels of torch 2.13 for x86-64). On CUDA and in plain torch they may differ by
 rounding.
 """
 
@@ -113,7 +114,7 @@ def multi_tensor_adam(
     starts: Sequence[int] = (),
     scales: Sequence[Tensors] = (),
 ) -> None:
-    """One step of Adam (Kingma and Ba, arXiv:1412.6980), or of AdamW (arXiv:1711.05101) if ``decoupled``::
+    """Make a step of Adam (Kingma and Ba, arXiv:1412.6980), or of AdamW (arXiv:1711.05101) if ``decoupled``::
 
         p = low where low != round(p)                        # the user edited the published weight
         g = grad * factors[0] * factors[1]                   # -g, to maximize
@@ -125,28 +126,28 @@ def multi_tensor_adam(
         low = round(p)
 
     Args:
-        grads: float32, float16 or bfloat16, mixed as you like; only read.
-        params: float32, the masters; or int16, the low halves of split masters, whose weights, bfloat16, are in ``low``
-            (`multi_tensor_split`). Written in place, as are all lists below. Nothing is adopted from a split master's
-            weight: it is a part of the master. Or bfloat16, weights without masters: p is the weight, and is rounded
-            stochastically into it (`multi_tensor_stochastic_round`).
-        exp_avgs, exp_avg_sqs: m and v, float32; or codes (`multi_tensor_encode`): int8 for m, uint8 for v.
+        grads: the gradients, float32, float16 or bfloat16 in any mix; only read.
+        params: tensors of three types, in any mix. float32: a master. int16: the low half of a split master, whose
+            bfloat16 weight is in ``low`` (`multi_tensor_split`); the weight is a part of this master, so no edit of it
+            is adopted. bfloat16: a weight without master, into which the new p is rounded stochastically
+            (`multi_tensor_stochastic_round`). This list and all lists below are written in place.
+        exp_avgs, exp_avg_sqs: m and v, float32; or codes (`multi_tensor_encode`), int8 for m and uint8 for v.
         max_exp_avg_sqs: max_v, float32, for amsgrad; None or empty without it.
-        steps: float32 tensors of one element, on the CPU or on the params' device, as in torch's ``state["step"]``: how
-            many steps there were before this one. They may differ. Or one number for all tensors (a float, or a tensor
-            of one element on the lists' device, float32 or float64), which is only read. May be None without
-            ``bias_correction``.
-        low: the published weights, float16 or bfloat16; None or empty where there are none.
-        lr: a float, or a float32 or float64 tensor of one element on the lists' device, read there.
-        bias_correction: divide m and v by the ``1 - beta ** step``.
-        factors: up to two numbers like lr (float32 on the device) by which a gradient is multiplied, one after the
-            other, each product rounded to FP32: the inverse loss scale, then the clipping coefficient.
-        found_inf: a float32 tensor of one element on the lists' device. Where it is not 0 nothing changes, the steps
-            neither. On CUDA it needs ``steps`` there.
-        seed, draws, starts: of params that are bfloat16, as in `multi_tensor_stochastic_round`; there may be draws for
-            others.
-        scales: where m or v of some are codes, the list of their scales for m, and that for v; a tensor without
-            elements beside what is float32.
+        steps: the number of steps before this one. A list of float32 tensors of one element, on the CPU or on the
+            params' device, as in torch's ``state["step"]``; the counts may differ. Or one number for all tensors (a
+            float, or a float32 or float64 tensor of one element on the lists' device), which is only read. Without
+            ``bias_correction`` it may be None.
+        low: the weights of the masters, float16 or bfloat16; None or empty if there are none.
+        lr: a float, or a float32 or float64 tensor of one element on the lists' device, read without a sync.
+        bias_correction: divide m by ``1 - beta1 ** step``, and v by ``1 - beta2 ** step``.
+        factors: up to two numbers like lr. Each gradient is multiplied by one after the other, usually the inverse loss
+            scale and the clipping coefficient; each product is rounded to FP32.
+        found_inf: a float32 tensor of one element on the lists' device. If it is not 0, nothing changes, ``steps``
+            included. On CUDA it requires that ``steps`` are there.
+        seed, draws, starts: for bfloat16 params, as in `multi_tensor_stochastic_round`. Entries for other params are
+            ignored.
+        scales: if some of m or v are codes: (list of the scales of m, list of the scales of v). The entry for a float32
+            tensor has no elements.
 
     Nothing syncs with the device.
 
@@ -173,63 +174,68 @@ def multi_tensor_adam(
 def multi_tensor_stochastic_round(
     masters: Tensors, weights: Tensors, seed: int, draws: Sequence[int], starts: Sequence[int] = ()
 ) -> None:
-    """FP32 ``masters`` into BF16 ``weights``, in place: up or down by chance, in proportion to how near each is.
+    """Round FP32 ``masters`` into BF16 ``weights``, in place, stochastically: up or down at random.
 
-    So the mean of many roundings is the number. A number that BF16 has stays, a NaN or infinity too. Finite numbers
-    beyond the largest of BF16 become that one.
+    The probabilities are such that the mean of many roundings is the exact number. A number that BF16 represents
+    exactly, a NaN and an infinity do not change. Finite numbers beyond BF16's largest become the largest.
 
-    The chance comes from a counter: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
-    2011) of the ``seed``, the tensor's number in ``draws``, and the element's place in memory. The same three give the
-    same bits: on every device, with any number of threads, at every replay. So no two roundings of one tensor may have
-    the same draw. A part of a tensor is rounded as in the whole one where ``starts`` has the place of its first element
-    there; it is empty where all are whole.
+    The random bits are Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) of three
+    numbers: ``seed``, the tensor's entry in ``draws``, and the element's index in memory. The same three numbers give
+    the same bits on every device, with any number of threads and at every replay. So give each rounding of a tensor
+    another draw. If a tensor is a part of a larger tensor, its entry in ``starts`` is the index of its first element
+    there: the part is then rounded as in the whole. If all tensors are whole, ``starts`` may be empty.
 
-    Both lists are as those of `multi_tensor_split`. ``seed`` and each of ``draws`` and ``starts`` are ints of 64 bits.
+    Both lists are like those of `multi_tensor_split`. ``seed`` and the entries of ``draws`` and ``starts`` are ints of
+    64 bits.
     """
     run(_STOCHASTIC_ROUND, plain_steps.stochastic_round, (masters, weights), (seed, draws, starts))
 
 
 def multi_tensor_encode(values: Tensors, codes: Tensors, scales: Tensors) -> None:
-    """FP32 ``values`` in eight bits each: into ``codes`` and ``scales``, which are written in place.
+    """Quantize FP32 ``values`` to eight bits each, into ``codes`` and ``scales``, which are written in place.
 
-    Codes of int8 are the bytes of `torch.float8_e4m3fn`, for numbers of both signs. Codes of uint8 are E5M3 without a
-    sign, for squares; a negative number becomes its magnitude. 256 consecutive elements in memory share a float32
-    scale, their largest magnitude; elements of that magnitude are exact. Every other element is rounded to one of the
-    two nearest codes, chosen by its own lowest bits, so that rounding has no bias. A block of squares that is not all
-    zero decodes to no zero: elements below 2^-32 of the largest are raised to that. If the largest is below 2^-94, all
-    elements become the largest, which is then at least 2^-109. A block of momenta below 2^-109 becomes zeros. A block
-    with a NaN, an infinity or a number from 2^126 on becomes NaN.
+    int8 codes are for numbers of both signs, and have the format of `torch.float8_e4m3fn`. uint8 codes are for squares,
+    and have the format E5M3 without a sign; a negative number becomes its magnitude. A block of 256 elements,
+    consecutive in memory, shares a float32 scale, the largest magnitude in the block. Elements of that magnitude are
+    exact. Every other element is rounded to one of the two nearest codes, chosen by the element's own lowest bits, so
+    that rounding has no bias.
 
-    ``scales`` has for each tensor one of shape [ceil(elements / 256)]. Tensors of values and codes at a place have one
-    shape and one memory order, as for `multi_tensor_adam`, whose errors this raises. Encoding what
-    `multi_tensor_decode` returned gives the same codes and scales. Nothing syncs with the device.
+    If a square were rounded to zero, Adam would divide its momentum by eps alone. So in a block of squares that is not
+    all zero, elements below 2^-32 of the largest become 2^-32 of it. If the largest is below 2^-94, all elements become
+    the largest, which is raised to 2^-109 if it is below. A signed block whose largest magnitude is below 2^-109
+    becomes zeros. A block with a NaN, an infinity or a magnitude of 2^126 or more becomes NaN.
+
+    ``scales`` has a tensor of shape [ceil(elements / 256)] for each tensor. The tensors of values and codes at one
+    index have one shape and the same strides, as for `multi_tensor_adam`, whose errors this raises. Encoding the
+    results of `multi_tensor_decode` gives the same codes and scales. Nothing syncs with the device.
     """
     run(_ENCODE, plain_codes.encode, (values, codes, scales), ())
 
 
 def multi_tensor_decode(codes: Tensors, values: Tensors, scales: Tensors) -> None:
-    """The FP32 ``values`` of codes and scales that `multi_tensor_encode` made; written in place."""
+    """Dequantize the codes and scales of `multi_tensor_encode` into FP32 ``values``, in place."""
     run(_DECODE, plain_codes.decode, (codes, values, scales), ())
 
 
 def multi_tensor_split(masters: Tensors, weights: Tensors, halves: Tensors) -> None:
-    """FP32 ``masters`` into BF16 ``weights`` and int16 ``halves``, the low 16 bits; both are written in place.
+    """Split FP32 ``masters`` into BF16 ``weights`` and int16 ``halves``, their low 16 bits; write both in place.
 
-    A weight is the master's high 16 bits, one more where the low half is negative: so the master is rounded to the
-    nearest, ties away from zero (as torch's cast, but for exact ties). `multi_tensor_join` gives the master back: every
-    number and infinity to the bit. A NaN becomes the one NaN whose half is 0.
+    A weight is the master's high 16 bits, plus one if the low half, read as an int16, is negative. So the weight is the
+    master rounded to nearest, with ties away from zero (torch's cast differs only in exact ties). `multi_tensor_join`
+    restores every number and infinity to the bit, except that numbers below 2^-134, whose weight is 0, become 0. A NaN
+    becomes the NaN whose half is 0.
 
-    The tensors at a place have one shape and one memory order, as for `multi_tensor_adam`, whose errors this raises.
+    The tensors at one index have one shape and the same strides, as for `multi_tensor_adam`, whose errors this raises.
     """
     run(_SPLIT, plain_steps.split, (masters, weights, halves), ())
 
 
 def multi_tensor_join(weights: Tensors, halves: Tensors, masters: Tensors) -> None:
-    """The FP32 ``masters`` of `multi_tensor_split`, written in place.
+    """Join the results of `multi_tensor_split` into FP32 ``masters``, in place.
 
-    A weight that a user wrote is the master's high half: the master is within a unit in the last place of it. Where
-    its old low half would make a NaN of a zero or an infinity, that half is ignored; a NaN stays a NaN. An infinity
-    beside a negative half is the finite master that rounds to it.
+    If user code has written a weight, it becomes the master's high half, and the old low half stays: the master is
+    within a unit in the last place of the weight. The low half is ignored if the weight is zero, or if the result would
+    be a NaN. A weight of infinity with a negative half gives the finite master that rounds to infinity.
     """
     run(_JOIN, plain_steps.join, (weights, halves, masters), ())
 
@@ -254,7 +260,7 @@ def multi_tensor_sgd(
     starts: Sequence[int] = (),
     scales: Sequence[Tensors] = (),
 ) -> None:
-    """One step of SGD as torch.optim.SGD has it::
+    """Make a step of SGD by the formulas of torch.optim.SGD::
 
         p = low where low != round(p)                        # the user edited the published weight
         g = grad * factors[0] * factors[1]                   # -g, to maximize
@@ -264,9 +270,9 @@ def multi_tensor_sgd(
         p = p - lr * g
         low = round(p)
 
-    ``momentum_buffers`` (b, float32, or codes of int8, the list of whose scales is the one of ``scales``) is None or
-    empty if and only if ``momentum`` is 0. With ``first_run`` nothing is read from it. All else is as in
-    ``multi_tensor_adam``.
+    ``momentum_buffers`` are b: float32, or int8 codes. It is None or empty if and only if ``momentum`` is 0. With
+    ``first_run`` it is only written. If some are codes, ``scales`` is (list of their scales,). All other arguments are
+    as in ``multi_tensor_adam``.
     """
     buffers = () if momentum_buffers is None else momentum_buffers
     if momentum == 0 and len(buffers):

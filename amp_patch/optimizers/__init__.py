@@ -1,6 +1,6 @@
-"""Apex's fused optimizers: a few passes over all parameters of a step, on CPU and CUDA, FP32 inside.
+"""Apex's fused optimizers: each step makes a few passes over lists of all parameters, on CPU and CUDA, in FP32.
 
-They take Apex's arguments and keep Apex's state names, and are torch optimizers in every other respect. Each class
+They have Apex's arguments and Apex's names of state. In every other respect they are torch optimizers. Each class
 documents its differences from torch's.
 """
 

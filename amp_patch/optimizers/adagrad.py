@@ -1,4 +1,4 @@
-"""FusedAdagrad: Adagrad in a few passes over lists."""
+"""FusedAdagrad: Apex's Adagrad, on torch's foreach functions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def adagrad(
     weight_decay: float,
     decoupled: bool,
 ) -> None:
-    """One step of Adagrad (Duchi, Hazan and Singer, JMLR 12, 2011) in place::
+    """Make a step of Adagrad (Duchi, Hazan and Singer, JMLR 12, 2011) in place::
 
         g = g + weight_decay * p                  # unless `decoupled`
         h = h + g * g
         p = p - lr * (g / (sqrt(h) + eps))        # + lr * weight_decay * p inside, if `decoupled`
 
-    All lists on one device, written are params and sums. No sync. (torch's fused kernel has no CUDA form in torch 2.6.)
+    All lists are on one device; params and sums are written. No sync. (torch 2.6 has no fused kernel of Adagrad for
+    CUDA.)
     """
     with computable([params, sums], [grads]) as ((p, h), (g,)):
         if not p:
@@ -49,7 +50,7 @@ class FusedAdagrad(FusedOptimizer):
         params: parameters, or dicts of parameter groups.
         lr, eps, weight_decay: as in torch.optim.Adagrad.
         set_grad_none: `zero_grad()` sets gradients to None; otherwise to zeros.
-        adagrad_w_mode: weight decay apart from the gradient, as AdamW has it; else added to the gradient.
+        adagrad_w_mode: decouple the weight decay from the gradient, as in AdamW; otherwise add it to the gradient.
 
     State: `sum` (FP32).
     """

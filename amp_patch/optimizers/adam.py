@@ -1,4 +1,4 @@
-"""FusedAdam: Adam and AdamW on torch's fused kernel."""
+"""FusedAdam: Apex's Adam and AdamW, on torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class FusedAdam(FusedOptimizer):
 
     Args:
         params: parameters, or dicts of parameter groups.
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW, weight decay 0 unless given.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW, but the default weight decay is 0.
         bias_correction: divide the running averages by `1 - beta ** step`.
-        adam_w_mode: weight decay apart from the gradient (AdamW); else added to it (Adam).
+        adam_w_mode: decouple the weight decay from the gradient (AdamW); otherwise add it to the gradient (Adam).
         amsgrad: refused.
         set_grad_none: `zero_grad()` sets gradients to None; otherwise to zeros.
-        capturable: the learning rate and the count of steps are tensors on the device, so that a CUDA graph can hold a
-            step; torch.amp.GradScaler then skips on the device too, and the step unscales the gradients, in place.
-        master_weights: keep FP32 copies of float16 and bfloat16 parameters, in the state as `master_param`, and step
-            those. `amp.initialize(opt_level="O2")` does it for any optimizer.
+        capturable: store the learning rate and the step count as tensors on the device, so that a CUDA graph can
+            capture a step. torch.amp.GradScaler then leaves the skip and the unscaling, in place, to the step.
+        master_weights: store FP32 copies of float16 and bfloat16 parameters in the state, as `master_param`, and step
+            these. (`amp.initialize(opt_level="O2")` has masters for any optimizer.)
 
-    State: `exp_avg`, `exp_avg_sq` (FP32); the count of steps is the group's, `group["step"]`, as in Apex.
+    State: `exp_avg`, `exp_avg_sq` (FP32). The count of steps is `group["step"]`, as in Apex.
 
-    Differs from torch.optim.AdamW in that count, and in the rounding of the weight decay (`decay` says how); from
-    Apex's in that betas are not rounded to FP32 before 1 is taken from them, and that `master_weights` needs no
-    `capturable`.
+    Differences from torch.optim.AdamW: that count, and the rounding of the weight decay (`plain_steps.decay`).
+    Differences from Apex: `1 - beta` is computed from the exact beta, not from beta rounded to FP32, and
+    `master_weights` does not require `capturable`.
     """
 
     pickled_settings = (*FusedOptimizer.pickled_settings, "adam_w_mode", "capturable", "master_weights")
@@ -85,22 +85,22 @@ class FusedAdam(FusedOptimizer):
 
     @property
     def counts_on_host(self) -> bool:  # type: ignore[override]
-        """Whether the count of steps is a number of the host, and no tensor on the device."""
+        """Whether the count of steps is a Python number, and not a tensor on the device."""
         return not self.capturable
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler may leave unscaling and skipping to `step`, by `grad_scale` and `found_inf`."""
+        """Whether `step` unscales and skips by `self.grad_scale` and `self.found_inf`; read by torch's GradScaler."""
         return self.capturable
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's."""
+        """Add a group as torch does."""
         super().add_param_group(param_group)
         if self.capturable:
             numbers_to_device(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's; a state of torch.optim.Adam or AdamW, which counts per parameter, is continued too."""
+        """Load as torch does, also a state of torch.optim.Adam or AdamW, which has a step count for each parameter."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             steps = [self.state[p]["step"] for p in group["params"] if "step" in self.state.get(p, ())]
@@ -117,7 +117,10 @@ class FusedAdam(FusedOptimizer):
         scale: None = None,
         grad_norms: None = None,
     ) -> Any:
-        """One step; see the base. The other arguments are of Apex's first FusedAdam, and refused as in its second."""
+        """Make one step; see the base class.
+
+        The other arguments belong to Apex's first FusedAdam. Like Apex's second FusedAdam, this one refuses them.
+        """
         given = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
         for name, value in given.items():
             if value is not None:
@@ -132,7 +135,8 @@ class FusedAdam(FusedOptimizer):
         if grad_scale is not None:  # before the first `count`: an exception must not leave a step counted
             check_unscalable([grad for _, batches in work for params in batches for grad in gradients(params)])
         if found_inf is not None:
-            # GradScaler adds up its devices' flags, to 2.0 maybe; torch's fused kernel skips at 1.0 alone.
+            # GradScaler adds up the flags of several devices, so an overflow may be 2.0. torch's fused kernel skips
+            # only if the flag is exactly 1.0.
             found_inf = (found_inf != 0).float()
         for group, batches in work:
             step = count_on_device(group, found_inf) if self.capturable else count(group)

@@ -1,4 +1,4 @@
-"""Shared code of the fused optimizers: lists of one type to compute on, and the optimizer base class."""
+"""The base class of the fused optimizers, and `computable`, which prepares lists of tensors for their formulas."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def computable(written: Sequence[Tensors], read: Sequence[Tensors]) -> Iterator[tuple[list[list[Tensor]], ...]]:
     """Yield the lists in the form that torch's fused kernels require: one type, FP32 or FP64, and one memory order.
 
-    The tensors at one index get one memory order, because torch's fused kernels read differently laid out tensors in
-    the wrong order, without an error. A tensor in the required form is yielded itself, any other as a copy. When the
-    block ends, the copies of `written` are rounded once into their originals. Of a sharded tensor the local shard is
-    yielded.
+    The tensors at one index get the same strides. Without this, torch's fused kernels would combine the wrong elements
+    without an error. A tensor in the required form is yielded itself, any other as a copy. When the block ends, the
+    copies of `written` are rounded once into their originals. For a DTensor its local shard is yielded.
 
     Args:
-        written: lists of floating-point tensors on one device, parameters first; their type is the required one.
-        read: further lists. All lists have one length, and the tensors at one index one shape.
+        written: lists of floating-point tensors on one device. The first list has the parameters; `wide` of their
+            type is the type of all results.
+        read: more lists. All lists have one length, and the tensors at one index one shape.
 
     Yields:
         The lists of `written`, then the lists of `read`.
@@ -66,7 +66,7 @@ def computable(written: Sequence[Tensors], read: Sequence[Tensors]) -> Iterator[
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy each (source, result); their types may differ."""
+    """Copy each source of the pairs (source, result) into its result; their types may differ."""
     same = [(a, b) for a, b in pairs if (a.dtype is torch.float64) == (b.dtype is torch.float64)]
     if same:
         sources, results = map(list, zip(*same, strict=True))
@@ -77,7 +77,7 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """The loss that a step's closure returns, called with grad mode on; None without a closure."""
+    """Call the closure of a step with grad mode on, and return its loss; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -85,7 +85,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 def descend(params: list[Tensor], updates: list[Tensor], lr: Number) -> None:
-    """`params -= lr * updates`; the updates may be overwritten."""
+    """Compute `params -= lr * updates` in place; the updates may be overwritten."""
     if isinstance(lr, Tensor):
         torch._foreach_mul_(updates, lr.to(params[0]))
         torch._foreach_sub_(params, updates)
@@ -101,16 +101,16 @@ def bias_corrections(betas: tuple[float, float], step: int, on: bool) -> tuple[f
 class FusedOptimizer(torch.optim.Optimizer):
     """Base of the fused optimizers.
 
-    Parameters may be float32, float16, bfloat16 and float64, mixed in a group, on several devices; arithmetic and state
-    are FP32 (FP64 for float64). Parameters without a gradient are left alone, and a step that finds no gradient at all
-    changes nothing, its count included: so a step that amp skips is exact.
+    Parameters may be float32, float16, bfloat16 and float64, mixed in a group, on several devices. Arithmetic and state
+    are FP32 (FP64 for float64). Parameters without a gradient are left alone. If no parameter has a gradient, a step
+    changes nothing, the count of steps included. amp relies on this to skip steps.
     """
 
-    # Attributes to pickle and copy: torch's `Optimizer.__getstate__` keeps the groups and the state, no attributes.
+    # Attributes to add to pickles and copies: torch's `Optimizer.__getstate__` has only the groups and the state.
     pickled_settings: tuple[str, ...] = ("set_grad_none",)
-    norms_of_tensors = False  # whether updates depend on norms of whole tensors: DTensors are refused then
-    computes_in_fp32 = True  # for `initialize`: no warning of an eps that is 0 in the parameters' type
-    counts_on_host = False  # whether updates depend on a count of steps on the host: no CUDA graph can hold them then
+    norms_of_tensors = False  # whether updates depend on norms of whole tensors; if so, DTensors are refused
+    computes_in_fp32 = True  # read by `initialize`, which then does not warn of an eps that is 0 in low precision
+    counts_on_host = False  # whether updates depend on a step count on the host; if so, CUDA graph capture is refused
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
         name = type(self).__name__
@@ -118,7 +118,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for which in ("eps", "weight_decay", "momentum"):
             if defaults.get(which, 0) < 0:
                 raise ValueError(f"{name}: {which}={defaults[which]}, a number that is not negative is wanted")
-        # `lr` may be torch's `required`, no number: each group then has an `lr` of its own.
+        # `lr` may be torch's marker `required`: then each group must have an `lr`.
         if isinstance(lr, int | float | Tensor) and lr < 0:
             raise ValueError(f"{name}: lr={lr}, a number that is not negative is wanted")
         if not all(0 <= beta < 1 for beta in betas):
@@ -131,29 +131,30 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # a state dict of torch's AdamW lacks keys such as bias_correction
+        # A state dict of torch's AdamW lacks keys of this class, such as bias_correction: they get the defaults.
+        for group in self.param_groups:
             for key, value in self.defaults.items():
-                if key != "differentiable":  # torch's `__setstate__` adds "differentiable"
+                if key != "differentiable":  # a key that torch's `__setstate__` has added to the defaults
                     group.setdefault(key, value)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """torch's; without an argument gradients are dropped or zeroed as `set_grad_none` of the constructor says."""
+        """Clear gradients as torch does. Without an argument, `set_grad_none` of the constructor decides how."""
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; no sync with the device.
+        """Make one step; no sync with the device.
 
         Args:
-            closure: evaluates the loss and its gradients first.
+            closure: called first; evaluates the loss and its gradients.
 
         Returns:
             The closure's result.
 
         Raises:
             RuntimeError: a gradient is sparse. Nothing was changed.
-            TypeError: a parameter is of another type than those above, or a DTensor where the update takes norms of
-            whole tensors. Nothing was changed.
+            TypeError: a parameter has another type than those above, or is a DTensor although the update needs norms
+                of whole tensors. Nothing was changed.
             RuntimeError: a CUDA graph is being captured, and steps are counted on the host. Nothing was changed.
         """
         loss = loss_of(closure)
@@ -170,11 +171,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
-        """Step all groups: with each its parameters that have gradients, in lists of one device and one wide type."""
+        """Step all groups. `work` has (group, result of `_batches` for the group)."""
         raise NotImplementedError
 
     def _batches(self, index: int, group: Group) -> list[list[Tensor]]:
-        """The group's parameters that have gradients, in lists of one device and one wide type; else see `step`."""
+        """Return the group's parameters that have gradients, in lists of one device and one type of the update.
+
+        Raises the errors of `step`.
+        """
         batches: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for position, param in enumerate(group["params"]):
             if param.grad is None:
@@ -198,7 +202,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return list(batches.values())
 
     def averages(self, params: Iterable[Tensor], name: str) -> list[Tensor]:
-        """The tensors of that name in the parameters' states; zeros where there are none yet."""
+        """Return the tensors called `name` in the parameters' states. A missing one is made, with zeros."""
         found = []
         for param in params:
             state = self.state[param]
@@ -210,15 +214,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         return found
 
     def _masters(self, params: list[Tensor], dtypes: Sequence[torch.dtype] = LOW_PRECISION) -> list[Tensor]:
-        """Return the tensors that a step computes on: for parameters of these types FP32 copies, kept in the state."""
+        """Return the tensors that a step updates: the parameters, or for parameters of `dtypes` their FP32 masters.
+
+        A master is made at the first step, and stored in the state as `master_param`.
+        """
         for param in params:
             if param.dtype in dtypes:
                 self.state[param].setdefault("master_param", param.detach().float())
         return [self.state[param].get("master_param", param) for param in params]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's, but state of low-precision parameters stays FP32: torch rounds it to the parameters' type."""
-        loaded: dict[str, Any] = {}  # the state dict after users' pre-hooks, which may replace it
+        """Load as torch does, but keep the state of low-precision parameters in FP32.
+
+        torch rounds it to the parameters' type, so the exact values are copied again afterwards.
+        """
+        loaded: dict[str, Any] = {}  # the state dict that torch loads, after users' pre-hooks, which may replace it
         handle = self.register_load_state_dict_pre_hook(lambda _, given: loaded.update(given))
         try:
             super().load_state_dict(state_dict)
@@ -232,12 +242,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def gradients(params: Tensors) -> list[Tensor]:
-    """The gradients of parameters that all have one."""
+    """Return the gradients of `params`, all of which have one."""
     return [param.grad for param in params if param.grad is not None]
 
 
 def numbers_to_device(group: Group) -> None:
-    """Make the group's learning rate and count of steps tensors on its parameters' device, where steps use them."""
+    """Replace the group's `lr` and `step` by tensors on its parameters' device, for steps in a CUDA graph."""
     if group["params"]:
         device = group["params"][0].device
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).detach().clone()
@@ -246,7 +256,10 @@ def numbers_to_device(group: Group) -> None:
 
 
 def count_on_device(group: Group, found_inf: Tensor | None) -> Tensor:
-    """Count a step of the group, unless `found_inf` is not 0: the count, int32, shape [1], on the device; no sync."""
+    """Add 1 to the group's count of steps, unless `found_inf` is not 0; return the count.
+
+    It is an int32 tensor of shape [1] on the device. No sync.
+    """
     step = group.get("step", 0)
     if not isinstance(step, Tensor):
         device = group["params"][0].device if group["params"] else None
@@ -256,6 +269,6 @@ def count_on_device(group: Group, found_inf: Tensor | None) -> Tensor:
 
 
 def count(group: Group) -> int:
-    """Count a step of the group; returns the step's number, from 1."""
+    """Add 1 to the group's count of steps; return it. The first step has number 1."""
     group["step"] = int(group.get("step", 0)) + 1
     return group["step"]

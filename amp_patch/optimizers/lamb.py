@@ -1,4 +1,4 @@
-"""FusedLAMB: Adam's update, scaled for each parameter by the ratio of its norm to the update's."""
+"""FusedLAMB: Apex's LAMB, which scales Adam's update of each parameter by norm of parameter / norm of update."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def lamb(
     use_nvlamb: bool,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One step of LAMB (You et al., arXiv:1904.00962) in place: `lamb_update`, then `lamb_apply`.
+    """Make a step of LAMB (You et al., arXiv:1904.00962) in place: `lamb_update`, then `lamb_apply`.
 
-    All lists on one device, written are params, exp_avgs and exp_avg_sqs; `grad_norm` as `lamb_update` has it. `step`,
-    `lr` and `found_inf` may be tensors of one element there. If `found_inf` is not 0, nothing changes. The caller must
-    set the gradients to 0 in that case: infinities and NaNs would spread. No sync.
+    All lists are on one device; params, exp_avgs and exp_avg_sqs are written. `grad_norm` is as in `lamb_update`.
+    `step`, `lr` and `found_inf` may be tensors of one element on the device. If `found_inf` is not 0, nothing changes,
+    provided that the caller has set the gradients to 0: infinities and NaNs would spread. No sync.
     """
     with computable([params, exp_avgs, exp_avg_sqs], [grads]) as ((p, m, v), (g,)):
         if not p:
@@ -91,16 +91,16 @@ def lamb_update(
     decays: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
-    """LAMB's direction for each parameter, as new tensors; writes m and v::
+    """Return LAMB's update `u` of each parameter, as new tensors; write m and v in place::
 
         g = g / max(1, grad_norm / max_grad_norm)           # grad_norm: of all gradients together, one element
         m = beta1 * m + (1 - beta1) * g                     # + g without `grad_averaging`
         v = beta2 * v + (1 - beta2) * g * g
         u = (m / correction1) / (sqrt(v / correction2) + eps) + weight_decay * p
 
-    Where not `decoupled`, `weight_decay * p` is added to the clipped g instead. `decays`, of shape [len(p)], has a
-    weight decay for each parameter, added to the update too. The lists are as `computable` gives them. m and v stay as
-    they are where `found_inf` (one element, on the device) is not 0 and the gradients are 0.
+    If not `decoupled`, `weight_decay * p` is added to the clipped g instead. `decays`, of shape [len(p)], has one more
+    weight decay for each parameter, which is added to u. The lists are in the form of `computable`. If `found_inf` (one
+    element, on the device) is not 0 and the gradients are 0, m and v do not change.
     """
     keep: tuple[Number, Number] = betas
     if found_inf is not None:
@@ -128,7 +128,7 @@ def lamb_update(
 
 
 def _unless(found_inf: Tensor, number: Number, instead: float, like: Tensor) -> Tensor:
-    """`number`, or `instead` where `found_inf` is not 0: shape [], on the device of `like` and in its type; no sync."""
+    """Return `number`, or `instead` if `found_inf` is not 0: shape [], dtype and device of `like`; no sync."""
     if not isinstance(number, Tensor):
         number = like.new_full((), number)
     return torch.where(found_inf.reshape(()) != 0, like.new_full((), instead), number.to(like).reshape(()))
@@ -137,19 +137,20 @@ def _unless(found_inf: Tensor, number: Number, instead: float, like: Tensor) -> 
 def _corrections(
     betas: tuple[float, float], step: int | Tensor, on: bool, like: Tensor
 ) -> tuple[float, float] | tuple[Tensor, Tensor]:
-    """`bias_corrections`; of a count on the device, computed there in FP64, in the type of `like`."""
+    """Return `bias_corrections`. If `step` is a tensor, compute them on its device in FP64, in the type of `like`."""
     if not (isinstance(step, Tensor) and on):
         return bias_corrections(betas, 1 if isinstance(step, Tensor) else step, on)
-    # The count is 0 where a first step is skipped: a correction of 0 would make NaNs.
+    # If the first step is skipped, the count is 0, and a correction of 0 would make NaNs.
     at = step.reshape(()).to(like.device).double().clamp(min=1)
     return (1 - betas[0] ** at).to(like), (1 - betas[1] ** at).to(like)
 
 
 def lamb_apply(p: list[Tensor], updates: list[Tensor], *, lr: Number, norms: tuple[Tensor, Tensor] | None) -> None:
-    """`p -= lr * ratio * update`; `norms` are of the parameters and of their updates, each of shape [len(p)].
+    """Compute `p -= lr * ratio * update` in place; the updates are overwritten.
 
-    The trust ratio is |p| / |update|, and 1 where one of the two is 0 or `norms` is None: Apex leaves parameters
-    without weight decay out, unless `use_nvlamb`. The updates are overwritten.
+    The trust ratio of a parameter is |p| / |update|, or 1 if one of the two is 0. `norms` are (norms of the parameters,
+    norms of the updates), each of shape [len(p)]. If `norms` is None, all ratios are 1. As in Apex, this is so for
+    groups without weight decay, unless `use_nvlamb`.
     """
     if norms is None:
         torch._foreach_mul_(updates, lr)
@@ -161,7 +162,7 @@ def lamb_apply(p: list[Tensor], updates: list[Tensor], *, lr: Number, norms: tup
 
 
 def global_norm(grads: Tensors) -> Tensor:
-    """The 2-norm of all tensors together, which may lie on several devices: shape [], on the first one's. No sync."""
+    """Return the 2-norm of all tensors together, of any devices: shape [], on the first tensor's device. No sync."""
     norms = [multi_tensor.multi_tensor_l2norm(tensors) for (tensors,) in by_device((grad,) for grad in grads).values()]
     if len(norms) == 1:
         return norms[0]
@@ -173,17 +174,17 @@ class FusedLAMB(FusedOptimizer):
 
     Args:
         params: parameters, or dicts of parameter groups.
-        lr, betas, eps, weight_decay: as in Adam; defaults are Apex's.
+        lr, betas, eps, weight_decay: as in Adam, with Apex's defaults.
         bias_correction: divide the running averages by `1 - beta ** step`.
         amsgrad: refused.
-        adam_w_mode: weight decay apart from the gradient; else added to it.
+        adam_w_mode: decouple the weight decay from the gradient; otherwise add it to the gradient.
         grad_averaging: multiply the gradient by `1 - beta1` in its running average.
         set_grad_none: `zero_grad()` sets gradients to None; otherwise to zeros.
-        max_grad_norm: all gradients of all groups are scaled down together to this norm; None for no clipping.
-        use_nvlamb: the trust ratio also for groups without weight decay.
+        max_grad_norm: clip the gradients of all groups together to this norm; None: no clipping.
+        use_nvlamb: apply the trust ratio also to groups without weight decay.
 
-    State: `exp_avg`, `exp_avg_sq` (FP32; Apex's have the parameters' type); the count of steps is `group["step"]`.
-    Gradients stay as they are; Apex overwrites them.
+    State: `exp_avg`, `exp_avg_sq` (FP32; in Apex they have the parameters' type). The count of steps is
+    `group["step"]`. Gradients are not changed; Apex overwrites them.
     """
 
     pickled_settings = (*FusedOptimizer.pickled_settings, "adam_w_mode", "use_nvlamb")
@@ -234,7 +235,7 @@ class FusedLAMB(FusedOptimizer):
                 self._lamb(group, params, params, gradients(params), step=step, lr=group["lr"], grad_norm=here)
 
     def _lamb(self, group: Group, params: Tensors, masters: Tensors, grads: Tensors, **given: Any) -> None:
-        """`lamb` of the masters by the group's settings; the running averages are in the parameters' state."""
+        """Call `lamb` for `masters` with the group's settings and the running averages in the state of `params`."""
         lamb(
             masters,
             grads,

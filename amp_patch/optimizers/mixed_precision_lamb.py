@@ -1,4 +1,4 @@
-"""FusedMixedPrecisionLamb: LAMB with FP32 copies of low-precision parameters inside, which skips on the device."""
+"""FusedMixedPrecisionLamb: Apex's LAMB with FP32 masters of its own, which skips steps on the device."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     Args:
         params: parameters, or dicts of parameter groups.
-        lr: a number, or a tensor; a tensor on the device in each group, which schedulers write in place.
-        step: the count of steps to go on from; a tensor on the device in each group.
-        reduced_precision_dtype: parameters of this type, float16 or bfloat16, have an FP32 copy that is stepped, and
-            get its rounded value. The copy is made at the first step, so that what DDP or a checkpoint has put into the
-            parameter is in it, and lives in the state as `master_param`. None: no copies.
+        lr: a number or a tensor. Each group stores it as a tensor on the device, which schedulers write in place.
+        step: the initial count of steps. Each group stores it as a tensor on the device.
+        reduced_precision_dtype: float16 or bfloat16. Each parameter of this type has an FP32 copy. A step updates the
+            copy, and rounds it into the parameter. The copy is made at the first step, after DDP or a checkpoint may
+            have written the parameter, and is stored in the state as `master_param`. None: no copies.
         bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging, max_grad_norm, use_nvlamb: see
             FusedLAMB.
 
-    No step syncs with the device. If a GradScaler or `amp.initialize` reports an overflow, nothing changes: the scaled
+    No step syncs with the device. If a GradScaler or `amp.initialize` reports an overflow, nothing changes. Scaled
     gradients are read, not written.
 
-    State: `exp_avg`, `exp_avg_sq` (FP32), and `master_param`: a checkpoint resumes to the bit. Apex's, which has no
-    copies in it, loads too.
+    State: `exp_avg`, `exp_avg_sq` (FP32) and `master_param`, so that a training resumed from a checkpoint has the same
+    bits. A checkpoint of Apex, which has no copies, can be loaded too.
 
     Attributes:
-        param_groups_full_precision: for each group {"params": the FP32 copies, None for parameters without one};
+        param_groups_full_precision: for each group {"params": FP32 copies, with None for parameters without a copy};
             computed at each read.
     """
 
@@ -88,35 +88,36 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
-        """Per group the FP32 masters of low-precision parameters; None for FP32 ones, and before the first step."""
+        """The FP32 copies by group: None for FP32 parameters, and for all before the first step."""
         of = [[self.state.get(p, {}).get("master_param") for p in group["params"]] for group in self.param_groups]
         return [{"params": masters} for masters in of]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's; the learning rate and the count of steps of each group are tensors of its own."""
+        """Add a group as torch does; its learning rate and count of steps become tensors on the device."""
         super().add_param_group({"step": self.first_step, **param_group})
         numbers_to_device(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's; a state of FusedLAMB is continued too."""
+        """Load as torch does, also a state of FusedLAMB."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             numbers_to_device(group)
 
-    # `grad_scaler` is not in the signature: torch's GradScaler warns of optimizers whose `step` names it.
+    # `grad_scaler` is not in the signature, because torch's GradScaler warns if `step` has an argument of that name.
     def step(self, closure: Callable[[], Any] | None = None, **given: Any) -> Any:
-        """One step; no sync with the device.
+        """Make one step; no sync with the device.
 
         Args:
-            closure: evaluates the loss and its gradients first.
-            grad_scaler: (keyword) act as `grad_scaler.step(self)`: unscale, and skip an overflow. Call its `update()`
-                afterwards.
+            closure: called first; evaluates the loss and its gradients.
+            grad_scaler: (keyword) call `grad_scaler.step(self)`, which unscales, and skips an overflow. The caller must
+                call its `update()` afterwards.
 
         Returns:
             The closure's result.
 
         Raises:
-            TypeError: any other argument; and what FusedLAMB's raises. Nothing was changed.
+            TypeError: any other argument was given. Nothing was changed.
+            The errors of `FusedLAMB.step`.
         """
         grad_scaler = given.pop("grad_scaler", None)
         if given:
@@ -130,7 +131,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None:
-            # GradScaler adds up its devices' flags: an overflow may be 2.0.
+            # GradScaler adds up the flags of several devices, so an overflow may be 2.0.
             found_inf = (found_inf != 0).float().reshape(())
         grads = [[_unscaled(gradients(ps), grad_scale, found_inf) for ps in batches] for _, batches in work]
         norm = global_norm([grad for batches in grads for batch in batches for grad in batch])
@@ -153,14 +154,14 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
 
 def _unscaled(grads: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> list[Tensor]:
-    """Gradients of one device divided by the scale: new FP32 (FP64) tensors, all 0 if `found_inf` is not 0.
+    """Return gradients of one device divided by the scale: new FP32 (FP64) tensors, all 0 if `found_inf` is not 0.
 
-    Without a scale and a `found_inf` the gradients themselves. No sync.
+    If both arguments are None, return the gradients themselves. No sync.
     """
     if grad_scale is None and found_inf is None:
         return grads
     device = grads[0].device
-    # One buffer for all flags, so that one operation zeroes them.
+    # One buffer for all gradients, so that one operation zeroes them.
     flat = torch.empty(sum(grad.numel() for grad in grads), dtype=wide(grads[0].dtype), device=device)
     new = [part.view(grad.shape) for part, grad in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
     multi_tensor.multi_tensor_scale(

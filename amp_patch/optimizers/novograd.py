@@ -1,4 +1,4 @@
-"""FusedNovoGrad: momentum on gradients that are divided by a running norm of their layer."""
+"""FusedNovoGrad: Apex's NovoGrad, momentum on gradients that are divided by a running norm of each parameter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from amp_patch.optimizers.common import (
     wide,
 )
 
-NORMS = (0, 2)  # Apex's names of the largest absolute value and of the 2-norm
+NORMS = (0, 2)  # values of `norm_type`, as in Apex: 0 for the largest absolute value, 2 for the 2-norm
 
 
 def novograd(
@@ -40,15 +40,15 @@ def novograd(
     grad_averaging: bool,
     reg_inside_moment: bool,
 ) -> None:
-    """One step of NovoGrad (Ginsburg et al., arXiv:1905.11286) in place, with `norms` as `blend_norms` gave them::
+    """Make a step of NovoGrad (Ginsburg et al., arXiv:1905.11286) in place, with `norms` from `blend_norms`::
 
         d = norm / sqrt(1 - beta2 ** step) + eps
         m = beta1 * m + (1 - beta1) * g                       # + g without `grad_averaging`
         p = p - lr * (m / (1 - beta1 ** step) / d + weight_decay * p)
 
-    With `reg_inside_moment`, the paper's form, `g / d + weight_decay * p` goes into m instead of g, and p loses
-    `lr * m / (1 - beta1 ** step)`. Without `bias_correction` both corrections are 1. All lists on one device, written
-    are params and exp_avgs; `norms` is of shape [len(params)]. No sync.
+    `reg_inside_moment` gives the paper's form: `g / d + weight_decay * p` is added to m instead of g, and the update is
+    `p = p - lr * m / (1 - beta1 ** step)`. Without `bias_correction`, both `1 - beta ** step` are replaced by 1. All
+    lists are on one device; params and exp_avgs are written. `norms` has the shape [len(params)]. No sync.
     """
     with computable([params, exp_avgs], [grads]) as ((p, m), (g,)):
         if not p:
@@ -70,16 +70,16 @@ def novograd(
 
 
 def norms_of(tensors: Tensors, norm_type: int) -> Tensor:
-    """The norm of each: shape [len(tensors)], FP32 (FP64 for float64), all on one device."""
+    """Return the norm of each tensor: shape [len(tensors)], FP32 (FP64 for float64). All are on one device."""
     if norm_type == 2:
         return multi_tensor.multi_tensor_l2norm(tensors, per_tensor=True)[1]
-    # torch.amax raises on an empty tensor: a zero takes the place of its norm.
+    # The largest value of an empty tensor is an error in torch, so a zero replaces the tensor.
     some = [t if t.numel() else t.new_zeros(1) for t in tensors]
     return torch.stack([norm.to(wide(norm.dtype)) for norm in torch._foreach_norm(some, math.inf)])
 
 
 def blend_norms(old: Tensor, new: Tensor, a: float, b: float, norm_type: int) -> Tensor:
-    """`sqrt(a * old**2 + b * new**2)`; for the largest absolute value (norm_type 0) `a * old + b * new`."""
+    """Return `sqrt(a * old**2 + b * new**2)`, or for norm_type 0 `a * old + b * new`."""
     return a * old + b * new if norm_type == 0 else (a * old.square() + b * new.square()).sqrt()
 
 
@@ -88,19 +88,19 @@ class FusedNovoGrad(FusedOptimizer):
 
     Args:
         params: parameters, or dicts of parameter groups.
-        lr, betas, eps, weight_decay: as in Adam; the second beta is of the gradients' norms.
-        bias_correction: correct the running averages for their start.
+        lr, betas, eps, weight_decay: as in Adam; the second beta is for the running norm.
+        bias_correction: divide the running averages by `1 - beta ** step`.
         amsgrad: refused.
         reg_inside_moment: divide by the norm and add the weight decay before the momentum, not after it.
         grad_averaging: multiply the gradient by `1 - beta1` in its running average.
         norm_type: 2 for the 2-norm, 0 for the largest absolute value.
-        init_zero: the running norm starts at 0; else at the first gradient's.
+        init_zero: start the running norm at 0; otherwise at the norm of the first gradient.
         set_grad_none: `zero_grad()` sets gradients to None; otherwise to zeros.
 
-    State: `exp_avg` (FP32; Apex's has the parameters' type). The count of steps is `group["step"]`, the norms are
-    `group["exp_avg_sq"]`, a list of two tensors as in Apex: there norms of the float16 and of the float32 parameters;
-    here the first is empty and the second has one norm for each parameter of the group, so that parameters may change
-    their type or go without a gradient. Apex's form is read.
+    State: `exp_avg` (FP32; in Apex it has the parameters' type). The count of steps is `group["step"]`. The norms are
+    `group["exp_avg_sq"]`, a list of two tensors. In Apex these have the norms of the float16 and of the float32
+    parameters. Here the first is empty, and the second has one norm for each parameter of the group, so that parameters
+    may change their type or have no gradient. A state in Apex's form is converted.
     """
 
     pickled_settings = (*FusedOptimizer.pickled_settings, "moment_mode")
@@ -138,7 +138,7 @@ class FusedNovoGrad(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's; refuses a `norm_type` other than 0 and 2."""
+        """Add a group as torch does; refuse a `norm_type` other than 0 and 2."""
         norm_type = param_group.get("norm_type", self.defaults["norm_type"])
         if norm_type not in NORMS:
             raise RuntimeError(
@@ -148,7 +148,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         for group, _ in work:
-            self._norms(group)  # `_norms` may raise: before the first write of any group
+            self._norms(group)  # for all groups before the first write, because it may raise
         for group, batches in work:
             step = count(group)
             slots = {id(p): slot for p, slot in zip(group["params"], self._norms(group).unbind(), strict=True)}
@@ -158,7 +158,7 @@ class FusedNovoGrad(FusedOptimizer):
                 now = norms_of(grads, norm_type)
                 before = torch.stack(mine).to(now)
                 if not group["init_zero"]:
-                    # A parameter without state has no running norm yet: this step's norm becomes it, without a sync.
+                    # For a parameter without state the running norm starts at this step's norm.
                     first = [not self.state[p] for p in params]
                     if any(first):
                         pairs = zip(first, now.unbind(), before.unbind(), strict=True)
@@ -181,7 +181,7 @@ class FusedNovoGrad(FusedOptimizer):
                 )
 
     def _norms(self, group: Group) -> Tensor:
-        """The group's norms, an element a parameter; made, or converted from other forms, where needed."""
+        """Return the group's norms, one element for each parameter. Make them, or convert Apex's form, if needed."""
         params = group["params"]
         stored = group.get("exp_avg_sq")
         device = params[0].device if params else None
@@ -198,7 +198,7 @@ class FusedNovoGrad(FusedOptimizer):
         return norms
 
     def _owners(self, group: Group, low: Tensor, full: Tensor) -> list[int]:
-        """Return the indices of the parameters with a stored norm: all that have stepped, float16 ones first."""
+        """Return the indices of the parameters whose norms are in `low`, then `full`: the parameters with state."""
         stepped = [(i, p) for i, p in enumerate(group["params"]) if self.state.get(p)]
         halves = [i for i, p in stepped if p.dtype is not wide(p.dtype)]
         others = [i for i, p in stepped if p.dtype is wide(p.dtype)]

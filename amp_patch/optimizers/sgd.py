@@ -1,4 +1,4 @@
-"""FusedSGD: SGD with momentum on torch's fused kernel."""
+"""FusedSGD: Apex's SGD with momentum, on torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class FusedSGD(FusedOptimizer):
         params: parameters, or dicts of parameter groups.
         lr: learning rate; required, here or in each group.
         momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD.
-        wd_after_momentum: apply the weight decay to the update instead of to the gradient.
-        materialize_master_grads: accepted for Apex's sake. Master gradients always exist, as with any optimizer.
+        wd_after_momentum: add the weight decay to the update, after the momentum, instead of to the gradient.
+        materialize_master_grads: accepted as in Apex, without effect: the masters always have gradients.
         set_grad_none: `zero_grad()` sets gradients to None; otherwise to zeros.
 
     State: `momentum_buffer` (FP32), if momentum is not 0.
     """
 
     pickled_settings = (*FusedOptimizer.pickled_settings, "wd_after_momentum", "materialize_master_grads")
-    skips_on_device = True  # for `initialize`: `step` reads `self.found_inf`
+    skips_on_device = True  # read by `initialize`: `step` skips if `self.found_inf` is not 0
 
     def __init__(
         self,
@@ -60,7 +60,8 @@ class FusedSGD(FusedOptimizer):
         found_inf = getattr(self, "found_inf", None)
         for group, batches in work:
             for params in batches:
-                # A buffer's first value is the gradient itself, also of a parameter that joins later.
+                # The first value of a momentum buffer is the gradient. Parameters of one group may have their first
+                # step at different times, so they are stepped in two lists.
                 fresh = [p for p in params if self.state[p].get("momentum_buffer") is None]
                 new = set(map(id, fresh))
                 for first_run, some in ((True, fresh), (False, [p for p in params if id(p) not in new])):

@@ -1,3 +1,3 @@
-"""How amp_patch touches torch's objects: undo stacks, generated classes, containers, compiled and distributed code."""
+"""General tools on torch's objects: patches with undo, generated classes, containers, compiled and distributed code."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Context managers whose exit work is done even if an interrupt arrives at the entry of `__exit__`.
 
 Python may raise KeyboardInterrupt at the entry of any Python function. If that function is `__exit__`, its body never
-runs. A `with` statement fetches the bound `__exit__` before it calls `__enter__`, and frees that object in C when the
-statement ends. `Block` therefore returns a bound `__exit__` that only the statement references: no frame and no
-traceback holds it. A weak reference to the object calls `when_left`'s callback when the object is freed.
+runs. The remedy uses a fact of CPython: a `with` statement fetches the bound method `__exit__` before it calls
+`__enter__`, and frees this object when the statement ends. `Block` makes a bound method that nothing but the statement
+references. When it is freed, a weak reference to it calls the callback that `when_left` has registered.
 
 torch's context managers have no such protection. `without_grad` and `saving_through` replace two of them with calls
 into C.
@@ -27,7 +27,10 @@ Result = TypeVar("Result")
 
 
 class _Held(functools.partial[Any]):
-    """A bound `__exit__` that only the `with` statement references; a partial, because its calls have no frame."""
+    """A bound `__exit__` that only the `with` statement references.
+
+    It is a partial, because calling a partial makes no Python frame, at whose entry an interrupt could come.
+    """
 
     @property
     def __func__(self) -> Any:  # Dynamo reads `__func__` of bound methods
@@ -71,8 +74,8 @@ class Block:
 def when_left(block: Any, then: Callable[[Any], Any]) -> weakref.ref[Any] | None:
     """Register `then` to be called when the `with` statement around `block` ends; call this in `block.__enter__`.
 
-    `then` receives the returned reference. It is called while the caller keeps that reference, at the end of the
-    statement at the latest, on the thread that ends the statement (any thread, if a suspended generator holds it).
+    `then` receives the returned weak reference. If the caller has dropped that reference, `then` is not called. The
+    call is made on the thread that ends the statement; if the statement is in a suspended generator, on any thread.
 
     Returns:
         The reference. None if `__enter__` was not called by a `with` statement: `then` is never called in that case.
@@ -96,7 +99,10 @@ class _Generated(Block, contextlib._GeneratorContextManager[Yielded, None, None]
 def block(
     function: Callable[..., Generator[Yielded, None, None]],
 ) -> Callable[..., contextlib.AbstractContextManager[Yielded]]:
-    """Decorate as `contextlib.contextmanager` does, and close the generator at the end of the `with` statement."""
+    """Decorate as `contextlib.contextmanager` does; the generator is closed even if an interrupt prevents `__exit__`.
+
+    Without this, an interrupt could leave the generator's `finally` clauses undone.
+    """
 
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[Yielded]:
@@ -110,7 +116,7 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def without_grad(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Wrap a function in `torch.no_grad()`, by calls into C."""
+    """Return `function`, changed to run without grad mode. The mode is set in C, where no interrupt can come."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Result:

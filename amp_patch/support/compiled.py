@@ -78,8 +78,8 @@ def uncompiled(model: Any) -> Any:
 def asks_first(function: Callable[..., Any], kind: type, prepare: Callable[[list[Any]], list[Any]]) -> Any:
     """Wrap `function` to call `prepare([data])` first if its argument `data` is an instance of `kind`.
 
-    The wrapper holds the result of `prepare` until `function` returns. This function is defined here because Dynamo
-    traces this file, and not that of a master: `torch.tensor` in compiled code calls the wrapper.
+    The wrapper holds the result of `prepare` until `function` returns. masters/closed_master.py wraps functions such as
+    `torch.tensor`. The wrapper is defined here, because compiled code may call it, and Dynamo does not trace masters/.
     """
 
     @functools.wraps(function)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_capturing() -> bool:
-    """Tell whether the current stream captures a CUDA graph: each replay repeats the work that is queued now."""
+    """Tell whether the current stream captures a CUDA graph. Work that is queued now is repeated by each replay."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

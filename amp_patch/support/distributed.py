@@ -93,13 +93,13 @@ def agree(found: FoundInf, params: Iterable[Tensor]) -> FoundInf:
 
 
 def is_first_rank() -> bool:
-    """Tell whether this process is rank 0, or the only process: the one that prints messages."""
+    """Tell whether this process is rank 0 or the only process. Only that process prints messages."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# torch's ZeroRedundancyOptimizer. Its module is not imported: the caller that has made one has imported it.
+# torch's ZeroRedundancyOptimizer. Its module is looked up in `sys.modules`: without it there is no such optimizer.
 
 
 def is_zero(optimizer: Any) -> bool:

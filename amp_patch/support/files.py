@@ -1,4 +1,4 @@
-"""Atomic writes of text files."""
+"""Writes of text files that leave either the whole new file or the old one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Notify a callback when a model's forward begins, compiled or not. torch.compile may trace this file."""
+"""Hooks that call a callback when a model's forward begins, for compiled models too.
+
+They are in `support/`, because torch.compile may trace this folder but not that of recordings, which use them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class NoHook:
 
 
 class CompiledForward:
-    """The compiled call that `module.compile()` stores, with `began` called first: compilation removes hooks."""
+    """A replacement of the compiled call that `module.compile()` stores: it calls `began` first.
+
+    A `ForwardHook` would not do, because compiled code contains no hook.
+    """
 
     def __init__(self, module: Any, compiled: Callable[..., Any], began: Began) -> None:
         self.module = weakref.ref(module)

@@ -1,6 +1,6 @@
-"""The modules that torch's `fully_shard` (FSDP2) has sharded: their parameters, and unreduced gradients.
+"""Queries about modules that torch's `fully_shard` (FSDP2) has sharded: their parameters and unreduced gradients.
 
-This file does not import torch.distributed, so that a process that shards nothing does not pay for the import.
+This file does not import torch.distributed, so that processes without sharding do not pay for the import.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# FSDP's state of a module is private to torch: `fsdp_state` and `param_groups` read it. If a torch lacks these
-# attributes, nothing is refused, and `hold_gradients_back` returns False.
+# `fsdp_state` and `param_groups` read private attributes of FSDP. If a version of torch lacks them, `param_groups`
+# returns no groups, so that nothing is refused and `hold_gradients_back` returns False.
 
 
 def is_fsdp(module: Any) -> bool:
@@ -25,9 +25,9 @@ def is_fsdp(module: Any) -> bool:
 def without_fsdp(base: type) -> dict[str, Any]:
     """Return a `__new__` for the class generated from `base`; an empty dict if `base` is not a class of fully_shard.
 
-    `model[2:]` calls `type(model)(...)`, and FSDP's `__new__` then makes an instance of the user's class. It takes that
-    class from a fixed index of the method resolution order, where a generated class has another one. So the `__new__`
-    returned here calls FSDP's with `base`.
+    `model[2:]` calls `type(model)(...)`, for which FSDP's `__new__` makes an instance of the user's class. It reads the
+    user's class at a fixed index of `cls.__mro__`. In a generated class another class is at that index, so the
+    `__new__` returned here passes `base` to FSDP's.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None or not issubclass(base, kind):
@@ -49,9 +49,9 @@ def fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:
 
 
 def hold_gradients_back(modules: Iterable[Any]) -> bool:
-    """Tell whether the next backward pass leaves unreduced gradients inside FSDP, where `.grad` does not show them.
+    """Tell whether the next backward pass leaves unreduced gradients inside FSDP, which are not in `.grad`.
 
-    User code asks for this by `set_requires_gradient_sync(False)`, for every micro-batch but the last.
+    User code requests this by `set_requires_gradient_sync(False)`, for every micro-batch but the last.
     """
     return any(
         not (getattr(group, "reduce_grads", True) and getattr(group, "all_reduce_grads", True))
@@ -61,7 +61,7 @@ def hold_gradients_back(modules: Iterable[Any]) -> bool:
 
 
 def gathered(modules: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (gathered parameter, sharded parameter) for each parameter that these FSDP modules have gathered before.
+    """Yield (gathered parameter, sharded parameter) for each parameter that these FSDP modules have ever gathered.
 
     The gathered parameter is the leaf of autograd's graph. FSDP reduces its gradient into `.grad` of the sharded one.
     """

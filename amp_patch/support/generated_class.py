@@ -1,8 +1,9 @@
-"""Generated subclasses: they add behaviour to one instance of a user's class, and rebind no method.
+"""Generated subclasses, which override methods of one instance (a model, an optimizer) without rebinding any method.
 
-`give` assigns the instance a class that inherits from its own, as torch's `fully_shard` does. `isinstance` holds. Name
-and module are the base's. deepcopy and pickle work: a copy is built as the base, then receives the generated class.
-DataParallel's replicas get the class through `type(self)`. `take` undoes it by one assignment.
+`give` makes a subclass of the instance's class and assigns it to `instance.__class__`, as torch's `fully_shard` does.
+So `isinstance` holds. The subclass has the name and module of its base. A copy, pickled or not, is built as an instance
+of the base, then receives the generated class. DataParallel's replicas get the class through `type(self)`. `take`
+assigns the base class again.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ class Generated:
 
 
 class _MixinFirst(type):
-    """The metaclass of generated classes; an ancestor of it, if the base has a metaclass.
+    """The metaclass of generated classes, or a base of their metaclass if the user's class has one.
 
-    `instance.__class__` accepts only a class of the same memory layout. The layout comes from the first base, so the
-    instance's class must be the first base. (`class Model(ABC, nn.Module)` has a different layout than a class that
-    begins with a mixin: ABC has no `__dict__`.) `mro` puts the mixin's methods first nevertheless.
+    It gives a generated class the bases (user's class, mixin), in this order, and yet puts the mixin's methods first.
+    Python accepts an assignment to `instance.__class__` only if the memory layout stays the same. The layout comes from
+    the first base, so the user's class must be the first. (With a mixin first, `class Model(ABC, nn.Module)` would get
+    another layout, because ABC has no `__dict__`.)
     """
 
     def mro(cls) -> list[type]:
@@ -66,7 +68,7 @@ class _MixinFirst(type):
 
 
 def _new_class(base: type, mixin: type[Generated], names: dict[str, Any]) -> type:
-    """Make a class with the bases `base` and `mixin`, without calling the code of a user's metaclass."""
+    """Make a class with the bases `base` and `mixin`, without running code of the user's metaclass."""
     kind: Any = type(base)
     plain: Any = next(meta for meta in kind.__mro__ if meta.__module__ in ("abc", "builtins", "typing"))
     ordered = _MixinFirst if kind is type else type(kind.__name__, (_MixinFirst, kind), {"__module__": kind.__module__})
@@ -77,7 +79,7 @@ def _new_class(base: type, mixin: type[Generated], names: dict[str, Any]) -> typ
 
 
 def give(instance: Any, mixin: type[Generated], key: tuple[str, ...] = ()) -> None:
-    """Assign `instance` the generated subclass of its class for `mixin` and `key`; one is made per class."""
+    """Assign `instance` the generated subclass for its class, `mixin` and `key`. Each such class is made only once."""
     base = type(instance)
     generated = _classes.get((mixin, base, key))
     if generated is None:
@@ -136,10 +138,11 @@ def _generated(instance: Any) -> Any:
 def needs_weights_only_false_or_save_fp32_copy(
     mixin: type[Generated], key: tuple[str, ...], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    """Rebuild a pickled instance. torch.load(weights_only=True) refuses the pickle and prints this function's name.
+    """Rebuild a pickled instance.
 
-    The error is torch's, and amp_patch may not be imported there, so only the name can tell the way out. A list of safe
-    globals would not help: the pickle also holds the policy and the masters.
+    The function has this name because `torch.load(weights_only=True)` refuses the pickle with an error that prints it.
+    amp_patch may not be imported there, so the name is the only place for advice. Declaring the function safe would not
+    help, because the pickle also contains the policy and the masters.
     """
     instance = function(*args)
     give(instance, mixin, key)

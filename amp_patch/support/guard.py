@@ -1,9 +1,9 @@
-"""A guard process that ends the watched processes if the parent ends first: by a signal, kill -9 or a terminal.
+"""A guard process, which ends the processes that its parent has started if the parent ends before them.
 
-The guard runs this file as a script, and imports neither torch nor amp_patch. It reads from a pipe. The parent holds
-the other end, which closes when the parent ends. The guard then sends SIGTERM to the watched processes and their
-descendants, and SIGKILL two seconds later. On Linux it also finds processes that left their group and their parents,
-by a variable in their environment.
+The parent may end by any signal, kill -9 and a closed terminal included. The guard runs this file as a script, and
+imports neither torch nor amp_patch. It reads from a pipe, whose other end closes when the parent ends. The guard then
+sends SIGTERM to the watched processes and process groups, and SIGKILL two seconds later. On Linux it also finds
+descendants that have left their group, by a variable in their environment.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Guard:
         self._process: subprocess.Popen[bytes] | None = None
         if os.name != "posix":
             return
-        # A scheduler signals the guard too, but the guard must outlive this process. It inherits the blocked signals,
-        # and ends when the pipe closes.
+        # A cluster's scheduler may signal all processes of a job, but the guard must outlive this process. The guard
+        # inherits the signals that are blocked here, and ends when the pipe closes.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         try:
             self._process = subprocess.Popen(
@@ -44,7 +44,8 @@ class Guard:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # Without this, an outer guard would find its mark here and end this guard.
+                # If this process is itself watched by a guard, its environment has that guard's mark. Without this
+                # filter the outer guard would end the guard that is started here.
                 env={name: value for name, value in os.environ.items() if name != _VARIABLE},
                 start_new_session=True,
             )
@@ -99,7 +100,7 @@ def _end_all(mark: bytes, watched: list[int]) -> None:
 
 
 def _signalled(target: int, how: int) -> bool:
-    """Send the signal `how`, or only check with 0; returns whether the process or group exists."""
+    """Send the signal `how` (0 sends nothing) to a process or group; return whether it exists."""
     try:
         os.kill(target, how)
     except ProcessLookupError:

@@ -17,7 +17,7 @@ from amp_patch.support.patches import Patches
 # id of a function -> (the function, its replacement). The reference keeps the id from being reused.
 Replaced = Mapping[int, tuple[Any, Any]]
 
-# Cache of fruitless searches. Module name -> (ids of the functions searched for, ids of the module's values).
+# Modules in which the last search found nothing: name -> (ids of the wanted functions, ids of the module's values).
 _found_nothing: dict[str, tuple[frozenset[int], tuple[int, ...]]] = {}
 _NEVER = frozenset((*sys.stdlib_module_names, "torch", "functorch", __name__.partition(".")[0])) - {"__main__"}
 
@@ -25,14 +25,15 @@ _NEVER = frozenset((*sys.stdlib_module_names, "torch", "functorch", __name__.par
 def replace_in_modules(patches: Patches, replaced: Replaced) -> None:
     """Replace the functions in every module that uses torch, until `patches` are removed.
 
-    A module references a function through its names, the values of its dicts, the attributes of its classes,
-    functools.partial, and the defaults and closures of its functions and methods. If user code assigns to such a place
-    before the removal, its value stays. Keys, lists and tuples are left alone, because code compares functions by them.
+    The search covers a module's names, the values of its dicts, the attributes of its classes, functools.partial
+    objects, and the defaults and closures of its functions and methods. It does not cover keys of dicts, lists and
+    tuples, because code tests functions by them (`if function in [...]`). If user code assigns to a replaced place, the
+    removal leaves the user's value there.
 
     Modules of torch, of amp_patch and of Python's library are skipped. A lazily imported module is searched in its
-    present state and not loaded. A module without a hit is skipped the next time if its names still hold the same
-    objects: with a few large libraries the search takes a tenth of a second, and a notebook repeats it at each
-    `initialize` after a `restore`.
+    present state and not loaded. With a few large libraries a search takes a tenth of a second, and a notebook repeats
+    it at each `initialize` after a `restore`. So a module in which nothing was found is skipped the next time if its
+    names still have the same values.
     """
     wanted = frozenset(replaced)
     holder = _Holder(patches, replaced)
@@ -55,7 +56,10 @@ def replace_in_modules(patches: Patches, replaced: Replaced) -> None:
 
 
 def replace_in_attributes(modules: Iterable[nn.Module], replaced: Replaced) -> Patches:
-    """Replace the functions in the attributes of these modules, their dicts and lists; `remove` restores them."""
+    """Replace the functions in attributes of these modules, and in dicts and lists among the attributes.
+
+    `remove` of the result restores the functions.
+    """
     patches = Patches()
     holder = _Holder(patches, replaced)
     for module in modules:
@@ -74,7 +78,7 @@ class _Holder:
         """Search a module's names and the attributes of its classes."""
         for name, value in list(names.items()):
             self._item(names, name, value)
-            # Not isinstance, which reads `__class__` of a proxy: some proxies import or compute their class first.
+            # `isinstance` would read `__class__`, at which some proxy objects import or compute something.
             if issubclass(type(value), type) and vars(value).get("__module__") == names.get("__name__"):
                 self._class(value)
 
@@ -138,7 +142,7 @@ class _Holder:
 
     def _function(self, function: Any) -> None:
         if not (function.__defaults__ or function.__closure__ or function.__kwdefaults__):
-            return  # most functions have none, and a process has about ten thousand functions
+            return  # quickly, because a process has about ten thousand functions, and most have none of these
         if id(function) in self._seen or _is_passed_over(function.__globals__):
             return
         self._seen[id(function)] = function

@@ -1,4 +1,4 @@
-"""Callbacks for the import of a module that amp_patch does not import itself."""
+"""Callbacks that run when other code imports a given module, so that amp_patch need not import it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _waiting: dict[str, list[Then]] = {}  # name of a module that is not imported ye
 def when_imported(name: str, then: Then) -> None:
     """Call `then(module)` when the module `name` is imported: now, if it is already.
 
-    Otherwise `then` runs after the module's code and before the `import` statement returns, so that
-    `from ... import` sees its changes. The import raises the exceptions of `then`. Registering imports nothing, and
-    the same `then` is registered once.
+    If the module is not imported yet, `then` runs after the module's code and before the `import` statement returns, so
+    that `from ... import` sees its changes. The import raises the exceptions of `then`. Registering imports nothing,
+    and the same `then` is registered once.
     """
     if name in sys.modules:
         then(sys.modules[name])

@@ -1,4 +1,4 @@
-"""Replacement of attributes with an exact undo."""
+"""Patches: replacements of attributes, in torch mostly, that can be undone exactly."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MISSING = object()
 class Patches:
     """An undo stack of replaced attributes.
 
-    `set`, `set_cell` and `set_item` replace a value and store its undo. `remove` runs the undos last first, which is
-    right for two replacements of one name. The object references the replaced values until then. Not thread-safe: the
-    owner serializes the calls.
+    `set`, `set_cell` and `set_item` replace a value and store its undo. `remove` runs the undos, last first, so that
+    two replacements of one name are undone correctly. Until then the object references the replaced values. It is not
+    thread-safe: the owner serializes the calls.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Patches:
 
 
 def cell_of(function: Any) -> CellType | None:
-    """Return the closure cell of a decorated function that holds its `__wrapped__`; None if there is none."""
+    """Return the closure cell through which a decorated function calls its `__wrapped__`; None if there is none."""
     wrapped = getattr(function, "__wrapped__", None)
     cells = getattr(function, "__closure__", None) or ()
     return next((cell for cell in cells if cell.cell_contents is wrapped and wrapped is not None), None)
@@ -111,12 +111,12 @@ def cell_of(function: Any) -> CellType | None:
 class Installation:
     """The replacements that one file of amp_patch makes in torch, for the whole process.
 
-    They are made once and undone together. Any thread may call any method. `installations` lists an installation in
-    force, and `amp_patch.restore()` undoes it. If it is `of_process`, only its own `uninstall` does.
+    They are made once and undone together. Any thread may call any method. `amp_patch.restore()` undoes all
+    installations, except those with `of_process`, which only their own `uninstall` undoes.
 
     Attributes:
-        lock: held while something is replaced or put back; the thread that holds it may take it again.
-        patches: what is replaced now. Whoever adds to it holds the lock.
+        lock: a re-entrant lock, held while something is replaced or restored.
+        patches: the replacements in force. The caller must hold the lock to add to them.
         installed: whether an `install` or `add` is in force.
     """
 
@@ -136,7 +136,7 @@ class Installation:
     def add(self, change: Callable[[Patches], Any]) -> None:
         """Call `change(patches)`, which makes replacements. If it raises, the whole installation is undone."""
         with self.lock:
-            _in_force[self] = None  # before `change`: `restore` must undo an interrupted `change` too
+            _in_force[self] = None  # before `change`, so that `restore` also undoes an interrupted `change`
             try:
                 change(self.patches)
                 self.installed = True
@@ -163,7 +163,7 @@ def installations() -> list[Installation]:
 
 
 class Attempts:
-    """Steps of an undo that all run, even if one raises; `finish` raises the first exception.
+    """A sequence of undo steps, all of which run even if some raise: `finish` raises the first exception.
 
     A KeyboardInterrupt is raised at once.
     """
@@ -196,7 +196,7 @@ def _own_slot(owner: Any, name: str) -> Any:
 
 
 def is_untouched(step: Any) -> bool:
-    """Whether the `step` of a class is what torch, or we, have written: somebody may have put another in its place."""
+    """Tell whether `step`, of an optimizer's class, is from torch or amp_patch. False if other code has wrapped it."""
     layers = [step]
     while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
         layers.append(inner)

@@ -23,7 +23,7 @@ def random_states() -> list[Any]:
 
 
 def restore_random_states(found: list[Any]) -> None:
-    """Restore what `random_states` has returned."""
+    """Restore the states `found`, a result of `random_states`."""
     of_python, of_torch, of_numpy, on_cuda = found
     random.setstate(of_python)
     torch.set_rng_state(of_torch)

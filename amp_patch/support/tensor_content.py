@@ -1,14 +1,14 @@
-"""Replacement of a tensor's content that keeps its hooks and weak references.
+"""Replacement of a tensor's content without the loss of its autograd hooks, and despite weak references to it.
 
-Hooks on the accumulation node. The node adds up the gradient of a leaf; Horovod and similar libraries register hooks on
-it. torch drops the node of a parameter whose dtype changes, and all its hooks, without a message. `set_data` moves them
-to the new node. Hooks on the parameter (`register_hook`, `register_post_accumulate_grad_hook`) survive without help.
-Hooks that C++ registered on the node are not visible here: around/ddp.py makes new ones for DistributedDataParallel.
+Hooks. Horovod and similar libraries register hooks on a parameter's AccumulateGrad node. If the dtype of a parameter
+changes, torch makes a new node, and drops the old one and its hooks without a message. `set_data` moves these hooks to
+the new node. Hooks on the parameter (`register_hook`, `register_post_accumulate_grad_hook`) survive without help. Hooks
+that C++ registered on the node are not visible here: around/ddp.py makes new ones for DistributedDataParallel.
 
-Weak references. `torch.utils.swap_tensors` refuses a tensor that has weak references. Their holders release them for
-the time of the swap (`release_in_swaps`). If a script has set
-`torch.__future__.set_swap_module_params_on_conversion(True)`, torch swaps each parameter in `module.to(...)` and
-`load_state_dict`.
+Weak references. `torch.utils.swap_tensors` refuses a tensor that has weak references, and several files of amp_patch
+hold such references to parameters. Each registers a function with `release_in_swaps` that releases them during a swap.
+(torch swaps parameters in `module.to(...)` and `load_state_dict` if a script has called
+`torch.__future__.set_swap_module_params_on_conversion(True)`.)
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def set_data(param: Tensor, data: Tensor) -> None:
     for register, hooks in found:
         node = _node(param)
         getattr(node, register)((_Before if register == "register_prehook" else _After)(hooks))
-        hooks.amp_node = node  # autograd holds nodes weakly: `hooks`, which the old node holds, keeps `node`
+        # Autograd references an AccumulateGrad node only weakly: without this reference `node` would be freed.
+        hooks.amp_node = node
 
 
 def _node(param: Tensor) -> Any:
@@ -74,7 +75,7 @@ def _hooks(param: Tensor) -> list[tuple[str, Any]]:
     node = _node(param)
     found = []
     for register in _KINDS:
-        probe = getattr(node, register)(lambda *_: None)  # the handle refers to the node's one dictionary of a kind
+        probe = getattr(node, register)(lambda *_: None)  # only a handle gives access to the node's dictionary of hooks
         hooks = probe.hooks_dict_ref()
         probe.remove()
         values = list(hooks.values())
@@ -89,7 +90,7 @@ def _hooks(param: Tensor) -> list[tuple[str, Any]]:
 # Weak references
 
 Again = Callable[[], Any]
-# Releases the holder's weak references to a tensor; returns a function that makes them again, or None.
+# Releases weak references to a tensor; returns a function that makes them again. None: the holder has no references.
 Holder = Callable[[Tensor], Again | None]
 
 _holders: list[Holder] = []
@@ -97,7 +98,7 @@ _installation = Installation()
 
 
 def release_in_swaps(holder: Holder) -> Holder:
-    """Decorate a function that each swap calls first, for both tensors, after `hook_swaps` was called."""
+    """Decorate a `Holder`, which each swap calls first, for both tensors. `hook_swaps` must have been called."""
     _holders.append(holder)
     return holder
 

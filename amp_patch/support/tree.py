@@ -1,4 +1,4 @@
-"""Walks over nested containers of tensors. A container keeps its type; an unchanged one also its identity."""
+"""Walks over nested containers of tensors, which keep the types of containers and the identity of unchanged ones."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def map_tensors(fn: TensorFn, value: Any) -> Any:
     """Apply `fn` to every tensor in `value` and return a structure of the same types.
 
     The walk enters tuples (also named tuples, `torch.return_types` and `PackedSequence`), lists, dicts,
-    `collections.UserDict`, dataclasses and their subclasses, at any depth. A changed container is copied, without a
-    call of its constructor if the class allows that. If `fn` returned every tensor of a container unchanged (`is`), the
-    container itself is returned, so that a callee's edits reach the caller. Of a `PackedSequence` only `data` is
-    walked: the rest is an index on the CPU. All other objects, modules included, are returned unchanged.
+    `collections.UserDict`, dataclasses and their subclasses, at any depth. A changed container is copied, if possible
+    without a call of its constructor. If `fn` returned every tensor of a container unchanged (`is`), the container
+    itself is returned, so that a callee's edits reach the caller. In a `PackedSequence` only `data` is walked, because
+    its other fields are an index. All other objects, modules included, are returned unchanged.
     """
     return _map(value, fn, lambda other: other)
 
@@ -95,9 +95,10 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
 
 
 def edited_places(given: Any, passed: Any) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Yield pairs of dicts, one of `given` and one of its cast copy `passed`, in which a callee's edits can be found.
+    """Yield (dict of `given`, dict of its cast copy `passed`), so that the caller can copy a callee's edits back.
 
-    For a dict that is the dict itself, for an object its attributes. Dicts inside dicts are not searched.
+    If `given` is a dict, the pair is `given` and `passed` themselves; dicts inside it are not searched. If it is an
+    object, the pairs are its attributes and those of the objects in them.
     """
     if isinstance(given, dict):
         yield given, passed
@@ -136,8 +137,8 @@ def _map(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
     return other(value)
 
 
-_DEEP = 3  # how deep objects inside objects are walked
-# Objects of these packages are no batches: their attributes are left alone.
+_DEEP = 3  # the most objects inside each other whose attributes are walked
+# Packages whose objects are not walked, because they are not batches of a user's class.
 _NO_BATCHES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "pandas", __name__.partition(".")[0])) - {
     "__main__",
     "argparse",
@@ -150,7 +151,8 @@ def _has_attributes(value: Any) -> bool:
     cls = type(value)
     return (
         type(getattr(value, "__dict__", None)) is dict
-        and any(each.__module__.partition(".")[0] not in _NO_BATCHES for each in cls.__mro__)  # a made class is abc's
+        # All classes of the mro are tested: a class that was made by a call of ABCMeta has "abc" as its module.
+        and any(each.__module__.partition(".")[0] not in _NO_BATCHES for each in cls.__mro__)
         and not issubclass(cls, (types.FunctionType, types.ModuleType, type))
     )
 

@@ -1,4 +1,4 @@
-"""amp_C, apex_C and multi_tensor_apply: called as scripts call them."""
+"""Functions of amp_C, apex_C and multi_tensor_apply, in the calling forms of scripts."""
 
 from __future__ import annotations
 

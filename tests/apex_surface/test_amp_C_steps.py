@@ -157,7 +157,7 @@ def test_lamb(mode):
 @on_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_lamb_in_two_stages(dtype, device):
-    """As BERT's own optimizers call them: half gradients, masters, a weight decay for each parameter."""
+    """The calls of BERT's optimizers: half gradients, masters, a weight decay for each parameter."""
     params, grads = tensors(device=device), tensors(10, dtype, device)
     m, v, updates = ([torch.zeros_like(t) for t in params] for _ in range(3))
     twins, states = [t.double() for t in params], [{} for _ in params]

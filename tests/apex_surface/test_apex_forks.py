@@ -1,4 +1,4 @@
-"""What living forks of Apex have beside NVIDIA's: ROCm's types, Huawei's arguments. And DeepSpeed, which calls it."""
+"""Additions of living forks to NVIDIA's Apex: ROCm's types, Huawei's arguments. And DeepSpeed, which calls Apex."""
 
 from __future__ import annotations
 

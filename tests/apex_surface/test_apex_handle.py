@@ -1,4 +1,4 @@
-"""Apex's casts and its older face: decorators, lists, the handle of `init`, wrapped optimizers."""
+"""Apex's casts, and its API before `initialize`: decorators, lists, the handle of `init`, wrapped optimizers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from amp_patch.apex.parallel.LARC import LARC
 
 
 def larc_by_hand(param, grad, lr, decay, trust, clip, eps=1e-8):
-    """You et al. 2017, equation 6 and section 4, in FP64: the weight after one step of plain SGD."""
+    """Return the weight after one step of plain SGD, in FP64, by You et al. 2017, equation 6 and section 4."""
     w, g = param.double(), grad.double()
     if w.norm() == 0 or g.norm() == 0:
         return w - lr * g

@@ -1,4 +1,4 @@
-"""Apex's variant of the op lists: what type each call gives, forward and backward, as it gave it in Apex.
+"""Apex's variant of the op lists: each call has the types that it had in Apex, forward and backward.
 
 The tables here are facts about Apex (apex/amp/lists at the parent of NVIDIA/apex#1896), not read off oplists.py.
 """

@@ -40,7 +40,7 @@ def arguments(dtype, weight_dtype, device="cpu"):
 
 
 def assert_is(result, wanted, dtype):
-    """`wanted`, in FP64, rounded to `dtype`: to one unit in its last place or FP32's noise."""
+    """Assert that a result equals `wanted`, FP64, rounded to `dtype`, within one unit in the last place."""
     assert result.dtype is dtype
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(result.double(), wanted, rtol=2 * eps, atol=8 * torch.finfo(torch.float32).eps)

@@ -25,7 +25,7 @@ from amp_patch.apex.parallel.LARC import LARC
 
 
 def _mean_of_both(make_loss, model):
-    """The gradients of a fresh copy of `model`, averaged over what each rank would get alone."""
+    """Return the gradients of a new copy of `model`, averaged over those of each rank's data."""
     sums = {}
     for rank in range(2):
         alone = copy.deepcopy(model)
@@ -37,7 +37,7 @@ def _mean_of_both(make_loss, model):
 
 
 class Branches(nn.Module):
-    """`spare` is never used; `extra` is given out and in no loss; `chosen` is used where asked for."""
+    """`spare` is never used; `extra` is returned but in no loss; `chosen` is used on request."""
 
     def __init__(self, seed):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loss scalers as callers of Apex use them: several losses, scales that are written, scalers by themselves."""
+"""Loss scalers in the ways of Apex's users: several losses, written scales, scalers without `initialize`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_list_of_optimizers_delayed(amp, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_one_scaler_for_each_task_and_the_reduction_inside_of_the_body(amp, level):
-    """UNITER: gradients are reduced in the body, where they are the raw scaled ones of the model."""
+    """As in UNITER, gradients are reduced in the body, where the model has scaled gradients."""
     model = linear([[1.0]])
     tasks = {"mlm": 0, "itm": 1}
     model, optimizer = amp.initialize(
@@ -185,7 +185,7 @@ def test_the_growth_interval_and_the_count_are_honoured(amp, level):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_shows_in_the_scaler_and_in_the_stash_until_it_is_over(amp, level):
-    """NVIDIA's BERT counts steps by `_has_overflow` after the step, others ask `already_patched` before it."""
+    """NVIDIA's BERT counts steps by `_has_overflow` after the step; other scripts read `already_patched` before it."""
     model, optimizer = make(amp, level)
     loss_scaler = amp._amp_state.loss_scalers[0]
     for grad, overflow in ((0.125, False), (INF, True), (0.125, False)):

@@ -1,4 +1,4 @@
-"""What scripts written for Apex rely on beyond its signatures; one test or more for each of the semantics a to l."""
+"""Behaviour that scripts for Apex rely on beyond its signatures. Letters in the names of the tests number it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_g_micro_batches_accumulate_without_delay_unscale_clipped_each_time(amp,
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("where", ["model", "masters"])
 def test_h_gradients_removed_between_scale_loss_and_step_are_not_applied(amp, level, where):
-    """swav freezes its prototypes so: p.grad = None of some parameters of the model."""
+    """As in swav, which freezes its prototypes by `p.grad = None` for some parameters of the model."""
     model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
     model, optimizer = amp.initialize(
         model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level=level, loss_scale=4.0
@@ -142,7 +142,7 @@ def test_h_a_parameter_that_only_the_first_micro_batch_used_is_not_taken_for_rem
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_h_an_edit_of_the_models_gradients_after_scale_loss_is_what_the_step_takes(amp, level):
-    """hysts divides param.grad.data after the unscale; in Apex it had no effect at O2, where the masters had others."""
+    """As in hysts' scripts, which divide param.grad.data after the unscaling. In Apex this had no effect at O2."""
     model = linear([[1.0]])
     model, optimizer = amp.initialize(
         model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level=level, loss_scale=4.0

@@ -1,4 +1,4 @@
-"""What scripts take out of Apex's state: the stash of an optimizer, state dicts, properties."""
+"""Apex's state that scripts read: the stash of an optimizer, state dicts, properties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole step in a CUDA graph, as far as the host can be seen to keep still: a CPU acts the device that captures.
+"""A whole step in a CUDA graph: the host does nothing that a capture forbids. A CPU stands in for the GPU.
 
 What a GPU then makes of it is in test_cuda_graphs.py.
 """
@@ -23,7 +23,7 @@ from amp_patch.training import overflow, stash
 
 @pytest.fixture
 def capturing(monkeypatch):
-    """While set, a CUDA graph is being captured, and nobody may ask for what travels to the host."""
+    """A stand-in for a capture: while it is set, a read of a value that is copied to the host fails."""
     state = {"on": False}
 
     class NoNumbers(stash.DeviceNumbers):
@@ -129,7 +129,7 @@ FIRST = MAKERS | {
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("maker", FIRST.values(), ids=FIRST)
 def test_a_first_step_is_refused(maker, level, capturing):
-    """Each replay would begin its state anew: SGD's momentum with the gradient of its own batch."""
+    """Each replay would initialize the state again: SGD's momentum would become the gradient of the batch."""
     model, optimizer = start_capturable(maker, level)
     before = training.weights(model)
     capturing["on"] = True
@@ -232,7 +232,7 @@ def test_verdicts_from_before_the_capture_are_heard_after_it(capturing, caplog):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["FusedSGD", "FusedAdam", "FusedMixedPrecisionLamb"])
 def test_nothing_is_copied_between_host_and_device(name, level, capturing, monkeypatch):
-    """A copy from ordinary memory of the host waits for the device, and no graph can hold it; "meta" acts that."""
+    """A copy from pageable host memory syncs, and cannot be captured. The device "meta" stands in for the GPU."""
     for kernel in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_"):  # torch has none of these for meta tensors
         monkeypatch.setattr(torch, kernel, lambda *lists, **options: None)
     model, optimizer = start_capturable(MAKERS[name], level, "meta")

@@ -107,7 +107,7 @@ def test_activation_checkpointing_changes_no_bit(ranks, level):
 
 
 def halves(level: str) -> dict[str, Any]:
-    """Each rank trains a part of its own, and the second overflows in the second step."""
+    """Each rank trains another part of the model, and the second rank overflows in the second step."""
     model = linear([[1.0]])
     model, optimizer = amp.initialize(
         model,
@@ -135,7 +135,7 @@ def test_a_process_group_skips_together(ranks, level):  # Apex's issue 237
 
 
 def reduced_by_hand(level: str) -> list[Tensor]:
-    """Horovod's way: the scaled gradients of the model are averaged in the body of scale_loss."""
+    """As Horovod does, the scaled gradients of the model are averaged in the body of scale_loss."""
     model = mlp()
     model, optimizer = amp.initialize(
         model, SGD(model.parameters()), opt_level=level, process_group=dist.group.WORLD, **SCALED
@@ -248,7 +248,7 @@ def test_join_takes_uneven_inputs_and_leaves_the_ranks_alike(ranks, level):
 
 
 def killable(level: str, folder: str, killed: tuple[int, int] | None) -> list[Tensor]:
-    """Twenty steps with a checkpoint after every fifth; goes on from the last one that is there."""
+    """Train twenty steps with a checkpoint after every fifth, from the last existing checkpoint on."""
     path = os.path.join(folder, "checkpoint.pt")
     model = mlp()
     model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level=level)

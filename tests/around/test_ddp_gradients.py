@@ -33,7 +33,7 @@ def gradients(optimizer: Any) -> list[Tensor]:
 
 
 def accumulate_plainly(low: torch.dtype | None) -> list[Tensor]:
-    """Plain DDP, its loss scaled by hand, its gradients divided at the end: by a power of two, exactly."""
+    """Train with plain DDP. The loss is scaled, and gradients are divided at the end, by a power of two: exact."""
     model = mlp()
     optimizer, wrapped, collected = SGD(model.parameters()), DistributedDataParallel(model), []
     for iteration in range(2):
@@ -86,7 +86,7 @@ def test_accumulation_under_no_sync(ranks, level, delay):
 
 
 def overflow_before_the_reduction(level: str, rank: int) -> dict[str, Any]:
-    """One rank overflows in a micro-batch under no_sync, which only the backward after it tells the other."""
+    """One rank overflows in a micro-batch under no_sync. The other rank learns of it in the next backward."""
     model = mlp()
     model, optimizer = amp.initialize(
         model, SGD(model.parameters()), opt_level=level, verbosity=0, loss_scale="dynamic"
@@ -107,7 +107,7 @@ def test_an_overflow_under_no_sync_moves_the_scale_alike_on_all_ranks(ranks, lev
 
 
 def never_reduced(level: str) -> list[Tensor]:
-    """Each rank by itself, for a step; what averages the weights now and then is not ours."""
+    """Each rank makes a step without a reduction. Averaging the weights later is user code's part."""
     model = mlp()
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
     wrapped = DistributedDataParallel(model)
@@ -144,7 +144,7 @@ def test_an_overflow_on_one_rank_skips_on_all(ranks, level, dtype):
 
 
 def two_losses(level: str | None, options: dict[str, Any], apart: bool, bad: bool) -> dict[str, Any]:
-    """Loss 0, which overflows on rank 1 if `bad`, then loss 1: `apart`, its first half is not reduced by itself."""
+    """Train on loss 0, which overflows on rank 1 if `bad`, then on loss 1; `apart`: its first half is not reduced."""
     model = mlp()
     optimizer = SGD(model.parameters())
     if level is not None:
@@ -243,7 +243,7 @@ def gan(level: str | None, options: dict[str, Any], dropping: bool = False) -> l
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_a_gan_under_two_ddps(ranks, level, options):
-    """What the generator's loss gives to the discriminator is added, as in torch; masters do not get it."""
+    """Gradients of the generator's loss in the discriminator are added up, as in torch; masters do not receive them."""
     plain = both_alike(ranks(gan, None, {}, dropping=level in ("O2", "O5")))
     close(both_alike(ranks(gan, level, options)), plain, {"O0": 1e-6, "O5": 3e-2}.get(level, 5e-3))
 

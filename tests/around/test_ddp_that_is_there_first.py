@@ -1,4 +1,4 @@
-"""A DistributedDataParallel around or inside of a model before `initialize` sees it."""
+"""A model that has a DistributedDataParallel around or inside it before `initialize`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Wrapping(nn.Module):
 
 
 def inside(level: str | None, micro_batches: int = 1) -> list[Tensor]:
-    """Trained with the DDP inside; None: with one around, at O1. One rank overflows in the second step."""
+    """Train a model with a DDP inside it; None: with a DDP around it, at O1. One rank overflows in the second step."""
     model: Any = mlp() if level is None else Wrapping()
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level or "O1", verbosity=0)
     wrapped = DistributedDataParallel(model) if level is None else model
@@ -168,7 +168,7 @@ def test_a_ddp_that_was_around_the_model_once_is_no_reason_to_refuse_it(ranks):
 
 
 def partly_inside(level: str, grouped: bool, frozen: bool) -> Any:
-    """The head is each rank's own, and overflows on the second in the second step."""
+    """The head is not in the DDP. It overflows on the second rank in the second step."""
     torch.manual_seed(0)
     model = Wrapping(head=True)
     model.head.requires_grad_(not frozen)
@@ -202,7 +202,7 @@ def test_weights_outside_of_an_inner_ddp_need_a_process_group_for_overflows(rank
 
 
 def horovods_way(level: str, before: bool) -> list[Tensor]:
-    """Each gradient is averaged as soon as it is there, by a hook on its accumulation node."""
+    """A hook on each accumulation node averages the gradient when it is complete."""
     model, nodes = mlp(), []
 
     def average(param: Tensor) -> None:

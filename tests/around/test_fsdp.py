@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`) in two processes: the shards of a level train as one process does, and nobody skips alone."""
+"""FSDP2 (`fully_shard`) on two ranks: shards train as on one process, and all ranks skip a step together."""
 
 from __future__ import annotations
 

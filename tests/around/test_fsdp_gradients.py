@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Rows(nn.Module):
-    """Gradients that a test chooses: row i of the weight gets a quarter of the i-th input. Each rank holds a row."""
+    """A model whose gradients a test chooses: row i of the weight, on rank i, gets a quarter of the i-th input."""
 
     def __init__(self) -> None:
         super().__init__()

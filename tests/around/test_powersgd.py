@@ -1,4 +1,4 @@
-"""An overflow under torch's PowerSGD hook, which keeps numbers for the next iteration (docs/limits.md)."""
+"""An overflow under torch's PowerSGD hook, which stores an error feedback for the next iteration (docs/limits.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amp_patch import amp
 
 
 def skips(level: str, how: str) -> list[bool]:
-    """Of each step whether it was skipped; the loss of the fourth is infinite."""
+    """Return for each step whether it was skipped. The loss of the fourth step is infinite."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     torch.manual_seed(0)

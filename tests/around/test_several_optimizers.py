@@ -1,4 +1,4 @@
-"""`scale_loss` where a training has several optimizers: shared parameters, GANs, bodies in bodies."""
+"""`scale_loss` in trainings with several optimizers: shared parameters, GANs, nested bodies."""
 
 from __future__ import annotations
 

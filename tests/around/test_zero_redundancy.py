@@ -94,7 +94,7 @@ def test_zero_redundancy_optimizer_skips_on_all_ranks(ranks, level):
 
 
 def zero_resume(level: str, order: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The weights of a run, and of one that was saved half way and went on from the file, in new objects."""
+    """Return the weights of a run, and of a run that was saved half way and continued from the file in new objects."""
     from io import BytesIO
 
     def build(saved: BytesIO | None) -> Any:

@@ -1,4 +1,4 @@
-"""Graphs that end inside a region: what is left of the forward runs as plain Python, with eager's casts and numbers."""
+"""Graphs that break inside a region: the rest of the forward runs as plain Python, with eager's casts and numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of the op lists in a call: which types come in, and which result has."""
+"""The rules of the op lists: the types that a function receives and returns in one call."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("name", NORMS)
 def test_batch_and_instance_norms_are_torch_autocast_s(name: str, dims: int, dtype: torch.dtype, device: str) -> None:
-    """The input's type in and out, weights and statistics FP32: forward, backward and double backward, to the bit."""
+    """Batch norms return the input's type, with FP32 weights and statistics: all derivatives are equal to the bit."""
 
     def run(norm: nn.Module, given: Tensor, area: Any) -> list[Tensor]:
         x = given.clone(memory_format=torch.preserve_format).requires_grad_()

@@ -159,7 +159,7 @@ def test_threads_have_their_own_policies_and_caches() -> None:
 @needs_install
 @pytest.mark.parametrize("steps", [50, pytest.param(150, marks=pytest.mark.slow)])
 def test_threads_that_share_weights_under_stress(steps: int) -> None:
-    """Regions, casts and caches while weights change, die and are collected by other threads."""
+    """Regions, casts and caches while other threads change weights, free them and collect garbage."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     x, shared, failures = torch.ones(2, 4), [torch.ones(4, 4)], []
     barrier = threading.Barrier(5)
@@ -266,7 +266,7 @@ def test_checkpoint_recomputes_the_same(reentrant: bool) -> None:
 @pytest.mark.parametrize("cpu_half", ["native", "emulate"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint_recomputes_under_the_casts_of_the_first_time(reentrant: bool, cpu_half: str) -> None:
-    """Wherever backward runs: outside of regions, as torch advises for autocast, and under other casts."""
+    """Backward runs outside of regions, as torch advises for autocast, and under other casts."""
     x, seen = torch.ones(2, 4, requires_grad=True), []
 
     def block(x: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def test_a_compiled_step_of_the_optimizer_skips_and_publishes(level):
 
 
 class Overflowing(nn.Module):
-    """Beyond FP16's range in the middle, between two products: FP32 would come back from there."""
+    """A value between two products is beyond FP16's range. In FP32 it would not become infinite."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""torch.compile and `initialize` in either order, in processes of their own."""
+"""torch.compile and `initialize` in either order, each case in a new process."""
 
 from __future__ import annotations
 

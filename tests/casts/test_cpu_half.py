@@ -141,7 +141,7 @@ SLOW: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_batch_and_instance_norms_between_emulated_functions_are_torch_s(norm, policy, installed):
-    """Low in and out, in FP32 inside: as kernels of torch's, which no CPU needs help with."""
+    """These norms are not emulated: torch's kernels take and return the low type, and compute in FP32 on every CPU."""
     x, conv = half(2, 3, 6, 6, dtype=policy.dtype), nn.Conv2d(3, 4, 3).to(policy.dtype)
     expected = F.conv2d(x.float(), conv.weight.float(), conv.bias.float()).to(policy.dtype)
     expected = norm(expected)
@@ -197,7 +197,7 @@ def test_sums_of_products_are_rounded_once(policy, installed):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_rounded_once_for_each_product(policy, installed):
-    """By hand: the weight is used twice, and each of its two gradients is rounded before they are added."""
+    """The expected value by hand: the weight is used twice, and each of its gradients is rounded before the sum."""
     step = 2 / torch.finfo(policy.dtype).eps
     weight = torch.ones(1, 1, dtype=policy.dtype, requires_grad=True)
     rows = torch.tensor([[step], [1.0]]).to(policy.dtype)

@@ -1,4 +1,4 @@
-"""What the emulation of FP16 and BF16 on a CPU leaves alone, and what autograd keeps of it."""
+"""Emulation of FP16 and BF16 on a CPU: calls that it does not change, and the tensors that autograd saves."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NATIVE: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_emulated_and_native_bf16_differ_by_the_order_of_sums_alone(name, installed):
-    """To the bit where all orders give one sum, forward and backward, on CPUs with BF16 arithmetic and without."""
+    """Operands for which all orders of summation give the same sum: results are equal to the bit on every CPU."""
     function, shapes = NATIVE[name]
     torch.manual_seed(0)
     operands = [torch.randint(-8, 9, shape).to(BF16).requires_grad_() for shape in shapes]

@@ -257,7 +257,7 @@ SAYS = {"ours": torch.float16, "torch's": torch.bfloat16}
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("names", list(itertools.product(KINDS, repeat=2)))
 def test_backward_has_the_mixture_of_its_forward_wherever_it_runs(names, elsewhere, seen):
-    """The inner region of the forward has the word in backward too, inside every region, on every thread."""
+    """The innermost region of the forward also decides in backward, inside every region and on every thread."""
     expected = next((SAYS.get(name, torch.float32) for name in reversed(names) if name != "none"), torch.float32)
     function = noting(amp.custom_fwd, amp.custom_bwd)
     for around in KINDS.values():
@@ -300,7 +300,7 @@ def test_cast_inputs_under_mixtures(names, seen):
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_torch_s_decorators_in_a_training_keep_the_casts_of_the_training_in_backward(level, seen):
-    """torch's custom_bwd switches torch's off where the forward had none: nobody's word against ours."""
+    """torch's custom_bwd disables torch.autocast if the forward ran without it. This does not turn our casts off."""
     function = noting(torch.amp.custom_fwd, torch.amp.custom_bwd)
 
     class Net(nn.Linear):

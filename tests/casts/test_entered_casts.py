@@ -128,7 +128,7 @@ REGIONS: dict[str, Callable[[], regions.region]] = {
 
 @pytest.mark.parametrize("kind", REGIONS)
 def test_a_region_that_ends_while_another_one_is_left_takes_itself_away(kind: str) -> None:
-    """As where the garbage collector finds a suspended generator in the middle of an exit."""
+    """As if the garbage collector closes a suspended generator during the exit of a region."""
 
     class EndsAnother(regions.region):
         def on_exit(self, entry: Any) -> None:

@@ -1,4 +1,4 @@
-"""FP8 and FP4: numbers as torch's types and ml_dtypes have them, to the bit; scales; chance; Hadamard."""
+"""FP8 and FP4: rounding equals torch's types and ml_dtypes to the bit; scales; stochastic rounding; Hadamard."""
 
 from __future__ import annotations
 

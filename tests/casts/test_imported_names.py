@@ -1,4 +1,4 @@
-"""Functions of torch's that a script has bound before the casts exist, by `from torch import einsum` and its like."""
+"""Functions of torch that a script has stored before the casts exist, by `from torch import einsum` for example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of torch's that are imported after the casts are installed, or never: each in a process of its own."""
+"""Modules of torch that are imported after the casts are installed, or never, each case in a new process."""
 
 from __future__ import annotations
 

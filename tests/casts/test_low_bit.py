@@ -1,4 +1,4 @@
-"""Products in FP8 and FP4: what is multiplied so, by which numbers, forward and backward, eager and compiled."""
+"""Products in FP8 and FP4: which calls they are, and their numbers, forward and backward, eager and compiled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPERATOR = torch.ops.amp_patch.low_bit_product.default
 
 
 class Products(TorchDispatchMode):
-    """Notes the calls of the operator: the roles of its operands, and whether they are spread."""
+    """Record the calls of the operator: the roles of its operands, and whether they are Hadamard transformed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Functions that torch has got of late: grouped products, attention that is imported by name, a loss with its layer."""
+"""Functions of newer versions of torch: grouped products, attention that is imported by name, a loss with its layer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def uniform(*shape: int, seed: int = 0) -> Tensor:
 
 
 def near(found: Tensor, expected: Tensor) -> bool:
-    """Whether the two differ by a few roundings of the type of `found` to numbers around 1."""
+    """Tell whether the two are equal within a few roundings, in the type of `found`, of numbers around 1."""
     return torch.allclose(found.float(), expected.float(), rtol=0, atol=8 * torch.finfo(found.dtype).eps)
 
 

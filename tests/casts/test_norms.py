@@ -77,7 +77,7 @@ def acting(level: str = "O4", **options: Any) -> regions.region:
 
 
 def sample(dtype: torch.dtype, device: str = "cpu", rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
-    """(x, weight, bias), which want gradients; x has a mean of 30, ten times its spread."""
+    """Return (x, weight, bias), which require grad. x has a mean of 30, ten times its spread."""
     generator = torch.Generator().manual_seed(0)
     x = 30 + 3 * torch.randn(rows, CHANNELS, generator=generator)
     weight, bias = torch.rand(CHANNELS, generator=generator) + 0.5, torch.randn(CHANNELS, generator=generator)

@@ -100,7 +100,7 @@ class OfOne(nn.Module):
 
 
 class Call(nn.Module):
-    """A model that calls one function, and notes the type of its result before the model's end casts it."""
+    """A model that calls one function, and records the type of its result before the outputs are cast."""
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()

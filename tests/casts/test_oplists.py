@@ -29,7 +29,7 @@ NOT_FLOATING = {"matrix_rank", "isclose", "allclose"}
 
 @pytest.fixture(scope="module", params=WRAPPERS, autouse=True)
 def installed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The casts on one kind of wrapper. The tests only call what is there, so they are installed once for all."""
+    """Install the casts with one kind of wrapper, once for all tests, which only call the functions."""
     with install.use_backend(request.param):
         install.install()
         yield
@@ -245,7 +245,7 @@ def test_disabled() -> None:
         assert not torch.backends.mha.get_fastpath_enabled()
 
 
-# What promotes by itself and is therefore not listed. If torch ever changes its mind, this says so.
+# Functions that promote mixed types without help, and so are not listed. If a torch changes this, the test fails.
 PROMOTE = {
     "add": vectors,
     "mul": vectors,

@@ -1,4 +1,4 @@
-"""Regions of ours beside torch.autocast: the inner one wins. And `amp.` in the place of `torch.amp.`."""
+"""Regions nested with torch.autocast: the inner one decides. And `amp.` instead of `torch.amp.`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_exception_restores(names: tuple[str, str]) -> None:
 
 
 def test_the_list_of_fp32_functions_is_the_inner_region_s() -> None:
-    """torch's list for the CPU has this pool and leaves exp alone; ours, which is CUDA's, the other way round."""
+    """torch's op list for the CPU casts this pooling and not exp. The op lists here, those of CUDA, do the opposite."""
     low = torch.ones(2).to(BF16)
 
     def pool() -> torch.Tensor:

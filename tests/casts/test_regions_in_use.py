@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("clean_casts")
 
 
 class Telling(nn.Module):
-    """A linear layer that notes the type of its product, and whether torch's autocast is on."""
+    """A linear layer that records the type of its product, and whether torch.autocast is enabled."""
 
     def __init__(self, within: Callable[[], Any] = nullcontext) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Functions of the user's: decorators and registration."""
+"""Casts of users' functions: decorators and registration."""
 
 from __future__ import annotations
 

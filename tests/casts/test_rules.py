@@ -1,4 +1,4 @@
-"""rules.py: the table, to which the op lists, the decorators, the extension and `explain` hold."""
+"""rules.py: the op lists, the decorators, the extension and `explain` agree with its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.jit has compiled, in the casts: to the bit what eager code gives under torch.autocast, the oracle."""
+"""Code compiled by torch.jit, under the casts: it equals eager code under torch.autocast, to the bit."""
 
 from __future__ import annotations
 

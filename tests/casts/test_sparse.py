@@ -1,4 +1,4 @@
-"""Products with a sparse tensor at O1 and O4: FP32, rounded to the level's type, whatever kernels a layout has."""
+"""Products with a sparse tensor at O1 and O4: FP32, rounded to the level's type, for every layout."""
 
 from __future__ import annotations
 

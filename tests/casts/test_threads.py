@@ -1,4 +1,4 @@
-"""Python threads: kernels on lists of their own and on lists that change under them, casts while casts come and go."""
+"""Python threads: kernels while another thread changes their lists, and casts while another thread installs casts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def run_on_threads(*works: Callable[[], Any]) -> None:
-    """All of them at once, each on a thread of its own; the first exception of any is raised here."""
+    """Run all functions at once, each on a thread; raise the first exception."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(len(works))
 
@@ -81,7 +81,7 @@ def run_on_threads(*works: Callable[[], Any]) -> None:
 
 
 def test_kernels_in_threads_on_separate_lists_are_right(backend: str) -> None:
-    """A flag that all share, sources that all read, outputs of each thread's own."""
+    """Threads share a flag and sources that they read; each has its own outputs."""
     found = torch.zeros(())
     sizes = [0, 1, 65, 513, 16385, 40_000, *([3] * 50)]
     src = [torch.linspace(-3, 3, n).to(dtype) for n, dtype in zip(sizes, itertools.cycle(DTYPES), strict=False)]
@@ -238,7 +238,7 @@ def test_the_default_changes_under_calls() -> None:
 
 @needs_clean
 def test_threads_that_end_inside_regions() -> None:
-    """What a dead thread remembered is gone, whether its weights die before it, after it or with it."""
+    """The cache of an ended thread is freed, whether its weights are freed before, after or with the thread."""
     install.install()
     x, shared = torch.ones(2, 2), [nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
     left_over: list[weakref.ref[Tensor]] = []
@@ -353,7 +353,7 @@ def gradients(model: nn.Module, outputs: list[Tensor], scale: float = 1.0) -> li
 @pytest.mark.parametrize("kind", [Decorated, Inside])
 @pytest.mark.parametrize("around", ["nothing", "ours", "torch's"])
 def test_autocast_in_forward_acts_in_parallel_apply(kind: type[Tutorial], around: str, accelerator: None) -> None:
-    """One thread a replica; a region around them does not reach the threads; gradients are one thread's to the bit."""
+    """Each replica has a thread. A region around the call does not apply there. Gradients equal those of one thread."""
     torch.manual_seed(0)
     model, inputs = kind(), [torch.randn(3, 4) for _ in range(4)]
     region = {

@@ -1,4 +1,4 @@
-"""The weights that a region has cast, and when they are cast anew."""
+"""The cached casts of weights in a region, and the events after which a weight is cast again."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_edited_weights_are_cast_again() -> None:
 
 
 class During(TorchFunctionMode):
-    """Runs `action` after each call of `Tensor.to`, as another thread may while a cast runs."""
+    """Run `action` after each call of `Tensor.to`, as another thread may do during a cast."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_entries_die_with_their_tensors() -> None:
 
 @needs_install
 def test_a_weight_may_die_anywhere() -> None:
-    """In another thread; after the region; after the thread that cast it; while somebody holds our weak reference."""
+    """A weight is freed on another thread, after the region, after its thread, and while a weak reference is held."""
     weights = [nn.Parameter(torch.ones(2, 2), requires_grad=False) for _ in range(4)]
     held: list[Any] = []
 

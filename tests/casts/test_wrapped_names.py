@@ -1,4 +1,4 @@
-"""What stands in torch's namespace while casts are installed, and what is there afterwards."""
+"""The wrappers in torch's namespace while casts are installed, and its restored functions afterwards."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ with install.use_backend(BACKEND):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["", "import torch._dynamo"], ids=["installed first", "compiler first"])
 def test_compiled_models_give_the_same_numbers(first: str, wrappers: str) -> None:
-    """In a process of its own: the compiler keeps what it finds in torch's namespace when it is imported."""
+    """In a new process, because the compiler stores functions of torch's namespace when it is imported."""
     code = f"{first}\nBACKEND = {wrappers!r}\n{COMPILED}"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
 

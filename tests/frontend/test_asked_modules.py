@@ -52,7 +52,7 @@ def test_at_o0_and_without_a_level_nothing_is_kept(monkeypatch):
     [(None, [1, 2]), ("", [1, 2]), ("1", [0, 2, 3]), ("()", [0, 1, 2, 3]), ("nothing of it", [1, 2])],
 )
 def test_kept_and_inner_layers_stay_out_of_low_bit_products(named, rounded, monkeypatch):
-    """The layers whose product has another result than BF16's, of inputs that FP4 does not hold."""
+    """Return the layers whose product differs from BF16's, for inputs that FP4 cannot represent."""
     if named is not None:
         monkeypatch.setenv(KEEP_HIGH, named)
     model, found = begun("O6", dtype="nvfp4_naive"), []

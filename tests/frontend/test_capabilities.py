@@ -1,4 +1,4 @@
-"""What is ours against what may be done with it by itself: models, scalers, policies and results, copied and pickled.
+"""Copies and pickles of single objects: models, scalers, policies and results.
 
 Of a model together with its optimizer tests/training/test_events.py has the table.
 """

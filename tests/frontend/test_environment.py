@@ -1,4 +1,4 @@
-"""The environment variables of an opt level: what becomes of a script's own level and options."""
+"""The environment variables of an opt level, and how they override a script's own level and options."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def test_fsdp_policy_goes_with_initialize(environment):
 
 
 def test_the_handle_of_the_api_before_initialize(amp, environment):
-    """O0 and O4 are what O1 may be there: it casts functions, and has no model that it could cast."""
+    """`amp.init` accepts O0 and O4 instead of O1, because it has no model to cast."""
     weight = torch.ones(1, 1)
     for level, dtype in (("O0", torch.float32), ("O4", BF16), ("O1", HALF)):
         environment(level)

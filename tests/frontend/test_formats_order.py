@@ -42,7 +42,7 @@ def task_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def loss_of(short_training: ModuleType, task: Any, level: str, options: dict[str, Any], seed: int) -> float:
-    """The mean loss of the last third of the steps: the batches are those of every other run from this seed."""
+    """Return the mean loss of the last third of the steps. All runs of a seed have the same batches."""
     torch.manual_seed(seed)
     model = task.model()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, betas=(0.9, 0.95))

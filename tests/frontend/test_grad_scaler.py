@@ -153,7 +153,7 @@ def test_bounds_hold_the_scale():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_overflow_after_overflow_leaves_a_scale_that_gradients_can_be_unscaled_by(device):
-    """torch's goes on to 0, whose inverse is infinite: from then on even a gradient of 0 overflows."""
+    """torch's scale falls to 0, whose inverse is infinite. Then even a gradient of 0 overflows."""
     scaler = amp.GradScaler(device, init_scale=2.0**-120)
     param = nn.Parameter(torch.zeros(1, device=device))
     optimizer = torch.optim.SGD([param], lr=1.0)

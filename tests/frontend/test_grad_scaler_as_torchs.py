@@ -1,4 +1,4 @@
-"""What torch's own tests ask of a GradScaler; gradients that are not its; torch.compile."""
+"""GradScaler: the checks of torch's own tests, gradients that it has not scaled, and torch.compile."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_scale_does_not_grow_beyond_fp32():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_spoilt_after_unscale_are_the_script_s_own_affair(device, fused):
-    """The check is unscale_'s: as in torch, what is written afterwards goes into the weights."""
+    """Only `unscale_` checks gradients, as in torch. A value that is written afterwards reaches the weights."""
     for scaler in scalers(device):
         model, optimizer = model_and_optimizer(device, fused=fused)
         scaler.scale(model(torch.ones(1, 3, device=device)).sum()).backward()
@@ -353,7 +353,7 @@ def test_the_effects_of_scale_loss_end_with_its_iteration(end):
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 def test_two_devices_that_overflow_at_once_skip_as_one_does(kind, monkeypatch):
-    """torch adds their flags up, and its fused Adam steps where the sum is 2."""
+    """torch adds up the flags of two devices, and its fused Adam does not skip if the sum is 2."""
     weight = nn.Parameter(torch.ones(3))
     optimizer = kind([weight], lr=0.1, fused=True)
     devices = [torch.device("cuda", index) for index in range(2)]

@@ -1,4 +1,4 @@
-"""amp.graph.Graph: a call of it is an iteration of the eager loop; what it refuses, it names."""
+"""amp.graph.Graph: a call equals an iteration of the eager loop; refusals name the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs beside torch.compile, and bad use of them by name."""
+"""Graphs: their use of torch.compile, and errors for wrong use."""
 
 from __future__ import annotations
 

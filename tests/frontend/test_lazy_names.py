@@ -1,4 +1,4 @@
-"""What `import amp_patch` loads, and what it loads when a name is first used."""
+"""The modules that `import amp_patch` loads, and those that the first use of a name loads."""
 
 from __future__ import annotations
 

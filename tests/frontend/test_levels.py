@@ -1,4 +1,4 @@
-"""What each opt level promises as a whole: bits at O0, dtypes, resume, interleaving, restore."""
+"""The promises of each opt level: the bits of FP32 at O0, dtypes, resume, interleaving, restore."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def load(saved, model, optimizer):
 
 
 def trainings(seeds):
-    """Per level a model and an optimizer of an `initialize` of their own, with scales that move apart."""
+    """Start a training for each level by a separate `initialize`, with scales that become different."""
     made = {}
     for level, seed in zip(("O1", "O2"), seeds, strict=True):
         model = convnet(seed)

@@ -1,4 +1,4 @@
-"""O6 and O7: O4 and O5 with products in FP8 or FP4, a string away."""
+"""O6 and O7: O4 and O5 with products in FP8 or FP4."""
 
 from __future__ import annotations
 

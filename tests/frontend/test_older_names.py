@@ -22,7 +22,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines
 
 @pytest.fixture
 def with_cuda(monkeypatch):
-    """A machine that says it has CUDA: our casts then act, on any tensor."""
+    """Simulate a machine with CUDA, so that the casts act, on tensors of any device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 

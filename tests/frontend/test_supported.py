@@ -1,4 +1,4 @@
-"""The table of which options go with what is around a training: each yes trains, each no is refused with its reason."""
+"""The table of options and surroundings (supported.py): each yes trains, each no is refused with its reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user's editor and type checker know of amp_patch: mypy and pyright over a script that is also run."""
+"""The types of amp_patch for editors and type checkers: mypy and pyright check a script that is also run."""
 
 from __future__ import annotations
 

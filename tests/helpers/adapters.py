@@ -1,4 +1,4 @@
-"""Models with peft's adapters; who imports this is skipped where a package is missing, before what imports that."""
+"""Models with peft's adapters. If a package is missing, tests that import this file are skipped."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ every_adapter = pytest.mark.parametrize("adapters", ["FP32", "BF16"])
 
 
 def base_model(base: str, name: str = "Llama") -> Any:
-    """Its values are those of BF16, whatever it is in."""
+    """Return a model in the type `base`, with values that are exact in BF16."""
     return random_model(name).bfloat16().to(TYPES[base])
 
 
 def lora(base: str = "BF16", adapters: str = "FP32", name: str = "Llama", **options: Any) -> Any:
-    """FP32 is what peft makes of adapters by itself, over any base."""
+    """Return a base model with adapters. FP32 is the type that peft gives adapters over any base."""
     config = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, **options}
     kind = {} if name == "ViT" else {"task_type": "CAUSAL_LM"}
     model = base_model(base, name)
@@ -64,7 +64,7 @@ def begun(training: str, model: Any, **options: Any) -> tuple[Any, Any]:
 
 
 def run_adapters(training: str, model: Any, steps: int = 4, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses and masters of a training, which is over then."""
+    """Run a training to its end; return its losses and masters."""
     between, name = options.pop("between", None), options.pop("name", "Llama")
     model, optimizer = begun(training, model, **options)
     losses = iterate(model, optimizer, name, steps, between)

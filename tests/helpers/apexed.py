@@ -1,4 +1,4 @@
-"""A process in which `import apex` finds amp_patch's, for the tests of the drop-in surface."""
+"""Fixtures in which `import apex` finds amp_patch's modules."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from paths import BENCHMARKS
 
 
 def load(name: str) -> ModuleType:
-    """A new module of `benchmarks/name.py`, which finds the scripts beside it as Python has it find them."""
+    """Import `benchmarks/name.py` as a new module that can import the scripts in its folder."""
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patches:

@@ -1,4 +1,4 @@
-"""Trainings whose whole step a CUDA graph can hold."""
+"""Trainings whose whole step can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def start_capturable(maker: Any, level: str, device: str = "cpu") -> Any:
 
 
 def iteration(model: Any, optimizer: Any, images: Tensor, classes: Tensor, factor: float | Tensor = 1.0) -> None:
-    """A step on the loss times `factor`, whose infinity is an overflow."""
+    """Make a step on the loss times `factor`; an infinite factor makes an overflow."""
     loss = nn.functional.cross_entropy(model(images), classes)
     training.backward(loss * factor, optimizer)
     optimizer.step()

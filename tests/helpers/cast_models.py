@@ -1,4 +1,4 @@
-"""Trainings whose models are cast, of each kind; and values of theirs, set aside."""
+"""Trainings whose models are cast, of each kind, and copies of their values."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def random_model(name: str) -> transformers.PreTrainedModel:
 
 
 def written(name: str, folder: Path) -> Path:
-    """A checkpoint of the model in BF16, written once."""
+    """Return the path of a BF16 checkpoint of the model; it is written once."""
     path = folder / name
     if not path.exists():
         random_model(name).bfloat16().save_pretrained(path)
@@ -75,7 +75,7 @@ def loaded(path: Path, name: str, dtype: torch.dtype | str = torch.bfloat16) -> 
 
 
 def batch(name: str, step: int) -> dict[str, Tensor]:
-    """Of four rows; every second step has the same."""
+    """Return the batch of a step: four rows. Every second step has the same batch."""
     generator = torch.Generator().manual_seed(step % 2)
     if name == "ViT":
         images = torch.randn(4, 3, 16, 16, generator=generator)
@@ -103,7 +103,7 @@ def adamw(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
 def iterate(
     model: Any, optimizer: Any, name: str = "Llama", steps: int = 6, between: Callable[[Any, int], Any] | None = None
 ) -> list[float]:
-    """The losses of a plain loop; `between(model, step)` is called after each step."""
+    """Train by a plain loop; return the losses. `between(model, step)` is called after each step."""
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -117,7 +117,7 @@ def iterate(
 
 
 def count_calls(model: nn.Module) -> list[str]:
-    """Has one entry for each call, from now on, of the first layer that makes queries."""
+    """Return a list that gets an entry at each later call of the first layer that computes queries."""
     calls: list[str] = []
     name, layer = next((name, module) for name, module in model.named_modules() if name.endswith(".q_proj"))
     layer.register_forward_pre_hook(lambda *_: calls.append(name))

@@ -1,4 +1,4 @@
-"""A headless Chromium driven over the DevTools protocol, with nothing but the standard library.
+"""A headless Chromium, controlled through the DevTools protocol with the standard library alone.
 
 Messages are JSON, each ended by a NUL byte, over two pipes that the browser finds as file descriptors 3 and 4:
 https://chromedevtools.github.io/devtools-protocol/
@@ -30,13 +30,13 @@ _LAUNCHER = (
 
 
 def find() -> str | None:
-    """The path of a Chromium or Chrome."""
+    """Return the path of an installed Chromium or Chrome."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next((path for name in names if (path := shutil.which(name)) is not None), None)
 
 
 class Chromium:
-    """One browser with one page; `events` are those that came since the last `open`."""
+    """One browser with one page. `events` has the events since the last `open`."""
 
     def __init__(self, path: str, profile: Path, timeout: float = 30.0) -> None:
         self.timeout = timeout
@@ -72,7 +72,7 @@ class Chromium:
             raise
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a command of the protocol's."""
+        """Send a command of the protocol; return its result."""
         self._last += 1
         message: dict[str, Any] = {"id": self._last, "method": method, "params": params}
         if self._session is not None:
@@ -94,25 +94,25 @@ class Chromium:
             self.events.append(self._receive())
 
     def view(self, width: int, height: int, *, mobile: bool = False, scheme: str = "light", media: str = "") -> None:
-        """How wide the window is, in CSS pixels, and whether the reader's system is light or dark."""
+        """Set the width of the window in CSS pixels, and the light or dark scheme of the system."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", media=media, features=features)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression on the page; a page's policy does not hold for it."""
+        """Return the value of a JavaScript expression on the page. The page's content policy does not apply to it."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"]["exception"].get("description", "an exception"))
         return answer["result"].get("value")
 
     def requested(self) -> list[str]:
-        """The URLs that the page asked for."""
+        """Return the URLs that the page has requested."""
         requests = [e for e in self.events if e.get("method") == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in requests]
 
     def complaints(self) -> list[str]:
-        """What stands on the console."""
+        """Return the messages on the page's console."""
         kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
         return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
 

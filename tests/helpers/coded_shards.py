@@ -1,4 +1,4 @@
-"""Trainings of models that went through torch's `fully_shard`, with state in eight bits or rounded by chance."""
+"""Trainings under torch's `fully_shard`, with state in eight bits or stochastic rounding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ROUNDED = SHARDED["stochastic"] | {"optimizer_state": None}
 
 
 def net() -> nn.Sequential:
-    """On two processes of whose first weight only one has 4,096 elements, and of whose last one has none."""
+    """Return a model for two ranks: its first weight has 4,096 local elements on one rank only, and one rank
+    has no element of its last weight."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(48, 171), nn.GELU(), nn.Linear(171, 48), nn.LayerNorm(48), nn.Linear(48, 1))
 
@@ -47,17 +48,18 @@ def go_on(model: Any, optimizer: Any, steps: range) -> list[float]:
 
 
 def here(tensors: Any) -> list[Tensor]:
-    """What this process holds of each."""
+    """Return a copy of each tensor's local shard."""
     return [t.to_local().detach().clone() if hasattr(t, "to_local") else t.detach().clone() for t in tensors]
 
 
 def state_of(optimizer: Any) -> list[Tensor]:
-    """All tensors of the state as `state_dict()` gives them, those of this process."""
+    """Return the local shards of all tensors of the state, as in `state_dict()`."""
     return here(whole_state_of(optimizer))
 
 
 def referenced(make: Any, options: Any) -> dict[str, Any]:
-    """The same by torch: what is here of the shards, under an optimizer of its own; its state and BF16 are rounded."""
+    """Do the same training by hand: a torch optimizer steps the local shards, and its state and the BF16
+    values are rounded."""
     kept = options.get("optimizer_state", "8bit")
     model, optimizer = start(make, **options | {"optimizer_state": None})
     shards = list(model.parameters())

@@ -1,4 +1,4 @@
-"""Trainings with optimizer_state="8bit", and what is asked of their states."""
+"""Trainings with optimizer_state="8bit", and functions that read their states."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def go_on(model: Any, optimizer: Any, steps: range) -> list[float]:
 
 
 def coded(optimizer: Any) -> dict[str, int]:
-    """How many tensors of each name are kept in codes."""
+    """Return for each name of state the number of tensors that are codes."""
     names = [name for state in optimizer.state.values() if isinstance(state, CodedState) for name in kept_names(state)]
     return {name: names.count(name) for name in dict.fromkeys(names)}
 
@@ -73,13 +73,13 @@ def kept_names(state: CodedState) -> list[str]:
 
 
 def opened(optimizer: Any) -> int:
-    """How many of them are there in FP32, too."""
+    """Return the number of coded tensors whose FP32 values are in memory now."""
     kept = [s.kept(name) for s in optimizer.state.values() if isinstance(s, CodedState) for name in kept_names(s)]
     return sum(value.value is not None for value in kept)
 
 
 def state_of(optimizer: Any) -> list[Tensor]:
-    """All tensors of the state, in FP32, in the order of the parameters."""
+    """Return all tensors of the state in FP32, in the order of the parameters."""
     states = sorted(optimizer.state_dict()["state"].items())
     return [t for _, state in states for t in state.values() if isinstance(t, Tensor)]
 
@@ -98,7 +98,7 @@ def in_codes(value: Tensor) -> Tensor:
 
 
 def die_in_the_next_step(optimizer: Any) -> None:
-    """Have `kill -9` meet rank 1 in the optimizer's next step."""
+    """Make rank 1 kill itself by `kill -9` in the optimizer's next step."""
 
     def killed(*_: Any) -> None:
         if torch.distributed.get_rank():

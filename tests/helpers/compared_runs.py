@@ -1,4 +1,4 @@
-"""Runs made up for a comparison."""
+"""Artificial runs for tests of comparisons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from amp_patch.lab.recording.run import Run
 
 
 def seeds(level: str, *finals: float, **fields) -> list[Run]:
-    """A run a seed, that ends with these losses."""
+    """Return one run for each seed, which ends with the given loss."""
     return [made_up_run(level, seed, final=final, **fields) for seed, final in enumerate(finals)]
 
 
@@ -19,7 +19,7 @@ def compare(*groups: list[Run], **options) -> Comparison:
 
 
 def judge(base: list[Run], level: list[Run], **options) -> Verdict:
-    """The verdict on a level beside O0's runs."""
+    """Return the verdict on a level that is compared with O0's runs."""
     return compare(base, level, **options).levels[1].verdict
 
 

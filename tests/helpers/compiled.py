@@ -1,4 +1,4 @@
-"""torch.compile beside eager: the same types and numbers."""
+"""Comparison of compiled functions with eager ones: the same types and numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""csrc/kernels/*.cu with their launches, compiled for the host: tests/cuda/on_host.cpp."""
+"""A module with csrc/kernels/*.cu and their launches, compiled for the host by tests/cuda/on_host.cpp."""
 
 from __future__ import annotations
 

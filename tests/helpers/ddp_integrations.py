@@ -1,4 +1,4 @@
-"""Each of two processes of torchrun: Lightning, Accelerate and the Trainer of transformers under DDP, at O1 and O2.
+"""A script for two processes of torchrun: Lightning, Accelerate and transformers' Trainer under DDP, at O1 and O2.
 
     torchrun --standalone --nproc-per-node 2 tests/helpers/ddp_integrations.py <folder>
 
@@ -26,7 +26,7 @@ def net(seed: int) -> nn.Sequential:
 
 
 def share(rank: int, world: int) -> torch.utils.data.DataLoader:
-    """This process's rows of every batch of eight."""
+    """Return this rank's rows of each batch of eight."""
     rows = torch.utils.data.TensorDataset(INPUTS[rank::world], CLASSES[rank::world])
     return torch.utils.data.DataLoader(rows, batch_size=8 // world)
 

@@ -21,7 +21,7 @@ def mlp(seed: int = 0) -> nn.Module:
 
 
 def mine(step: int) -> tuple[Tensor, Tensor]:
-    """This rank's half of the batch of a step."""
+    """Return this rank's half of the batch of a step."""
     return tuple(tensor.chunk(2)[dist.get_rank()] for tensor in images(step))  # type: ignore[return-value]
 
 
@@ -45,7 +45,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 def both_alike(results: list[list[Tensor]]) -> list[Tensor]:
-    """What both ranks returned."""
+    """Assert that both ranks have the same bits; return them."""
     assert same(*results), "the ranks differ"
     return results[0]
 

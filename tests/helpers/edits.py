@@ -1,4 +1,4 @@
-"""What scripts do to weights, masters and gradients beside training them; to both trainings of a story."""
+"""Edits of weights, masters and gradients by user code, made in both trainings of a story."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from amp_patch.masters.masters import has_gradient
 
 
 class Edits:
-    """Events: methods that `Lives` has beside its own."""
+    """The events of `Lives` that edit a training; a mixin."""
 
     story: Story
     now: Life
 
     def _taker(self, owner: int, param: Tensor) -> int:
-        """The optimizer that takes a parameter: Muon has matrices alone."""
+        """Return an optimizer that accepts the parameter: Muon accepts matrices only."""
         if "Muon" not in self.story.optimizers:
             return owner
         return 0 if param.dim() == 2 else 1
@@ -132,7 +132,7 @@ class Edits:
             weight.edited = "master" if weight.has_master else ""
 
     def _edit(self, tensor: Any, weight: Weight, by_hand: Tensor, op: str, other: Tensor) -> None:
-        """Do `op` to a parameter or a master, and to the value that it has by hand."""
+        """Apply `op` to a parameter or a master, and to its counterpart in the training by hand."""
         if op == "data":
             tensor.data = other.to(tensor.dtype, copy=True)
             self._let_go(weight)
@@ -142,14 +142,14 @@ class Edits:
             write(each, op.removeprefix("data "), other)
 
     def hold(self, seed: int) -> None:
-        """Keep the memory of all masters: it has their values from now on."""
+        """Hold a tensor that shares the memory of each master, so that all masters stay materialized."""
         self.now.held = [(master.detach(), weight) for master, weight in self.now.masters]
 
     def _let_go(self, weight: Weight) -> None:
         self.now.held = [(tensor, other) for tensor, other in self.now.held if other is not weight]
 
     def freeze(self, seed: int) -> None:
-        """Freeze the parameters of a layer, or thaw them; never the last layer's."""
+        """Freeze or unfreeze the parameters of a layer other than the last."""
         life = self.now
         layers = life.model.layers
         name_of = {id(param): name for name, param in life.params.items()}
@@ -159,7 +159,7 @@ class Edits:
             weight.value.requires_grad_(param.requires_grad)
 
     def group(self, optimizer: int, lr: float, seed: int) -> None:
-        """Weights that were nobody's, of one layer."""
+        """Add a group with weights of a layer that no optimizer has held."""
         life = self.now
         if not (free := life.unowned):
             return
@@ -196,7 +196,7 @@ class Edits:
 
 
 def numbers(shape: Any, generator: torch.Generator) -> Tensor:
-    """FP32 numbers, one of which is half way between two of BF16, and another between two of FP16."""
+    """Return FP32 numbers. One is half way between two BF16 numbers, another between two FP16 numbers."""
     drawn = torch.randn(shape, generator=generator)
     flat = drawn.view(-1)
     places = torch.randint(flat.numel(), (2,), generator=generator)
@@ -205,7 +205,7 @@ def numbers(shape: Any, generator: torch.Generator) -> Tensor:
 
 
 def write(tensor: Tensor, op: str, other: Tensor) -> None:
-    """An edit, in place, by an operation whose result torch rounds once."""
+    """Edit a tensor in place by an operation whose result torch rounds once."""
     match op:
         case "copy":
             tensor.copy_(other)

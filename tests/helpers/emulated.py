@@ -1,4 +1,4 @@
-"""tests/cuda/emulate.cpp, compiled: the CUDA kernels without their launches, on the host."""
+"""The CUDA kernels without their launches, compiled for the host (tests/cuda/emulate.cpp)."""
 
 from __future__ import annotations
 

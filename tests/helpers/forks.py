@@ -36,7 +36,7 @@ class Forks:
         self._process.wait()
 
     def __call__(self, function: str, *arguments: Any, output: Path) -> None:
-        """Run it; both its streams go to the file `output`, which an AssertionError quotes when it fails."""
+        """Run the function; stdout and stderr go to the file `output`, which the AssertionError of a failure quotes."""
         job = {"function": function, "arguments": arguments, "output": str(output)}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()

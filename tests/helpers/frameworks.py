@@ -1,4 +1,4 @@
-"""What is trained in Lightning and in the Trainer of transformers, and those two as the tests want them."""
+"""Models for tests with Lightning and the Trainer of transformers, and these trainers with the tests' settings."""
 
 from __future__ import annotations
 
@@ -125,5 +125,5 @@ def hf_trainer(folder: Path, level: str | None, **options: Any) -> transformers.
 
 
 def logged(trainer: Any) -> list[Any]:
-    """Loss and norm of the gradients of each step that a transformers Trainer has logged."""
+    """Return the loss and the gradient norm of each step that a transformers Trainer has logged."""
     return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]

@@ -1,4 +1,4 @@
-"""Trainings of models that went through torch's `fully_shard`."""
+"""Trainings under torch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def network() -> nn.Sequential:
 
 
 def fully_shard(module: Any, mesh: Any = None, **kwargs: Any) -> Any:
-    """torch's, over all ranks on the CPU: without a mesh it would take a GPU where there is one, over gloo."""
+    """Shard over all ranks on the CPU. Without this mesh, torch would use an existing GPU over gloo."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -68,7 +68,7 @@ SHAPES = [(3, 5), (7,), (), (0,), (2, 3, 4, 5)]
 
 
 def required(make):
-    """Arguments that the class cannot do without; momentum, so that SGD has a state too."""
+    """Return required arguments of the class, and for SGD a momentum, so that it has state."""
     return {"lr": 0.05, "momentum": 0.9} if make is FusedSGD else {}
 
 

@@ -1,4 +1,4 @@
-"""Steps written as graphs."""
+"""Training steps as subclasses of amp.graph.Graph."""
 
 from __future__ import annotations
 

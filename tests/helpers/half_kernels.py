@@ -1,4 +1,4 @@
-"""Which of torch's kernels compute in a low type."""
+"""A record of torch's kernels that compute in a low-precision type."""
 
 from __future__ import annotations
 

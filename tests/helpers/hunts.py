@@ -1,4 +1,4 @@
-"""Properties: tests on examples that hypothesis draws, a few in `make test` and many in `make test-all`."""
+"""Property tests: hypothesis draws a few examples in `make test`, and many in `make test-all`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ hypothesis.configuration.set_hypothesis_home_dir(ROOT / "build" / "hypothesis")
 
 
 def hunt(examples: int, many: int | None = None, fresh: bool = True, **strategies: Any) -> Callable[[Any], Any]:
-    """A property as two tests: a few examples, always the same, and a slow one of `many` (ten times as many).
+    """Return a property as two tests: a few fixed examples, and a slow test of `many` (ten times as many).
 
     The many are new in each run if `fresh`, which prints how to draw a failing one again; else always the same.
     """

@@ -1,4 +1,4 @@
-"""Whether an optimizer's class steps in portions as it does as a whole, found out on toys."""
+"""A check, on small parameters, that an optimizer's class has the same results in portions as in a whole step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MATRICES = ((3, 5), (1, 1), (16, 2), (2, 33), (7, 2))  # Muon takes nothing else
 
 
 class Each(torch.optim.Optimizer):
-    """Steps each parameter by itself."""
+    """An optimizer whose step updates each parameter separately."""
 
     def __init__(self, params: Any, lr: float = 0.1, **more: Any) -> None:
         super().__init__(params, {"lr": lr, **more})
@@ -74,7 +74,7 @@ def why_not_in_portions(base: Any, settings: Group) -> str | None:
 
 
 def _toy(base: Any, settings: Group) -> Any:
-    """A fresh optimizer of the class with small parameters, in two groups with these settings."""
+    """Return a new optimizer of the class with small parameters, in two groups with these settings."""
     shapes = MATRICES if base.__name__ == "Muon" else SHAPES
     return base([{"params": _params(shapes, index)} for index in range(2)], **settings)
 
@@ -92,7 +92,7 @@ def _numbers_of(toy: Any) -> dict[str, str]:
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Whether parameters and state are equal to the bit, and the state is all of parameters."""
+    """Tell whether parameters and state are equal to the bit, and all state belongs to parameters."""
     both = [[param for group in toy.param_groups for param in group["params"]] for toy in (one, other)]
     states = [[toy.state.get(param, {}) for param in params] for toy, params in zip((one, other), both, strict=True)]
     if any(len(toy.state) > sum(map(bool, state)) for toy, state in zip((one, other), states, strict=True)):

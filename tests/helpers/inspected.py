@@ -1,4 +1,4 @@
-"""Models whose numbers are looked at."""
+"""Models for tests of `amp.inspect`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from amp_patch.lab.diagnose.inspect import inspect
 
 
 class RMSNorm(nn.Module):
-    """As many models write it: the square of what is above 255 is infinite in FP16."""
+    """A hand-written RMS norm: in FP16 the square of a number above 255 is infinite."""
 
     def __init__(self, size):
         super().__init__()
@@ -34,7 +34,7 @@ class NormedNet(nn.Module):
 
 
 def identity(model, **factors):
-    """Weights that pass every number on, times the factor of their layer."""
+    """Set weights so that each layer returns its input times its factor."""
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
@@ -43,7 +43,7 @@ def identity(model, **factors):
 
 
 class Deep(nn.Module):
-    """Three layers in a block, between two: what overflows between the first two is small again behind the third."""
+    """A layer, a block of three layers, and a layer. Numbers that overflow inside the block are small after it."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Raising at the n-th call of an iteration, and what must be as it was then."""
+"""Exceptions at the n-th call of an iteration, and the state that must be restored after them."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def topmost_hooks() -> Any:
-    """The innermost hooks for what autograd saves; None as well before torch 2.8, which does not tell."""
+    """Return the innermost saved-tensors hooks; None if there are none, and before torch 2.8."""
     topmost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if topmost is None else topmost(False)
 
 
 def surroundings() -> dict[str, Any]:
-    """What an iteration changes while it runs, torch's and ours, on this thread and in the process."""
+    """Return the state of torch and amp_patch that an iteration changes while it runs."""
     return {
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
@@ -109,7 +109,7 @@ def network() -> nn.Sequential:
 
 
 def sgd(model: nn.Module, momentum: float = 0.0) -> torch.optim.SGD:
-    """One call into C changes all weights: torch's own step is taken or not, wherever it is interrupted."""
+    """Return an SGD whose step changes all weights in one call into C, so that no interrupt can divide it."""
     return torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum, foreach=True)
 
 

@@ -1,4 +1,4 @@
-"""Hypothesis's calls of the kernels: memory, tensors in it, numbers and flags."""
+"""Random calls of the kernels, drawn by hypothesis: memory, tensors in it, numbers and flags."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies."""
+    """The position of a tensor in a buffer."""
 
     buffer: int
     offset: int
@@ -96,7 +96,7 @@ class Place:
 
     @property
     def span(self) -> int:
-        """Elements of memory between the first and the last, both included."""
+        """Return the number of elements from the first to the last, both included."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -104,7 +104,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Case:
-    """The lists of one call, as places in fresh buffers."""
+    """The lists of one call, as positions in new buffers."""
 
     buffers: tuple[Buffer, ...]
     lists: dict[str, tuple[Place, ...]]
@@ -122,7 +122,7 @@ class Case:
         return buffers, lists
 
     def after(self, written: str, values: list[Tensor]) -> list[Tensor]:
-        """The buffers when `values` have been stored in the list `written`, and nothing else."""
+        """Return the expected buffers after a call that stores `values` in the list `written`."""
         buffers = [b.make() for b in self.buffers]
         for place, value in zip(self.lists[written], values, strict=True):
             place.of(buffers).copy_(value)
@@ -159,7 +159,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @st.composite
 def strides(draw: Any, shape: tuple[int, ...], expands: bool) -> tuple[int, ...]:
-    """Any memory order of the dimensions (transposed, channels_last), with gaps (sliced) and, if `expands`, none."""
+    """Draw strides: any order of the dimensions, with gaps, and with strides of 0 if `expands`."""
     if draw(st.booleans()):
         return contiguous(shape)
     result = [0] * len(shape)
@@ -218,7 +218,7 @@ def cases(
     lists: dict[str, list[Place]] = {role: [] for role in roles}
 
     def room(dtype: torch.dtype, span: int) -> int:
-        """A new buffer for `span` elements."""
+        """Return the index of a new buffer for `span` elements."""
         holds = draw(contents)
         poison = draw(poisons) if holds == "normal" else ()
         buffers.append(Buffer(dtype, span, holds, draw(seeds), poison))

@@ -1,4 +1,4 @@
-"""One life of a training, led twice: by amp_patch, and by hand with `reference_training.py`.
+"""One training, run twice: by amp_patch, and by hand with `reference_training.py`.
 
 The training by hand has FP32 masters that torch's own optimizers step, weights cast by hand, scales and skips by hand,
 and a forward and backward of its own with every cast written out.
@@ -31,7 +31,7 @@ Groups = list[list[tuple[float, list[str]]]]  # per optimizer and group the lear
 
 @dataclass
 class Saved:
-    """A checkpoint of both: what state dicts say, and what they should."""
+    """A checkpoint of both trainings: the state dicts of amp_patch, and the values that they must contain."""
 
     groups: Groups
     ours: dict[str, Any]
@@ -42,7 +42,7 @@ class Saved:
 
 
 class Life:
-    """A model with its optimizers, twice.
+    """A model with its optimizers, trained by amp_patch and by hand.
 
     Args:
         stack: the model for amp_patch; FP32.
@@ -95,7 +95,7 @@ class Life:
             scaler.growth_interval = self.story.interval
 
     def live_by_hand(self, options: dict[str, Any] | None, stack: Stack, values: dict[str, Tensor]) -> None:
-        """Begin the training by hand with `values`; without options: in FP32, as any script does."""
+        """Begin the training by hand with `values`. Without options it is in FP32, without amp_patch."""
         self.options = options
         self.level = Level() if options is None else level_of(options)
         plain = Stack(stack.kinds)
@@ -115,7 +115,7 @@ class Life:
         self.their_schedulers = scheduled([owner.optimizer for owner in owners]) if self.story.scheduled else []
 
     def live_on_by_hand(self, options: dict[str, Any] | None) -> None:
-        """Begin it again with what it has, at another level; gradients of an overflow are gone."""
+        """Begin the training by hand again with its present values, at another level. Gradients of an overflow go."""
         old, schedules = self.trainer, self.their_schedulers
         self.settle(self.net.weights.values())
         self.live_by_hand(options, self.model, self.values())
@@ -165,7 +165,7 @@ class Life:
         )
 
     def values(self) -> dict[str, Tensor]:
-        """The state dict by hand: FP32."""
+        """Return the state dict by hand, in FP32."""
         names = {id(param): name for name, param in self.model.named_parameters()}
         everything = self.model.named_parameters(remove_duplicate=False)
         found = {name: self.net.weights[names[id(param)]].fp32() for name, param in everything}
@@ -174,7 +174,7 @@ class Life:
         return found | {name: by_hand[buffers[id(b)]] for name, b in self.model.named_buffers(remove_duplicate=False)}
 
     def load(self, saved: Saved) -> None:
-        """A checkpoint into the running training; gradients stay."""
+        """Load a checkpoint into the running training; gradients stay."""
         self.model.load_state_dict(saved.ours["model"])
         self.load_optimizers(saved)
         self.load_rest(saved)
@@ -197,7 +197,7 @@ class Life:
         amp.load_state_dict(saved.ours["amp"], self.optimizers)
 
     def load_by_hand(self, saved: Saved) -> None:
-        """Optimizers, scales and schedules."""
+        """Load optimizers, scales and schedules into the training by hand."""
         for kind, owner, state in zip(self.story.optimizers, self.trainer.owners, saved.states, strict=True):
             owner.optimizer.load_state_dict(copy.deepcopy(state))
             for group in owner.optimizer.param_groups:
@@ -224,7 +224,7 @@ class Life:
 
     @property
     def masters(self) -> list[tuple[Tensor, Weight]]:
-        """What the optimizers hold, and what they should."""
+        """Return the tensors in the optimizers, and their expected values."""
         return [
             pair
             for optimizer, owner in zip(self.optimizers, self.trainer.owners, strict=True)
@@ -241,7 +241,7 @@ class Life:
             weight.settle()
 
     def check(self, *, look: bool = False) -> None:
-        """All that can be seen without a trace; gradients, and masters that are split, only if somebody may `look`."""
+        """Compare all that can be read without a side effect; gradients and split masters only if `look`."""
         for name, param in self.params.items():
             weight = self.net.weights[name]
             assert param.requires_grad == weight.value.requires_grad
@@ -301,7 +301,7 @@ def is_kept(name: str, module: nn.Module) -> bool:
 
 
 def is_of_another_type(value: Any, master: Tensor) -> bool:
-    """Whether torch would cast this state of a parameter when it loads it; its counts aside."""
+    """Tell whether torch would cast this state of a parameter on loading, step counts excepted."""
     counts = not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() == 0
     return not counts and value.dtype is not master.dtype
 
@@ -311,7 +311,7 @@ def scheduled(optimizers: list[Any]) -> list[Any]:
 
 
 def rescheduled(schedulers: list[Any], optimizers: list[Any]) -> list[Any]:
-    """Schedulers for the copies of their optimizers."""
+    """Return the schedulers again, for copies of their optimizers."""
     fresh = scheduled(optimizers) if schedulers else []
     for scheduler, known in zip(fresh, schedulers, strict=True):
         scheduler.load_state_dict(known.state_dict())
@@ -319,7 +319,7 @@ def rescheduled(schedulers: list[Any], optimizers: list[Any]) -> list[Any]:
 
 
 def reread(value: Any, *, weights_only: bool = True) -> Any:
-    """Through `torch.save` and `torch.load`."""
+    """Return the value after `torch.save` and `torch.load`."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -327,5 +327,5 @@ def reread(value: Any, *, weights_only: bool = True) -> Any:
 
 
 def settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Of a group what says how it is stepped, but not by which of torch's ways."""
+    """Return the settings of a group, without those that choose between torch's implementations."""
     return {name: value for name, value in group.items() if name not in ("params", "foreach", "fused", "initial_lr")}

@@ -1,4 +1,4 @@
-"""A story told to amp_patch and, beside it, to a training by hand; after each event the two agree to the bit.
+"""A story (stories.py), run by amp_patch and by hand; after each event both must agree to the bit.
 
 Nothing by hand is amp_patch's but one number: the norm that `clip_grad_norm_` returns, the order of whose sum is ours.
 It is held to FP64's within a rounding and then used.
@@ -25,7 +25,7 @@ ROWS = 3
 
 
 class Lives(Edits):
-    """The training that a story is about, and those that it has left behind. Its methods are the events."""
+    """The current training of a story, and earlier trainings that were copied. The methods are the events."""
 
     def __init__(self, story: Story) -> None:
         self.story = story
@@ -99,7 +99,7 @@ class Lives(Edits):
                 life.trainer.backward(theirs, loss, owners, delay=delay, later=later)
 
     def _forward(self, plant: Plant | None, factor: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The losses of the two."""
+        """Run both forwards; return both losses."""
         life = self.now
         x = self._inputs(generator)
         target = torch.randn(ROWS, WIDTH, generator=generator)
@@ -179,7 +179,7 @@ class Lives(Edits):
         life.load(self.saved)
 
     def resume(self, options: dict[str, Any] | None, load: str, seed: int) -> None:
-        """The training goes on in a fresh model and fresh optimizers, at another level maybe."""
+        """Continue the training from a checkpoint in a new model with new optimizers, possibly at another level."""
         life = self.now
         if life.waits:
             return
@@ -191,7 +191,7 @@ class Lives(Edits):
         self.now = Life(self.story, options, life.groups, stack, saved, load)
 
     def copy(self, by: str, go_on: str) -> None:
-        """Model and optimizers, without gradients, as torch copies them."""
+        """Copy the model and the optimizers, without gradients, and continue with the copies."""
         life = self.now
         if life.waits:
             return
@@ -212,13 +212,13 @@ class Lives(Edits):
         self.others[-1].check()
 
     def turn(self, seed: int) -> None:
-        """Back to a training that a copy was made of, or to the copy."""
+        """Continue with another of the trainings: an original or its copy."""
         if self.others:
             index = seed % len(self.others)
             self.now, self.others[index] = self.others[index], self.now
 
     def again(self, options: dict[str, Any] | None, restore: bool, keeps: bool, steps: bool, seed: int) -> None:
-        """`initialize` once more, maybe at another level, maybe after `restore()` and a plain step in FP32."""
+        """Call `initialize` again, possibly at another level, possibly after `restore()` and a plain step in FP32."""
         life = self.now
         if life.waits:
             return
@@ -240,7 +240,7 @@ class Lives(Edits):
         life.copied, life.held = False, []
 
     def export(self, seed: int) -> None:
-        """Copies of the model alone have the FP32 values."""
+        """Compare the FP32 values of copies of the model."""
         life = self.now
         life.settle(life.net.weights.values())
         values = life.values()
@@ -276,7 +276,7 @@ class Lives(Edits):
 
 
 def tell(story: Story) -> None:
-    """Raises where the two trainings of a story part."""
+    """Run a story; raise at the first difference between the two trainings."""
     amp.restore()
     try:
         Lives(story).live()

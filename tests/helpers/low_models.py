@@ -1,4 +1,4 @@
-"""Models that come in low precision."""
+"""Models that are in low precision at `initialize`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ every_half = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 
 
 class LowNet(nn.Module):
-    """Layers, a batch norm, a rotary table, a buffer, a frozen layer and a shared weight."""
+    """A model with layers, a batch norm, a rotary table, a buffer, a frozen layer and a shared weight."""
 
     def __init__(self) -> None:
         super().__init__()

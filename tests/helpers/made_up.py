@@ -1,4 +1,4 @@
-"""Runs with figures that are easy to tell, for what reads them."""
+"""Artificial runs with round figures, for tests of code that reads runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from amp_patch.lab.recording.run import PARTS, Look, Run
 def made_up_run(
     level: str = "O0", seed: int = 0, steps: int = 40, *, final: float = 1.0, ms: float = 10.0, **fields: Any
 ) -> Run:
-    """A loss that falls from 4 to `final`, in steps of `ms` milliseconds each, half of which is the backward."""
+    """Return a run whose loss falls from 4 to `final`. Each step takes `ms` milliseconds, half in backward."""
     run = Run(level, seed, dtype=None if level == "O0" else "float16", policy=level, device="cuda")
     shares = dict(zip(PARTS, (0.05, 0.25, 0.5, 0.05, 0.15), strict=True))
     for step in range(steps):
@@ -36,7 +36,7 @@ def made_up_run(
 
 
 def made_up_look(step: int = 1) -> Look:
-    """Gradients from 2**-30 to 2**-6, a quarter of which FP16 loses at scale 1."""
+    """Return an inspection of gradients from 2**-30 to 2**-6; FP16 loses a quarter of them at scale 1."""
     exponents = {str(e): 100 for e in range(-30, -5)}
     counts = {"zeros": 10, "not_finite": 0, "exponents": exponents}
     return Look(

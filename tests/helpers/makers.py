@@ -1,4 +1,4 @@
-"""Optimizers of torch and ours, one of each way to step; FP16 can hold each eps."""
+"""Optimizers of torch and amp_patch, one for each way to step. Each eps is a number of FP16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Casts of an O1 policy that is not a training's, for the tests of rules, regions and wrappers."""
+"""Casts of an O1 policy without a training, for the tests of rules, regions and wrappers."""
 
 from __future__ import annotations
 

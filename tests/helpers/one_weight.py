@@ -16,7 +16,7 @@ def sgd(model, lr=1.0, **kwargs):
 
 
 def setup(level, weight=((1.0, 2.0),), device="cpu", **kwargs):
-    """A linear layer whose gradient is its input, at a static scale that leaves small numbers exact in FP16."""
+    """Return a training of a linear layer whose gradient is its input. Its scale leaves small numbers exact in FP16."""
     kwargs.setdefault("loss_scale", 64.0 if level in SCALED else None)
     model = linear([list(row) for row in weight], device)
     return amp.initialize(model, sgd(model), opt_level=level, **kwargs)
@@ -31,7 +31,7 @@ def x(*values, device="cpu"):
 
 
 def backward_row(model, optimizer, factor=1.0, gradient=(3.0, -5.0), **options):
-    """A backward pass whose gradient, of the weight of one row, is `gradient` times `factor`."""
+    """Run a backward pass that gives the one-row weight the gradient `gradient` times `factor`."""
     loss = model(x(*gradient, device=model.weight.device)).float().sum() * factor
     backward(loss, optimizer, **options)
 

@@ -182,7 +182,7 @@ SAMPLES: dict[str, Sample] = {
 
 
 def sample(owner: str, name: str, dtypes: list[torch.dtype], device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of one call; its first floating tensor has the first of `dtypes`, the others the last."""
+    """Return the arguments of one call. The first floating tensor has the first of `dtypes`, the others the last."""
     count = 0
 
     def make(*shape: int) -> Tensor:
@@ -227,6 +227,6 @@ REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # what
 
 
 def result_types(value: Any) -> set[torch.dtype]:
-    """Of the floating and complex results."""
+    """Return the types of the floating and complex results."""
     found = {REAL.get(tensor.dtype, tensor.dtype) for tensor in flat(value)}
     return {dtype for dtype in found if dtype.is_floating_point}

@@ -1,4 +1,4 @@
-"""What another thread sees."""
+"""Calls on another thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def run_in_thread(function: Callable[[], Any]) -> Any:
-    """What `function` returns in a thread of its own."""
+    """Return the result of `function`, called on a new thread."""
     box: list[Any] = []
     thread = threading.Thread(target=lambda: box.append(function()))
     thread.start()

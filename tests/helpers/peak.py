@@ -1,4 +1,4 @@
-"""How much memory the functions of torch take beside a model."""
+"""A meter of the memory that torch's functions take in addition to a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from amp_patch.support import tree
 
 
 class Peak(torch.utils._python_dispatch.TorchDispatchMode):
-    """The most bytes that outputs of functions held at once, beside what was there before."""
+    """A mode that measures the most bytes that outputs of functions hold at once."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

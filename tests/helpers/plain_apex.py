@@ -1,4 +1,4 @@
-"""What the legacy programs are measured against: FP32, plain torch, and nothing of amp_patch.
+"""The baseline of the legacy programs: FP32 training with plain torch, without amp_patch.
 
 `run(script, arguments)` runs a script of examples/legacy as it is, with an `apex` that does nothing: `amp.initialize`
 hands back what it gets, `scale_loss` yields the loss, and the fused optimizers and layers are written out below in

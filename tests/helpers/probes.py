@@ -1,4 +1,4 @@
-"""Small models that tell what they were given."""
+"""Small models that record their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that a test has started, and whether they are gone."""
+"""Functions that find processes of a test and wait for their end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS = 90.0  # until a test gives up: the machine may have other work
 
 
 def lives(pid: int) -> bool:
-    """Whether the process runs; one that has ended and waits for its parent does not."""
+    """Tell whether the process runs; False for a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -24,7 +24,7 @@ def lives(pid: int) -> bool:
 
 
 def in_folder(folder: Path) -> list[int]:
-    """The processes whose working directory is this one (Linux)."""
+    """Return the processes whose working directory is `folder` (Linux)."""
     found = []
     for entry in _PROC.iterdir():
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Steps that are recorded."""
+"""Trainings for tests of recordings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def foreign(hooks):
 
 
 def untouched():
-    """Whether nothing of a recorder is in the process."""
+    """Tell whether the process has no hook or patch of a recorder."""
     return (
         not observers._observers
         and not foreign(torch_hooks._global_optimizer_pre_hooks)
@@ -61,7 +61,7 @@ def nothing_left_fixture():
 
 
 class Clock:
-    """What time it is, is what the test says."""
+    """A clock that the test sets."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0

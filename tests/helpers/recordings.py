@@ -1,4 +1,4 @@
-"""Recordings that a process has left behind."""
+"""Recordings on disk."""
 
 from __future__ import annotations
 

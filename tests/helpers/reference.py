@@ -1,4 +1,4 @@
-"""The obvious torch version of each kernel, one tensor at a time: what tests and benchmarks compare with."""
+"""The oracle of each kernel for tests and benchmarks: the obvious torch version, for one tensor at a time."""
 
 from __future__ import annotations
 

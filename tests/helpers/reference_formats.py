@@ -13,7 +13,7 @@ TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def rounded(values: Tensor, element: str) -> Tensor:
-    """FP32 values to nearest in the format, saturating."""
+    """Return FP32 values rounded to nearest in the format, saturated."""
     values = values.clamp(-LARGEST[element], LARGEST[element])
     if element in TYPES:
         return values.to(TYPES[element]).float()
@@ -24,7 +24,7 @@ def rounded(values: Tensor, element: str) -> Tensor:
 
 
 def quantized(x: Tensor, tile: tuple[int, int] | None, element: str, scale: str) -> tuple[Tensor, float]:
-    """A matrix in tiles of (rows, columns), None: one, each with its scale: the values, and the factor of all."""
+    """Round a matrix in tiles of (rows, columns), each with a scale; None: one tile. Return (values, factor)."""
     rows, columns = x.shape if tile is None else (min(tile[0], x.shape[0]), min(tile[1], x.shape[1]))
     x, largest, result = x.float(), LARGEST[element], torch.empty(x.shape)
     whole = float((x.abs().max() / largest) / 448.0) or 1.0
@@ -57,7 +57,7 @@ FORMATS = {
 
 
 def operand(x: Tensor, format: str, gradient: bool = False) -> Tensor:
-    """A matrix whose rows are summed over, rounded, in FP64."""
+    """Return a rounded matrix in FP64; a product sums over the elements of each row."""
     element, of_gradients, scale, block = FORMATS[format]
     tile = None if block is None else (1, block or x.shape[1])
     values, factor = quantized(x, tile, of_gradients if gradient else element, scale)

@@ -23,7 +23,7 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 
 
 class Times(nn.Module):
-    """A product with a parameter: no function that any list names."""
+    """A module that multiplies elementwise by a parameter, which no op list names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Conv(nn.Conv1d):
 
 
 class Block(nn.Module):
-    """A module with a parameter of its own and a child."""
+    """A module with its own parameter and a child module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ PLAIN = ("relu", "tanh")  # without parameters
 
 @dataclass(frozen=True)
 class Plant:
-    """A number put into the gradient of a layer's output, or of its first parameter, on the way back."""
+    """A number that a hook writes into the gradient of a layer's output or first parameter, during backward."""
 
     model: int
     layer: int
@@ -84,7 +84,7 @@ class Plant:
 
 
 class Stack(nn.Module):
-    """The layers `kinds`; "tied" is the last linear layer before it, once more; "alias" one with that one's weight."""
+    """A model of the layers `kinds`. "tied" is the last linear layer again; "alias" is a new one with its weight."""
 
     def __init__(self, kinds: tuple[str, ...]) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Stack(nn.Module):
 
 
 def places(kinds: tuple[str, ...]) -> list[int]:
-    """Per layer the index of the one that has its weights."""
+    """Return for each layer the index of the layer that owns its weights."""
     found: list[int] = []
     for index, kind in enumerate(kinds):
         found.append(last_linear(kinds, index) if kind == "tied" else index)
@@ -163,7 +163,7 @@ class Level:
 
 
 def level_of(options: dict[str, Any]) -> Level:
-    """What `initialize(**options)` is to do."""
+    """Return the `Level` that `initialize(**options)` must give."""
     name = options["opt_level"]
     level = {
         "O0": Level(),
@@ -225,7 +225,7 @@ class Weight:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """The master, rounded, into the weight."""
+        """Round the master into the weight."""
         self.edited = ""
         if self.low is not None:
             bits = self.master.where(~self.master.isnan(), math.nan).view(torch.int32)
@@ -251,12 +251,12 @@ class Weight:
         self.edited = ""
 
     def fp32(self) -> Tensor:
-        """What a checkpoint has of it."""
+        """Return the FP32 value that a checkpoint contains."""
         return self.master.detach().float().clone()
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:
-    """FP32 of its two halves; a zero counts alone, and so does what would give a NaN."""
+    """Join two halves to FP32. The low half is ignored if the high half is 0, or if the result would be a NaN."""
     bits = high.view(torch.int16).int() << 16
     whole = (bits + low.int()).view(torch.float32)
     return torch.where(whole.isnan() | (high == 0), bits.view(torch.float32), whole)
@@ -299,7 +299,7 @@ class CastByHand:
         return self._weight(index, "gain" if self.kinds[index] == "block" else "weight")
 
     def fp32_buffers(self) -> dict[str, Tensor]:
-        """What a checkpoint has of the buffers: the exact value of what a cast has rounded and nothing has written."""
+        """Return the buffers of a checkpoint: exact FP32 values, unless a write has changed the rounded buffer."""
         return {
             name: torch.where(self.exact[name].to(low.dtype) == low, self.exact[name], low.to(self.exact[name].dtype))
             for name, low in self.buffers.items()

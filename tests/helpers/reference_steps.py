@@ -1,4 +1,4 @@
-"""One step of ours beside the same by torch's fused kernels, with what a user of mixed precision does around them."""
+"""One step by amp_patch's kernels, and the same step by torch's fused kernels with the code that they need around."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SGD = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nest
 
 
 def draw(sizes, seed, device="cpu", spread=2.0):
-    """Numbers of many magnitudes: every order of rounding shows."""
+    """Return numbers of many magnitudes, with which another order of roundings changes the result."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [size if isinstance(size, tuple) else (size,) for size in sizes]
     return [
@@ -44,7 +44,7 @@ class State:
         mt.multi_tensor_sgd(self.grads, self.params, buffers, self.low, **options)
 
     def prepare(self, factors):
-        """What a user does around torch's step: adopt, unscale."""
+        """Do what a user must do before torch's step: adopt edited weights and unscale gradients."""
         if self.low:
             self.params = [reference.adopt(w, p) for w, p in zip(self.low, self.params, strict=True)]
         grads = [g.float() for g in self.grads]

@@ -18,7 +18,7 @@ from amp_patch import multi_tensor
 
 
 class Scale:
-    """The automaton: halve at an overflow, double after `interval` clean backward passes, stay in range."""
+    """A dynamic loss scale: it halves at an overflow, doubles after `interval` clean passes, and stays in range."""
 
     def __init__(self, level: Level, interval: int) -> None:
         self.level, self.interval = level, interval
@@ -68,7 +68,7 @@ class Owner:
         self.skipped = False
 
     def add_group(self, weights: list[Weight], lr: float, level: Level) -> None:
-        """`add_param_group` with weights that were nobody's."""
+        """Do `add_param_group` with weights that no optimizer has held."""
         for weight in weights:
             grad, weight.grad = weight.grad, None
             if level.masters and weight.value.dtype is not torch.float32:
@@ -91,7 +91,7 @@ class Owner:
 
 
 class Trainer:
-    """Backward passes and steps.
+    """The backward passes and steps of a training by hand.
 
     A loss's gradients are unscaled, checked by themselves, and then added to what is there. An overflow among those of
     one loss moves that loss's scale, once between two steps, and every optimizer of its call skips its next step.
@@ -103,7 +103,7 @@ class Trainer:
         self.lost = False  # whether a gradient of a weight that no optimizer holds has overflowed
 
     def backward(self, loss: Tensor, loss_id: int, targets: list[Owner], *, delay: bool, later: bool) -> None:
-        """`scale_loss(loss, targets, loss_id, delay_unscale=delay, delay_overflow_check=later)`."""
+        """Do `scale_loss(loss, targets, loss_id, delay_unscale=delay, delay_overflow_check=later)` and its backward."""
         scale = self.scales[loss_id]
         ours = [weight for owner in targets for weight in owner.weights]
         self._begin(targets, loss_id)
@@ -148,7 +148,7 @@ class Trainer:
                 owner.overflowed.clear()  # of gradients that were thrown away
 
     def _gradients(self, loss: Tensor, loss_id: int) -> list[tuple[Weight, Tensor | None]]:
-        """What backward of the scaled loss alone brings each of the models' weights."""
+        """Return the gradient of each of the models' weights from the scaled loss alone."""
         for weight in self.weights:
             weight.value.grad = None
         (loss * self.scales[loss_id].value if self.level.scales else loss).backward(retain_graph=True)
@@ -162,7 +162,7 @@ class Trainer:
         return torch.where(scaled.isfinite(), scaled, 0.0), torch.where(scaled.isfinite(), 0.0, grad)
 
     def _pass_by(self, weight: Weight, grad: Tensor | None, loss_id: int) -> None:
-        """A gradient for a parameter whose optimizer has no part in this loss."""
+        """Add a gradient to a bystander: a parameter whose optimizer was not given to `scale_loss`."""
         if grad is None or weight.has_master:
             return  # the next `scale_loss` of its own optimizer begins without it
         bad = self._add(weight, grad, self.scales[loss_id].value)
@@ -173,7 +173,7 @@ class Trainer:
             self.lost = True
 
     def _clear_lost(self) -> None:
-        """No step drops the gradients of weights that no optimizer holds: an overflow ends all of them."""
+        """After an overflow, clear the gradients of weights that no optimizer holds, because no step clears them."""
         held = {id(weight) for owner in self.owners for weight in owner.weights}
         for weight in self.weights if self.lost else ():
             if id(weight) not in held and weight.grad is not None:
@@ -189,7 +189,7 @@ class Trainer:
         return self.level.scales and bool(fault.any())
 
     def _take(self, targets: list[Owner], loss_id: int, scale: float) -> None:
-        """What waits, scaled, becomes the gradients of the next step."""
+        """Unscale the waiting gradients into the gradients of the next step."""
         found = False
         for weight in (weight for owner in targets for weight in owner.weights):
             if weight.waiting is not None:
@@ -231,7 +231,7 @@ class Trainer:
         return twin
 
     def clip(self, weights: list[Weight], clip: Callable[[list[Tensor]], Any]) -> None:
-        """Call a function of torch's that writes into the gradients of parameters."""
+        """Call a torch function that writes into the gradients of parameters."""
         for weight in weights:
             weight.master.grad = weight.grad
         clip([weight.master for weight in weights])
@@ -240,7 +240,7 @@ class Trainer:
 
 
 def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Let parameters that begin now have a momentum of 0 where others have one already.
+    """Give parameters that have no momentum yet a momentum of 0, if other parameters have one.
 
     torch's fused SGD raises TypeError for a list of some that have one and some that have none. Without dampening 0
     times 0 and a gradient is what a first step makes.

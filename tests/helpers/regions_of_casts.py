@@ -1,4 +1,4 @@
-"""Regions of casts with a product in them."""
+"""Regions of casts, and the type of a product in them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def start(make: Any, level: str = "O5", model: Any = None, **options: Any) -> tu
 
 
 def numbers(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """The weights, the masters, the optimizer's state."""
+    """Return the weights, the masters and the optimizer's state."""
     masters = list(amp.master_params(optimizer))
     state = [each for master in masters for each in tree.tensors(optimizer.state[master])]
     return [t.detach().clone() for t in (*model.parameters(), *masters, *state)]

@@ -1,4 +1,4 @@
-"""Equal to the bit: what trainings by hand and by amp_patch are held to."""
+"""Comparisons of tensors to the bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check(actual: Any, expected: Any, name: str = "") -> None:
-    """The same type and bits, signs of zeros too; any NaN equals any other."""
+    """Assert equal types and bits, signs of zeros included. Any two NaNs are equal."""
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         assert actual.dtype is expected.dtype, (name, actual.dtype, expected.dtype)
         if not torch.equal(_bits(actual), _bits(expected)):

@@ -1,4 +1,4 @@
-"""A script in a folder of its own, started as a user starts it."""
+"""Scripts in new folders, started as a user starts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings with split masters, and what is asked of them."""
+"""Trainings with split masters, and functions that read the masters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tensors(*values: float) -> tuple[Tensor, ...]:
 
 
 def memory_of(tensors: Any) -> int:
-    """The bytes of their storages, each once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     return sum({s.data_ptr(): s.nbytes() for t in tensors if (s := t.untyped_storage()).nbytes()}.values())
 
 
@@ -66,7 +66,7 @@ def iterate_split(model: nn.Module, optimizer: Any, steps: range, device: str = 
 
 
 def low_half(master: Tensor) -> Tensor | None:
-    """What a split master keeps beside the weight; None of any other."""
+    """Return the low half of a split master; None for any other master."""
     return getattr(master, "low_half", None)
 
 
@@ -79,7 +79,7 @@ def opened(optimizer: Any) -> int:
 
 
 def high_half(master: Tensor) -> Tensor:
-    """A finite FP32 tensor in BF16, to the nearest, ties away from zero."""
+    """Return a finite FP32 tensor rounded to BF16: to nearest, ties away from zero."""
     return ((master.detach().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 

@@ -26,7 +26,7 @@ RESUMED_AT = ("O0", "O1", "O2", "O3", "O4", "O5", "split")
 
 
 class Event(NamedTuple):
-    """What happens, and how: the arguments of the method of this name of `lives.Lives`."""
+    """An event of a story: the name of a method of `lives.Lives`, and its arguments."""
 
     what: str
     how: dict[str, Any]
@@ -34,7 +34,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Story:
-    """Whom a story is about, and what happens.
+    """A random training as data: the model, the optimizers, the options of `initialize`, and the events.
 
     Attributes:
         owners: per layer an optimizer's number, "nobody", or "frozen", which the first optimizer has.
@@ -54,7 +54,7 @@ class Story:
     events: tuple[Event, ...]
 
     def script(self) -> str:
-        """The story as Python, which tells it again."""
+        """Return the story as Python code that runs it again."""
         events = "\n".join(f"        Event({event.what!r}, {event.how!r})," for event in self.events)
         fields = "\n".join(f"    {name}={value!r}," for name, value in vars(self).items() if name != "events")
         head = "from math import inf, nan\n\nimport torch\nfrom lives import tell\nfrom reference_model import Plant\n"
@@ -63,7 +63,7 @@ class Story:
 
 
 def shortest(story: Story, fails: Callable[[Story], bool]) -> Story:
-    """Without the events that it fails without: first many of them at a time, then one by one."""
+    """Return a shorter story that still fails. Events are removed many at a time first, then one by one."""
     size = len(story.events)
     while size:
         start = 0
@@ -78,7 +78,7 @@ def shortest(story: Story, fails: Callable[[Story], bool]) -> Story:
 
 
 def complaint(story: Story, tell: Callable[[Story], None]) -> str:
-    """Where a story goes wrong, and the shortest that goes wrong at the same place, as a script; "" where none does."""
+    """Return the error of the shortest story that fails at the same place, with its script; "" if the story passes."""
 
     def place(story: Story) -> tuple[type, str, int] | None:
         try:
@@ -112,7 +112,7 @@ class Dice(random.Random):
 
 
 def drawn(seed: int) -> Story:
-    """The story of a seed, always the same."""
+    """Return the story of a seed, which is always the same."""
     dice = Dice(seed)
     options = options_of(
         dice, dice.choice(("O0", "O1", "O1", "O2", "O2", "O2", "O3", "O4", "O5", "O5", "split", "split"))
@@ -179,7 +179,7 @@ def _kinds(dice: Dice) -> tuple[str, ...]:
 
 
 def _events(dice: Dice, kinds: tuple[str, ...], losses: int, optimizers: int) -> Iterator[Event]:
-    """Iterations, with other events before, in and after them."""
+    """Draw the events: iterations, with other events before, in and after them."""
     return itertools.islice(_endless(dice, kinds, losses, optimizers), dice.randint(10, 40))
 
 
@@ -235,7 +235,7 @@ def _backward(dice: Dice, kinds: tuple[str, ...], losses: int, optimizers: int, 
 
 
 def _amidst(dice: Dice) -> Event:
-    """What a script does between backward and step."""
+    """Draw the events between a backward and a step."""
     what = dice.choice(("clip", "clip", "gradients", "gradients", "look", "weights", "masters", "evaluate", "freeze"))
     return _event(dice, what)
 

@@ -18,7 +18,7 @@ FLOAT32 = torch.finfo(torch.float32)
 
 
 def marked(case: Callable) -> dict[int, set[str]]:
-    """The levels in the comments of a case, by the numbers of lines."""
+    """Return {line number: levels} from the comments of a case."""
     lines, first = inspect.getsourcelines(case)
     found = ((number, re.search(r"# breaks: ([O\d ]+)$", line.rstrip())) for number, line in enumerate(lines, first))
     return {number: set(match[1].split()) for number, match in found if match}

@@ -1,4 +1,4 @@
-"""How often code waits for the device."""
+"""Counters of syncs with the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training three ways: in one pass, in one pass on gradients that were looked at, and by its optimizer's own."""
+"""One training, stepped three ways: in one pass, in one pass after gradients were read, by the optimizer's own step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def spied_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class OnePass:
-    """What a user has."""
+    """A step in one pass."""
 
     options: ClassVar[dict[str, Any]] = {}
 
@@ -84,14 +84,14 @@ class Unfused(Eager):
 
 
 class LookedAt(OnePass):
-    """One pass, but somebody has looked at every gradient."""
+    """A step in one pass after every gradient was read, and so made FP32."""
 
     def before_step(self, optimizer: Any) -> None:
         assert all(p.grad is None or p.grad.dtype is torch.float32 for p in amp.master_params(optimizer))
 
 
 class LateNet(nn.Module):
-    """Layers of low precision, one that stays FP32, and one that comes to the optimizer late."""
+    """A model with low-precision layers, a layer that stays FP32, and a layer that is added to the optimizer later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def ends(model: nn.Module, optimizer: Any) -> tuple[list[Tensor], list[Tensor], 
 
 @torch.no_grad()
 def rounds_as_torch() -> bool:
-    """Whether this torch's fused kernels round as ours: a toy tells."""
+    """Tell by a small step whether this torch's fused kernels round as amp_patch's do."""
     generator = torch.Generator().manual_seed(0)
     ours, theirs = ([torch.full([77], value) for value in (0.3, 0.0, 0.0)] for _ in range(2))
     counts = torch.tensor(0.0), torch.tensor(0.0)

@@ -1,4 +1,4 @@
-"""What torch's namespaces hold, to tell whether anything was replaced in them."""
+"""Snapshots of torch's namespaces, to test whether anything was replaced in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes of GradScaler that scripts have, beside torch's own."""
+"""Classes of GradScaler that scripts define themselves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Theirs(torch.amp.GradScaler):
-    """As FSDP's: methods of its own, some around torch's."""
+    """A GradScaler like FSDP's: it overrides methods of torch's, and calls some of them."""
 
     def scale(self, outputs):
         return super().scale(outputs)

@@ -48,7 +48,7 @@ def convnet(seed: int = 0, device: str = "cpu") -> ConvNet:
 
 
 def images(step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """The batch of a step: eight 8x8 images and their classes."""
+    """Return the batch of a step: eight 8x8 images and their classes."""
     generator = torch.Generator().manual_seed(1000 + step)
     return (
         torch.randn(8, 1, 8, 8, generator=generator).to(device),
@@ -57,7 +57,7 @@ def images(step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
 
 
 def linear(weight: list[list[float]], device: str = "cpu") -> nn.Linear:
-    """A linear layer without bias whose weight is written out, so that a test can know every gradient."""
+    """Return a linear layer without bias with the given weight, so that a test knows every gradient."""
     value = torch.tensor(weight)
     layer = nn.Linear(value.shape[1], value.shape[0], bias=False)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def linear(weight: list[list[float]], device: str = "cpu") -> nn.Linear:
 
 
 def mm_dtype() -> torch.dtype:
-    """The type of a matrix product here, of FP32 tensors that no cache knows."""
+    """Return the type of a product of two new FP32 tensors at this point of the code."""
     return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
 
 
@@ -76,7 +76,7 @@ def train(
     steps: int | range,
     batch: Callable[[int], tuple[Tensor, Tensor]] = images,
 ) -> list[float]:
-    """The loop of the README; the loss of each step."""
+    """Train by the loop of the README; return the loss of each step."""
 
     def loss_of(step: int) -> Tensor:
         inputs, targets = batch(step)
@@ -86,7 +86,7 @@ def train(
 
 
 def iterate(optimizer: torch.optim.Optimizer, loss_of: Callable[[int], Tensor], steps: Iterable[int]) -> list[float]:
-    """A step on the loss of each number; the losses."""
+    """Make a step on the loss of each number; return the losses."""
     losses = []
     for step in steps:
         optimizer.zero_grad()
@@ -98,12 +98,12 @@ def iterate(optimizer: torch.optim.Optimizer, loss_of: Callable[[int], Tensor], 
 
 
 def weights(model: nn.Module) -> list[Tensor]:
-    """Copies of a model's parameters and buffers."""
+    """Return copies of a model's parameters and buffers."""
     return [tensor.detach().clone() for tensor in model.state_dict(keep_vars=False).values()]
 
 
 def masters_of(optimizer: Any) -> list[Tensor]:
-    """Copies of the tensors that the step updates: masters, and parameters that have none."""
+    """Return copies of the tensors that the step updates: masters, and parameters without a master."""
     return [param.detach().clone() for param in amp.master_params(optimizer)]
 
 
@@ -112,7 +112,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
-    """Bit-identical, dtypes included."""
+    """Tell whether all tensors are equal to the bit, dtypes included."""
     left, right = list(left), list(right)
     return len(left) == len(right) and all(
         a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True)
@@ -120,13 +120,13 @@ def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
 
 
 def backward(loss: Tensor, optimizer: torch.optim.Optimizer, **kwargs: object) -> None:
-    """scale_loss with the ordinary body."""
+    """Run `scaled_loss.backward()` in the body of `scale_loss`."""
     with amp.scale_loss(loss, optimizer, **kwargs) as scaled_loss:  # type: ignore[arg-type]
         scaled_loss.backward()
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Any], list[Any]]:
-    """Copies of what a step changes: the model's weights and the masters, the optimizer's state, its groups."""
+    """Return copies of all that a step changes: weights, masters, the optimizer's state and its groups."""
     masters = list(amp.master_params(optimizer))
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return (
@@ -137,7 +137,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[T
 
 
 def assert_unchanged(before: Any, after: Any) -> None:
-    """Two snapshots, or parts of them, hold the same bits."""
+    """Assert that two snapshots, or parts of them, have the same bits."""
     assert type(before) is type(after)
     if isinstance(before, Tensor):
         assert before.dtype is after.dtype and torch.equal(before, after), (before, after)

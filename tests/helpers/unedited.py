@@ -1,4 +1,4 @@
-"""Scripts that train with torch alone, and the same with the lines of ours that their comments have."""
+"""Scripts that train with torch alone, and the same scripts with the lines of amp_patch from their comments."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def run_source(script: str, **names: Any) -> dict[str, Any]:
-    """What the script leaves in its namespace."""
+    """Run a script; return its namespace."""
     namespace = {"__name__": "__main__", **names}
     exec(compile(textwrap.dedent(script), "train.py", "exec"), namespace)
     return namespace
 
 
 def edited(script: str) -> str:
-    """The script with the lines of ours that its comments have."""
+    """Return the script with the lines of amp_patch that its comments contain."""
     lines = []
     for line in script.splitlines():
         code, _, comment = line.partition("#")

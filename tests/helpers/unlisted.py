@@ -1,4 +1,4 @@
-"""The functions of torch that stand in no op list, each under the reason why.
+"""The functions of torch that are on no op list, by the reason why.
 
 Names are those of torch's public namespaces, of whichever of them; a name that this torch lacks is no mistake.
 """

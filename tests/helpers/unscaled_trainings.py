@@ -1,4 +1,4 @@
-"""Trainings whose loss is not scaled, and which skip steps all the same."""
+"""Trainings with `skip_nonfinite`, whose loss is not scaled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code for CUDA on a machine without."""
+"""Code for CUDA on a machine without CUDA."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_lightning_evaluates_at_the_level_and_leaves_the_weights(function):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_lightning_skips_what_overflows(level):
-    """Sixteen rows that overflow are two steps that change nothing but the scale; no scheduler warns."""
+    """Sixteen rows that overflow make two steps, which change only the scale. No scheduler warns."""
     spoilt = torch.cat([torch.full((16, 8), float("inf")), INPUTS[16:]])
     module, precision = Classifier(), OptLevelPrecision(level)
     module.net[1] = nn.Identity()  # a batch norm's statistics would keep the infinity

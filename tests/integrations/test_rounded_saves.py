@@ -1,4 +1,4 @@
-"""Calls of transformers and PEFT that round what was trained say so, with a way out that is exact."""
+"""Calls of transformers and PEFT that round trained values log a warning, which names an exact way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masters that somebody edits between steps: the next forward sees it, whoever wrote, and in whichever way.
+"""Edits of masters between steps, by any code and in any form: the next forward uses the new values.
 
 Schedule-free optimizers write in `eval()` and `train()`, Lookahead after a step, SAM before one, scripts whenever they
 like. Weights are small multiples of 1/8, which both low-precision types hold.
@@ -43,7 +43,7 @@ def data_assigned(p):
 
 
 def data_assigned_where_it_was(p):
-    """Twice, so that the memory of the first may be that of the second."""
+    """The edit is made twice, because the second may reuse the memory of the first."""
     p.data = torch.full_like(p, 3.0)
     p.data = torch.full_like(p, 2.0)
 
@@ -73,7 +73,7 @@ def test_a_forward_sees_writes_into_the_optimizer_s_parameters(edit, level, devi
 
 
 class Own(torch.optim.SGD):
-    """A script's own optimizer, whose steps are neither made in one pass nor in portions."""
+    """An optimizer that a script defines, which steps neither in one pass nor in portions."""
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, Own])

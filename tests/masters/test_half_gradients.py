@@ -1,4 +1,4 @@
-"""Gradients of masters wait in low precision; whoever looks at them sees FP32 ones, unscaled."""
+"""Gradients of masters that wait in low precision: each read returns unscaled FP32 gradients."""
 
 from __future__ import annotations
 

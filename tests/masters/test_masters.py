@@ -1,4 +1,4 @@
-"""Which master belongs to which parameter, by identity alone."""
+"""The links of masters and parameters, which depend on the identity of the parameter alone."""
 
 from __future__ import annotations
 

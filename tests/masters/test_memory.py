@@ -1,4 +1,4 @@
-"""What is held: bytes per parameter, and nothing that grows."""
+"""Memory: bytes per parameter, and no growth over steps."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ EDITS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_edits_of_param_grad_reach_the_step(level, options, optimizer, edit, device):
-    """Against the optimizer itself on FP32 weights, given the gradient that the edit leaves."""
+    """Compare with the optimizer on FP32 weights, given the gradient after the edit."""
     model, ours = start_level(level, options, OPTIMIZERS[optimizer], device)
     plain = nn.Parameter(torch.tensor([[1.0, 2.0]], device=device))
     plains = OPTIMIZERS[optimizer]([plain])

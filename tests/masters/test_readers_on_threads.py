@@ -1,4 +1,4 @@
-"""A thread that reads a model while another trains it: it finds values, nothing dies, and the training has its bits."""
+"""A thread reads a model while another trains it: reads return values, and the training has the same bits."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Lookahead:
 
 
 class LookaheadOptimizer(Lookahead, torch.optim.Optimizer):
-    """The same as an Optimizer that never initialized itself as one, as the public ones are."""
+    """The same, as an Optimizer whose constructor does not call `Optimizer.__init__`, as in public packages."""
 
 
 def put_copy(p, slow):
@@ -123,7 +123,7 @@ def test_gradients_that_a_wrapper_saw_are_not_another_optimizer_s(again, level):
 
 
 class Free(torch.optim.SGD):
-    """What schedule-free optimizers have in common: between training and evaluation the weights are others."""
+    """The common part of schedule-free optimizers: they use other weights for evaluation than for training."""
 
     @torch.no_grad()
     def eval(self):

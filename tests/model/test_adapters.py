@@ -17,7 +17,7 @@ CAST = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 
 
 class Adapted(nn.Module):
-    """What peft's LoRA makes of a linear layer: the base, frozen, and two small matrices in a type of their own."""
+    """A layer like peft's LoRA: a frozen linear layer, and two small matrices, which may have another type."""
 
     def __init__(self, base: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()

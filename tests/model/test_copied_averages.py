@@ -83,7 +83,7 @@ BLENDS = {
 @pytest.mark.parametrize("blend", BLENDS)
 @pytest.mark.parametrize("kind", MASTERED)
 def test_an_average_in_a_deepcopy_is_fp32s(kind, blend):
-    """To 1 % of what it moved: what is blended in are the weights, which are rounded."""
+    """The tolerance is 1 % of the movement, because the blended weights are rounded."""
     model, optimizer = start_kind(kind)
     average = copy.deepcopy(model).requires_grad_(False)
     begin = masters_of(optimizer)

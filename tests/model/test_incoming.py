@@ -1,4 +1,4 @@
-"""Models that come to `initialize` in low precision: they train as `model.float()` would, and take less."""
+"""Models in low precision at `initialize`: they train as `model.float()` would, in less memory."""
 
 from __future__ import annotations
 

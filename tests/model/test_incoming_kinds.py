@@ -1,4 +1,4 @@
-"""What came in low precision and thaws, cannot be taken, or is trained by several processes; its bytes."""
+"""Models in low precision at `initialize`: later unfrozen, refused, trained on several ranks; their bytes."""
 
 from __future__ import annotations
 

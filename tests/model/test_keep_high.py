@@ -45,7 +45,7 @@ def mlp() -> nn.Sequential:
 
 
 class Tied(nn.Module):
-    """A language model whose head multiplies by the embedding's weight, in one of the ways that there are."""
+    """A language model whose head multiplies by the embedding's weight, in one of the usual forms."""
 
     def __init__(self, head: str) -> None:
         super().__init__()

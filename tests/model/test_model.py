@@ -1,4 +1,4 @@
-"""The model's side: what is cast on the way in and out, what stays FP32, state dicts, methods, copies."""
+"""Models in a training: casts of inputs and outputs, modules that stay FP32, state dicts, methods, copies."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_hooks_on_the_model_fire_and_are_kept():
 
 
 def accumulation_node(param):
-    """The node of autograd that adds up the gradient of `param`, as Horovod and FSDP1 get at it."""
+    """Return the AccumulateGrad node of `param`, as Horovod and FSDP1 do."""
     return param.expand_as(param).grad_fn.next_functions[0][0]
 
 

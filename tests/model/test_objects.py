@@ -1,4 +1,4 @@
-"""Objects with tensors as inputs of a cast model: batches of people's own classes."""
+"""Objects with tensors as inputs of a cast model: batches of users' classes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Fields:
 
 
 class Store:
-    """The layout of PyTorch Geometric: the tensors are in a dict of a store, which knows whose it is."""
+    """The layout of PyTorch Geometric: tensors are in a dict of a store, which references its owner."""
 
     def __init__(self, parent: Any) -> None:
         self._mapping: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The way back of a model: restore(), also where one cannot be restored, and what never was ours."""
+"""`restore()` of models: complete, with a model that cannot be restored, and with objects of no training."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("change", BROKEN)
 def test_restore_restores_all_others_and_torch_when_one_cannot_be(change):
-    """Others of trainings before and after it, and beside it in its own; a second call finds nothing to do."""
+    """The other models of its training, and of earlier and later trainings, are restored. A second call is a no-op."""
     nets = [linear([[1.0 / 3]]) for _ in range(5)]
     optimizers = [SGD(net.parameters()) for net in nets]
     amp.initialize(nets[0], optimizers[0], opt_level="O1")

@@ -1,4 +1,4 @@
-"""rows.h and chunk.h in csrc/kernels, all of the CUDA kernels but their launches, run on the host thread by thread."""
+"""The CUDA kernels without their launches (rows.h and chunk.h in csrc/kernels), run on the host thread by thread."""
 
 from __future__ import annotations
 

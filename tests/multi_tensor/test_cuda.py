@@ -1,4 +1,4 @@
-"""What only a GPU can show of the kernels; conftest.py leaves this file out where there is none."""
+"""Tests of the kernels that need a GPU; without one, conftest.py leaves this file out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""csrc/kernels/*.cu as they are, launches and all, on the host: numbers, grids, captures, and what fails half way."""
+"""The CUDA kernels with their launches (csrc/kernels/*.cu), run on the host: numbers, grids, captures, failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def gpu(library, monkeypatch):
-    """The module in the place of the extension: the CPU's tensors act those of a GPU."""
+    """Replace the extension by the module; tensors of the CPU stand in for those of a GPU."""
     monkeypatch.setattr(backends, "_C", library)
     monkeypatch.setattr(backends, "active", library)
     library.fail_at(-1)
@@ -49,7 +49,7 @@ def assert_rounded_alike(ours, theirs):
 
 @pytest.fixture(params=["auto", "arguments", "buffer", "capture", "backwards"])
 def way(request, gpu):
-    """How launches learn of their rows, and in which order blocks and threads run."""
+    """Parametrize over the ways to pass rows to a launch, and over the order of blocks and threads."""
     if request.param == "capture":
         gpu.capture(True)
     elif request.param == "backwards":

@@ -1,4 +1,4 @@
-"""A number that lies in an output: a GPU's blocks would read it when others have written there, so it is copied."""
+"""A number argument that shares memory with an output: it is copied, since a block could read it after a write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow  # a compiler works for a minute
 
 @pytest.fixture(scope="module")
 def late(tmp_path_factory):
-    """csrc's ops as on a device, on the CPU: before each element the numbers are read anew."""
+    """The ops of csrc on the CPU as on a device: number arguments are read again before each element."""
     return cpp_extension.load(
         "late_reads",
         [str(TESTS / "cuda" / "late_reads.cpp")],

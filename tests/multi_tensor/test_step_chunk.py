@@ -1,4 +1,4 @@
-"""step_chunk.h in csrc/kernels, the optimizers' CUDA kernels but their launches, run on the host thread by thread."""
+"""The optimizers' CUDA kernels without their launches (step_chunk.h in csrc/kernels), run on the host."""
 
 from __future__ import annotations
 

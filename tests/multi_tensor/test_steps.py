@@ -15,7 +15,7 @@ from amp_patch import multi_tensor as mt
 
 
 def rounds_as_known() -> bool:
-    """Whether this torch's fused CPU kernels round as those that the kernels here follow: a toy tells."""
+    """Tell by a small step whether this torch's fused CPU kernels round as the kernels of amp_patch do."""
     if "cpp" not in BACKENDS:
         return False
     with mt.use_backend("cpp"), torch.no_grad():
@@ -30,7 +30,7 @@ BITS = rounds_as_known()
 
 
 def assert_follows(ours, theirs, backend, device="cpu"):
-    """To the bit where torch's kernels are those that are followed; else within rounding."""
+    """Assert equal bits if torch's kernels round alike, else equality within rounding."""
     for a, b in zip(ours.everything(), theirs.everything(), strict=True):
         if BITS and backend == "cpp" and device == "cpu":
             assert torch.equal(a, b)

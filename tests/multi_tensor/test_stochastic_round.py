@@ -1,4 +1,4 @@
-"""Stochastic rounding: two neighbours, in proportion, by a counter that gives the same bits wherever it is asked."""
+"""Stochastic rounding: to one of two neighbours, with the right frequency, and the same bits on every backend."""
 
 from __future__ import annotations
 

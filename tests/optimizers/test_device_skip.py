@@ -34,7 +34,7 @@ class Wait:
 
 @pytest.fixture
 def late(monkeypatch):
-    """Treat a CPU as a device that has to be waited for; while `late.on`, what it found has not arrived."""
+    """Treat the CPU as a device with syncs. While `late.on`, copies of its flags have not arrived."""
     wait = Wait()
     monkeypatch.setattr(device_sync, "waits", lambda device: True)
     here = DeviceSkip.here
@@ -131,7 +131,7 @@ def test_after_a_skip_the_host_looks_itself(device, late, caplog):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_state_that_was_cleared_or_loaded_is_a_first_step_again(device, late):
-    """torch's fused SGD would take a skipped first step's momentum, which nothing has filled, for a real one."""
+    """After a skipped first step, torch's fused SGD would use a momentum buffer that was never written."""
     model, optimizer = start_dynamic(MAKERS["torch's fused SGD"], "O1", device)
     for index in (1, 2):
         step(model, optimizer, index)

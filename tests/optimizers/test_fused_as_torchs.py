@@ -1,4 +1,4 @@
-"""The fused optimizers have torch's manners: state dicts, groups, hooks, schedulers."""
+"""The fused optimizers behave as torch's: state dicts, groups, hooks, schedulers."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, amp.GradScaler])
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_capturable_adam_unscales_every_gradient_in_place(kind, masters, layout, dtype, backend, device):
-    """As torch's fused Adam does: right after a step taken, and as they came after one skipped."""
+    """As with torch's fused Adam: gradients are unscaled after a step, and unchanged after a skipped step."""
     value = torch.arange(1.0, 7.0).reshape(2, 3)
     params, twins = ([nn.Parameter(value.to(device, d, copy=True)) for d in (dtype, torch.float32)] for _ in range(2))
     optimizer = FusedAdam(params, lr=0.25, capturable=True, master_weights=masters)

@@ -1,4 +1,4 @@
-"""The page "Does mixed precision lose accuracy?" says what the comparisons say, and fails where they contradict it."""
+"""The page docs/accuracy.md has the results of its comparisons; its benchmark fails if they contradict the claim."""
 
 from __future__ import annotations
 

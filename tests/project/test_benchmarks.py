@@ -1,4 +1,4 @@
-"""What the benchmarks say is what they measured; how fast anything is, no test asks."""
+"""The benchmarks print what they measure. No test requires a speed."""
 
 from __future__ import annotations
 

@@ -335,7 +335,7 @@ def toolkit(sources):
     return sources
 
 
-# What setup.py chooses with each of the environments, in a process of its own; torch is imported once.
+# Return the choices of setup.py for each environment. One new process imports torch once.
 CHOSEN = """
 import json, os, runpy, sys, torch
 torch.cuda.device_count = lambda: 0

@@ -1,4 +1,4 @@
-""".ci/run, with a `make` that only notes where it was called: the stages run in a folder of the package's name."""
+""".ci/run, with a `make` that only records its working directory: stages run in a folder of the package's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tests/cuda/compile.sh with a compiler that only says what nvcc says."""
+"""tests/cuda/compile.sh, with a stand-in for nvcc that prints nvcc's output."""
 
 from __future__ import annotations
 

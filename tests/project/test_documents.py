@@ -22,7 +22,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def without_code(text: str) -> str:
-    """The text without its fenced and indented blocks, and without code in a line."""
+    """Return the text without fenced and indented blocks, and without inline code."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"`[^`\n]*`", lambda code: "x" * len(code[0]), re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE))
 
@@ -107,7 +107,7 @@ def test_the_words_of_the_architecture_are_few():
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
 def test_the_python_of_a_page_runs_and_prints_its_output(page, tmp_path, monkeypatch, capsys):
-    """In order, in one namespace that has what the pages leave to the reader's script."""
+    """The blocks run in order, in one namespace with the names that the pages expect from the reader's script."""
     monkeypatch.chdir(tmp_path)  # some write files
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))

@@ -1,4 +1,4 @@
-"""`make gpu-check` without a GPU: what is missing, stages and their limits, what is kept and said."""
+"""`make gpu-check` without a GPU: missing tools, the stages and their time limits, its files and output."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Environment:
             pytest.skip(f"{PYTHONS[name]} makes no environments: {made.stdout.splitlines()[-1:]}")
 
     def run(self, line: str, folder: Path, ok: bool = True, **environment: str) -> str:
-        """What a line of a shell prints in it; with `ok` it must succeed."""
+        """Run a shell line in the environment; return its output. With `ok` it must succeed."""
         hidden = ("PYTHONPATH", "VIRTUAL_ENV", "AMP_PATCH_NO_EXT", "AMP_PATCH_BACKEND", "AMP_PATCH_LOCAL_VERSION")
         inherited = {name: value for name, value in os.environ.items() if name not in hidden}
         path = f"{self.bin}{os.pathsep}{os.environ['PATH']}"

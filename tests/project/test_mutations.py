@@ -1,4 +1,4 @@
-"""`make mutations`: what it says of a toy's mutations, and that the real ones name tests that are there."""
+"""`make mutations`: its output for a small example, and the tests that its real mutations name."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ MARK = re.compile(
 
 
 def of_python(text: str) -> Iterator[str]:
-    """The docstrings of a file, and its comments: comments on adjacent lines are one text."""
+    """Yield the docstrings and comments of a file. Comments on adjacent lines are one text."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
@@ -76,7 +76,7 @@ def of_names(text: str) -> Iterator[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Part of the tree -> its texts. A folder of amp_patch, and a folder of its lab, is a part."""
+    """Return {part of the tree: its texts}. Each folder of amp_patch, and each folder of its lab, is a part."""
     found: dict[str, list[str]] = {}
     readers = {"amp_patch": ("py", of_python), "tests": ("py", of_names), "docs": ("md", of_markdown)}
     for top, (suffix, read) in readers.items():

@@ -1,4 +1,4 @@
-"""benchmarks/public_programs.py: what it says of programs is what they did; the programs themselves are others'."""
+"""benchmarks/public_programs.py: its results for stand-in programs; the real programs are not run."""
 
 from __future__ import annotations
 

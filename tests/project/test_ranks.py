@@ -1,4 +1,4 @@
-"""The processes that tests of torch.distributed share: what goes wrong in one of them is told, and passes."""
+"""The ranks that tests of torch.distributed share: a failure in one is reported, and later tests still run."""
 
 from __future__ import annotations
 

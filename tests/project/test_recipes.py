@@ -49,7 +49,7 @@ def load(name: str) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def modules():
-    """Their names are common ones: they go when these tests end, and so does the path that they add."""
+    """Remove the recipes' modules and path after these tests, because their names are common."""
     before, path = set(sys.modules), list(sys.path)
     yield
     load.cache_clear()

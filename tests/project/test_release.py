@@ -1,4 +1,4 @@
-"""What a release says of itself: metadata, the page made of README.md, addresses; and the torch that a build is for."""
+"""Metadata of a release: the page made of README.md, addresses, and the torch that a build is for."""
 
 from __future__ import annotations
 

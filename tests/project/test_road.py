@@ -1,4 +1,4 @@
-"""The road through one training step does not grow: Python calls of a step, and the files that they are in."""
+"""The Python calls of one training step, and the files that they are in, do not grow in number."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print(json.dumps([found, {f"{file}: {name}": count for (file, name), count in ou
 
 @pytest.fixture(scope="module")
 def counted() -> Any:
-    """What a process by itself counts: what other tests have called before may take other ways."""
+    """Count in a new process, because calls of other tests may change the path of a step."""
     path = os.pathsep.join([str(ROOT), str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
     done = python("-c", COUNT, env=environment)

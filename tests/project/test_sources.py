@@ -1,4 +1,4 @@
-"""What no linter's rule asks of sources: tensors that no default makes, asserts that may be left out, short files."""
+"""Rules on the sources without a linter: tensors with a dtype and device, asserts without effects, short files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEFAULT = "torch.get_default_dtype()"  # a module's weights, which have it as t
 
 
 def made_by_default(tree: ast.AST) -> Iterator[ast.Call]:
-    """Calls of torch's factories that leave the type, or the device, to the script."""
+    """Yield calls of torch's factories without an explicit dtype or device."""
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
             continue
@@ -42,7 +42,7 @@ _LIVE = {"grad", "data"}  # properties that make what they give
 
 
 def does_something(statement: ast.Assert) -> bool:
-    """Whether `python -O`, which leaves it out, leaves out more than a question."""
+    """Tell whether the assert has a side effect, which `python -O` would omit."""
     for node in ast.walk(statement.test):
         if isinstance(node, ast.Attribute):
             if node.attr in _LIVE:

@@ -156,7 +156,7 @@ def mode(optimizer: Any, name: str) -> None:
 
 
 def check(level: str, model: nn.Module, optimizer: Any, plain: nn.Module, plain_optimizer: Any) -> None:
-    """The masters and their state are the weights and the state of the FP32 script; the model has them rounded."""
+    """Masters and state equal the weights and state of the FP32 script; the model has the rounded masters."""
     masters, weights = list(amp.master_params(optimizer)), list(amp.master_params(plain_optimizer))
     assert_unchanged([m.detach() for m in masters], [w.detach() for w in weights])
     assert_unchanged([dict(optimizer.state[m]) for m in masters], [dict(plain_optimizer.state[w]) for w in weights])

@@ -1,4 +1,4 @@
-"""What we lean on in torch, and torch does not promise: docs/torch-internals.md lists it, and this torch has it."""
+"""Private names of torch that amp_patch uses: docs/torch-internals.md lists them, and this torch has them."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def uses(owners: dict[str, Any]) -> Uses:
 
 
 def covers(name: str, used: str) -> bool:
-    """Whether the table's `name` stands for what a file has: an attribute, or a dotted path of torch's."""
+    """Tell whether the table's `name` covers a name in a file: an attribute, or a dotted path of torch."""
     if name.endswith(".*"):
         return f"{used}.".startswith(name[:-1])
     if name.endswith("*"):

@@ -1,4 +1,4 @@
-"""`make test-versions`: what it reads and says, without an environment being made."""
+"""`make test-versions`: its input and output, without making an environment."""
 
 from __future__ import annotations
 

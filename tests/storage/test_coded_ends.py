@@ -1,4 +1,4 @@
-"""Trainings with `optimizer_state="8bit"` on several processes that are ended from outside: `kill -9`, and Ctrl-C."""
+"""Trainings with `optimizer_state="8bit"` on several ranks, ended by `kill -9` or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_killed_training_of_shards_resumes_to_the_bit_of_one_that_was_not(rank
 
 
 def interrupted_shards(make: str, stride: int) -> int:
-    """Ctrl-C in the step, at each `stride`-th line of ours; how many lines there are."""
+    """Press Ctrl-C in the step at each `stride`-th line of amp_patch; return the number of lines."""
 
     def until_the_step() -> tuple[Any, Any]:
         model, optimizer = fsdp.start(make)

@@ -1,4 +1,4 @@
-"""`optimizer_state="8bit"`: the state of optimizers as codes, which everybody who looks finds in FP32."""
+"""`optimizer_state="8bit"`: optimizer state is stored as codes, and each read returns FP32."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_looking_changes_no_bit(make):
 
 
 def written(optimizer: Any, way: str, new: Tensor) -> Tensor:
-    """What is found after `new` was written into a large tensor of the state."""
+    """Return the state that is read after `new` was written into a large tensor of it."""
     param = list(amp.master_params(optimizer))[2]
     state = optimizer.state[param]
     name = "momentum_buffer" if "momentum_buffer" in state else "exp_avg"

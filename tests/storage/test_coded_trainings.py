@@ -203,7 +203,7 @@ def test_plain_torch_steps_it_too(make):
 @pytest.mark.parametrize("place", range(0, 120, 19))
 @one_of_each_way
 def test_an_interrupt_leaves_each_parameter_stepped_or_not_and_the_next_step_goes_on(make, place):
-    """Ctrl-C at a line of ours in the step: what is kept is whole, and of the values before or after."""
+    """After Ctrl-C at a line of amp_patch in the step, each stored tensor has the values before or after the step."""
 
     def until_the_step() -> tuple[Any, Any]:
         model, optimizer = start(make)

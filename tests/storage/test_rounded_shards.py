@@ -1,4 +1,4 @@
-"""`master_weights="stochastic"` with torch's `fully_shard`: elements are rounded by their place in the whole."""
+"""`master_weights="stochastic"` with torch's `fully_shard`: random bits depend on the place in the whole parameter."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_gradients_add_up_and_are_clipped_on_the_shards(ranks, make):
 
 
 def with_closure(made: bool) -> dict[str, Any]:
-    """A closure that has run before the step is that of an unedited script."""
+    """A closure that runs before the step, as in unedited scripts."""
     model, optimizer = start("SGD", **ROUNDED)
     for step in range(3):
         optimizer.zero_grad()

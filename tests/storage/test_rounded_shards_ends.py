@@ -1,4 +1,4 @@
-"""How trainings on BF16 shards that are rounded by chance end: checkpoints, `kill -9`, Ctrl-C, pickles, refusals."""
+"""Trainings on stochastically rounded BF16 shards: checkpoints, `kill -9`, Ctrl-C, pickles, refusals."""
 
 from __future__ import annotations
 

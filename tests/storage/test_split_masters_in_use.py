@@ -1,4 +1,4 @@
-"""Split masters in the hands of code that does not ask for their value, and of code that keeps it."""
+"""Split masters in code that reads their memory without torch functions, and in code that holds their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By which draws stochastic masters are rounded: the positions of the parameters in the models, and no history."""
+"""The draws of stochastic rounding depend on the parameters' positions in the models, and not on history."""
 
 from __future__ import annotations
 

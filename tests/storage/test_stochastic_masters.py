@@ -37,7 +37,7 @@ def weights_of(model: nn.Module) -> list[Tensor]:
 
 
 def rounded(masters: list[Tensor], step: int, seed: int = 0, edits: int = 0) -> list[Tensor]:
-    """These values as BF16 by the chance of the step of this number, from 0."""
+    """Return the values rounded to BF16 by the random bits of the given step, counted from 0."""
     weights = [torch.empty_like(m, dtype=torch.bfloat16) for m in masters]
     draws = [number << 40 | edits << 32 | step for number in range(len(masters))]
     multi_tensor.multi_tensor_stochastic_round(masters, weights, seed, draws)

@@ -1,4 +1,4 @@
-"""Properties of what is walked and replaced: any nest of containers, any pile of patches."""
+"""Properties of tree.py and patches.py: random nested containers, random sequences of patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files are written whole, and where they lie."""
+"""files.py: atomic writes, also through links."""
 
 from __future__ import annotations
 

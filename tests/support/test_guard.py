@@ -1,4 +1,4 @@
-"""What a process has started ends with it, however it ends; and goes on where it was released."""
+"""guard.py: watched processes end when their parent ends in any way, and go on after `release`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""imports.py: what waits for a module is called once it is there, and imports nothing."""
+"""imports.py: a callback runs once its module is imported; registering it imports nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which frames are the script's: by their modules and folders, whatever the folders above are called."""
+"""scripts_line.py: frames of user code are found by their module and folder, whatever the folders above are called."""
 
 from __future__ import annotations
 

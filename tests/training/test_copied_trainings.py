@@ -1,4 +1,4 @@
-"""What a training keeps when it is copied or pickled, and when `initialize` is called again: all that it knew."""
+"""A training that is copied or pickled, and a second `initialize`, keep all state of the training."""
 
 from __future__ import annotations
 

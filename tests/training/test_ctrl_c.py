@@ -1,4 +1,4 @@
-"""Ctrl-C where a context manager closes."""
+"""Ctrl-C at the exit of a context manager."""
 
 from __future__ import annotations
 

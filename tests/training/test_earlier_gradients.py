@@ -1,4 +1,4 @@
-"""Gradients from before a backward: not checked again, brought back, cleared meanwhile."""
+"""Gradients that exist before a backward: they are not checked again, are added after it, and may be cleared in it."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_gradients_of_every_kind_are_added_to_an_earlier_overflow_unchecked(kind
 
 
 def test_scaled_once_more_an_earlier_gradient_may_be_more_than_its_type_holds():
-    """FP16 at a scale of 1024: an earlier 100 is there unscaled, and must not become an infinity while it waits."""
+    """At a scale of 1024, an earlier unscaled gradient of 100 must not overflow FP16 while it waits."""
     model = linear([[1.0, 1.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O3", loss_scale=1024.0, verbosity=0)
@@ -216,7 +216,7 @@ def test_a_parameter_that_backward_does_not_reach_keeps_its_earlier_gradient(del
 
 @pytest.mark.parametrize("accumulates", ["in one buffer", "apart"])
 def test_the_gradient_is_the_same_tensor_after_it_was_added_to(accumulates):
-    """As in torch: whoever holds it, or made it a part of a buffer of all gradients, goes on seeing it."""
+    """As in torch, the gradient stays the same tensor for code that holds it or has made it a view of a buffer."""
     model = linear([[1.0, 2.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=64.0)

@@ -1,4 +1,4 @@
-"""Gradients and weights that the script clips, edits or clears between backward and step; of every kind."""
+"""Gradients and weights that user code clips, edits or clears between backward and step."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 
 
 class Training:
-    """How to make a training anew, plain (not through `initialize` yet), and how to go on with one."""
+    """Functions that make a new training, before `initialize`, and that continue a training."""
 
     def __init__(self, make: Callable[[], Pair], step: Callable[[Any, Any, float], None], **options: Any) -> None:
         self.make, self.step, self.options = make, step, {"loss_scale": "dynamic", "verbosity": 0} | options
@@ -178,7 +178,7 @@ every_event = pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
 
 
 def all_of(pair: Pair) -> Any:
-    """Copies of weights, masters, state and groups of the optimizer, state dict, buffers and scales."""
+    """Return copies of weights, masters, the optimizer's state and groups, state dict, buffers and scales."""
     return [*snapshot(*pair), training.weights(pair.model), scales(pair)]
 
 
@@ -189,7 +189,7 @@ def assert_goes_on(kind: Training, event: Callable[[Training, Pair], Pair]) -> N
 
 
 class Own(torch.optim.Adagrad):
-    """A script's own optimizer: no strategy of ours steps it, and it pickles by name."""
+    """An optimizer that a script defines: only its own `step` steps it, and a pickle has its importable name."""
 
 
 WAYS = {

@@ -1,4 +1,4 @@
-"""An exception at any call of an iteration, Ctrl-C above all: torch stays as it was, and the training goes on right."""
+"""An exception at any call of an iteration, such as Ctrl-C: torch's state is restored, and the training goes on."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ CASES = [
 
 
 def left_without_grad_mode_by_torch(event: str = "call") -> set[tuple[CodeType, ...]]:
-    """Where a plain training of torch's, without amp_patch, is left with grad mode off for good by an interrupt."""
+    """Return the calls at which an interrupt leaves grad mode off in a plain training of torch, without amp_patch."""
 
     def train(model: nn.Module, optimizer: Any) -> None:
         model(INPUTS["first"]).square().sum().backward()
@@ -158,7 +158,7 @@ def left_without_grad_mode_by_torch(event: str = "call") -> set[tuple[CodeType, 
 
 
 def ends(case: Case, story: Story, interrupted: bool) -> list[Tensor]:
-    """The weights that the story comes to, with the part that is to be interrupted, or without it."""
+    """Return the final weights of the story, with or without the part that is to be interrupted."""
     training = case.make()
     story.before(training)
     if interrupted:
@@ -178,7 +178,7 @@ def legal(weights: list[Tensor], ends: list[list[Tensor]], parts: bool) -> bool:
 def sweep(
     case: Case, story: Story, places: set[Any], error: type[BaseException], stride: int = 1, event: str = "call"
 ) -> list[str]:
-    """What is wrong after an `error` at every `stride`-th call of the story's interrupted part."""
+    """Raise `error` at every `stride`-th call of the story's interrupted part; return the faults found afterwards."""
     faults: list[str] = []
     plain, names = gradients_of_a_plain_model(), namespace()
     wanted = [ends(case, story, interrupted) for interrupted in (False, True)]
@@ -245,13 +245,13 @@ def states_are_large(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def modules_hold_nothing(monkeypatch):
-    """Each of thousands of calls of `initialize` would look through the names of every module of the tests' process."""
+    """Keep `initialize`, which is called thousands of times here, from searching the names of all modules."""
     monkeypatch.setattr(held_names, "replace_in_modules", lambda patches, replaced: None)
 
 
 @pytest.fixture(scope="module")
 def places() -> set[Any]:
-    """Torch's own fault: these calls are left out where grad mode is looked at."""
+    """Return the calls at which an interrupt of torch itself leaves grad mode off; that check skips them."""
     found = left_without_grad_mode_by_torch()
     assert {place[0].co_filename.rsplit("/", 1)[-1] for place in found} <= {"grad_mode.py", "decorators.py"}
     return found

@@ -171,7 +171,7 @@ def test_counters_that_an_optimizer_keeps_in_its_groups_are_put_back(level):
 
 
 class Thorough(torch.optim.Optimizer):
-    """Counts its steps where nobody looks, keeps a number in a tensor, and divides by the number of gradients."""
+    """An optimizer with a step count in an attribute and a sum in a tensor; it divides by the number of gradients."""
 
     def __init__(self, params, lr=1.0):
         super().__init__(params, {"lr": lr, "sum": torch.zeros(())})

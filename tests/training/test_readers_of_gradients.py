@@ -1,4 +1,4 @@
-"""Other people's code between backward and the next `zero_grad`, which asks `p.grad is not None` of the model."""
+"""Code of other packages that tests `p.grad is not None` between backward and the next `zero_grad`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def norm_of(model: nn.Module) -> float:
 
 
 def adaptive_clip(params: Any, clipping: float) -> None:
-    """Brock et al., High-Performance Large-Scale Image Recognition Without Normalization, 2021, as timm does it."""
+    """Clip adaptively as timm does, by Brock et al. 2021 (arXiv:2102.06171)."""
     for param in params:
         if param.grad is None:
             continue
@@ -116,7 +116,7 @@ def test_torchs_clipping_in_two_calls(level, foreach):
 
 @pytest.mark.parametrize("level", ["O2", "O5", "split", "stochastic"])
 def test_no_step_takes_the_gradients_of_the_last_one(level):
-    """They can be read until they are cleared, and what is written into them is in no step."""
+    """After a step, gradients can be read until they are cleared. A value written into them is used by no step."""
     model, optimizer = start_integers(level)
     backward_ones(model, optimizer)
     optimizer.step()
@@ -167,7 +167,7 @@ def test_torchs_averager_averages_after_the_step(ranks, level):
 
 
 def clipped_in_parallel(level: str, foreach: bool | None) -> tuple[float, float]:
-    """The norm that clipping found over sharded and whole gradients, and the norm that it left."""
+    """Return the norm of sharded and whole gradients before clipping, and the norm after it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

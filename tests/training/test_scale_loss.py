@@ -16,7 +16,7 @@ from amp_patch import amp
 
 
 def quarter(model, *values):
-    """A loss small enough for the first dynamic scale: 2**16 itself is no FP16 number."""
+    """Return a loss so small that its scaled gradients are finite in FP16: the initial scale of 2**16 itself is not."""
     return model(x(*values)).sum() / 4
 
 

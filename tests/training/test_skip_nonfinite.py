@@ -39,7 +39,7 @@ OWN_MASTERS = ["O0", "O3", "O4"]
 
 
 def start_convnet(maker: Any, device: str = "cpu", **options: Any) -> Any:
-    """Model and optimizer; the batch norm's statistics stay, which a forward of NaN would ruin at any level."""
+    """Return model and optimizer. The batch norm's statistics do not change, because NaN inputs would ruin them."""
     model = training.convnet(device=device)
     model.body[1].eval()
     return amp.initialize(model, maker(model.parameters()), **{"verbosity": 0} | options)
@@ -162,7 +162,7 @@ class Sparse(nn.Module):
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1.5e38])
 def test_sparse_gradients_are_checked_and_left_as_they_are(level, bad):
-    """A word that comes twice is two rows of the gradient; the sum of two finite ones may be infinite."""
+    """If a word occurs twice, its sparse gradient has two rows. Their sum may be infinite although both are finite."""
     words = torch.tensor([1, 3, 1, 0, 1])
     learned = []
     for on in (False, True):

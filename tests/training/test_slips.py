@@ -1,4 +1,4 @@
-"""Slips of a first training loop: each is told in the first iteration, and what is no slip trains as before."""
+"""Mistakes in a training loop: each is reported in the first iteration; correct loops train as before."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def several(model: nn.Module, scaled: Tensor) -> None:
 @SCALED
 @pytest.mark.parametrize("body", [checkpointed, several])
 def test_backward_passes_of_the_scaled_loss_alone_are_not_warned_of(level, body):
-    """A reentrant checkpoint runs a backward pass of its own inside of that of the scaled loss."""
+    """A reentrant checkpoint runs another backward pass inside the backward of the scaled loss."""
     model, optimizer = start(level)
     row = torch.tensor([[4.0, 1.0]], requires_grad=True)
     reentrant = body is checkpointed

@@ -1,4 +1,4 @@
-"""What a copy and a pickle of an optimizer's stash keep, and what they begin afresh."""
+"""Copies and pickles of an optimizer's stash: the fields that they contain, and the fields that are fresh."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ REGISTERED = pytest.mark.parametrize("registered", ["before", "after"])
 
 
 def start_observed(make, level, registered="after", pre=None, post=None):
-    """A training whose gradients are [4, -4] and whose step makes [1, 2] of them [-1, 4]."""
+    """Return a training with the gradients [4, -4], whose step changes the weights [1, 2] to [-1, 4]."""
     model = linear([[1.0, 2.0]])
     optimizer = make(model.parameters(), lr=0.5)
 
@@ -278,7 +278,7 @@ def test_a_script_s_step_in_the_class_and_the_hooks_are_called_where_it_is_skipp
 @KINDS
 @AT_LEVELS
 def test_a_step_that_cannot_end_is_over_all_the_same(make, level, monkeypatch):
-    """Else the next one would be taken for a part of it, and would not be checked."""
+    """Otherwise the next iteration would count as a part of this one, and would not be checked."""
     model, optimizer = start_observed(make, level)
     backward_observed(model, optimizer)
 

@@ -201,7 +201,7 @@ def cases(draw: Any) -> Case:
 
 
 class Both:
-    """The models and optimizers of a case, once in the hands of amp_patch and once by hand."""
+    """The models and optimizers of a case, trained by amp_patch and by hand."""
 
     def __init__(self, case: Case) -> None:
         self.case, level = case, level_of(case.options)
@@ -355,7 +355,7 @@ class Both:
         self.trainer.scales[0].value, self.trainer.scales[0].unskipped = value, 0
 
     def check(self, everything: bool = False) -> None:
-        """What the two trainings have, bit by bit; at the end of an iteration also what changes with steps alone."""
+        """Compare the two trainings to the bit; at the end of an iteration also the values that only steps change."""
         for optimizer, owner in zip(self.optimizers, self.trainer.owners, strict=True):
             waits = owner.waits_for is not None
             for master, weight in zip(amp.master_params(optimizer), owner.weights, strict=True):

@@ -1,4 +1,4 @@
-"""How often a training step waits for the device: once, in `optimizer.step()`, and nowhere else."""
+"""The syncs of a training step: one, in `optimizer.step()`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_counter_counts(device):
 
 
 def test_the_detector_s_own_notice_is_no_sync(monkeypatch):
-    """torch's words, on any machine: the second is said once in a process, when the detector is first used."""
+    """Give torch's warnings on any machine. The notice comes once in a process, at the detector's first use."""
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     notice = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: warnings.warn(notice, stacklevel=2))

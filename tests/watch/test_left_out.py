@@ -1,4 +1,4 @@
-"""Cast weights that no optimizer of `initialize` holds: what steps or averages them nevertheless is warned of."""
+"""Cast weights that no optimizer of `initialize` holds: a warning names other code that steps or averages them."""
 
 from __future__ import annotations
 

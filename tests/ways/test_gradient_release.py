@@ -70,7 +70,7 @@ def test_weights_have_moved_and_gradients_are_gone_when_backward_is_over(make, l
 
 
 def bytes_a_parameter(level: str, mark: str, **options: Any) -> float:
-    """The most bytes a parameter in the second `mark`: "iteration", all of it, or "step", that of the optimizer."""
+    """Return the peak bytes a parameter in the second block `mark`: a whole "iteration", or the optimizer's "step"."""
 
     def train() -> None:
         torch.manual_seed(0)

@@ -87,7 +87,7 @@ def test_two_passes_of_a_graph_are_refused():
 
 
 def test_reentrant_checkpoints_are_refused_before_anything_is_written():
-    """The weight that two of them share has half of its gradient when the first has run."""
+    """After the backward of the first, the weight that both share has only a part of its gradient."""
     model, optimizer = start(MAKERS["AdamW"], "O5")
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match=r"backward within backward.*use_reentrant=False"):

@@ -1,4 +1,4 @@
-"""Optimizers in one pass over the memory: the numbers and the manners of their own steps."""
+"""Steps in one pass: they have the numbers and the behaviour of the optimizer's own step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def kernels(monkeypatch):
 
 
 def story(level: str, recipe: Recipe, way: OnePass, steps: int, **options: Any) -> tuple[list[float], Any]:
-    """Everything that may happen between two steps; the losses, and what is left in the end."""
+    """Train with all events that may happen between two steps; return the losses and the final state."""
     model, optimizer = start_recipe(level, recipe, way, **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.995)
     losses = []

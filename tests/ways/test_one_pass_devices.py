@@ -23,7 +23,7 @@ NAMES = ("SGD, Nesterov", "Adam, amsgrad", "AdamW", "FusedAdam", "FusedSGD")
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Per call of a kernel the devices of its gradients, masters and flag; no optimizer may go its own way."""
+    """Record for each kernel call the devices of gradients, masters and flag. An optimizer's own step is an error."""
     seen: list[list[str]] = []
 
     def spied(kernel: Any) -> Any:

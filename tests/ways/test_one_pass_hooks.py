@@ -1,4 +1,4 @@
-"""A step in one pass among the hooks and methods that others have put around it."""
+"""Steps in one pass with users' hooks and replaced methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps that steps in one pass is what it keeps by itself: it may go from one way to the other."""
+"""The state after steps in one pass equals that of the optimizer's own step, so that both may alternate."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("registrations")
 
 
 class Counting(Each):
-    """As many write their step: the count is the group's, another one the optimizer's."""
+    """An optimizer with a usual form of step: one count of steps in the group, and another in the optimizer."""
 
     calls = 0
 
@@ -68,7 +68,7 @@ class AveragingSlowly(Counting):
 
 
 class Decaying(Counting):
-    """Its momentum has something of the weights, as SGD's: eight bits are enough for it."""
+    """An optimizer whose momentum depends on the weights, as SGD's with weight decay. Eight bits suffice for it."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, weight_decay=0.1)
@@ -108,7 +108,7 @@ class Failing(Each):
 
 
 def two_groups(make: Any) -> Any:
-    """What makes an optimizer of two groups, the second of which has another learning rate."""
+    """Return a function that makes an optimizer with two groups, of which the second has another learning rate."""
 
     def made(params: Any) -> Any:
         first, *others = params

@@ -30,7 +30,7 @@ MAKERS = {name: recipe(name, lr=OPTIMIZERS[name]["lr"] / 2) for name in IN_PORTI
 
 @pytest.fixture(autouse=True)
 def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each portion has one parameter or two here; nothing was said in other tests."""
+    """Make portions of one or two parameters, and forget the messages that other tests have logged."""
     monkeypatch.setattr(portions, "PORTION", 24)
     monkeypatch.setattr(portions, "_said", set())
     monkeypatch.setattr(generated_class, "_classes", WeakValueDictionary())
@@ -90,7 +90,7 @@ def numbers(model: PortionsNet, optimizer: Any) -> list[Any]:
 
 
 def adagrad_takes_groups() -> bool:
-    """Whether torch's Adagrad can step parameters that it was given later; that of 2.6 raises a KeyError."""
+    """Tell whether torch's Adagrad can step parameters that are added later; in torch 2.6 it raises a KeyError."""
     weights = torch.ones(2).split(1)
     optimizer = torch.optim.Adagrad(weights[:1])
     optimizer.add_param_group({"params": weights[1:]})
@@ -103,7 +103,7 @@ def adagrad_takes_groups() -> bool:
 
 
 def fifty_steps(make: Callable[[Any], Any], level: str) -> list[Any]:
-    """A training with all that may happen in one; the numbers after every step."""
+    """Train with all events that may happen in a training; return the numbers after every step."""
     model, optimizer = training(make, level)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
     history = []
@@ -250,7 +250,7 @@ def test_only_on_the_cpu(device):
 
 
 def test_extra_values_in_groups_allow_portions(how_many):
-    """A name of each group's own, a list, a tensor: no optimizer of torch's reads them."""
+    """Add entries to the groups that no torch optimizer reads: a different name in each group, a list, a tensor."""
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(200)))
     own: list[Any] = ["name", ["a", "list"], torch.ones(2), None, 0.0]
     groups = [
@@ -340,7 +340,7 @@ def test_a_gradient_that_the_optimizer_keeps_is_not_written_over(how_many, monke
 
 @pytest.mark.parametrize("next_step", ["step", "training"])
 def test_an_exception_in_a_portion(next_step, how_many):
-    """What was stepped is published and not stepped again; the rest of the gradients goes; the groups are whole."""
+    """Stepped parameters are published and not stepped again, the other gradients are cleared, and groups are whole."""
     model, optimizer = training(torch.optim.RMSprop, "O5")
     backward_batch(model, optimizer, 0)
     optimizer.step()
@@ -372,7 +372,7 @@ def test_an_exception_in_a_portion(next_step, how_many):
 
 
 def test_an_interrupt_before_the_first_portion_keeps_the_gradients(monkeypatch):
-    """Also while an edit of the weights is adopted, which writes into masters as a step does."""
+    """The interrupt may also come while masters adopt an edit of the weights, which writes into masters too."""
     model, optimizer = training(torch.optim.NAdam, "O5")
     backward_batch(model, optimizer, 0)
     before = [master.detach().clone() for master in amp.master_params(optimizer)]

@@ -18,7 +18,7 @@ from amp_patch.apex.amp.amp import (
 from amp_patch.apex.amp.frontend import initialize, load_state_dict, state_dict
 from amp_patch.apex.amp.handle import disable_casts, scale_loss
 
-# `_amp_state` is the object here, as in Apex; `from apex.amp._amp_state import ...` finds the module of that name.
+# As in Apex, `apex.amp._amp_state` is the object; `from apex.amp._amp_state import ...` imports from the module.
 __all__ = [
     "_amp_state",
     "_process_optimizer",

@@ -1,4 +1,4 @@
-"""The state object through which Apex's modules speak to each other, and callers to them."""
+"""`_amp_state`, Apex's process-wide state object, which scripts read and write."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_er
 
 
 class AmpState:
-    """The object `apex.amp._amp_state`. It describes the newest `initialize`.
+    """The object `apex.amp._amp_state`. It describes the training of the newest `initialize`.
 
     Attributes:
         opt_properties: the options of the opt level with the overrides, a `frontend.Properties`; absent before the
             first `initialize`.
-        handle: switches the casts of the newest `initialize`, an `AmpHandle`; absent before it.
-        allow_incoming_model_not_fp32: True lets `initialize` take models whose weights are FP16 already.
-        hard_override: True makes contradictions to the opt level messages instead of errors.
-        min_loss_scale, max_loss_scale: as they were given.
+        handle: an `AmpHandle` that switches the training's casts; absent before the first `initialize`.
+        allow_incoming_model_not_fp32: if True, `initialize` accepts models whose weights are FP16 already.
+        hard_override: if True, an option that contradicts the opt level is reported by a message, not by an error.
+        min_loss_scale, max_loss_scale: the arguments of `initialize`.
     """
 
     opt_properties: Any
@@ -37,7 +37,7 @@ class AmpState:
 
     @property
     def loss_scalers(self) -> list[Any]:
-        """The loss scalers in use, by `loss_id`: the list itself. Assigned to, its elements take their places."""
+        """The loss scalers in use, by `loss_id`: the training's own list. An assignment replaces its elements."""
         training = newest_training()
         if training is not None:
             return training.scalers
@@ -55,7 +55,7 @@ class AmpState:
 
     @property
     def verbosity(self) -> int:
-        """0 silences the messages; written, it acts at once."""
+        """If 0, no messages are printed. A write also changes the loss scalers of the newest training."""
         return self._verbosity
 
     @verbosity.setter
@@ -70,14 +70,14 @@ _amp_state = AmpState()
 
 
 def warn_or_err(msg: str) -> None:
-    """RuntimeError with `msg`; a printed warning while `_amp_state.hard_override` is True."""
+    """Raise RuntimeError with `msg`, or print it if `_amp_state.hard_override` is True."""
     if not _amp_state.hard_override:
         raise RuntimeError(msg)
     print("Warning:  " + msg)
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Print `msg` unless `_amp_state.verbosity` is 0; with `rank0` only in the first process of a group."""
+    """Print `msg` unless `_amp_state.verbosity` is 0; with `rank0` only on rank 0."""
     distributed = torch.distributed
     follower = distributed.is_available() and distributed.is_initialized() and distributed.get_rank() > 0
     if _amp_state.verbosity > 0 and not (rank0 and follower):

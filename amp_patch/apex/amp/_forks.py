@@ -1,6 +1,6 @@
-"""The arguments that two forks of Apex, ROCm's and Huawei's, have added to `initialize` and `init`.
+"""Arguments of `initialize` and `init` that two forks of Apex, ROCm's and Huawei's, have added.
 
-Source: ROCm/apex (apex/amp/frontend.py) and Ascend/apex (patch/npu.patch): names, defaults and meaning.
+Names, defaults and meaning are those of ROCm/apex (apex/amp/frontend.py) and Ascend/apex (patch/npu.patch).
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ _WITHOUT_EFFECT = {
 
 
 def low_precision(name: str, value: Any) -> torch.dtype | None:
-    """torch.float16 or torch.bfloat16, also from the word, or None; else ValueError, which begins with `name`."""
+    """Return a low-precision type, given as a dtype or its name, or None.
+
+    Raises:
+        ValueError: any other value. The message begins with `name`.
+    """
     found = _DTYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
     if found is not None and found not in LOW_PRECISION:
         raise ValueError(f"{name} is {value!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
@@ -58,7 +62,11 @@ def low_precision(name: str, value: Any) -> torch.dtype | None:
 
 
 def movement(init_scale: Any, growth_factor: Any, backoff_factor: Any, window: Any) -> dict[str, Any]:
-    """The fields of a policy that say how a dynamic scale moves, from Huawei's four arguments; else ValueError."""
+    """Return the fields of a policy for a dynamic loss scale, from Huawei's four arguments.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
     growth = _number(growth_factor)
     if not 1 <= growth < math.inf:
         raise ValueError(f"initialize: scale_growth_factor is {growth_factor!r}; wanted a number from 1 up")
@@ -76,7 +84,7 @@ def movement(init_scale: Any, growth_factor: Any, backoff_factor: Any, window: A
 
 
 def _number(value: Any) -> float:
-    """The value as a float; NaN, which no range contains, if it is no number."""
+    """Return the value as a float; if it is no number NaN, which is outside of every range."""
     try:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -86,11 +94,14 @@ def _number(value: Any) -> float:
 def switches(
     combine_grad: Any, combine_ddp: Any, ddp_replica_count: Any, user_cast_preferred: Any, check_combined_tensors: Any
 ) -> dict[str, Any]:
-    """Huawei's switches, checked, by name. For `initialize` alone: it looks which module has called that.
+    """Check Huawei's switches, and return them by name.
+
+    Only `initialize` may call this, because `_calls_initialize` looks a fixed number of frames up.
 
     Raises:
-        TypeError, ValueError: a value that cannot be. RuntimeError: combine_ddp without a process group; DeepSpeed in
-            several processes without it.
+        TypeError, ValueError: an invalid value.
+        RuntimeError: combine_ddp without a process group; or no combine_ddp, and DeepSpeed has called `initialize` in
+            one of several processes.
     """
     count = ddp_replica_count
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -105,8 +116,8 @@ def switches(
     together = distributed.is_available() and distributed.is_initialized()
     several = together and distributed.get_world_size() > 1
     if several and not checked["combine_ddp"] and _calls_initialize() == _DEEPSPEED:
-        # DeepSpeed averages `param.grad` after scale_loss has unscaled and checked it: one process would skip where
-        # another steps, and at O2 the average would not reach the masters.
+        # DeepSpeed averages `param.grad` after scale_loss has unscaled and checked it. One process could skip a step
+        # that another makes, and at O2 the masters would not receive the average.
         raise RuntimeError(
             "initialize: DeepSpeed averages gradients over the processes too late for apex.amp; add "
             '"combine_ddp": true to "amp" in its config, by which amp averages them over all processes in scale_loss'
@@ -120,7 +131,7 @@ def switches(
 
 
 def _calls_initialize() -> str:
-    """The name of the module that has called `initialize`, three calls up from here; "" where it has none."""
+    """Return the name of the module that has called `initialize`, three frames up from here; "" if unknown."""
     frame = inspect.currentframe()
     for _ in range(3):
         frame = None if frame is None else frame.f_back
@@ -128,7 +139,7 @@ def _calls_initialize() -> str:
 
 
 def say_what_has_no_effect(chosen: dict[str, Any]) -> None:
-    """One line, in the first process, that names the switches which were set and do nothing here."""
+    """Print, on rank 0, one line with the switches that were set and have no effect here."""
     idle = [
         f"{name}={chosen[name]!r} ({why})" for name, why in _WITHOUT_EFFECT.items() if chosen[name] != SWITCHES[name]
     ]
@@ -154,17 +165,17 @@ def broadcast(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
 
 
 def averages(optimizers: Any) -> bool:
-    """Whether the training of these optimizers has combine_ddp."""
+    """Tell whether the training of these optimizers has combine_ddp."""
     found: list[Any] = [stash_of(target) for target in _innermost(optimizers)]
     return any(stash is not None and getattr(stash.properties, "combine_ddp", None) for stash in found)
 
 
 @block
 def averaged(scaling: AbstractContextManager[Tensor], optimizers: Any) -> Generator[Tensor, None, None]:
-    """The body of `scale_loss`; its end replaces the model's gradients, still scaled, by their mean over the ranks.
+    """Run a body of `scale_loss`; at its end replace the model's scaled gradients by their mean over the ranks.
 
-    All ranks must call this equally often. A parameter without a gradient takes part with zeros, and has zeros
-    afterwards, as with Huawei's combined tensors. No sync with the device.
+    All ranks must do this equally often. A parameter without a gradient gets a gradient of zeros first, as with
+    Huawei's combined tensors. No sync with the device.
     """
     with scaling as scaled_loss:
         yield scaled_loss
@@ -173,7 +184,7 @@ def averaged(scaling: AbstractContextManager[Tensor], optimizers: Any) -> Genera
 
 
 def _average(targets: Iterable[Any]) -> None:
-    """Average the gradients of the models of these optimizers over the processes, in place."""
+    """Average the gradients of the parameters of these optimizers over the ranks, in place."""
     params = {
         id(param): param
         for target in targets
@@ -186,7 +197,7 @@ def _average(targets: Iterable[Any]) -> None:
             param.grad = torch.zeros_like(param)
     grads: list[Tensor] = [param.grad for param in params.values() if param.grad is not None]
     if grads:
-        # Divided before the sum over the processes, which might overflow in FP16.
+        # The gradients are divided before they are summed over the ranks, because the sum may overflow in FP16.
         torch._foreach_div_(grads, distributed.get_world_size())
         flat_dist_call(grads, _all_reduce)
 
@@ -196,5 +207,5 @@ def _all_reduce(flat: Tensor) -> None:
 
 
 def _innermost(optimizers: Any) -> list[Any]:
-    """The innermost optimizers of one optimizer, or of a list of them."""
+    """Return the innermost optimizer of each of `optimizers`, one optimizer or a list."""
     return [innermost(optimizer) for optimizer in as_list(optimizers) if optimizer is not None]

@@ -1,4 +1,4 @@
-"""The private names of Apex that optimizers which went through `initialize` answer to."""
+"""Apex's private attributes and methods on optimizers of `initialize`, for scripts that use them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class AmpOptimizerState(Stash):
-    """`optimizer._amp_stash`. Each read computes the lists, in the order of the optimizer's groups.
+    """`optimizer._amp_stash` with Apex's names. Lists are computed at each read, in the order of the groups.
 
     Attributes:
-        lazy_init_called: Apex made masters at the first backward pass; ours exist from `initialize` on, so it is True.
+        lazy_init_called: whether masters exist. Apex made them at the first backward pass; here `initialize` makes
+            them, so this is True.
         properties: the `frontend.Properties` of the training.
     """
 
@@ -47,7 +48,7 @@ class AmpOptimizerState(Stash):
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether gradients wait, scaled, for the rest of a delayed iteration."""
+        """Whether a delayed exit has left the gradients scaled."""
         return self.pending is not None
 
     @params_have_scaled_gradients.setter
@@ -60,17 +61,17 @@ class AmpOptimizerState(Stash):
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
-        """Per group its low-precision parameters; absent without masters, as the next two."""
+        """The low-precision parameters by group. Without masters this and the next two properties are absent."""
         return [[param for param, _ in pairs] for pairs in self._mastered()]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """Per group the masters of its low-precision parameters."""
+        """The masters of low-precision parameters, by group."""
         return [[master for _, master in pairs] for pairs in self._mastered()]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """Per group the parameters that are their own masters."""
+        """The parameters that are their own masters, by group."""
         self._mastered()
         return [[master for param, master in pairs if param is master] for pairs in self._groups()]
 
@@ -81,7 +82,7 @@ class AmpOptimizerState(Stash):
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
-        """The FP32 parameters; absent with masters."""
+        """The FP32 parameters; absent if the level has masters."""
         if self.policy.master_weights:
             raise AttributeError("'AmpOptimizerState' object has no attribute 'all_fp32_params': it has masters")
         return [param for pairs in self._groups() for param, _ in pairs if param.dtype not in policy.LOW_PRECISION]
@@ -97,7 +98,10 @@ class AmpOptimizerState(Stash):
         return [param for group in self.fp32_from_fp32_groups for param in group]
 
     def _groups(self) -> list[Pairs]:
-        """Per group of the optimizer the (parameter, master) pairs that train; a tensor may be its own master."""
+        """Return the (parameter, master) pairs by group, for parameters that require grad.
+
+        A parameter may be its own master.
+        """
         optimizer = None if self.neighbours.owner is None else self.neighbours.owner()
         groups = [] if optimizer is None else optimizer.param_groups
         return [[pair for pair in self.masters.pairs([group]) if pair[0].requires_grad] for group in groups]
@@ -110,13 +114,13 @@ class AmpOptimizerState(Stash):
 
 
 class AmpOptimizer(optimizer_side.AmpOptimizer):
-    """Apex's private methods of an optimizer, on our masters."""
+    """The optimizer's generated class, with Apex's private methods on amp_patch's masters."""
 
     _amp_stash: AmpOptimizerState
     param_groups: list[dict[str, Any]]
 
     def _amp_lazy_init(self) -> None:
-        """Call `_lazy_init_maybe_master_weights` where a script has set `lazy_init_called` to False."""
+        """Call `_lazy_init_maybe_master_weights` if a script has set `lazy_init_called` to False."""
         if not self._amp_stash.lazy_init_called:
             self._lazy_init_maybe_master_weights()
             self._amp_stash.lazy_init_called = True
@@ -130,7 +134,7 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
         publish(self._amp_stash.masters.links)
 
     def _prepare_amp_backward(self) -> None:
-        """Leave no gradient on the model that a backward pass could add to; `_post_amp_backward` adds them."""
+        """Take all gradients off the model before a backward pass; `_post_amp_backward` adds them again."""
         self._amp_lazy_init()
         stash = self._amp_stash
         stash.backward.aside.clear()
@@ -142,7 +146,7 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
             param.grad = None
 
     def _post_amp_backward(self, loss_scaler: LossScaler) -> None:
-        """Unscale the model's gradients into the masters' ones by the scale of `loss_scaler`, which notes overflows."""
+        """Unscale the model's gradients into the masters', by the scale of `loss_scaler`, which records overflows."""
         self._amp_lazy_init()
         unscale([self], loss_scaler, inverse_of(loss_scaler.scale_tensor) if loss_scaler.scales else None)
         self._amp_stash.route_grads()

@@ -1,4 +1,4 @@
-"""The decorators and registrations of O1, and `init`, which turns its casts on for the whole process."""
+"""`apex.amp.amp`: O1's decorators and registrations, and `init`, which turns O1's casts on for the whole process."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Turn the casts of O1 on for the whole process, without a model (the API before `initialize`).
 
-    ``AMP_PATCH_OPT_LEVEL`` in the environment may say O4 or O0 instead; see `AmpHandle`.
+    ``AMP_PATCH_OPT_LEVEL`` in the environment may select O4 or O0 instead; see `AmpHandle`.
 
     Args:
-        enabled: False changes nothing and gives a handle that does nothing.
-        loss_scale: of the optimizers that the handle wraps: "dynamic" or a number.
+        enabled: if False, nothing changes, and the returned handle does nothing.
+        loss_scale: "dynamic" or a number, for the optimizers that the handle wraps.
         enable_caching, verbose: see `AmpHandle`.
         allow_banned: run functions without a safe FP16 form in FP32 instead of refusing them.
-        patch_type: low-precision type of the casts: torch.float16, or torch.bfloat16 (ROCm's). Also as a string.
+        patch_type: ROCm's argument: the low-precision type of the casts, a dtype or its name. None: torch.float16.
         user_cast_preferred: Huawei's argument, ignored: a registered function follows its registered rule.
 
     Returns:
-        The handle: `wrap_optimizer(optimizer, num_loss=1)`, and `_deactivate()` to turn the casts off again.
+        The handle. `wrap_optimizer(optimizer, num_loss=1)` adds a loss scale; `_deactivate()` turns the casts off.
 
     Raises:
         ValueError: an invalid type or loss scale. Nothing was changed then.

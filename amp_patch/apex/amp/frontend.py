@@ -1,4 +1,4 @@
-"""initialize with Apex's arguments, what an opt level means as a `Properties`, and the state of the loss scales."""
+"""`apex.amp.frontend`: `initialize` with Apex's arguments, `Properties`, and the state dict of the loss scales."""
 
 from __future__ import annotations
 
@@ -42,10 +42,12 @@ __all__ = [
 
 
 class Properties:
-    """The options of an opt level, as attributes and in the dict `options`; contradictions to the level are refused.
+    """The options of an opt level, as attributes and in the dict `options`.
 
-    Source: Apex's class of this name, with its options and its order of constraints. The type of the patched functions
-    is ROCm's. The options after the loss scale are Huawei's.
+    Setting an option to a value that contradicts the level raises RuntimeError (see `warn_or_err`).
+
+    Source: Apex's class of this name, with its options and its order of constraints. `patch_torch_functions_type` is
+    ROCm's option. The options after `loss_scale` are Huawei's.
     """
 
     options: dict[str, Any]
@@ -83,7 +85,10 @@ class Properties:
 
 
 def _objection(opt_level: str | None, name: str, value: Any, dtype: torch.dtype | None = None) -> str | None:
-    """Why an option cannot have this value at this level, in `dtype` if that is given; None if it can."""
+    """Return the reason why an option cannot have this value at this level; None if it can.
+
+    `dtype` is the low-precision type if it is not the level's own.
+    """
     if name == "patch_torch_functions_type" and value is not None:
         if opt_level not in _CASTS_FUNCTIONS:
             return "only O1 and O4 patch torch's functions"
@@ -103,7 +108,7 @@ def _objection(opt_level: str | None, name: str, value: Any, dtype: torch.dtype 
 
 
 class _Level:
-    """An opt level: called with a `Properties` it fills that in, and returns it."""
+    """An opt level. A call with a `Properties` sets its options to the level's, and returns it."""
 
     brief: str
     more: str
@@ -179,25 +184,26 @@ def initialize(
     user_cast_preferred: bool | str | None = None,
     check_combined_tensors: bool | str | None = None,
 ) -> Any:
-    """`amp_patch.initialize` with Apex's arguments, whose models and optimizers answer to Apex's private names too.
+    """Do `amp_patch.initialize` with Apex's arguments; the models and optimizers get Apex's private names too.
 
-    The arguments from `dtype` to `methods` and the environment variables ``AMP_PATCH_OPT_LEVEL`` and
-    ``AMP_PATCH_DTYPE`` are amp_patch's. After the call `amp._amp_state` describes this training.
+    The arguments from `dtype` to `methods`, and the environment variables ``AMP_PATCH_OPT_LEVEL`` and
+    ``AMP_PATCH_DTYPE``, are those of amp_patch. After the call `amp._amp_state` describes this training.
 
     Args:
-        patch_torch_functions_type: ROCm's. The low-precision type of O1's and O4's casts. It must equal the type of the
-            level or of `dtype`; also as a string.
-        dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window: Huawei's. The start of a dynamic
-            scale, its factors at growth and at an overflow, and the number of consecutive clean backward passes before
-            it grows. A static scale ignores them.
-        combine_ddp: Huawei's. Average the gradients over all ranks at the end of each `scale_loss` body, and broadcast
-            the parameters from rank 0 now. For a model without DistributedDataParallel, at every level.
-        combine_grad, ddp_replica_count, user_cast_preferred, check_combined_tensors: Huawei's, without effect, which is
-            logged: gradients are always unscaled in one pass, and registered functions always have their rule.
+        patch_torch_functions_type: ROCm's argument: the low-precision type of O1's and O4's casts, a dtype or its name.
+            It must equal the type of the level or of `dtype`.
+        dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window: Huawei's arguments: the initial
+            dynamic scale, its factors at growth and at an overflow, and the number of consecutive clean backward passes
+            before it grows. A static scale ignores them.
+        combine_ddp: Huawei's argument, for a model without DistributedDataParallel, at every level: broadcast the
+            parameters from rank 0 now, and average the gradients over all ranks at the end of each `scale_loss` body.
+        combine_grad, ddp_replica_count, user_cast_preferred, check_combined_tensors: Huawei's arguments, without
+            effect: gradients are always unscaled in one pass, and registered functions always follow their rule. A
+            message says so.
 
     Raises:
-        RuntimeError: an override that contradicts the level (printed while `_amp_state.hard_override`, and dropped); an
-            FP16_Optimizer; combine_ddp without a process group.
+        RuntimeError: an option contradicts the level (with `_amp_state.hard_override` it is reported and ignored
+            instead); an optimizer is an FP16_Optimizer; combine_ddp is set without a process group.
         ValueError, TypeError: any other invalid argument. Nothing was changed then.
     """
     if isinstance(enabled, str):
@@ -240,9 +246,9 @@ def _refuse_fp16_optimizers(optimizers: Any) -> None:
 
 
 def _without_contradictions(opt_level: str, options: dict[str, Any], patched_type: Any) -> dict[str, Any]:
-    """Return the options; an option that contradicts the level becomes None and is reported by `warn_or_err`.
+    """Report each option that contradicts the level by `warn_or_err`; return the options with None for these.
 
-    `patched_type` is only checked: it must equal the level's type, or is dropped.
+    `patched_type` is checked too, but it is not among the returned options.
     """
     checked = {name: options[name] for name in _CONSTRAINED}
     checked["patch_torch_functions_type"] = _forks.low_precision("initialize: patch_torch_functions_type", patched_type)
@@ -256,11 +262,11 @@ def _without_contradictions(opt_level: str, options: dict[str, Any], patched_typ
 
 
 def _resolved(opt_level: str, options: dict[str, Any], moves: dict[str, Any]) -> Policy:
-    """The policy of a level with these options, on Apex's op lists; the environment has the last word."""
+    """Return the policy of a level with these options and Apex's op lists. The environment overrides both."""
     opt_level, given = overridden(opt_level, Options(**options))
     policy = replace(resolve(opt_level, given), op_lists="apex", **moves)
     if given.cast_model_type is False:
-        # Weights keep their type, and FP16 or BF16 weights get masters nevertheless.
+        # `cast_model_type=False`: weights keep their type. FP16 and BF16 weights get masters all the same.
         policy = replace(policy, cast_model_type=None)
     return policy
 
@@ -268,7 +274,7 @@ def _resolved(opt_level: str, options: dict[str, Any], moves: dict[str, Any]) ->
 def _present_newest_training(
     verbosity: int, min_loss_scale: float | None, max_loss_scale: float, switches: dict[str, Any]
 ) -> None:
-    """Let `_amp_state` and the optimizers speak of the newest training, and do what its switches ask for."""
+    """Make `_amp_state` and the stashes describe the newest training, print its policy, and act on its switches."""
     _amp_state.verbosity = verbosity
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     training = newest_training()
@@ -287,17 +293,17 @@ def _present_newest_training(
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The loss scales of the newest `initialize`, written into `destination` if given, as in Apex."""
+    """Return the loss scales of the newest `initialize`, in `destination` if given, as in Apex."""
     return scales(destination=destination)
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Load what `state_dict` gave, into the loss scalers of the newest `initialize`, as in Apex."""
+    """Load a result of `state_dict` into the loss scalers of the newest `initialize`, as in Apex."""
     load_scales(state_dict)
 
 
 def _describe(policy: Policy, properties: Properties) -> Properties:
-    """Fill `properties` in with a policy as Apex would describe it."""
+    """Set `properties` to the values that Apex would have for `policy`; return it."""
     known = (name for name in properties.options if name != "enabled" and hasattr(policy, name))
     options = {name: getattr(policy, name) for name in known}
     options["patch_torch_functions_type"] = policy.dtype if policy.patch_torch_functions else None

@@ -1,4 +1,4 @@
-"""scale_loss, disable_casts, and the handles that switch the casts of O1."""
+"""`apex.amp.handle`: scale_loss, disable_casts, and the handles that switch the casts of O1."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
 
 def dialect() -> Dialect:
-    """Dialect that gives a training Apex's private names."""
+    """Return the dialect whose classes have Apex's private names."""
     return Dialect(LossScaler, AmpOptimizerState, AmpOptimizer, _amp_state.allow_incoming_model_not_fp32, False)
 
 
@@ -43,7 +43,7 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> AbstractContextManager[Tensor]:
-    """`amp_patch.scale_loss`; yields `loss` itself while `opt_properties.enabled` is False."""
+    """Scale as `amp_patch.scale_loss` does. If `opt_properties.enabled` is False, yield `loss` itself."""
     if not _enabled(optimizers):
         return nullcontext(loss)
     scaling = scale_loss_of(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
@@ -51,20 +51,23 @@ def scale_loss(
 
 
 def disable_casts() -> regions.region:
-    """A region of this thread without casts, for models called inside as well: a context manager, and a decorator."""
+    """Return a region without casts, also in models that are called inside: a context manager and a decorator."""
     return regions.no_casts_within()
 
 
 class AmpHandle:
-    """A switch for the casts of a training, or (`amp.init`) of the whole process.
+    """A switch for the casts of one training, or of the whole process (the result of `amp.init`).
 
     Args:
-        loss_scale: of optimizers that this handle wraps: "dynamic" or a number.
-        enable_caching: kept as `has_cache`. Weights are cast once per forward and `scale_loss` in any case.
-        verbose: kept as `verbose`; casts are not printed.
-        patch_type: the low-precision type of the process's casts; None is torch.float16.
-        training: None for the process. Its level is O1, unless ``AMP_PATCH_OPT_LEVEL`` is O4, or O0: at O0 the handle
-            casts and scales nothing. Other levels cast a model, and there is no model: ValueError.
+        loss_scale: "dynamic" or a number, for optimizers that this handle wraps.
+        enable_caching: stored as `has_cache`, without effect: weights are cast once per forward and `scale_loss`.
+        verbose: stored as `verbose`, without effect.
+        patch_type: the low-precision type of the process's casts; None: torch.float16.
+        training: the training; None for the process. The level of the process is O1, or the value of
+            ``AMP_PATCH_OPT_LEVEL``, O4 or O0. At O0 the handle casts and scales nothing.
+
+    Raises:
+        ValueError: ``AMP_PATCH_OPT_LEVEL`` is a level that casts a model; a process has none.
     """
 
     def __init__(
@@ -100,12 +103,12 @@ class AmpHandle:
             casts_state.set_default(self._policy)
 
     def is_active(self) -> bool:
-        """Whether the casts act."""
+        """Tell whether the casts act."""
         return self._active
 
     @property
     def _is_active(self) -> bool:
-        """`is_active()`; written, it switches the casts."""
+        """The value of `is_active()`. A write switches the casts."""
         return self._active
 
     @_is_active.setter
@@ -136,19 +139,19 @@ class AmpHandle:
                 stash.policy = after
 
     def _deactivate(self) -> None:
-        """Undo the casts of torch's functions."""
+        """Turn the casts of torch's functions off."""
         self._is_active = False
 
     def _disable_casts(self) -> regions.region:
         return disable_casts()
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Wrap the optimizer in an object with a method `scale_loss`, for `num_loss` losses an iteration."""
+        """Return the optimizer wrapped in an object with a method `scale_loss`, for `num_loss` losses an iteration."""
         self._adopt(optimizer, num_loss)
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
-        """As `amp.scale_loss`, for an optimizer that nothing has prepared, too."""
+        """Scale as `amp.scale_loss` does, also for an optimizer that was not given to `initialize`."""
         if not self._active:
             return nullcontext(loss)
         if stash_of(innermost(optimizer)) is None:
@@ -165,11 +168,11 @@ class AmpHandle:
         begin_training(dialect(), policy, [], [target], num_loss, verbosity=_amp_state.verbosity)
 
     def _clear_cache(self) -> None:
-        """Forget the weights that this thread has cast."""
+        """Free the casts of weights that this thread has cached."""
         casts_state.drop_cache()
 
     def remove_cache(self, param: Tensor) -> None:
-        """Forget the cast of a weight, among all others."""
+        """Free the cached casts of all weights of this thread, that of `param` included."""
         casts_state.drop_cache()
 
     @property
@@ -188,15 +191,15 @@ class NoOpHandle:
     verbose = False
 
     def is_active(self) -> bool:
-        """False: nothing is cast."""
+        """Return False: nothing is cast."""
         return False
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """The optimizer with a `scale_loss` that scales nothing."""
+        """Return the optimizer wrapped in an object whose `scale_loss` scales nothing."""
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
-        """A block that gives `loss` as it is, and leaves gradients as backward has made them."""
+        """Return a context manager that yields `loss` itself and does nothing at its end."""
         return nullcontext(loss)
 
     def _disable_casts(self) -> AbstractContextManager[None]:

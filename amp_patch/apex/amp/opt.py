@@ -1,4 +1,4 @@
-"""OptimWrapper: an optimizer with a method `scale_loss` (the API before `amp.initialize`)."""
+"""OptimWrapper, which adds a method `scale_loss` to an optimizer (the API before `amp.initialize`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class OptimWrapper:
             scaled_loss.backward()
         optimizer.step()
 
-    Each of the `num_loss` losses of an iteration has its scale. The order of the losses must not change. Gradients add
-    up. All other attributes are the optimizer's.
+    Each of the `num_loss` losses of an iteration has its own scale. A loss is identified by its position in the
+    iteration, so the order must not change. Gradients of the losses add up. All other attributes are the optimizer's.
     """
 
     # False even if the wrapped optimizer's is True: torch's GradScaler would set `found_inf` on this object.
@@ -35,7 +35,7 @@ class OptimWrapper:
 
     @block
     def scale_loss(self, loss: Tensor) -> Generator[Tensor, None, None]:
-        """The next loss of the iteration, scaled; on exit its gradients are unscaled."""
+        """Yield the next loss of the iteration, scaled; unscale its gradients on exit."""
         if not self._amp_handle.is_active():
             yield loss
             return
@@ -49,7 +49,7 @@ class OptimWrapper:
         self._loss_idx += 1
 
     def step(self, closure: Any = None) -> Any:
-        """The optimizer's step; skipped if a loss overflowed."""
+        """Make the optimizer's step, or skip it if the gradients of a loss overflowed."""
         self._loss_idx = 0
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 

@@ -1,4 +1,4 @@
-"""The loss scaler under Apex's names: private ones take effect when written and are current when read."""
+"""Apex's loss scaler, with its private attributes, which scripts read and write."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ __all__ = ["LossScaler"]
 class LossScaler(core.LossScaler):
     """amp_patch's loss scaler with Apex's constructor, methods and private names; usable without `initialize`.
 
+    The private attributes are properties: a read gives the present value, and a write takes effect.
+
     Args:
         loss_scale: "dynamic", or a positive number.
-        init_scale: where a dynamic scale starts.
-        scale_factor: unused: growth and backoff are by 2, as in Apex, or by the two below.
-        scale_window: how many clean backward passes in a row let it grow.
-        min_loss_scale, max_loss_scale: its range; None is 2**-24 (in Apex: 0, where gradients become NaN).
-        scale_growth_factor, scale_backoff_factor: factors of the scale at growth and at an overflow; Huawei's.
+        init_scale: the initial dynamic scale.
+        scale_factor: without effect, as in Apex; the two factors below apply.
+        scale_window: the number of consecutive clean backward passes after which the scale grows.
+        min_loss_scale, max_loss_scale: the range of the scale. A min_loss_scale of None is 2**-24 (in Apex it is 0; at
+            a scale of 0 gradients become NaN).
+        scale_growth_factor, scale_backoff_factor: Huawei's arguments: the factors at growth and at an overflow.
 
     Attributes:
-        _overflow_buf: int32, shape [1], on the loss's device: not 0 after an overflow. May be replaced by a tensor of
-            the caller's, which `update_scale` then reads.
+        _overflow_buf: int32, shape [1], on the loss's device: not 0 after an overflow. User code may replace it by its
+            own tensor, which `update_scale` then reads.
     """
 
     def __init__(
@@ -58,12 +61,12 @@ class LossScaler(core.LossScaler):
             verbosity=verbosity,
         )
         self._overflow_buf = torch.zeros(1, dtype=torch.int32, device="cpu")
-        self._overflow: bool | Tensor = False  # of the latest update; a tensor until the first read
-        self._moved = False  # whether the scale has moved since the overflow was recorded
+        self._overflow: bool | Tensor = False  # the flag of the latest update; a device tensor until the first read
+        self._moved = False  # whether `update` was called since the last `clear_overflow_state`
 
     @classmethod
     def of(cls, policy: Policy, *, loss_id: int, verbosity: int) -> LossScaler:
-        """The scaler that a policy asks for."""
+        """Return a scaler with the settings of a policy."""
         return cls(
             policy.loss_scale,
             policy.init_scale,
@@ -78,7 +81,7 @@ class LossScaler(core.LossScaler):
 
     @property
     def _loss_scale(self) -> float:
-        """The scale. A read syncs with the device. A written value scales the next loss, also at O0 and O3."""
+        """The scale. A read syncs with the device. A write applies to the next loss, also at O0 and O3."""
         return self.loss_scale()
 
     @_loss_scale.setter
@@ -99,7 +102,7 @@ class LossScaler(core.LossScaler):
 
     @property
     def _scale_seq_len(self) -> int:
-        """How many clean backward passes in a row let the scale grow."""
+        """The number of consecutive clean backward passes after which the scale grows."""
         return self.growth_interval
 
     @_scale_seq_len.setter
@@ -142,13 +145,13 @@ class LossScaler(core.LossScaler):
         return self
 
     def record(self, found_inf: Tensor) -> None:
-        """Note an overflow where `found_inf` (one element) is not 0. The first since an update forgets those before."""
+        """Record an overflow if `found_inf` (one element) is not 0. The first call after `update` clears old ones."""
         if self._moved:
             self.clear_overflow_state()
         self._note(found_inf)
 
     def update(self) -> None:
-        """Move the scale by the overflows since they were last forgotten, and keep whether there were any; no sync."""
+        """Update the scale by the overflows recorded since the last clear, and store the flag; no sync."""
         found = (self._overflow_buf != 0).any().to(self._scale.device, torch.float32)
         self._found_inf = torch.ones_like(found) if self._overflow is True else found
         self._overflow = self._found_inf.clone()
@@ -174,9 +177,9 @@ class LossScaler(core.LossScaler):
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """Write `model_grads` (any floating dtype) over the scale into `master_grads`; records infinities and NaNs.
+        """Write `model_grads` (any floating dtype), divided by the scale, into `master_grads`; record overflows.
 
-        Nothing is done after an overflow that was not cleared, nor for a static scale of 1 where the two are the same.
+        Do nothing if an overflow is recorded, or if the scale is a static 1 and `models_are_masters`.
         """
         if self._has_overflow:
             return
@@ -197,10 +200,10 @@ class LossScaler(core.LossScaler):
         master_grads: Iterable[Tensor | None],
         scale_override: tuple[float, float, float] | None = None,
     ) -> None:
-        """Write `model_grads` over the scale, plus `stashed_master_grads`, into `master_grads`.
+        """Write `model_grads`, divided by the scale, plus `stashed_master_grads` into `master_grads`.
 
-        `scale_override` is (scale of the model's gradients, of the stashed ones, of the result). Only the model's
-        gradients are checked for infinities and NaNs. After an overflow that was not cleared nothing is done.
+        `scale_override` is (scale of the model's gradients, scale of the stashed gradients, scale of the result). Only
+        the model's gradients are checked for infinities and NaNs. If an overflow is recorded, do nothing.
         """
         if self._has_overflow:
             return
@@ -223,17 +226,17 @@ class LossScaler(core.LossScaler):
         self._note(found_inf)
 
     def _scale_on(self, device: torch.device, override: float | None) -> Tensor:
-        """The scale, or `override`, as a tensor on `device`."""
+        """Return the scale, or `override` if given, as a tensor on `device`."""
         if override is None:
             return self.to(device).scale_tensor
         return torch.tensor(override, dtype=torch.float32, device=device)
 
     def _note(self, found_inf: Tensor) -> None:
-        """Let `_overflow_buf` say that something is not finite, if `found_inf` is not 0; no sync."""
+        """Set `_overflow_buf` to 1 if `found_inf` is not 0; no sync."""
         buffer = self._overflow_buf
         buffer.copy_(torch.maximum(buffer, (found_inf != 0).to(buffer.device, buffer.dtype)))
 
 
 def _present(*lists: Iterable[Tensor | None]) -> list[Any]:
-    """Tuples of the lists' tensors, place by place, without the places at which one is None."""
+    """Return tuples of the tensors at one index of all lists, without indices at which one of them is None."""
     return [row for row in zip(*lists, strict=True) if all(tensor is not None for tensor in row)]

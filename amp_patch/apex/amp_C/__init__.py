@@ -1,13 +1,14 @@
-"""Apex's compiled module `amp_C`: its multi-tensor functions over `amp_patch.multi_tensor` and the fused optimizers.
+"""Apex's compiled module `amp_C`: its multi-tensor functions, made of `amp_patch.multi_tensor` and the optimizers.
 
-Each takes `(chunk_size, noop_flag, tensor_lists, *arguments)` in Apex's order, called directly or by
-`multi_tensor_applier`. `chunk_size` is ignored. `noop_flag` is a tensor of one element, int32
-(`torch.cuda.IntTensor([0])`) or another number type. As in Apex it is set to 1 if an element is infinite or NaN; here
-also if a finite element overflows in its new type. If Apex's function does nothing once the flag is set
-(`multi_tensor_sgd` and the capturable Adams), nothing is written. No function syncs with the device. As in Apex, a
-tensor that requires grad may be written.
+Each function takes `(chunk_size, noop_flag, tensor_lists, *arguments)` in Apex's order, from `multi_tensor_applier` or
+from user code. `chunk_size` is ignored. `noop_flag` is a tensor of one element, int32 (`torch.cuda.IntTensor([0])`) or
+another number type. A function whose docstring says "sets the flag" writes 1 into it if an element is infinite or NaN,
+as in Apex, and also if a finite element overflows in its new type. `multi_tensor_sgd` and the capturable Adams write
+nothing if the flag is set, as in Apex. No function syncs with the device. As in Apex, a tensor that requires grad may
+be written.
 
-Gradients are only read. Apex's `multi_tensor_lamb` writes the update into them, its capturable Adams the unscaled ones.
+Gradients are only read. (Apex's `multi_tensor_lamb` overwrites them with the update, and its capturable Adams with the
+unscaled gradients.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The functions of `amp_C` that take a step of an optimizer."""
+"""The functions of `amp_C` that make a step of an optimizer."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float = 1.0,
 ) -> None:
-    """A step of SGD for the lists [grads, params, momentum buffers] or with low-precision copies of params as a fourth.
+    """Make a step of SGD for the lists [grads, params, momentum buffers]. A fourth list has low-precision copies.
 
-    Gradients are multiplied by `scale` first. Nothing is written where the flag is set.
+    Gradients are multiplied by `scale` first. The new params are rounded into their copies. If the flag is set, nothing
+    is written.
     """
     name = "multi_tensor_sgd"
     wanted = ("grads", "params", "momentum_buffers", "copies")
@@ -71,7 +72,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """A step of Adam (mode 0) or AdamW (mode 1) for the lists [grads, params, exp_avgs, exp_avg_sqs]."""
+    """Make a step of Adam (mode 0) or AdamW (mode 1) for the lists [grads, params, exp_avgs, exp_avg_sqs]."""
     lists = lists_of("multi_tensor_adam", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
     _adam(lists, None, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
 
@@ -126,9 +127,9 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """`multi_tensor_adam` of gradients times `inv_scale`, with lr, step and inv_scale tensors on the device.
+    """Do `multi_tensor_adam` with gradients times `inv_scale`; lr, step and inv_scale are tensors on the device.
 
-    Nothing is written where the flag is set.
+    If the flag is set, nothing is written.
     """
     name = "multi_tensor_adam_capturable"
     lists = lists_of(name, tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
@@ -151,9 +152,9 @@ def multi_tensor_adam_capturable_master(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """`multi_tensor_adam_capturable` of masters: the lists are [grads, params, exp_avgs, exp_avg_sqs, masters].
+    """Do `multi_tensor_adam_capturable` on masters: the lists are [grads, params, exp_avgs, exp_avg_sqs, masters].
 
-    Masters are rounded into params.
+    The masters are stepped and rounded into params.
     """
     name = "multi_tensor_adam_capturable_master"
     wanted = ("grads", "params", "exp_avgs", "exp_avg_sqs", "masters")
@@ -173,7 +174,10 @@ def multi_tensor_adagrad(
     mode: int,
     weight_decay: float,
 ) -> None:
-    """A step of Adagrad for the lists [grads, params, sums]; weight decay in the gradient (mode 0) or apart (1)."""
+    """Make a step of Adagrad for the lists [grads, params, sums].
+
+    The weight decay is added to the gradient (mode 0), or decoupled from it (mode 1).
+    """
     grads, params, sums = lists_of("multi_tensor_adagrad", tensor_lists, "grads", "params", "sums")
     adagrad(params, grads, sums, lr=lr, eps=epsilon, weight_decay=weight_decay, decoupled=mode == 1)
 
@@ -195,9 +199,10 @@ def multi_tensor_novograd(
     mode: int,
     norm_type: int,
 ) -> None:
-    """A step of NovoGrad for the lists [grads, params, exp_avgs]; `grad_norms`, shape [len(params)], is written too.
+    """Make a step of NovoGrad for the lists [grads, params, exp_avgs]; sets the flag.
 
-    Mode 0 divides by the norm and adds the weight decay inside the momentum, mode 1 after it. Sets the flag.
+    `grad_norms`, the running norms of shape [len(params)], is updated in place. Mode 0 divides by the norm and adds the
+    weight decay before the momentum, mode 1 after it.
     """
     name = "multi_tensor_novograd"
     grads, params, exp_avgs = lists_of(name, tensor_lists, "grads", "params", "exp_avgs")
@@ -236,7 +241,7 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb: bool | None = None,
 ) -> None:
-    """A step of LAMB for the lists [grads, params, exp_avgs, exp_avg_sqs], as FusedLAMB takes it."""
+    """Make a step of LAMB, as FusedLAMB does, for the lists [grads, params, exp_avgs, exp_avg_sqs]."""
     grads, params, *states = lists_of("multi_tensor_lamb", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
     lamb(
         params,
@@ -269,9 +274,9 @@ def multi_tensor_lamb_stage1_cuda(
     global_grad_norm: Tensor,
     max_global_grad_norm: float,
 ) -> None:
-    """LAMB's direction into updates, for the lists [grads, params, exp_avgs, exp_avg_sqs, updates].
+    """Write LAMB's update into updates, for the lists [grads, params, exp_avgs, exp_avg_sqs, updates].
 
-    `per_tensor_decay` has shape [len(params)]; steps are counted from 0 here.
+    `per_tensor_decay` has shape [len(params)]. `step` of the first step is 0, unlike in `multi_tensor_lamb`.
     """
     wanted = ("grads", "params", "exp_avgs", "exp_avg_sqs", "updates")
     grads, params, exp_avgs, exp_avg_sqs, updates = lists_of("multi_tensor_lamb_stage1_cuda", tensor_lists, *wanted)
@@ -307,9 +312,10 @@ def multi_tensor_lamb_stage2_cuda(
     weight_decay: float = 0.0,
     use_nvlamb: bool | None = None,
 ) -> None:
-    """`p -= lr * ratio * update` for the lists [params, updates], with norms of shape [len(params)] each.
+    """Compute `p -= lr * ratio * update` in place for the lists [params, updates].
 
-    The ratio is 1 without weight decay unless `use_nvlamb`.
+    The ratio is norm of the parameter / norm of the update; both arguments have the shape [len(params)]. If
+    `weight_decay` is 0, the ratio is 1, unless `use_nvlamb`.
     """
     params, updates = lists_of("multi_tensor_lamb_stage2_cuda", tensor_lists, "params", "updates")
     if not params:

@@ -1,4 +1,4 @@
-"""The functions of `amp_C` that scale, add and measure lists of tensors, and the one that moves a loss scale."""
+"""The functions of `amp_C` that scale lists of tensors, add them and return norms, and `update_scale_hysteresis`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHECK: dict[int, Literal["both", "x", "y"]] = {-1: "both", 0: "x", 1: "y"}
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
-    """`dst = src * scale` for the lists [src, dst]; sets the flag."""
+    """Write `dst = src * scale` for the lists [src, dst]; sets the flag."""
     src, dst = lists_of("multi_tensor_scale", tensor_lists, "src", "dst")
     with raising("multi_tensor_scale", noop_flag, src) as found_inf:
         multi_tensor.multi_tensor_scale(src, dst, scale, found_inf)
@@ -31,7 +31,10 @@ def multi_tensor_axpby(
     b: float | Tensor,
     arg_to_check: int = -1,
 ) -> None:
-    """`out = a * x + b * y` for the lists [x, y, out]; sets the flag by both (-1), by x (0) or by y (1)."""
+    """Write `out = a * x + b * y` for the lists [x, y, out]; sets the flag.
+
+    `arg_to_check` is -1 if both x and y set the flag, 0 if only x does, 1 if only y does.
+    """
     x, y, out = lists_of("multi_tensor_axpby", tensor_lists, "x", "y", "out")
     if arg_to_check not in _CHECK:
         raise ValueError(f"multi_tensor_axpby: arg_to_check={arg_to_check!r}, wanted -1 (both), 0 (x) or 1 (y)")
@@ -40,7 +43,7 @@ def multi_tensor_axpby(
 
 
 def _norms(name: str, noop_flag: Tensor, x: list[Tensor], per_tensor: bool | None) -> tuple[Tensor, Tensor]:
-    """`multi_tensor_l2norm` for the function of that `name`."""
+    """Do `multi_tensor_l2norm`. Errors begin with `name`."""
     flag = flag_of(name, noop_flag)
     if not x:
         total = torch.zeros(1, dtype=torch.float32, device=flag.device)
@@ -54,7 +57,10 @@ def _norms(name: str, noop_flag: Tensor, x: list[Tensor], per_tensor: bool | Non
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The 2-norm of [x], shape [1], and of each tensor, shape [len(x)] (else [0]); sets the flag if not finite."""
+    """Return (2-norm of all tensors of [x], shape [1]; norm of each, shape [len(x)], or [0] unless `per_tensor`).
+
+    Sets the flag if the norm of all is not finite.
+    """
     (x,) = lists_of("multi_tensor_l2norm", tensor_lists, "x")
     return _norms("multi_tensor_l2norm", noop_flag, x, per_tensor)
 
@@ -63,7 +69,7 @@ def multi_tensor_l2norm(
 def multi_tensor_l2norm_mp(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`multi_tensor_l2norm`, under the name that Apex has for it with bfloat16."""
+    """Do `multi_tensor_l2norm`. Apex has this second name for its kernel with bfloat16."""
     (x,) = lists_of("multi_tensor_l2norm_mp", tensor_lists, "x")
     return _norms("multi_tensor_l2norm_mp", noop_flag, x, per_tensor)
 
@@ -72,7 +78,7 @@ def multi_tensor_l2norm_mp(
 def multi_tensor_l2norm_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The norms of src as `multi_tensor_l2norm` has them, and `dst = src * scale`, for the lists [src, dst]."""
+    """Return `multi_tensor_l2norm` of src, and write `dst = src * scale`, for the lists [src, dst]."""
     src, dst = lists_of("multi_tensor_l2norm_scale", tensor_lists, "src", "dst")
     norms = _norms("multi_tensor_l2norm_scale", noop_flag, src, per_tensor)  # dst may be src
     multi_tensor.multi_tensor_scale(src, dst, scale)
@@ -83,7 +89,10 @@ def multi_tensor_l2norm_scale(
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The norms of `x * inv_scale` as `multi_tensor_l2norm` has them; x is only read. `inv_scale`: one element."""
+    """Return `multi_tensor_l2norm` of `x * inv_scale` for the list [x], which is only read.
+
+    `inv_scale` has one element.
+    """
     (x,) = lists_of("multi_tensor_unscale_l2norm", tensor_lists, "x")
     if x:
         factor = torch.as_tensor(inv_scale, dtype=torch.float32, device=x[0].device)
@@ -97,8 +106,8 @@ def multi_tensor_norm_out(
 ) -> None:
     """Blend the norm of each tensor of [x] into `out`, shape [len(x)], in place; sets the flag if one is not finite.
 
-    `out = sqrt(alpha * out**2 + beta * norm**2)` for the 2-norm (norm_type 2), `alpha * out + beta * norm` for the
-    largest absolute value (0).
+    For norm_type 2, the 2-norm, `out = sqrt(alpha * out**2 + beta * norm**2)`. For norm_type 0, the largest absolute
+    value, `out = alpha * out + beta * norm`.
     """
     (x,) = lists_of("multi_tensor_norm_out", tensor_lists, "x")
     blend_into("multi_tensor_norm_out", noop_flag, x, out, alpha, beta, norm_type)
@@ -107,7 +116,7 @@ def multi_tensor_norm_out(
 def blend_into(
     name: str, noop_flag: Tensor, x: list[Tensor], out: Tensor, alpha: float, beta: float, norm_type: int
 ) -> None:
-    """`multi_tensor_norm_out` for the function of that `name`, which the errors begin with."""
+    """Do `multi_tensor_norm_out`. Errors begin with `name`."""
     if norm_type not in NORMS:
         raise ValueError(f"{name}: norm_type={norm_type!r}, wanted 2 (the 2-norm) or 0 (the largest absolute value)")
     if out.shape != (len(x),):
@@ -130,7 +139,7 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """`amp_patch.multi_tensor.update_scale` without bounds, in place; returns `current_scale`."""
+    """Do `amp_patch.multi_tensor.update_scale` without bounds, in place; return `current_scale`."""
     multi_tensor.update_scale(
         current_scale,
         growth_tracker,

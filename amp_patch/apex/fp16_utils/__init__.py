@@ -1,4 +1,4 @@
-"""`apex.fp16_utils`: manual mixed precision, from the time before amp. New code should use `amp.initialize`."""
+"""`apex.fp16_utils`: tools for mixed precision by hand, older than amp. New code should use `amp.initialize`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`FP16_Optimizer`: an optimizer of half-precision parameters that keeps FP32 masters and scales the loss itself."""
+"""`FP16_Optimizer`: a wrapper that gives an optimizer FP32 masters and loss scaling, without `amp.initialize`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from amp_patch.support.devices import by_device
 
 logger = logging.getLogger("amp_patch")
 
-# A dynamic scale of `FP16_Optimizer` begins with these, as in Apex; `DynamicLossScaler` alone begins with 2**32.
+# The defaults of a dynamic scale in `FP16_Optimizer`, as in Apex. `DynamicLossScaler` itself has others.
 _DYNAMIC: dict[str, Any] = {"init_scale": 2.0**16, "scale_window": 2000}
 
 
@@ -33,20 +33,24 @@ class FP16_Optimizer:
         optimizer.backward(loss)  # in place of loss.backward()
         optimizer.step()
 
-    `backward` leaves scaled gradients in the low-precision parameters and unscaled FP32 ones in their masters, which
-    the wrapped optimizer updates; `step` rounds the masters into the parameters. With a dynamic scale a step after an
-    overflow is skipped; a static one checks nothing. Parameters that are FP32 are their own masters.
+    `backward` leaves scaled gradients on the low-precision parameters, and unscaled FP32 gradients on their masters.
+    The wrapped optimizer updates the masters, and `step` rounds them into the parameters. With a dynamic scale, the
+    step after an overflow is skipped; with a static scale nothing is checked. FP32 parameters are their own masters.
 
     Args:
         init_optimizer: any optimizer, or wrapper of one (LARC). Its groups hold the masters from now on.
-        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: a number; or True, and arguments for
-            `DynamicLossScaler`, whose scale begins with 2**16 here and grows after 2000 clean iterations.
-        verbose: whether skipped steps are logged (logger "amp_patch").
+        static_loss_scale: the scale, unless `dynamic_loss_scale`.
+        dynamic_loss_scale: use a `DynamicLossScaler`, here with an initial scale of 2**16 and a window of 2000.
+        dynamic_loss_args: other arguments for the `DynamicLossScaler`.
+        verbose: log skipped steps (logger "amp_patch").
 
     Attributes:
-        optimizer: the wrapped one. overflow: whether the last gradients overflowed. loss_scale, state, param_groups:
-        can be set. fp16_groups, fp32_from_fp16_groups, fp32_from_fp32_groups: per group of the optimizer the
-        low-precision parameters, their masters, and the parameters without one.
+        optimizer: the wrapped optimizer.
+        overflow: whether the last gradients overflowed.
+        loss_scale, state, param_groups: may be set.
+        fp16_groups: the low-precision parameters, by group of the optimizer.
+        fp32_from_fp16_groups: their masters, by group.
+        fp32_from_fp32_groups: the FP32 parameters, by group.
     """
 
     def __init__(
@@ -138,11 +142,11 @@ class FP16_Optimizer:
                 tensor.grad = tensor.grad.detach().zero_()
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Backward through the FP32 value of `loss` times the scale; gradients add to existing ones.
+        """Run backward of `loss` in FP32 times the scale; gradients add to existing ones.
 
-        With `update_master_grads=False`, for the first of several losses, call `update_master_grads` before `step`.
+        If `update_master_grads` is False (several losses), call the method `update_master_grads` before `step`.
         """
-        # Gradients of an earlier backward are multiplied to the scale of this one, which adds to them.
+        # This backward adds to the gradients of an earlier one, so these are multiplied to the present scale first.
         moved = self.loss_scale / self._scale_of_grads
         if moved != 1.0:
             _multiply(self.all_fp16_params, moved)
@@ -155,10 +159,11 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
-        """Give the masters the model's gradients, unscaled, in FP32; a master whose parameter has none gets None.
+        """Unscale the model's gradients into FP32 gradients of the masters.
 
-        One fused pass each for low-precision and FP32 parameters on a device. A dynamic scale moves here, with one
-        sync; `overflow` says whether a gradient was not finite.
+        A master whose parameter has no gradient gets None. A dynamic scale is updated here, with one sync, and
+        `self.overflow` becomes True if a gradient is not finite. There is one pass for the low-precision and one for
+        the FP32 parameters of a device.
         """
         inverse = 1.0 / self._scale_of_grads
         found: dict[torch.device, Tensor] = {}
@@ -181,24 +186,24 @@ class FP16_Optimizer:
             self.loss_scaler.update_scale(self.overflow)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the FP32 gradients, in place; returns their total norm before, or -1 after an overflow."""
+        """Clip the FP32 gradients in place; return their total norm before the clipping, or -1 after an overflow."""
         return -1 if self.overflow else self.clip_grad_norm(self._held(), max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """Per group of the optimizer the FP32 gradients, None for a parameter without; None after an overflow."""
+        """Return the FP32 gradients by group, with None for a parameter without one. After an overflow return None."""
         if self.overflow:
             logger.warning("FP16_Optimizer.inspect_master_grad_data: the gradients overflowed, there are none to see")
             return None
         return [[None if p.grad is None else p.grad.data for p in group["params"]] for group in self.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the masters, then the model's parameters; nothing at all after an overflow.
+        """Update the masters, then the model's parameters. After an overflow change nothing.
 
-        A `closure` zeroes gradients, computes the loss, calls `self.backward(loss)` and returns the loss. While it
-        overflows it is called again, with the smaller scale.
+        A `closure` must zero the gradients, compute the loss, call `self.backward(loss)` and return the loss. If its
+        gradients overflow, it is called again, with the smaller scale.
 
         Raises:
-            FloatingPointError: a closure overflows at the smallest scale.
+            FloatingPointError: a closure's gradients overflow at the smallest scale.
         """
         if closure is None and self.overflow:
             if self.verbose:
@@ -229,7 +234,7 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, here or in Apex; the model's parameters get the masters' values too."""
+        """Load a `state_dict` of this class or of Apex's. The masters are rounded into the model's parameters too."""
         scaler = state_dict["loss_scaler"]
         values = dict(scaler) if isinstance(scaler, dict) else dict(vars(scaler))
         if "_loss_scale" in values:  # Apex pickled amp's scaler
@@ -274,7 +279,7 @@ class FP16_Optimizer:
 
 @torch.no_grad()
 def _multiply(params: list[Tensor], factor: float, found: dict[torch.device, Tensor] | None = None) -> None:
-    """Multiply the gradients of `params` in place; note per device in `found` whether one is not finite."""
+    """Multiply the gradients of `params` in place; raise the flags in `found`, {device: flag}, if one is not finite."""
     grads = ((param.grad.detach(),) for param in params if param.grad is not None)
     for device, (tensors,) in by_device(grads).items():
         fresh = torch.zeros((), dtype=torch.float32, device=device)

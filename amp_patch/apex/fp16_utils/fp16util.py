@@ -1,4 +1,4 @@
-"""Half-precision models, and lists of FP32 master parameters that the caller maintains."""
+"""Functions that cast a model to half precision, and that copy between its parameters and the caller's masters."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = [
 
 
 class tofp16(nn.Module):
-    """Gives its input in float16."""
+    """A module that casts its input to float16."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input` in float16: a copy, or itself if it is float16."""
+        """Return `input` in float16: a copy, or itself if it is float16."""
         return input.half()
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """Make the batch norms in `module` that have weights float32, in place; returns `module`."""
+    """Cast the batch norms in `module` that have weights to float32, in place; return `module`."""
     for child in module.modules():
         if isinstance(child, _BatchNorm) and child.affine:
             child.float()
@@ -44,7 +44,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """`network` in float16, in place, save its batch norms, behind a cast of the input.
+    """Cast `network` to float16 in place, except its batch norms; return it behind a module that casts the input.
 
     The parameters stay the same objects, but their names begin with "1." in the result.
     """
@@ -53,7 +53,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 @torch.no_grad()
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating parameters, gradients and buffers of `module` itself, not its children's, in place."""
+    """Cast the floating parameters, gradients and buffers of `module`, without its children, in place."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.is_floating_point():
             grad, tensor.grad = tensor.grad, None  # torch refuses a gradient of another type than its tensor's
@@ -62,7 +62,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast `network` in place, save the batch norms that have weights; returns `network`."""
+    """Cast `network` in place, except the batch norms that have weights; return `network`."""
     for module in network.modules():
         if isinstance(module, _BatchNorm) and module.affine:
             continue
@@ -73,7 +73,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """`network` in float16, in place, save its batch norms; tensors that come in are cast to float16."""
+    """A wrapper that casts `network`, except its batch norms, to float16 in place, and the inputs at each call."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -85,10 +85,10 @@ class FP16Model(nn.Module):
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """`(model_params, master_params)`: the trainable parameters, and FP32 copies of them that require grad.
+    """Return (model_params, master_params): the trainable parameters, and FP32 copies of them that require grad.
 
-    With `flat_master` there is one master, of one dimension, with a gradient of zeros; parameters may have any types
-    (Apex wants one), but must be on one device.
+    With `flat_master` there is one master, a 1-D tensor with a gradient of zeros. The parameters must then be on one
+    device, but may have several types (Apex requires one).
     """
     model_params = [param for param in model.parameters() if param.requires_grad]
     copies = [param.detach().clone().float() for param in model_params]
@@ -109,9 +109,10 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy the gradients of the model, as they are (scaled ones stay scaled), to the masters' FP32 gradients.
+    """Copy the gradients of the model into FP32 gradients of the masters. Scaled gradients stay scaled.
 
-    In place where a master has a gradient. A parameter without one gives its master None, or zeros in a flat master.
+    If a master has a gradient, it is written in place. If a parameter has no gradient, its master's becomes None; in a
+    flat master, zeros.
     """
     if not flat_master:
         for param, master in zip(model_params, master_params, strict=True):
@@ -143,22 +144,22 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> float:
-    """The one value of a tensor, or of a sequence, as a number. Syncs with the tensor's device."""
+    """Return the value of a tensor of one element, or the first of a sequence. Syncs with the tensor's device."""
     return t.item() if hasattr(t, "item") else t[0]
 
 
 def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, which at O2 clips the masters of the parameters that it is given."""
+    """Call `torch.nn.utils.clip_grad_norm_`. At O2 amp_patch has patched it to clip the masters of `parameters`."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, **kwargs)
 
 
 def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of `flat`, one for each tensor in `like`, of its shape."""
+    """Return views of `flat` with the shapes of the tensors in `like`, in order."""
     views = flat.detach().split([tensor.numel() for tensor in like])
     return [view.view(tensor.shape) for view, tensor in zip(views, like, strict=True)]
 
 
 def _copy(pairs: Iterable[tuple[Any, Tensor]]) -> None:
-    """Copy each (source, target), rounded to the target's type: one pass a device."""
+    """Copy the source of each pair (source, target) to its target, in the target's type. One pass for each device."""
     for targets, sources in by_device((target, source) for source, target in pairs).values():
         multi_tensor.multi_tensor_scale(sources, targets, 1.0)

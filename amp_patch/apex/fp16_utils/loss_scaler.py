@@ -1,4 +1,4 @@
-"""`apex.fp16_utils.loss_scaler`: loss scales on the host, for loops that scale the loss themselves."""
+"""`apex.fp16_utils.loss_scaler`: loss scales as Python numbers, for training loops that scale the loss themselves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 
 
 class LossScaler:
-    """A loss scale that never moves; it looks for no overflow.
+    """A constant loss scale. It checks for no overflow.
 
     Attributes:
         cur_scale: the scale; also the property `loss_scale`.
@@ -31,30 +31,30 @@ class LossScaler:
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """False, whatever the gradients are."""
+        """Return False: a constant scale checks nothing."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """Tell it once an iteration whether gradients overflowed."""
+        """Do nothing. Callers call this once an iteration; `DynamicLossScaler` overrides it."""
 
     def scale_gradient(self, module: Any, grad_in: Iterable[Any], grad_out: Any) -> tuple[Any, ...]:
-        """A full backward hook: the module's input gradients, scaled."""
+        """Return the module's input gradients times the scale. The method is a full backward hook."""
         return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Backward through `loss` times the scale."""
+        """Run backward of `loss` times the scale."""
         (loss * self.loss_scale).backward(retain_graph=retain_graph)
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale found by trial::
+    """A loss scale that falls at each overflow and grows after `scale_window` iterations without one::
 
-        overflow:                                      cur_scale = max(cur_scale / scale_factor, min_loss_scale)
-        scale_window iterations since the last one:    cur_scale = min(cur_scale * scale_factor, max_loss_scale)
+        overflow:                     cur_scale = max(cur_scale / scale_factor, min_loss_scale)
+        scale_window clean in a row:  cur_scale = min(cur_scale * scale_factor, max_loss_scale)
 
     Attributes:
-        cur_iter: iterations so far, counted by `update_scale`.
-        last_overflow_iter: iteration of the last overflow; -1 before the first.
+        cur_iter: the number of iterations so far, counted by `update_scale`.
+        last_overflow_iter: the iteration of the last overflow; -1 before the first.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class DynamicLossScaler(LossScaler):
         self.max_loss_scale = math.inf if max_loss_scale is None else _checked("max_loss_scale", max_loss_scale)
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether the gradient of one of `params` (tensors, or a generator) has an infinity or a NaN; one sync."""
+        """Tell whether the gradient of one of `params` has an infinity or a NaN; one sync for each device."""
         grads = (param.grad.detach() for param in params if param.grad is not None)
         found = []
         for device, (tensors,) in by_device((g.coalesce().values() if g.is_sparse else g,) for g in grads).items():
@@ -83,7 +83,7 @@ class DynamicLossScaler(LossScaler):
         return any(found_inf.item() for found_inf in found)
 
     def update_scale(self, overflow: bool) -> None:
-        """Move the scale, once an iteration, by whether gradients overflowed."""
+        """Update the scale. Call this once an iteration; `overflow`: whether its gradients overflowed."""
         if overflow:
             lowest = max(self.min_loss_scale, multi_tensor.SMALLEST_SCALE)
             self.cur_scale = max(self.cur_scale / self.scale_factor, lowest)

@@ -1,4 +1,4 @@
-"""Apex's caller of multi-tensor functions."""
+"""`apex.multi_tensor_apply`: `multi_tensor_applier`, which calls a function of `amp_C`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hands lists of tensors to a function of `amp_C`."""
+"""MultiTensorApply, a callable that passes lists of tensors to a function of `amp_C`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["MultiTensorApply"]
 
 
 class MultiTensorApply:
-    """Calls `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`.
+    """A callable that calls `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`.
 
     Attributes:
-        available: True. Apex's is False where it was built without its extensions; ours need none.
+        available: True. (In Apex it is False if Apex was built without extensions.)
         warned: False, as in Apex.
-        chunk_size: passed on to each call of `op`.
+        chunk_size: passed to each call of `op`.
     """
 
     available = True
@@ -26,7 +26,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Raises where the functions are not available in Apex; here they always are."""
+        """Do nothing: the functions are always available. (Apex raises if it was built without extensions.)"""
 
     def __call__(
         self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any

@@ -1,4 +1,4 @@
-"""`apex.normalization`: the fused norms, over torch's."""
+"""`apex.normalization`: Apex's fused layer norm and RMS norm, made of torch's functions."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """`apex.normalization.fused_layer_norm`: layer norm and RMS norm with Apex's rules for types.
 
-Statistics and arithmetic are FP32 (FP64 for float64) and the result is rounded once: to the input's type, or to the
-weight's in the functions and modules called "mixed". Input and weight may have different types everywhere; Apex's
-"fused" ones refused that, so that they failed in the casts of O1. Inside `torch.autocast` tensors are cast to its type
-first, as Apex did. Differentiable any number of times, on CPU and CUDA.
+Statistics and arithmetic are FP32 (FP64 for float64), and the result is rounded once. It has the input's type, or in
+the functions and modules called "mixed" the weight's type. Input and weight may have different types everywhere.
+(Apex's functions called "fused" refused this, and so failed under the casts of O1.) Inside `torch.autocast`, tensors
+are cast to its type first, as in Apex. The functions can be differentiated any number of times, on CPU and CUDA.
 
-`memory_efficient` is accepted and changes nothing: torch keeps the input for backward, Apex could keep the output.
+`memory_efficient` is accepted without effect: torch saves the input for backward. (Apex could save the output instead.)
 
-Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
+Sources: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ Shape = int | Sequence[int]
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """`(input - mean) / sqrt(var + eps)` over the last dimensions, of shape `normalized_shape`; in the input's type."""
+    """Return `(input - mean) / sqrt(var + eps)`, in the input's type.
+
+    The mean and variance are over the last dimensions, of shape `normalized_shape`.
+    """
     (input,) = _autocast(input)
     return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
 
@@ -60,7 +63,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """`fused_layer_norm(input) * weight + bias`, rounded once to the input's type."""
+    """Return `fused_layer_norm(input) * weight + bias`, rounded once to the input's type."""
     input, weight, bias = _autocast(input, weight, bias)
     return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
 
@@ -73,13 +76,13 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """`fused_layer_norm(input) * weight + bias`, rounded once to the weight's type."""
+    """Return `fused_layer_norm(input) * weight + bias`, rounded once to the weight's type."""
     input, weight, bias = _autocast(input, weight, bias)
     return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
-    """`input / sqrt(mean(input**2) + eps)` over the last dimensions; in the input's type."""
+    """Return `input / sqrt(mean(input**2) + eps)`, with the mean over the last dimensions, in the input's type."""
     (input,) = _autocast(input)
     return _rms_norm(input, normalized_shape, None, eps, input.dtype)
 
@@ -87,7 +90,7 @@ def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, me
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """`fused_rms_norm(input) * weight`, rounded once to the input's type."""
+    """Return `fused_rms_norm(input) * weight`, rounded once to the input's type."""
     input, weight = _autocast(input, weight)
     return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
 
@@ -95,15 +98,16 @@ def fused_rms_norm_affine(
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """`fused_rms_norm(input) * weight`, rounded once to the weight's type."""
+    """Return `fused_rms_norm(input) * weight`, rounded once to the weight's type."""
     input, weight = _autocast(input, weight)
     return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm with the roundings of T5's: to the weight's type before the weight is multiplied in, if that is low.
+    """Return the RMS norm with the roundings of T5's layer norm.
 
-    FP32 out, or the weight's float16 or bfloat16.
+    If `weight` is float16 or bfloat16, the normalized input is rounded to that type before it is multiplied by the
+    weight, and the result has that type. Otherwise the result is FP32.
     """
     wide = _widen(input)
     dims = tuple(range(-len(normalized_shape), 0))
@@ -123,7 +127,7 @@ def _layer_norm(
 
 
 def _rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-    # Always widened: torch rounds low-precision inputs a second time before it multiplies the weight in.
+    # In low precision, torch would round a second time before the multiplication by the weight. So compute in FP32.
     return F.rms_norm(_widen(input), list(_as_shape(shape)), _widen(weight), eps).to(dtype)
 
 
@@ -143,8 +147,8 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in tensors)
 
 
-# Classes by the names of Apex's autograd functions: code calls their `apply`, and looks for `memory_efficient` among
-# the parameters of their `forward`. torch differentiates what they call, so that they need no context and no backward.
+# Classes with the names of Apex's autograd functions. Other code calls their `apply`, and tests whether `forward` has a
+# parameter `memory_efficient`. They are no autograd functions: torch differentiates the functions that they call.
 
 
 class _Function:
@@ -152,12 +156,12 @@ class _Function:
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
-        """`forward` without its context."""
+        """Call `forward` without a context."""
         return cls.forward(None, *args, **kwargs)
 
 
 class FusedLayerNormFunction(_Function):
-    """`fused_layer_norm`, by `apply(input, normalized_shape, eps, memory_efficient=False)`."""
+    """`fused_layer_norm` as `apply(input, normalized_shape, eps, memory_efficient=False)`."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
@@ -166,7 +170,7 @@ class FusedLayerNormFunction(_Function):
 
 
 class FusedLayerNormAffineFunction(_Function):
-    """`fused_layer_norm_affine`, by `apply(input, weight, bias, normalized_shape, eps, memory_efficient=False)`."""
+    """`fused_layer_norm_affine` as `apply(input, weight, bias, normalized_shape, eps, memory_efficient=False)`."""
 
     @staticmethod
     def forward(
@@ -200,7 +204,7 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
 
 
 class FusedRMSNormFunction(_Function):
-    """`fused_rms_norm`, by `apply(input, normalized_shape, eps, memory_efficient=False)`."""
+    """`fused_rms_norm` as `apply(input, normalized_shape, eps, memory_efficient=False)`."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
@@ -209,7 +213,7 @@ class FusedRMSNormFunction(_Function):
 
 
 class FusedRMSNormAffineFunction(_Function):
-    """`fused_rms_norm_affine`, by `apply(input, weight, normalized_shape, eps, memory_efficient=False)`."""
+    """`fused_rms_norm_affine` as `apply(input, weight, normalized_shape, eps, memory_efficient=False)`."""
 
     @staticmethod
     def forward(
@@ -231,7 +235,7 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
 
 
 class _Norm(nn.Module):
-    """The parameters of a norm: `weight` and, where the class has one, `bias`, of shape `normalized_shape`."""
+    """Base of the norms, with the parameters `weight` and, if `has_bias`, `bias`, of shape `normalized_shape`."""
 
     has_bias: bool
     weight: nn.Parameter | None
@@ -255,7 +259,7 @@ class _Norm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Ones into the weight, zeros into the bias."""
+        """Fill the weight with ones and the bias with zeros."""
         if self.weight is not None:
             nn.init.ones_(self.weight)
         if self.has_bias and self.bias is not None:
@@ -268,7 +272,7 @@ class _Norm(nn.Module):
 class FusedLayerNorm(_Norm):
     """Layer norm over the last dimensions, of shape `normalized_shape`; the result has the input's type.
 
-    At O2 and O3 its parameters are low precision like any other module's but a batch norm's, as in Apex.
+    As in Apex, its parameters are low precision at O2 and O3: only batch norms stay FP32.
     """
 
     has_bias = True
@@ -293,7 +297,10 @@ class FusedRMSNorm(_Norm):
 
 
 def _check_affine(name: str, kwargs: dict[str, Any]) -> None:
-    """Warn of elementwise_affine=True, which the mixed modules lack; raise for False and other names, as Apex does."""
+    """Check the other arguments of a mixed module as Apex does.
+
+    Warn of `elementwise_affine=True`, and raise for `elementwise_affine=False` and for unknown names.
+    """
     unknown = sorted(set(kwargs) - {"elementwise_affine"})
     if unknown:
         raise TypeError(f"{name}: unexpected arguments {', '.join(unknown)}")

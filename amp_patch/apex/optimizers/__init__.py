@@ -1,4 +1,4 @@
-"""Apex's fused optimizers; amp_patch.optimizers has them."""
+"""`apex.optimizers`: Apex's fused optimizers, from amp_patch.optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`apex.parallel.LARC`: layer-wise adaptive rates, as a wrapper of any optimizer."""
+"""`apex.parallel.LARC`: layer-wise adaptive learning rates, as a wrapper of any optimizer."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ class LARC(torch.optim.Optimizer):
 
     ::
 
-        for p with a gradient g, in a group with lr and weight_decay; nothing is changed where |p| or |g| is 0:
+        for each p with a gradient g, in a group with lr and weight_decay, if |p| and |g| are not 0:
             local = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)
             g = (g + weight_decay * p) * (min(local / lr, 1) if clip else local)
         optimizer.step() with weight_decay 0
 
-    You et al. 2017, arXiv:1708.03888. Gradients are changed in place; norms are FP32; no sync with the device. Where a
-    gradient is 0 and the parameter is not, the parameter stays as it is, without weight decay, as in Apex.
+    Source: You et al. 2017, arXiv:1708.03888. Gradients are changed in place; norms are FP32; no sync with the device.
+    If a gradient is 0 and the parameter is not, the parameter does not change: it has no weight decay, as in Apex.
 
-    It is an Optimizer to schedulers; `state`, `param_groups` and whatever it lacks are the inner one's. Under amp it
-    may be made before or after `initialize`: it acts on unscaled FP32 gradients, and not at all in a skipped step.
+    LARC is a torch Optimizer, so schedulers accept it. `state`, `param_groups` and all attributes that it lacks are
+    those of the wrapped optimizer. With amp it may be made before or after `initialize`: it changes unscaled FP32
+    gradients, and does nothing in a skipped step.
 
     Args:
-        optimizer: the optimizer to wrap, also as the attribute `optim`.
+        optimizer: the optimizer to wrap, stored as the attribute `optim`.
         trust_coefficient, clip, eps: as above.
     """
 
     optim: Any
-    wraps_an_optimizer = True  # amp works on the one inside
-    # False even if the inner optimizer's is True: GradScaler would set `found_inf` on this object, not on that.
+    wraps_an_optimizer = True  # read by amp, which then works on the optimizer inside
+    # False even if the inner optimizer's is True: GradScaler would set `found_inf` on this object.
     _step_supports_amp_scaling = False
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
@@ -49,12 +50,12 @@ class LARC(torch.optim.Optimizer):
         self.clip = clip
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # not set yet in a copy that is being made
+        if name == "optim":  # absent while a copy is being made: without this, the recursion would not end
             raise AttributeError(name)
         return getattr(self.optim, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Named one by one: a scheduler also sets `step` on the instance, which must not be pickled.
+        # Not all of `vars(self)`: a scheduler sets `step` on the instance, which cannot be pickled.
         return {name: vars(self)[name] for name in ("optim", "trust_coefficient", "eps", "clip")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -80,26 +81,26 @@ class LARC(torch.optim.Optimizer):
         self.optim.param_groups = value
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's. The arguments of LARC are not in it, as in Apex."""
+        """Return the wrapped optimizer's state dict. As in Apex, the arguments of LARC are not in it."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the wrapped optimizer what its `state_dict`, or LARC's, gave."""
+        """Load a state dict of LARC, or of the wrapped optimizer, into the wrapped optimizer."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The wrapped optimizer's, with its arguments."""
+        """Call `zero_grad` of the wrapped optimizer."""
         self.optim.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add the group to the wrapped optimizer; its gradients are adapted too."""
+        """Add a group to the wrapped optimizer. LARC changes its gradients too."""
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Adapt the gradients and step. A closure is called once, before that.
+        """Change the gradients, then step the wrapped optimizer. A closure is called once, before that.
 
         Raises:
-            RuntimeError: a sparse gradient; nothing was changed then.
+            RuntimeError: a gradient is sparse. Nothing was changed.
         """
         loss = loss_of(closure)
         decays = [(group, group["weight_decay"]) for group in self.param_groups if "weight_decay" in group]
@@ -107,13 +108,14 @@ class LARC(torch.optim.Optimizer):
 
         def adapt(*args: Any) -> None:
             nonlocal adapted
-            if not adapted:  # a step that calls super().step() runs its hooks twice
+            if not adapted:  # a `step` that calls `super().step()` runs its hooks twice
                 adapted = True
                 self._adapt()
 
         try:
             if isinstance(self.optim, torch.optim.Optimizer):
-                # A hook of its step, run after amp's: gradients are unscaled by then, or gone if the step will skip.
+                # A pre-hook, registered last, runs after amp's own pre-hook. Gradients are unscaled then, or removed if
+                # the step is skipped.
                 handle = self.optim.register_step_pre_hook(adapt)
                 try:
                     result = self.optim.step()
@@ -150,7 +152,7 @@ class LARC(torch.optim.Optimizer):
         factors = self.trust_coefficient * param_norms / (grad_norms + param_norms * decay + self.eps)
         if self.clip:
             factors = (factors / lr).clamp(max=1.0)
-        # The caller multiplies `gradient + decay * parameter` by `factors`. A parameter of 0 keeps its gradient (1),
-        # and one with a gradient of 0 is not decayed (0).
+        # The caller multiplies `gradient + decay * parameter` by the factor. If the parameter's norm is 0, the factor
+        # is 1: the gradient does not change. If the gradient's norm is 0, the factor is 0: there is no weight decay.
         factors = factors.masked_fill(param_norms == 0, 1.0).masked_fill(grad_norms == 0, 0.0)
         return list(factors.unbind())

@@ -1,4 +1,4 @@
-"""`apex.parallel.distributed`: gradients averaged over the processes, with Apex's arguments, over torch's DDP."""
+"""`apex.parallel.distributed`: Apex's DistributedDataParallel, as a subclass of torch's, and its Reducer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 __all__ = ["DistributedDataParallel", "Reducer", "flat_dist_call"]
 
-# Apex leaves buffers to each process. torch 2.13 renames the argument that says so.
+# The argument of torch's DDP that turns the broadcast of buffers off, as in Apex. torch 2.13 has renamed it.
 _BUFFERS = (
     "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(TorchDDP).parameters else "broadcast_buffers"
 )
@@ -22,9 +22,10 @@ _BUFFERS = (
 
 @torch.no_grad()
 def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] = ()) -> None:
-    """`call(flat, *extra_args)` of torch.distributed on all `tensors`, in place: one call per dtype and device.
+    """Run a collective of torch.distributed on all `tensors`, in place.
 
-    `distributed.all_reduce` is made a mean over the processes.
+    `call(flat, *extra_args)` is called once for each dtype and device. If `call` is `distributed.all_reduce`, the sum
+    is divided by the number of ranks.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -39,11 +40,11 @@ def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_ar
 
 
 class Reducer:
-    """Averages gradients over the processes when told to.
+    """An object whose `reduce()` averages gradients over the ranks.
 
     Args:
-        module_or_grads_list: a module, whose parameters are made those of rank 0 now and whose gradients are averaged;
-            or gradients, in lists nested as you like, that are averaged in place.
+        module_or_grads_list: a module, or gradients in nested lists. The parameters of a module are broadcast from rank
+            0 now, and `reduce` averages their gradients.
     """
 
     def __init__(self, module_or_grads_list: Any) -> None:
@@ -56,7 +57,7 @@ class Reducer:
             _extract(module_or_grads_list, self.grads)
 
     def reduce(self) -> None:
-        """Average in place; parameters without a gradient are left out, so the same on every process must have one."""
+        """Average the gradients in place. The same parameters must have a gradient on every rank."""
         grads = self.grads
         if self.module is not None:
             grads = [param.grad for param in self.module.parameters() if param.grad is not None]
@@ -74,28 +75,28 @@ def _extract(value: Any, found: list[Tensor]) -> None:
 class DistributedDataParallel(TorchDDP):
     """torch's DistributedDataParallel with the arguments of Apex's.
 
-    Parameters are made those of rank 0 now, gradients are averaged over all processes during backward, buffers stay as
-    they are. Give it what `amp.initialize` returned. Parameters may go without a gradient, as in Apex. Each forward
-    allows one backward that reduces, as in Apex.
+    The constructor broadcasts the parameters from rank 0. Each backward averages the gradients over all ranks. Buffers
+    are not broadcast. With amp, pass the model that `amp.initialize` returned. As in Apex, parameters may have no
+    gradient, and each forward allows one backward that reduces.
 
     Args:
-        module: on any one device, under any backend of torch.distributed. Without a trainable parameter it is only
-            broadcast.
-        message_size: elements of a bucket of gradients that are reduced together.
+        module: a module on one device, with any backend of torch.distributed. If it has no trainable parameter, it is
+            only broadcast.
+        message_size: the number of elements of a bucket, the gradients that are reduced together.
         delay_allreduce, num_allreduce_streams, allreduce_communicators, allreduce_trigger_params,
-        retain_allreduce_buffers, gradient_average_split_factor, prof: accepted and without effect: torch finds when to
-            reduce what, and on which stream. What Apex refused of them is refused.
+        retain_allreduce_buffers, gradient_average_split_factor, prof: without effect, because torch chooses the times
+            and streams of reductions. Combinations that Apex refused are refused.
         shared_param: refused, as in Apex.
-        allreduce_always_fp32: send low-precision gradients as FP32.
-        gradient_average: False sums over the processes.
-        gradient_predivide_factor: divide by it before the sum, and multiply by it over the number of processes after.
-            With the default and none of the two above, torch divides all before the sum, Apex after: the same but for
-            over- and underflow in FP16.
-        find_unused_parameters: False spares torch a walk through the graph, where every parameter gets a gradient from
-            every backward. Not in Apex.
+        allreduce_always_fp32: reduce low-precision gradients in FP32.
+        gradient_average: if False, gradients are summed over the ranks instead of averaged.
+        gradient_predivide_factor: divide gradients by this factor before the sum, and by (number of ranks / factor)
+            after it. If this and the two arguments above have their defaults, torch divides by the number of ranks
+            before the sum. Apex divides after it, which differs only by over- and underflow in FP16.
+        find_unused_parameters: if every parameter gets a gradient in every backward, False saves torch a walk through
+            the graph. Apex has no such argument.
 
     Attributes:
-        needs_refresh: True until the first forward that prepares a reduction.
+        needs_refresh: True until the first forward after which backward reduces.
     """
 
     def __init__(
@@ -164,16 +165,16 @@ class DistributedDataParallel(TorchDDP):
         return output
 
     def disable_allreduce(self) -> None:
-        """Let gradients add up on this process, from the next forward on."""
+        """Do not reduce gradients from the next forward on: they add up on this rank."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Average gradients again from the next forward on, including gradients that have added up in between."""
+        """Reduce gradients again from the next forward on, including those that have added up on this rank."""
         self.require_backward_grad_sync = True
 
 
 class _Sending(NamedTuple):
-    """Apply Apex's three arguments about the type that is sent and about the division."""
+    """Apex's three arguments about the type and the division of reduced gradients, for the communication hook."""
 
     always_fp32: bool
     average: bool
@@ -181,7 +182,7 @@ class _Sending(NamedTuple):
 
 
 def _reduce(how: _Sending, bucket: distributed.GradBucket) -> Future[Tensor]:
-    """The communication hook of one bucket of gradients."""
+    """Reduce one bucket of gradients: a communication hook of torch's DDP."""
     flat = bucket.buffer()
     sent = flat.float() if how.always_fp32 else flat
     if how.predivide != 1.0:

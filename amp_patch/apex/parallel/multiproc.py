@@ -1,7 +1,9 @@
-"""`python -m amp_patch run -m apex.parallel.multiproc train.py --its --arguments`: one process of a script per GPU.
+"""Apex's launcher of 2018, which starts one process of a script for each GPU (one process without a GPU)::
 
-As Apex's launcher of 2018, each gets `--world-size` and `--rank`; the output of all but the first goes to
-`GPU_<rank>.log`. One process without a GPU. New scripts use `torchrun`.
+    python -m amp_patch run -m apex.parallel.multiproc train.py --its --arguments
+
+Each process gets the arguments `--world-size` and `--rank`. The output of all but the first goes to `GPU_<rank>.log`.
+New scripts should use `torchrun`.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ _PATIENCE = 5.0  # seconds for interrupted workers to end without a signal
 
 
 def main(arguments: list[str] | None = None, world_size: int | None = None) -> int:
-    """Run the script that `arguments` (by default the command line's) begin with; the first failure's exit status."""
+    """Run the script that `arguments` (by default the command line's) begin with.
+
+    Returns:
+        The first exit status that is not 0, in the order of the ranks; 0 if there is none.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     world_size = world_size or max(1, torch.cuda.device_count())
-    guard, workers = Guard(), []  # the guard ends the workers when this process ends, however that comes
+    guard, workers = Guard(), []  # if this process ends first, by any signal, the guard ends the workers
     environment = {**os.environ, **guard.environment}
     with contextlib.ExitStack() as files:
         files.callback(guard.join)
@@ -38,7 +44,7 @@ def main(arguments: list[str] | None = None, world_size: int | None = None) -> i
             guard.watch(workers[-1].pid)
         try:
             codes = [worker.wait() for worker in workers]
-        except KeyboardInterrupt:  # the terminal has sent it to the workers too
+        except KeyboardInterrupt:  # the terminal has also interrupted the workers
             until = time.monotonic() + _PATIENCE
             for worker in workers:
                 with contextlib.suppress(subprocess.TimeoutExpired):

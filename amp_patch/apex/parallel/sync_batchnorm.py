@@ -13,14 +13,13 @@ __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group
 
 
 class SyncBatchNorm(_BatchNorm):
-    """torch's SyncBatchNorm with Apex's arguments; it runs on the CPU too, which torch's refuses.
+    """A batch norm over all ranks with Apex's arguments; it runs on the CPU too, where torch's SyncBatchNorm raises.
 
-    As in Apex it is no `torch.nn.SyncBatchNorm`: torch's DistributedDataParallel refuses those on the CPU.
-
-    The result has the input's type; statistics are FP32. In a process alone, and in eval mode, it is a batch norm.
+    As in Apex it is no subclass of `torch.nn.SyncBatchNorm`, which torch's DistributedDataParallel refuses on the CPU.
+    The result has the input's type; statistics are FP32. With one process, and in eval mode, it is a plain batch norm.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats, process_group: torch's.
+        num_features, eps, momentum, affine, track_running_stats, process_group: as in torch.nn.SyncBatchNorm.
         channel_last: the channels are the input's last dimension, not its second.
         fuse_relu: apply ReLU to the result.
     """
@@ -42,7 +41,10 @@ class SyncBatchNorm(_BatchNorm):
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalize `input` of shape [N, C, ...], or [N, ..., C]; `z`, of the same shape, is added before the ReLU."""
+        """Normalize `input` of shape [N, C, ...], or [N, ..., C] if `channel_last`; add `z`, of that shape; apply ReLU.
+
+        The last two are optional.
+        """
         swap = self.channel_last and input.dim() > 2
         channels_second = input.movedim(-1, 1) if swap else input
         if input.device.type != "cpu":
@@ -58,7 +60,7 @@ class SyncBatchNorm(_BatchNorm):
             output = output + z
         return F.relu(output) if self.fuse_relu else output
 
-    # `nn.SyncBatchNorm.forward` calls these two on the module that it is given, which is no SyncBatchNorm of torch's.
+    # `forward` calls `nn.SyncBatchNorm.forward(self, ...)`, which needs these two methods of that class.
     _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
     _check_non_zero_input_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
 
@@ -68,7 +70,7 @@ class SyncBatchNorm(_BatchNorm):
         return distributed.get_world_size(self.process_group)
 
     def _synchronised(self, input: Tensor) -> Tensor:
-        """The batch norm of all processes' inputs, which may differ in length; two sums over the processes."""
+        """Return the batch norm over the inputs of all ranks, whose batch sizes may differ; two all-reduces."""
         self._check_input_dim(input)
         wide = input if input.dtype is torch.float64 else input.float()
         others = [0, *range(2, input.dim())]
@@ -89,7 +91,7 @@ class SyncBatchNorm(_BatchNorm):
     def _track(self, mean: Tensor, variance: Tensor) -> None:
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        # None: the average of all batches so far.
+        # A momentum of None means the average of all batches so far.
         share = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         for running, new in ((self.running_mean, mean), (self.running_var, variance)):
             assert running is not None
@@ -97,7 +99,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the processes; backward, each process's share of all their gradients."""
+    """The sum of a tensor over all ranks. Its backward sums the gradients over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -114,8 +116,8 @@ class _Sum(torch.autograd.Function):
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
     """Replace every batch norm in `module` by a `SyncBatchNorm`, in place; returns `module`.
 
-    A module that is a batch norm itself is returned as another one. Parameters and buffers stay the same objects, so
-    that an optimizer, amp or DistributedDataParallel that has them goes on; the mode (training, eval) stays too.
+    If `module` is itself a batch norm, return a new module. Parameters and buffers stay the same objects, so an
+    optimizer or DistributedDataParallel that already holds them still works. The mode (training, eval) stays too.
     """
     return _convert(module, process_group, channel_last, {})
 
@@ -145,9 +147,9 @@ def _convert(module: nn.Module, process_group: Any, channel_last: bool, made: di
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """The group of `group_size` processes, with ranks in a row, that this process is in; None, all of them, for 0.
+    """Return this rank's process group of `group_size` consecutive ranks. For 0 return None, which means all ranks.
 
-    Every process must call it. `group_size` must divide the number of processes.
+    Every rank must call this. `group_size` must divide the number of ranks.
     """
     if group_size == 0:
         return None

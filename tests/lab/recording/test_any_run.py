@@ -1,4 +1,4 @@
-"""Any recording: what the writer of record files writes is read back, as far as the file was written."""
+"""Random recordings: a file is read back up to its last whole line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorded training is the other one; what ends a recording, and what was recorded then."""
+"""A recorded training equals an unrecorded one; the ends of a recording, and its content then."""
 
 from __future__ import annotations
 

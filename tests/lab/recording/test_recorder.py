@@ -1,4 +1,4 @@
-"""What a recording says is what happened, what happened is what happens without one, and nothing of it stays."""
+"""A recording has the figures of the training, does not change the training, and leaves no hooks."""
 
 from __future__ import annotations
 

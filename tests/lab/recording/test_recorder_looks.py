@@ -1,4 +1,4 @@
-"""Looks that a recording takes inside of steps, and recordings of compiled models."""
+"""Inspected steps of a recording, and recordings of compiled models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sizes that a recorded model's first forward shows, and no trace of having looked."""
+"""Advice on sizes from a recorded model's first forward, which leaves no hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recording counts as samples, and what it is when the steps asked for are taken."""
+"""The samples that a recording counts, and its end after a given number of steps."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Apex's op lists, to be printed and edited: `amp.lists.functional_overrides.FP16_FUNCS.append("x")`.
+"""Apex's op lists, which scripts may print and edit: `amp.lists.functional_overrides.FP16_FUNCS.append("x")`.
 
-They are read off `amp_patch.casts.oplists`, and hold what the casts of Apex's variant do: the names on Apex's lists,
-and names that torch has got since. An edit acts from the next `initialize` or `init` on, which calls `register_edits`.
-FP16_FUNCS is for trainings in either type, as scripts for NVIDIA's Apex expect; BFLOAT16_FUNCS, ROCm's, for those in
-bfloat16.
+The lists are made from `amp_patch.casts.oplists` in Apex's variant. So they have the names on Apex's lists, and names
+that are newer than Apex. An edit acts from the next `initialize` or `init` on, which calls `register_edits`. FP16_FUNCS
+applies to trainings in FP16 and BF16, as scripts for NVIDIA's Apex expect. BFLOAT16_FUNCS, which ROCm has added,
+applies to trainings in BF16 only.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _REGISTER = {
 
 
 def register_edits(dtype: torch.dtype) -> None:
-    """Register the rules of names that a caller has put on the lists; functions that are off them are no longer cast.
+    """Register functions that user code has added to the lists, and stop the casts of functions that it has removed.
 
-    `dtype` is the low-precision type of the training that begins. As in Apex a name that torch does not have is passed
-    over. The rule stays registered (it is that of `casts.register_half_function` and its like: for every policy of the
-    process) also if the list is edited back. An edit of SEQUENCE_CASTS, or of the message of a banned function, changes
-    nothing.
+    `dtype` is the low-precision type of the training that begins. As in Apex, a name that torch does not have is
+    skipped. A function is registered as by `casts.register_half_function` and similar functions: for every policy of
+    the process, and also after the list is edited back. Edits of SEQUENCE_CASTS, and of the message of a banned
+    function, have no effect.
     """
     for module in (functional_overrides, torch_overrides, tensor_overrides):
         _register_edits(module, dtype)
@@ -49,7 +49,7 @@ def _register_edits(module: ModuleType, dtype: torch.dtype) -> None:
                 _REGISTER[kind](module.MODULE, name)
     taken_off = set().union(*(made[kind] - edited[kind] for kind in kinds))
     put_on = set().union(*(edited[kind] - made[kind] for kind in kinds))
-    # A function removed from one of the two low-precision lists, and added to no list, has no rule any more.
+    # A function that was removed from a list and added to no other list is registered without a rule.
     for name in sorted(taken_off - put_on):
         if hasattr(module.MODULE, name):
             functions.register_without_rule(module.MODULE, name)

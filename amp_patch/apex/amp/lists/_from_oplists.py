@@ -1,11 +1,11 @@
-"""Apex's lists for one owner of functions (torch, torch.Tensor ...), read off `amp_patch.casts.oplists`."""
+"""Functions that make Apex's lists for one owner (torch, torch.Tensor ...) from `amp_patch.casts.oplists`."""
 
 from __future__ import annotations
 
 from amp_patch.casts.oplists import rules_by_name
 from amp_patch.casts.rules import INSTEAD_OF_BANNED
 
-# Apex's list -> our rules whose functions are on it. BFLOAT16_FUNCS is ROCm's.
+# Apex's list -> the rules of oplists.py whose functions are on it. BFLOAT16_FUNCS is ROCm's.
 KINDS: dict[str, tuple[str, ...]] = {
     "FP16_FUNCS": ("lower", "product", "einsum", "fused", "rnn"),
     "BFLOAT16_FUNCS": ("lower", "product", "einsum", "fused", "rnn"),
@@ -16,11 +16,11 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def names(address: str, kind: str) -> list[str]:
-    """The names of one of `KINDS` at `address` ("torch.nn.functional"), in a new list."""
+    """Return a new list of the names of one of `KINDS` at `address` ("torch.nn.functional")."""
     rules = rules_by_name("apex").items()
     return [name for (owner, name), rule in rules if owner == address and rule in KINDS[kind]]
 
 
 def banned(address: str) -> list[tuple[str, str]]:
-    """The banned names, each with what to do instead."""
+    """Return (banned name, advice what to use instead) for each banned function at `address`."""
     return [(name, INSTEAD_OF_BANNED) for name in names(address, "BANNED_FUNCS")]

@@ -1,4 +1,4 @@
-"""Functions of `torch.nn.functional`: see the package's docstring."""
+"""Apex's lists of functions of `torch.nn.functional`: see the package's docstring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods of `torch.Tensor`: see the package's docstring."""
+"""Apex's lists of methods of `torch.Tensor`: see the package's docstring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of `torch`: see the package's docstring."""
+"""Apex's lists of functions of `torch`: see the package's docstring."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ FP16_FUNCS = names(ADDRESS, "FP16_FUNCS")
 BFLOAT16_FUNCS = names(ADDRESS, "BFLOAT16_FUNCS")
 FP32_FUNCS = names(ADDRESS, "FP32_FUNCS")
 CASTS = names(ADDRESS, "CASTS")
-SEQUENCE_CASTS = ["cat", "stack"]  # to the widest type; torch promotes these without a cast of ours
+SEQUENCE_CASTS = ["cat", "stack"]  # for display: torch promotes mixed types in these itself
