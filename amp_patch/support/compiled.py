@@ -40,12 +40,27 @@ def wraps(function: Function) -> Callable[[Callable[..., Any]], Function]:
     return mark
 
 
+# Returns what Dynamo does with the next Python frame on this thread: None outside of compiled code. A torch without it
+# gives False: `eager_only` then takes each call for one in compiled code.
+_frame_callback: Callable[[], Any] = getattr(
+    torch._C._dynamo.eval_frame,  # noqa: SLF001
+    "get_eval_frame_callback",
+    lambda: False,
+)
+
+
 def eager_only(function: Function) -> Function:
-    """Make torch.compile break the graph around calls of `function`, as `torch.compiler.disable` does."""
+    """Make torch.compile break the graph around calls of `function`, as `torch.compiler.disable` does.
+
+    Calls outside of compiled code go to `function` itself: the frame of a disabled function takes longer than most of
+    the functions that are marked here.
+    """
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and _frame_callback() is None:  # Dynamo may trace this function
+            return function(*args, **kwargs)
         disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
         if not disabled and disable is not None:
             disabled.append(disable(function))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
-import sys
 import threading
 
 import pytest
 import torch
 import training
 from cast_models import CAST, MASTERED, start_kind, values
+from interrupts import Raise
 from torch import nn
 from training import DUPLICATES, LEVELS, SGD, convnet, images, linear, masters_of
 
@@ -172,30 +171,12 @@ def test_an_interrupt_at_any_call_leaves_the_copy_whole(event):
     inputs = torch.ones(1, 1)
     with torch.no_grad():
         expected, before = average(inputs), list(average.parameters())
-        at = done = 0
-        while not done:
-            at, count = at + 1, 0
-
-            def look(frame, what, _, at=at):
-                nonlocal count
-                if what == event:
-                    count += 1
-                    if count == at:
-                        raise KeyboardInterrupt
-
-            gc.disable()
-            try:
-                sys.setprofile(look)
-                average(inputs)
-                done = 1
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.setprofile(None)
-                gc.enable()
+        calls = Raise(event=event)(lambda: average(inputs)).count
+        for at in range(1, calls + 1):
+            Raise(at, event=event)(lambda: average(inputs))
             assert all(mine is known for mine, known in zip(average.parameters(), before, strict=True)), at
             assert torch.equal(average(inputs), expected)
-    assert at > 20
+    assert calls > 20
 
 
 @pytest.mark.parametrize("kind", CAST)
