@@ -141,11 +141,11 @@ class LossScaler:
         self._found_inf.zero_()
 
     def stepped(self) -> None:
-        """Note that an optimizer took a step with the gradients of this loss: the row of skipped steps has ended."""
+        """Reset the count of skipped steps in a row, because an optimizer took a step with gradients of this loss."""
         self._skips_in_a_row = 0
 
     def skipped(self, culprits: Callable[[], str]) -> None:
-        """Note that an optimizer skipped a step because this loss overflowed, and log it.
+        """Count a step that an optimizer skipped because gradients of this loss overflowed, and log it.
 
         The log has the 1st, 2nd, 4th, 8th, ... skip, and every tenth in a row. Syncs with the device for the scale in
         the message, if the loss is scaled.

@@ -145,7 +145,7 @@ def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
 
 
 def groups_of(optimizer: Any, caller: str) -> Any:
-    """Return the groups of the innermost optimizer; raise TypeError if it has none, as a model has none."""
+    """Return the param groups of the innermost optimizer; raise TypeError if there are none (a model was passed)."""
     groups = getattr(innermost(optimizer), "param_groups", None)
     if groups is None:
         raise TypeError(

@@ -49,11 +49,11 @@ class Strategy:
         return False
 
     def knows(self, optimizer: Any, stash: Stash) -> bool:
-        """Tell whether the strategy takes deferred gradients with the optimizer's present settings; log why not."""
+        """Tell whether the strategy takes deferred gradients at the optimizer's present settings; if not, log why."""
         return False
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
-        """Tell whether the strategy can make the coming step; log why not. `given`: as in `Step`."""
+        """Tell whether the strategy can make the coming step; if not, log why. `given`: as in `Step`."""
         raise NotImplementedError
 
     def run(self, step: Step, plain: Plain) -> Any:
