@@ -184,7 +184,7 @@ def _apart(param: Tensor, grad: Tensor, master: Tensor) -> RuntimeError:
 
 
 def rescale(pairs: Iterable[tuple[Tensor, Tensor]], factor: Tensor) -> None:
-    """Multiply the gradients of the parameters in place; no sync."""
+    """Multiply the parameters' scaled gradients by `factor`, in place, after a change of the scale; no sync."""
     grads: dict[torch.device, list[Tensor]] = {}
     for param, _ in pairs:
         grad = own_grad(param)
@@ -196,7 +196,7 @@ def rescale(pairs: Iterable[tuple[Tensor, Tensor]], factor: Tensor) -> None:
 
 
 class _Batch:
-    """The lists of one gather on one device."""
+    """The gradients on one device that one `gather` unscales, in a list for each kind of kernel call."""
 
     def __init__(self) -> None:
         self.own: list[Tensor] = []
@@ -224,7 +224,7 @@ class _Batch:
 
 
 def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
-    """Return an FP32 tensor for the unscaled `grad` of `param`, sparse if `grad` is; `batch` will fill it."""
+    """Return the FP32 tensor, sparse if `grad` is, that `batch.run` fills with the unscaled `grad` of `param`."""
     if grad.is_sparse:
         grad = grad.coalesce()
         sparse = grad.detach().to(torch.float32, copy=True)

@@ -83,7 +83,7 @@ class Masters:
     DTensors stay in the groups, because checkpoints look for them there; their local shards have the masters.
 
     Attributes:
-        waiting: the table of deferred low-precision gradients; None if gradients are FP32 immediately.
+        waiting: the table of deferred low-precision gradients; None if the optimizer defers none.
         parts: DTensor's id -> its local shard, for sharded low-precision parameters.
         found_bare: called when the groups hold low-precision parameters without masters for the first time; not copied.
     """
@@ -155,17 +155,17 @@ class Masters:
 
     @cached_property
     def routes(self) -> list[GradRoute]:
-        """The routes of `param.grad`; several if another optimizer got some of the masters first."""
+        """The `GradRoute`s of the parameters; several if some of the masters are shared with another optimizer."""
         return list({id(link.route): link.route for link in self.links.links}.values())
 
     @cached_property
     def stepped_grads(self) -> list[SteppedGradients]:
-        """The tables of the last step's gradients; several if another optimizer got some of the masters first."""
+        """The tables of the last step's gradients; several if some of the masters are shared with another optimizer."""
         tables = (master.stepped_grads for master in self.links.masters if isinstance(master, Master))
         return list({id(table): table for table in tables if table is not None}.values())
 
     def spend(self, masters: list[Tensor]) -> None:
-        """Remove the gradients, of any type, of `masters` after a step; reads of `grad` still return them."""
+        """Move the gradients of stepped `masters` to `stepped_grads`, where reads of `grad` find them until cleared."""
         held = Gradients({}, (), {}) if self.waiting is None else self.waiting.hand_over(masters)
         for index in with_gradient(masters):
             if (grad := own_grad(masters[index])) is not None:
@@ -186,7 +186,7 @@ class Masters:
 
     @property
     def by_master(self) -> Mapping[int, tuple[Tensor, Link]]:
-        """Master's id -> the parameter that has it, and the link between the two."""
+        """Master's id -> the parameter whose master it is, and the link between the two."""
         return self._params
 
     def keep(self, form: Form | None) -> None:
@@ -215,9 +215,10 @@ class Masters:
                 self._serve(link)
 
     def _serve(self, link: Link) -> None:
-        """Defer gradients of this master.
+        """Register the master of `link`, so that its gradients are deferred in `waiting`.
 
-        If another optimizer defers them, or the tensor is no `Master`, this optimizer defers no gradients from now on.
+        If another optimizer defers them already, or the master is not of the class `Master`, this optimizer
+        defers no gradients from now on.
         """
         if self.waiting is None:
             return
