@@ -20,7 +20,7 @@ from amp_patch.support.tensor_content import set_data
 
 
 def check_model(model: Any, methods: Collection[str] = ()) -> None:
-    """Raise if `initialize` cannot take `model`; the message says what to do instead."""
+    """Raise if `model` is no module, is wrapped (DDP, FSDP1), scripted, or has no `forward` in its class."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         swapped = hasattr(model, "param_groups")
@@ -58,7 +58,7 @@ def check_model(model: Any, methods: Collection[str] = ()) -> None:
 
 
 def check_methods(models: list[nn.Module], methods: Collection[str]) -> None:
-    """Raise if a name in `methods` is not a method of any model."""
+    """Raise if a name in `methods` is no method of any model, or a static or class method."""
     if isinstance(methods, str):
         raise TypeError(
             f"initialize: methods is the string {methods!r}; wanted a tuple of names: methods=({methods!r},)"
