@@ -185,6 +185,6 @@ def _is_statistic(module: nn.Module) -> bool:
 
 
 def _is_vector_of_a_norm(module: nn.Module, name: str) -> bool:
-    """Tell whether buffer `name` is a vector of torch's spectral norm, which each forward writes, but not as an average."""
+    """Tell whether buffer `name` is a vector of torch's spectral norm, which each forward writes and none averages."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
     return any(name in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks)

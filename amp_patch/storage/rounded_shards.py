@@ -73,7 +73,7 @@ class InFp32(Coder):
         return None
 
     def report(self, optimizer: Any) -> None:
-        """Log nothing: no state is meant to become codes."""
+        """Log nothing. The base class warns if no state is in codes, and here none is to be."""
 
 
 class OnMasters(coded_steps.InCodes):
@@ -123,7 +123,7 @@ def _gradient(optimizer: Any, stash: Stash, shard: Any) -> Tensor:
 
 
 def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
-    """Defer these BF16 gradients until the step. If that is impossible, or others are deferred, set FP32 `.grad`."""
+    """Defer these BF16 gradients (by master's id) until the step; if gradients cannot be deferred, set FP32 `.grad`."""
     waiting = stash.masters.waiting
     if waiting is not None and not waiting:
         waiting.hold(grads)
@@ -165,7 +165,7 @@ def enter(optimizer: Any, stash: Stash) -> None:
 
 
 def overrides(base: Any) -> dict[str, Any]:
-    """Return the methods of the generated class of `base` for rounded shards."""
+    """Return `load_state_dict` and strategy of the generated class over `base` for optimizers of rounded shards."""
 
     @wraps(base.load_state_dict)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
