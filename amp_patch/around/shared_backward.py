@@ -139,7 +139,7 @@ class SharedBackward(ScaledBackward):
         drop_gradients(stray)
 
     def _bring_back(self, group: list[_Bystander]) -> None:
-        """Unscale what this backward added to the bystanders of one optimizer (or of none); add the gradients set aside."""
+        """Unscale what this backward gave the bystanders of one optimizer (or of none), and add what was set aside."""
         params, (owner, bodies, cleared) = [bystander.param for bystander in group], group[0][2:]
         if owner is not None and owner.pending is not None:
             for param in params:

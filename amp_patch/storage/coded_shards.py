@@ -49,7 +49,7 @@ class ShardState(CodedState):
         super().__init__(coder, {name: self._part(value) for name, value in state.items()})
 
     def _part(self, value: Any) -> Any:
-        """Return the form to store: the local shard if `value` is a DTensor sharded like the parameter, else `value`."""
+        """Return the value to store: the local shard of a DTensor sharded like the parameter, any other as it is."""
         return local(value).detach() if isinstance(value, Tensor) and are_alike(value, self.param) else value
 
     def _whole(self, value: Any) -> Any:

@@ -1,4 +1,8 @@
-"""Replacement of attributes with an exact undo."""
+"""`Patches`, an undo stack of replaced attributes: it restores the functions and classes of torch that were patched.
+
+`amp.restore` (frontend.py) undoes a training as a whole. It removes these patches, and `restore` of model/forward.py
+makes the models FP32 again, with the values of their masters.
+"""
 
 from __future__ import annotations
 
