@@ -71,7 +71,7 @@ class Pool {
 thread_local Pool pool;
 thread_local uint64_t emulated_calls = 0;
 
-// A buffer of the pool, and an FP32 tensor in its memory.
+// A buffer taken from the thread's pool, and an FP32 tensor of the wanted shape in its memory.
 struct Wide {
   Wide(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t elements)
       : buffer(pool.take(elements)), tensor(buffer.as_strided(sizes, strides)) {}

@@ -185,7 +185,7 @@ struct Thread {
   }
 
   void clear() {
-    Casts gone;  // freed at the end, as above
+    Casts gone;  // freed at the end, as in `erase`
     gone.swap(casts);
   }
 };
