@@ -117,7 +117,7 @@ def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
 
 
 def enter_models(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
-    """Call `follow` if the training has masters or checks gradients."""
+    """Make DDP broadcast masters and loss scales with the weights of `models`, if the training has any."""
     if targets and (training.policy.master_weights or training.policy.checks_gradients):
         follow(models, training.scalers)
 

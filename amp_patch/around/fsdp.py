@@ -94,7 +94,7 @@ def check_place(named: str, param: Any) -> None:
 
 
 def no_masters(policy: Policy) -> str:
-    """Return the refusal of sharded parameters by `policy`, which casts weights and makes no masters."""
+    """Return the error text for sharded parameters at a level that casts weights and makes no masters (O3)."""
     return (
         f"opt_level {policy.opt_level!r} without master weights would keep no FP32 weights, but fully_shard's shards "
         "are FP32 and serve as masters at no further cost: choose opt_level='O2'"

@@ -18,7 +18,7 @@ from amp_patch.training.unscale import unscale_pending
 
 
 class AmpWrapper(Generated):
-    """Overrides of a wrapper that makes two passes around an optimizer that went through `initialize`."""
+    """Overrides of a two-pass wrapper (SAM): its passes get unscaled gradients, and moved masters reach the weights."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def check_zero(optimizer: Any, policy: Policy) -> None:
 
 
 def check_group(optimizer: Any, *_: Any) -> None:
-    """Raise if `optimizer`, which has masters, cannot take another group."""
+    """Raise if `optimizer` is a ZeroRedundancyOptimizer whose FP32 buckets cannot take low-precision parameters."""
     if is_zero(optimizer) and optimizer.parameters_as_bucket_view:
         raise ValueError(
             "add_param_group: this ZeroRedundancyOptimizer has parameters_as_bucket_view=True, whose FP32 buffers "

@@ -393,7 +393,7 @@ def release(masters: Iterable[Tensor]) -> list[ClosedMaster]:
 
 
 def _close(master: ClosedMaster) -> bool:
-    """Free the memory of `master`, whose value is stored. Return False if it is referenced elsewhere, and so kept."""
+    """Free the memory of `master`, whose value is stored. If another tensor references it, keep it, return False."""
     with lock, _raw():
         if not master.is_open:  # another thread closed it; is_shared() of denied memory would abort the process
             return True

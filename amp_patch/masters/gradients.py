@@ -83,7 +83,7 @@ def take(param: Tensor) -> Aside | None:
 
 
 def _split(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `values * scale` with 0 for elements where it is not finite, and `values` with 0 for all others."""
+    """Return (scaled, rest): `values * scale` where that is finite, else 0; `values` where it is not, else 0."""
     wide = values if values.dtype is torch.float64 else values.float()
     scaled = (wide * scale.to(values.device)).to(values.dtype)
     finite = scaled.isfinite()

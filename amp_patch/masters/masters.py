@@ -163,7 +163,7 @@ def add_gradients(masters: Sequence[Tensor]) -> None:
 
 
 def connect(param: Tensor, master: Tensor) -> Link:
-    """Make `master` (FP32, the shape of `param`) the master of `param`."""
+    """Enter `master` (FP32, the shape of `param`) in the table as the master of `param`, and return the link."""
     global _changes
     link = link_of(param)
     if link is None or link.master is not master:
@@ -262,7 +262,7 @@ class Claim:
 
 
 def _at_rest(links: LinkList) -> LinkList:
-    """Return the links without masters that a step of another thread is writing."""
+    """Return `links` less the links whose masters another thread's step is writing."""
     for claim in Claim.running:
         if claim.thread != get_ident():
             links = links.without(set(map(id, claim.links.masters)))
@@ -441,7 +441,7 @@ def _parted(links: LinkList) -> tuple[list[tuple[Tensor, Tensor]], LinkList]:
 
 
 def _by_device(links: LinkList) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Return (parameters, masters) for each device."""
+    """Return (parameters, masters) for each device, since a kernel call takes tensors of one device."""
     devices = {param.device for param in links.params}
     if len(devices) == 1:
         return [(links.params, links.masters)]

@@ -350,7 +350,7 @@ class Masters:
                     set_own_grad(param, master.grad.to(param.device, param.dtype))  # its original type
 
     def follow(self, wrapper: Any) -> None:
-        """Move the state of `wrapper` around this optimizer from the parameters to the masters."""
+        """Re-key the state of `wrapper`, which wraps this optimizer (SAM), from the parameters to their masters."""
         for param, link in self._params.values():
             _rekey(wrapper, param, link.master)
 

@@ -180,7 +180,7 @@ class WrittenBuffers:
 
 
 def _is_statistic(module: nn.Module) -> bool:
-    """Tell whether `module` is a torch norm: the level and `keep_batchnorm_fp32` decide on its running statistics."""
+    """Tell whether `module` is a torch norm: no warning, since `keep_batchnorm_fp32` decides on its statistics."""
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 

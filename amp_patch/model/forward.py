@@ -31,7 +31,7 @@ _NO_CASTS = OPT_LEVELS["O0"]
 
 
 class AmpModel(Generated):
-    """The methods that override those of a model's class. Without `_amp` an instance behaves like its base class."""
+    """The overrides that `initialize` adds to a model's class. In an instance without `_amp` they change nothing."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class InnerModule(Generated):
 
 
 class KeptModule(InnerModule):
-    """The `forward` of a module that stays FP32: it computes in FP32; in a cast model it returns its inputs' type."""
+    """The `forward` of a module that stays FP32: inputs become FP32; in a cast model outputs return to their type."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class InFp32(Coder):
 
 
 class OnMasters(coded_steps.InCodes):
-    """A step on the masters of the local shards."""
+    """The strategy for rounded shards: the optimizer's code steps the local shards' masters instead of the DTensors."""
 
     def run(self, step: Step, plain: Plain) -> Any:
         stash = step.stash
@@ -134,7 +134,7 @@ def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
 
 
 def _take_gradients(stash: Stash) -> None:
-    """Clear the gradients of the masters; the DTensors keep theirs."""
+    """Clear, after the step, the gradients of the local shards' masters; the DTensors keep their gradients."""
     for part in stash.masters.parts.values():
         if stash.masters.waiting is not None:
             stash.masters.waiting.drop(part.master)

@@ -392,7 +392,7 @@ def consume(stash: Stash) -> None:
 
 
 def _awaited_by_others(stash: Stash) -> set[int]:
-    """Return the ids of the masters that another optimizer of the training holds too and has yet to step with."""
+    """Return the ids of the masters that another optimizer of the training also holds, and has not stepped yet."""
     awaited: set[int] = set()
     for _, known in sharing(stash):
         if known.gathered:

@@ -98,7 +98,7 @@ def begin_training(
     methods: tuple[str, ...] = (),
     process_group: Any = None,
 ) -> Training:
-    """Make a training of models and innermost optimizers that were checked and are in no other training."""
+    """Make and enter a training of models and innermost optimizers that are checked and in no other training."""
     scalers = [dialect.scaler.of(policy, loss_id=loss_id, verbosity=verbosity) for loss_id in range(num_losses)]
     trainings[:] = [training for training in trainings if training.alive()]
     optimizers = Siblings(map(weakref.ref, targets))

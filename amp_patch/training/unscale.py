@@ -19,7 +19,7 @@ from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing
 
 
 def first_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """Return the first gradient of a master, or of its parameter if the master has none; None if there is none."""
+    """Return the first gradient in `pairs`: the master's, else its parameter's; None if no pair has a gradient."""
     for param, master in pairs:
         if param is not master and has_gradient(master):
             return master.grad

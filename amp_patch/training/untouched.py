@@ -37,7 +37,7 @@ class _HookedStep:
 
 
 def hook(optimizer: Any) -> list[Any]:
-    """Register the hooks of `optimizer`; return their handles."""
+    """Register hooks that do around a step at O0 what `Step` does at other levels; return their handles."""
     return [optimizer.register_step_pre_hook(_before), optimizer.register_step_post_hook(_after)]
 
 

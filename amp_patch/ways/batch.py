@@ -19,11 +19,11 @@ Group = dict[str, Any]
 
 
 class NotKnown(Exception):
-    """Raised for a setting or a state that the kernels do not support."""
+    """The error for a setting or state that the kernels do not support: the optimizer's own code makes the step."""
 
 
 class BatchState(Enum):
-    """The progress of the step of a batch."""
+    """Who steps a batch, and whether it is stepped: an interrupted step goes on from here."""
 
     NEW = auto()
     STEPPED = auto()  # a kernel has written masters and weights

@@ -276,7 +276,7 @@ class _Release(Strategy):
 
 
 def _is_nested() -> bool:
-    """Return whether the running backward was started inside the backward of an autograd.Function."""
+    """Return whether an autograd.Function's backward started this backward: its gradients may be incomplete."""
     frame = sys._getframe(1)
     while frame.f_code is not _BACKWARD_OF_FUNCTION:
         if frame.f_back is None:

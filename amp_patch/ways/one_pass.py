@@ -303,7 +303,7 @@ def _run_kernels(step: Step, batches: list[Batch]) -> list[Batch]:
 
 
 def _is_ordinary(optimizer: Any, group: Group, flag: Tensor | None) -> bool:
-    """Return whether the kernels support all settings of the group."""
+    """Return whether the kernels support all settings of the group: numbers, not tensors, and no `capturable`."""
     if group.get("capturable") or group.get("differentiable") or getattr(optimizer, "grad_scale", None) is not None:
         return False
     if flag is None and getattr(optimizer, "found_inf", None) is not None:  # a GradScaler's

@@ -17,7 +17,7 @@ NOT_ATTRIBUTES = ("param_groups", "state")
 
 
 def new_of_class(optimizer: Any) -> Any:
-    """Return an object of the class of `optimizer`, without attributes."""
+    """Return an object of the optimizer's own class, made without `__init__`: it has no attributes yet."""
     return object.__new__(base_class(optimizer))
 
 

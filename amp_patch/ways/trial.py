@@ -141,7 +141,7 @@ def wave(shape: Shape, pace: float, start: float, dtype: torch.dtype = torch.flo
 
 
 def _give_gradients(toy: Any, step: int) -> None:
-    """Set new gradients, small and large. In step 1 the second parameter of each group has none."""
+    """Give the toy new gradients of many magnitudes. In step 1 the second parameter of each group has none."""
     for index, group in enumerate(toy.param_groups):
         for place, param in enumerate(group["params"]):
             grad = wave(tuple(param.shape), 1.7, place + 3.0 * step + index, param.dtype)
@@ -161,7 +161,7 @@ def _step_toy(toy: Any, plain: Plain, by_itself: bool) -> None:
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Return whether parameters, their state, further entries of `state` and settings are equal bit for bit."""
+    """Return whether the parameters, states, settings and numeric attributes of two toys are equal bit for bit."""
     return same(_numbers_of(one), _numbers_of(other))
 
 
