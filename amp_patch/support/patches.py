@@ -1,8 +1,4 @@
-"""`Patches`, an undo stack of replaced attributes: it restores the functions and classes of torch that were patched.
-
-`amp.restore` (frontend.py) undoes a training as a whole. It removes these patches, and `restore` of model/forward.py
-makes the models FP32 again, with the values of their masters.
-"""
+"""Replacement of attributes with an exact undo."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ from collections.abc import Callable, MutableMapping
 from types import CellType
 from typing import Any
 
+# `amp.restore` (frontend.py) undoes a training: it removes the installations of this file, and `restore` of
+# model/forward.py makes the models FP32 again, with the values of their masters.
 _MISSING = object()
 
 
