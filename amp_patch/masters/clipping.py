@@ -75,7 +75,7 @@ def _redirected(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _clip_by_norm(holders: list[Tensor], given: dict[str, Any]) -> Tensor | None:
-    """Clip the gradients of `holders` as `torch.nn.utils.clip_grad_norm_` does with the arguments `given`, under no_grad.
+    """Clip the gradients of `holders` as torch's `clip_grad_norm_` does with the arguments `given`, under no_grad.
 
     Syncs with the device if `error_if_nonfinite` is true, as torch's function does.
 

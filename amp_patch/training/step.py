@@ -38,7 +38,7 @@ class Strategy:
     """A way to make the steps of a class of optimizers.
 
     Attributes:
-        waits: whether the strategy is for deferred gradients, which the step itself makes FP32. If so,
+        waits: whether the strategy takes deferred gradients, so that no FP32 ones are made before the step. If so,
             `suits` is called only for optimizers whose gradients may be deferred.
     """
 
