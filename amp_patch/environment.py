@@ -138,7 +138,7 @@ def without_rungs(opt_level: str, options: Options) -> tuple[str, Options]:
     try:
         named = _parsed(opt_level)
         if named.options:
-            named.policy(torch.bfloat16)  # O2's type may be an option, which `resolve` checks
+            named.policy(torch.bfloat16)  # raises if no dtype allows the rungs; `resolve` checks the dtype itself
     except ValueError as error:
         raise ValueError(f"initialize: opt_{error}") from error  # "level 'O1+split' cannot be: ..."
     for option, value in named.options.items():

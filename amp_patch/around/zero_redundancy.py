@@ -16,7 +16,7 @@ from amp_patch.supported import reason
 
 
 def check_zero(optimizer: Any, policy: Policy) -> None:
-    """Raise ValueError if this is a ZeroRedundancyOptimizer with settings that `initialize` does not support."""
+    """Raise ValueError if a ZeroRedundancyOptimizer steps in backward, or its bucket views contradict `policy`."""
     if not is_zero(optimizer):
         return
     if optimizer._overlap_with_ddp and (policy.checks_gradients or policy.cast_model_type is not None):

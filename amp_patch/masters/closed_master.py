@@ -180,7 +180,7 @@ def close(pairs: Iterable[tuple[Tensor, Tensor]], form: Form, *, exact: bool = F
             master.__class__ = ClosedMaster
             assert isinstance(master, ClosedMaster)
             form.begin(param, master, value)
-            del value  # it may share the master's memory, which would then not be freed
+            del value  # `value` may share the master's memory, which would then not be freed
         master.form = form
         weight_is(master, param)
         with _raw():
@@ -307,7 +307,7 @@ def _join(masters: list[ClosedMaster]) -> None:
                 kept.add(param, master, joined)
                 if joined is not value:
                     others.append((value, joined))
-            else:  # user code changed the parameter's dtype: it holds the whole value
+            else:  # user code changed the dtype: the parameter itself has the whole value
                 value.copy_(param)
         for form, group in kept.groups:
             form.read(group)

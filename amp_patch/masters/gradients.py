@@ -37,7 +37,7 @@ class Aside(NamedTuple):
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Restore the parameter's gradient bit for bit; this replaces its current gradient."""
+        """Restore the gradient that was set aside, bit for bit, in place of the parameter's present one."""
         if self.value is not self.grad:
             self.grad.copy_(self.value)
         set_own_grad(self.param, self.grad)
@@ -70,7 +70,7 @@ _NONE: Mapping[int, Aside] = MappingProxyType({})
 
 
 def take(param: Tensor) -> Aside | None:
-    """Remove and return the gradient of `param`; None if it has none."""
+    """Set the gradient of `param` aside: remove it from `param` and return it; None if there is none."""
     grad = own_grad(param)
     if grad is None:
         return None

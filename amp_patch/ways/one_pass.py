@@ -341,7 +341,7 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
             if grad is None:
                 continue
             if grad.layout is not torch.strided:
-                raise NotKnown  # torch's own step may raise, before it steps any parameter
+                raise NotKnown  # sparse: torch's own step takes it or raises, before any parameter is stepped
             which = (waits, linked is None, grad.device)
             batch = batches.setdefault(which, kind(group, factors if waits else ()))
             batch.masters.append(master)

@@ -120,7 +120,7 @@ class Product final : public c10::OperatorKernel {
     const size_t first = stack->size() - arguments.size();
     const auto low = type_of(stack->data() + first, arguments.size());
     if (!low.has_value()) return op.redispatchBoxed(keys & BELOW, stack);
-    RECORD_FUNCTION("amp_patch::emulated", {});  // in users' profiles, inside of the op's own event
+    RECORD_FUNCTION("amp_patch::emulated", {});  // shows in users' profiles which ops are emulated
     ++emulated_calls;
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     std::vector<Wide> wide;

@@ -56,7 +56,7 @@ const Known* known_product(const py::object& original) {
 }
 
 bool is_operand(PyObject* object) {
-  return is_plain(object) && THPVariable_Unpack(object).layout() == at::kStrided;  // Python has the rule of sparse ones
+  return is_plain(object) && THPVariable_Unpack(object).layout() == at::kStrided;  // sparse ones go to Python
 }
 
 bool are_operands(const Arguments& given, bool takes_bias) {
