@@ -414,7 +414,7 @@ def _refuse_where_weights_stay_fp32(
     else:
         why = dict.fromkeys(("keep_batchnorm_fp32", "master_weights"), "the whole model is FP32 there")
     for name, value in (("keep_batchnorm_fp32", keep), ("master_weights", masters)):
-        # On an FP32 model Apex accepts any value of these two and ignores it; only O1 makes them an error.
+        # On an FP32 model Apex accepts and ignores both options; only at O1 they are an error.
         if value is not None and policy.patch_torch_functions:
             raise ValueError(
                 f"initialize: {name}={value} contradicts opt_level {opt_level!r}: {why[name]}; leave {name} at None"

@@ -38,7 +38,7 @@ class AmpWrapper(Generated):
             return result
 
         def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            unscale_pending(innermost(self))  # `second_step` moves only masters with a gradient back
+            unscale_pending(innermost(self))  # `second_step` moves back only masters that have a gradient
             return base.second_step(self, *args, **kwargs)  # type: ignore[attr-defined]
 
         # An Optimizer gets a step hook instead of an override, because a scheduler may have stored its `step`.

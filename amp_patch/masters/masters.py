@@ -342,7 +342,7 @@ def publish(links: LinkList) -> None:
 
 
 def round_into_weights(links: LinkList) -> None:
-    """Round masters into parameters as `publish` does, but do not save their versions. Call under no_grad."""
+    """Round masters into parameters as `publish` does; the caller saves their versions. Call under no_grad."""
     closed, whole = _parted(links)
     if closed:
         with closed_master.lock:

@@ -150,7 +150,7 @@ class Masters:
 
     @cached_property
     def links(self) -> LinkList:
-        """The parameters that have a master."""
+        """The parameters that have a master, with their links, in the order of the groups."""
         return LinkList(self._params.values())
 
     @cached_property
@@ -208,7 +208,7 @@ class Masters:
         settle(LinkList((param, link) for param, link in self.links if not link.version.written()))
 
     def let_gradients_wait(self) -> None:
-        """Defer gradients in low precision from now on (`take_half`), for an optimizer that handles this."""
+        """Defer gradients from now on (`take_half`), for an optimizer whose strategy takes deferred gradients."""
         if self.waiting is None:
             self.waiting = HalfGradients()
             for _, link in self._params.values():

@@ -130,7 +130,7 @@ class InnerModule(Generated):
 
 
 class KeptModule(InnerModule):
-    """The `forward` of a module that stays FP32: inputs become FP32; in a cast model outputs return to their type."""
+    """The `forward` of a module that stays FP32: inputs become FP32; in a cast model outputs get the inputs' type."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The step of optimizers at O0, where the policy changes nothing: they keep their class, and torch's hooks are enough.
 
-These trainings have no masters and no loss scale. The hooks disable the casts of other trainings during the step. They
+Trainings at O0 have no masters and no loss scale. The hooks disable the casts of other trainings during the step. They
 also call the functions of `joints.captured` in a capture, and `consume` after the step.
 """
 

@@ -45,7 +45,8 @@ from amp_patch.ways.partial_step import PartialStep, Written
 _WHOLE_WITH = ("capturable", "differentiable")
 _BACKWARD_OF_FUNCTION = BackwardCFunction.apply.__code__
 
-# Elements that are stepped in one call. At most this many gradient elements are kept, next to one larger parameter's.
+# Parameters are queued until they have this many elements. So the queue has fewer gradient elements than this, apart
+# from the parameter that fills it.
 TOGETHER = 2**16
 
 # id -> parameter or master, for all that are stepped in backward.

@@ -162,7 +162,7 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flagged, Py
   }
 }
 
-// The call of a wrapper that Python sees as a builtin: `self` is the builtin's `__self__`, the Wrapper.
+// Calls the Wrapper of a patched builtin, for which Python sees a new builtin: `self` is its `__self__`, the Wrapper.
 PyObject* builtin(PyObject* self, PyObject* const* values, Py_ssize_t positional, PyObject* names) {
   return vectorcall(self, values, size_t(positional), names);
 }

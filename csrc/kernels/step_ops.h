@@ -21,7 +21,7 @@ namespace amp_patch {
 struct StepJob {
   c10::Device device;
   std::vector<StepRow> rows;  // also of empty tensors, whose steps are counted
-  bool host_steps;            // the steps are on the CPU, the rest on another device
+  bool host_steps;            // the counts of steps are on the CPU, all other tensors on a GPU
   UnscaleRule unscale;
   const float* found_inf;          // if it is not 0, nothing changes; null: never skipped
   uint64_t seed;                   // the seed of stochastic rounding
