@@ -10,7 +10,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-# For `python -m amp_patch compare`, Python imports this file first, and the import of torch takes seconds.
+# Say that torch is being imported, which takes seconds, before `python -m amp_patch compare` or `search` can print.
 if (
     sys.argv[:1] == ["-m"]
     and sys.orig_argv[-len(sys.argv) :][:2] in (["amp_patch", "compare"], ["amp_patch", "search"])
@@ -125,7 +125,7 @@ _LAZY = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker knows these names from the imports above, and must refuse all others
+if not TYPE_CHECKING:  # a type checker has the names of `_LAZY` from imports above, and must refuse others
 
     def __getattr__(name: str) -> Any:
         """Import a name of `_LAZY`, and store it in this module, so that Python does not call this function again."""
@@ -137,7 +137,7 @@ if not TYPE_CHECKING:  # a type checker knows these names from the imports above
 
 
 def _explain_at_next_forward(model: Module) -> None:
-    """Report the model's next forward by `explain`, for `verbosity=2`; its module is imported only then."""
+    """Make `explain` report the model's next forward, for `verbosity=2`. Only this imports the module of `explain`."""
     importlib.import_module("amp_patch.lab.diagnose.explain").at_next_forward(model)
 
 

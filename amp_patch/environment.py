@@ -35,7 +35,7 @@ LEVEL, DTYPE, MASTERS = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MAS
 STATE, BANNED, METHODS = "AMP_PATCH_OPTIMIZER_STATE", "AMP_PATCH_ALLOW_BANNED", "AMP_PATCH_METHODS"
 KEEP_FP32, KEEP_HIGH = "AMP_PATCH_KEEP_FP32", "AMP_PATCH_KEEP_HIGH"
 PER_PARAMETER = "AMP_PATCH_PER_PARAMETER"
-NONE_KEPT = "()"  # value of KEEP_HIGH for no module; an empty KEEP_HIGH keeps the first layer and the head
+NONE_KEPT = "()"  # AMP_PATCH_KEEP_HIGH="()" names no module; an empty value counts as not set
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
 _OF_EITHER_DTYPE = ("O1", "O2", "O3")
 
@@ -114,7 +114,7 @@ def named_level(name: str) -> NamedLevel:
 
 
 def _parsed(name: Any) -> NamedLevel:
-    """Return the level that `name` means. Unlike `named_level`, add no default format of products."""
+    """Return the level and the rungs' options in `name`; unlike `named_level`, add no default format."""
     level, *rungs = name.split("+") if isinstance(name, str) else [name]
     if not isinstance(level, str) or level not in OPT_LEVELS:
         raise ValueError(f"level {no_level(level)}")
@@ -138,7 +138,7 @@ def without_rungs(opt_level: str, options: Options) -> tuple[str, Options]:
     try:
         named = _parsed(opt_level)
         if named.options:
-            named.policy(torch.bfloat16)  # O2's type may be an option, which `resolve` checks
+            named.policy(torch.bfloat16)  # raises if no dtype allows the rungs; `resolve` checks the dtype itself
     except ValueError as error:
         raise ValueError(f"initialize: opt_{error}") from error  # "level 'O1+split' cannot be: ..."
     for option, value in named.options.items():

@@ -244,7 +244,7 @@ def initialize_as(
     keep_high: Any = None,
     gradient_release: Any = False,
 ) -> Any:
-    """Do as `initialize`, with the classes of `dialect` and a resolved policy; a policy of None: `enabled=False`."""
+    """Do the work of `initialize` with a resolved policy (None: `enabled=False`) and the classes of `dialect`."""
     model_list, optimizer_list = [compiled.uncompiled(model) for model in as_list(models)], as_list(optimizers)
     for module in fsdp.fsdp_modules(m for m in model_list if isinstance(m, nn.Module)):
         module.reshard()  # after a forward the module may hold gathered parameters, which are in no optimizer
@@ -371,7 +371,7 @@ def restore() -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Undo every `initialize` of the body at its end, and keep the trainings from before it."""
+    """Undo, at the end of the body, every `initialize` called in it; trainings from before the body go on."""
     before, default = [training for training in trainings if training.alive()], casts_state.default()
     try:
         yield
@@ -387,7 +387,7 @@ def restored() -> Iterator[None]:
 
 
 def _apex_form(models: Any, optimizers: Any) -> Any:
-    """Return the result of `initialize` in Apex's form: new lists for lists, only the models without optimizers."""
+    """Return the result of `initialize`: (models, optimizers), or models alone without optimizers; lists are new."""
     model, optimizer = (list(given) if isinstance(given, list) else given for given in (models, optimizers))
     return model if optimizers is None else (model, optimizer)
 

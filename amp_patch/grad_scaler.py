@@ -285,7 +285,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._init_hysteresis_tracker if tracker is None else int(tracker.item())
 
     def _note_gradients(self, optimizer: Any) -> None:
-        """Record the first gradient that was unscaled, for `_refuse_mixtures` of other scalers."""
+        """Record the first unscaled gradient of `optimizer`: other scalers refuse it (`_refuse_mixtures`)."""
         grad = _first_gradient(optimizer)
         self._per_optimizer_states[id(optimizer)]["grad"] = None if grad is None else TensorWeakRef(grad)
 
@@ -384,7 +384,7 @@ _scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # every enabled scale
 def _has_scaled_loss_of(params: Sequence[Tensor]) -> bool:
     """Tell whether a scaler that has not unscaled or stepped any optimizer has scaled a loss of these parameters.
 
-    A loss that was freed counts as theirs.
+    A loss that was freed counts as a loss of these parameters.
     """
     waiting = [vars(scaler) for scaler in list(_scalers)]
     losses = [of["_loss"] for of in waiting if of["_has_scaled"] and not of["_has_served"] and of["_loss"] is not None]

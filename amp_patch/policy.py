@@ -94,7 +94,7 @@ class Policy:
 
     @property
     def makes_low_tensors(self) -> bool:
-        """True if this training makes tensors of `dtype`."""
+        """True if this training casts the model, or arguments of torch's functions, to `dtype`."""
         return self.cast_model_type is not None or self.patch_torch_functions
 
     @property
@@ -104,7 +104,7 @@ class Policy:
 
     @property
     def closes_masters(self) -> bool:
-        """True if masters have no FP32 memory (`CLOSED`)."""
+        """True if masters are stored in compressed form, split or stochastic, without FP32 memory."""
         return self.master_weights in CLOSED
 
     @property
@@ -130,7 +130,7 @@ class Policy:
 
     @property
     def checks_gradients(self) -> bool:
-        """True if steps with non-finite gradients are skipped. A static scale of 1 alone checks nothing."""
+        """True if steps with non-finite gradients are skipped: if the loss is scaled, or with `skip_nonfinite`."""
         return self.loss_scale != 1.0 or self.skip_nonfinite
 
 
@@ -414,7 +414,7 @@ def _refuse_where_weights_stay_fp32(
     else:
         why = dict.fromkeys(("keep_batchnorm_fp32", "master_weights"), "the whole model is FP32 there")
     for name, value in (("keep_batchnorm_fp32", keep), ("master_weights", masters)):
-        # On an FP32 model Apex accepts any value of these two and ignores it; only O1 makes them an error.
+        # On an FP32 model Apex accepts and ignores both options; only at O1 they are an error.
         if value is not None and policy.patch_torch_functions:
             raise ValueError(
                 f"initialize: {name}={value} contradicts opt_level {opt_level!r}: {why[name]}; leave {name} at None"

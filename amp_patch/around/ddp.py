@@ -117,7 +117,7 @@ def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
 
 
 def enter_models(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
-    """Call `follow` if the training has masters or checks gradients."""
+    """Make DDP broadcast masters and loss scales with the weights of `models`, if the training has any."""
     if targets and (training.policy.master_weights or training.policy.checks_gradients):
         follow(models, training.scalers)
 
@@ -180,7 +180,7 @@ def _broadcast_scales(module: nn.Module, process_group: Any, bucket_size: int, s
 
 
 def _telling(no_sync: Any) -> Any:
-    """Return a `no_sync` that also notifies the models inside the DDP and around it.
+    """Return DDP's `no_sync`, which also sets `no_sync` in the state of each model inside the DDP and around it.
 
     Each model records in its forward whether `no_sync()` is entered: as in torch, the forward decides whether backward
     reduces.
@@ -205,7 +205,7 @@ def _telling(no_sync: Any) -> Any:
 
 
 def _states(ddp: Any) -> list[Any]:
-    """Return the states of the models inside `ddp` and around it."""
+    """Return the `ModelState`s of the models inside `ddp`, and of models that contain `ddp`."""
     inside = {id(m): m for m in ddp.module.modules()}
     around = [m for m in list(_scalers) if id(m) not in inside and any(part is ddp for part in m.modules())]
     return [state for m in (*inside.values(), *around) if hasattr(state := vars(m).get("_amp"), "no_sync")]

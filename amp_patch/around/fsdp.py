@@ -94,7 +94,7 @@ def check_place(named: str, param: Any) -> None:
 
 
 def no_masters(policy: Policy) -> str:
-    """Return the refusal of sharded parameters by `policy`, which casts weights and makes no masters."""
+    """Return the error text for sharded parameters at a level that casts weights and makes no masters (O3)."""
     return (
         f"opt_level {policy.opt_level!r} without master weights would keep no FP32 weights, but fully_shard's shards "
         "are FP32 and serve as masters at no further cost: choose opt_level='O2'"
@@ -112,8 +112,8 @@ def _governed(module: nn.Module, name: str, fsdp: Any) -> Iterator[tuple[str, nn
 def stay_fp32(kept: Iterable[nn.Module]) -> Callable[[nn.Parameter], torch.dtype | None]:
     """Return a `MixedPrecisionPolicy(param_dtype_override_fn=)` that gathers the parameters of `kept` uncast.
 
-    fully_shard calls it once per parameter, before it replaces the parameter by its shard. The function references the
-    parameters weakly.
+    fully_shard calls the returned function once per parameter, before it replaces the parameter by its shard. The
+    function references the parameters weakly.
     """
     params = {id(p): weakref.ref(p) for module in kept for p in module.parameters()}
 

@@ -139,7 +139,7 @@ class SharedBackward(ScaledBackward):
         drop_gradients(stray)
 
     def _bring_back(self, group: list[_Bystander]) -> None:
-        """Restore the gradients of the bystanders of one optimizer (or of none), and add this backward's, unscaled."""
+        """Unscale what this backward gave the bystanders of one optimizer (or of none), and add what was set aside."""
         params, (owner, bodies, cleared) = [bystander.param for bystander in group], group[0][2:]
         if owner is not None and owner.pending is not None:
             for param in params:
@@ -155,11 +155,11 @@ class SharedBackward(ScaledBackward):
                 _clear_not_finite(aside.value for aside in kept.values())
             found = gradients.gather([(param, param) for param in params], inverse, aside=kept)
             if owner is None:
-                gradients.clear_overflowed(params, found)  # no step would drop them
+                gradients.clear_overflowed(params, found)  # no step clears these gradients
             elif added and not own:
                 for found_inf in distributed.agree(found, added).values():
                     owner.note_found(self.scaler, found_inf.to(self.scale.device))
-        except BaseException:  # these may be scaled, or have overflowed: drop them
+        except BaseException:  # gradients may still be scaled, or have overflowed: drop them
             for param in params:
                 param.grad = None
             raise
@@ -169,10 +169,10 @@ class SharedBackward(ScaledBackward):
         self.bystanders = [b._replace(aside=None) if id(b.param) in params else b for b in self.bystanders]
 
     def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
-        """Return the parts of all optimizers.
+        """Return `ScaledBackward.parts` for several optimizers.
 
-        Optimizers with gradients of a delayed exit come first, so that the parameters that they share are in their
-        parts.
+        Optimizers with gradients of a delayed exit come first. So a parameter that two optimizers hold is in the part
+        whose gradients are still scaled.
         """
         if len(self.optimizers) == 1:
             return super().parts()

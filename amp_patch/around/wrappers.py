@@ -18,7 +18,7 @@ from amp_patch.training.unscale import unscale_pending
 
 
 class AmpWrapper(Generated):
-    """Overrides of a wrapper that makes two passes around an optimizer that went through `initialize`."""
+    """Overrides of a two-pass wrapper (SAM): its passes get unscaled gradients, and moved masters reach the weights."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class AmpWrapper(Generated):
             return result
 
         def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            unscale_pending(innermost(self))  # `second_step` moves only masters with a gradient back
+            unscale_pending(innermost(self))  # `second_step` moves back only masters that have a gradient
             return base.second_step(self, *args, **kwargs)  # type: ignore[attr-defined]
 
         # An Optimizer gets a step hook instead of an override, because a scheduler may have stored its `step`.

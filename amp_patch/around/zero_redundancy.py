@@ -16,7 +16,7 @@ from amp_patch.supported import reason
 
 
 def check_zero(optimizer: Any, policy: Policy) -> None:
-    """Raise ValueError if this is a ZeroRedundancyOptimizer with settings that `initialize` does not support."""
+    """Raise ValueError if a ZeroRedundancyOptimizer steps in backward, or its bucket views contradict `policy`."""
     if not is_zero(optimizer):
         return
     if optimizer._overlap_with_ddp and (policy.checks_gradients or policy.cast_model_type is not None):
@@ -43,7 +43,7 @@ def check_zero(optimizer: Any, policy: Policy) -> None:
 
 
 def check_group(optimizer: Any, *_: Any) -> None:
-    """Raise if `optimizer`, which has masters, cannot take another group."""
+    """Raise if `optimizer` is a ZeroRedundancyOptimizer whose FP32 buckets cannot take low-precision parameters."""
     if is_zero(optimizer) and optimizer.parameters_as_bucket_view:
         raise ValueError(
             "add_param_group: this ZeroRedundancyOptimizer has parameters_as_bucket_view=True, whose FP32 buffers "

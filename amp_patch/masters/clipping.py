@@ -75,7 +75,7 @@ def _redirected(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _clip_by_norm(holders: list[Tensor], given: dict[str, Any]) -> Tensor | None:
-    """Clip as `torch.nn.utils.clip_grad_norm_` does with these arguments. Call under no_grad.
+    """Clip the gradients of `holders` as torch's `clip_grad_norm_` does with the arguments `given`, under no_grad.
 
     Syncs with the device if `error_if_nonfinite` is true, as torch's function does.
 
@@ -93,7 +93,7 @@ def _clip_by_norm(holders: list[Tensor], given: dict[str, Any]) -> Tensor | None
     tables = {id(m.waiting): m.waiting for m in masters if m.waiting and id(m) in m.waiting.grads}
     waiting = {key: table for table in tables.values() for key in table.grads}
     if not waiting.keys() <= found.keys() or any(len(table.factors) > 1 for table in tables.values()):
-        waiting, tables = {}, {}  # only a part of them, or a second clipping: use FP32 gradients
+        waiting, tables = {}, {}  # only some deferred gradients are clipped, or for a second time: use FP32 ones
     own = _gradients(holder for holder in found.values() if not isinstance(holder, Master))
     plain = _gradients(master for master in masters if id(master) not in waiting)
     everything = [*(g for table in tables.values() for g in table.grads.values()), *plain, *own]
@@ -121,6 +121,6 @@ def _is_plain(grad: Tensor) -> bool:
 
 
 def _holder(param: Tensor) -> Tensor:
-    """Return the one of a parameter and its master that holds the gradient to clip."""
+    """Return the master of `param` if that has a gradient, else `param`: the tensor whose gradient is clipped."""
     master = master_of(param)
     return param if master is None or not has_gradient(master) else master

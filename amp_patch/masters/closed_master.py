@@ -54,19 +54,19 @@ used = False  # whether any master was ever closed in this process; if not, call
 
 
 class Form:
-    """A compressed storage of FP32 masters; one object serves many masters."""
+    """A way to store FP32 masters in fewer bytes: split or stochastic. One object serves many masters."""
 
     is_exact = True  # whether a value written into a master is restored bit for bit
     seed = 0  # the seed of stochastic rounding
 
     def check_step(self) -> None:
-        """Raise if a step is not possible now."""
+        """Raise if the masters cannot be written now, for example in the capture of a CUDA graph."""
 
     def note_part(self, part: Tensor, whole: Tensor) -> None:
-        """Record that parameter `part` is the local shard of parameter `whole`."""
+        """Record that `part` is the local shard of parameter `whole`: stochastic rounding numbers both alike."""
 
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
-        """Store `value`, FP32 with the strides of the weight `param`, for `master`. None: the weight is the value."""
+        """Store the start value of `master`: `value` (FP32, the strides of weight `param`); None: the weight itself."""
         raise NotImplementedError
 
     def read(self, masters: list[tuple[Tensor, ClosedMaster, Tensor]]) -> None:
@@ -74,7 +74,7 @@ class Form:
         raise NotImplementedError
 
     def write(self, masters: list[tuple[Tensor, ClosedMaster, Tensor]]) -> None:
-        """Store the value of each (weight, master, value), which also writes the weight; no sync."""
+        """Store each (weight, master, value): write the value into weight and low half, or round it to the weight."""
         raise NotImplementedError
 
 
@@ -180,7 +180,7 @@ def close(pairs: Iterable[tuple[Tensor, Tensor]], form: Form, *, exact: bool = F
             master.__class__ = ClosedMaster
             assert isinstance(master, ClosedMaster)
             form.begin(param, master, value)
-            del value  # it may share the master's memory, which would then not be freed
+            del value  # `value` may share the master's memory, which would then not be freed
         master.form = form
         weight_is(master, param)
         with _raw():
@@ -233,7 +233,7 @@ def materialize(masters: Iterable[Tensor]) -> None:
 
 
 def follow(held: Iterable[ClosedMaster]) -> None:
-    """Write the stored values again into the memory of the masters that `release` returned; in place, no sync."""
+    """Restore, after a step, the stored values of masters whose memory `release` could not free; in place, no sync."""
     if not device_sync.is_capturing():  # each replay would write into memory that is not the graph's
         _bring_up_to_date(held)
 
@@ -307,7 +307,7 @@ def _join(masters: list[ClosedMaster]) -> None:
                 kept.add(param, master, joined)
                 if joined is not value:
                     others.append((value, joined))
-            else:  # user code changed the parameter's dtype: it holds the whole value
+            else:  # user code changed the dtype: the parameter itself has the whole value
                 value.copy_(param)
         for form, group in kept.groups:
             form.read(group)
@@ -393,14 +393,14 @@ def release(masters: Iterable[Tensor]) -> list[ClosedMaster]:
 
 
 def _close(master: ClosedMaster) -> bool:
-    """Free the memory of `master`, whose value is stored. Return False if it is referenced elsewhere, and so kept."""
+    """Free the memory of `master`, whose value is stored. If another tensor references it, keep it, return False."""
     with lock, _raw():
         if not master.is_open:  # another thread closed it; is_shared() of denied memory would abort the process
             return True
         storage = master.untyped_storage()
         if holders(storage) != lone_holders() or (master.device.type == "cpu" and storage.is_shared()):
             master.joined = master._version
-            return False  # another process may reference shared memory
+            return False  # in shared memory: another process may reference it
         # Without this, a backward whose graph has saved this master would read freed memory.
         torch.autograd.graph.increment_version(master)
         _open.pop(id(master), None)
@@ -415,7 +415,7 @@ def _close(master: ClosedMaster) -> bool:
 
 def _note_stream(master: ClosedMaster) -> None:
     """Let the freed memory be reused only after the current stream's pending work on it; call this in `_raw`."""
-    if master.is_cuda:  # else the stream that allocated it could reuse it at once
+    if master.is_cuda:  # else the allocating stream could reuse the memory at once
         master.record_stream(torch.cuda.current_stream(master.device))
 
 

@@ -18,13 +18,13 @@ GRAD: Any = Tensor.grad
 
 
 def own_grad(tensor: Tensor) -> Tensor | None:
-    """Return the gradient in the field that autograd fills."""
+    """Return the gradient in the field that autograd fills, even if the attribute `grad` is redirected."""
     grad: Tensor | None = GRAD.__get__(tensor)
     return grad
 
 
 def set_own_grad(tensor: Tensor, grad: Tensor | None) -> None:
-    """Write the field that autograd fills."""
+    """Write the field that autograd fills, even if the attribute `grad` is redirected to a master."""
     GRAD.__set__(tensor, grad)
 
 

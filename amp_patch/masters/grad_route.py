@@ -41,7 +41,7 @@ class GradRoute:
 
 
 class HasRoute(Protocol):
-    """The fields that this file reads of a parameter's link."""
+    """The fields of a parameter's link (masters.py) that decide which gradient `param.grad` is."""
 
     master: Tensor
     route: GradRoute

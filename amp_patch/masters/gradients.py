@@ -37,7 +37,7 @@ class Aside(NamedTuple):
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Restore the parameter's gradient bit for bit; this replaces its current gradient."""
+        """Restore the gradient that was set aside, bit for bit, in place of the parameter's present one."""
         if self.value is not self.grad:
             self.grad.copy_(self.value)
         set_own_grad(self.param, self.grad)
@@ -70,7 +70,7 @@ _NONE: Mapping[int, Aside] = MappingProxyType({})
 
 
 def take(param: Tensor) -> Aside | None:
-    """Remove and return the gradient of `param`; None if it has none."""
+    """Set the gradient of `param` aside: remove it from `param` and return it; None if there is none."""
     grad = own_grad(param)
     if grad is None:
         return None
@@ -83,7 +83,7 @@ def take(param: Tensor) -> Aside | None:
 
 
 def _split(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `values * scale` with 0 for elements where it is not finite, and `values` with 0 for all others."""
+    """Return (scaled, rest): `values * scale` where that is finite, else 0; `values` where it is not, else 0."""
     wide = values if values.dtype is torch.float64 else values.float()
     scaled = (wide * scale.to(values.device)).to(values.dtype)
     finite = scaled.isfinite()
@@ -184,7 +184,7 @@ def _apart(param: Tensor, grad: Tensor, master: Tensor) -> RuntimeError:
 
 
 def rescale(pairs: Iterable[tuple[Tensor, Tensor]], factor: Tensor) -> None:
-    """Multiply the gradients of the parameters in place; no sync."""
+    """Multiply the parameters' scaled gradients by `factor`, in place, after a change of the scale; no sync."""
     grads: dict[torch.device, list[Tensor]] = {}
     for param, _ in pairs:
         grad = own_grad(param)
@@ -196,7 +196,7 @@ def rescale(pairs: Iterable[tuple[Tensor, Tensor]], factor: Tensor) -> None:
 
 
 class _Batch:
-    """The lists of one gather on one device."""
+    """The gradients on one device that one `gather` unscales, in a list for each kind of kernel call."""
 
     def __init__(self) -> None:
         self.own: list[Tensor] = []
@@ -224,7 +224,7 @@ class _Batch:
 
 
 def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
-    """Return an FP32 tensor for the unscaled `grad` of `param`, sparse if `grad` is; `batch` will fill it."""
+    """Return the FP32 tensor, sparse if `grad` is, that `batch.run` fills with the unscaled `grad` of `param`."""
     if grad.is_sparse:
         grad = grad.coalesce()
         sparse = grad.detach().to(torch.float32, copy=True)

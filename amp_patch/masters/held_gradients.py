@@ -57,12 +57,12 @@ def room_for(tensor: Tensor) -> int:
 
 
 def can_wait() -> bool:
-    """Tell whether gradients can be deferred in low precision, which needs the extension."""
+    """Tell whether gradients can be deferred: only with the extension, whose kernels take low-precision gradients."""
     return backends.active is not None
 
 
 class HalfGradients:
-    """The gradients of one optimizer's masters as one backward pass has left them, in low precision.
+    """The deferred gradients of one optimizer's masters: low-precision, as one backward pass has left them.
 
     The FP32 gradient of a master is ``grad.float() * factors[0] * factors[1] ...``, each product rounded to FP32. The
     first read of `Master.grad` materializes the gradients of all masters in one pass. An optimizer with a kernel for
@@ -72,7 +72,7 @@ class HalfGradients:
         grads: master's id -> its low-precision gradient, which shares its memory with no other tensor and has the
             master's layout.
         factors: numbers, or FP32 tensors of one element on the gradients' device.
-        lent: master's id -> its FP32 gradient while a chunk of masters is stepped (`lend`).
+        lent: master's id -> the FP32 form of its deferred gradient, while a portion of masters is stepped (`lend`).
         norms: the 2-norm of each of `grads` times the factors at that time, if the overflow check has computed them.
         clipped: whether `norm_of_each` was called since the last `check`. If so, the next `check` computes norms too.
     """
@@ -91,7 +91,7 @@ class HalfGradients:
         self._making = RLock()
 
     def serve(self, master: Tensor, memory: Recycled) -> None:
-        """Defer gradients of `master` here; its FP32 gradients are made in `memory`."""
+        """From now on defer the gradients of `master` in this table; `memory` is for their FP32 form."""
         self._memory[id(master)] = memory
 
     def __bool__(self) -> bool:
@@ -119,10 +119,10 @@ class HalfGradients:
         return True
 
     def hold(self, grads: dict[int, Tensor]) -> None:
-        """Defer these gradients, by the id of their masters, for a step that follows at once.
+        """Defer these low-precision gradients, by the id of their masters, for a step that follows at once.
 
-        No other gradient may be deferred here at that time. The given gradients may be referenced elsewhere, or be
-        parts of other tensors, because nothing writes them before the step.
+        That step reads them, or makes them FP32. This table must be empty before. Unlike in `take`, the gradients may
+        be referenced elsewhere, or be parts of other tensors, because nothing writes them before the step.
         """
         self.grads, self.factors, self.norms = grads, [], None
 
@@ -158,7 +158,7 @@ class HalfGradients:
         return multi_tensor.multi_tensor_l2norm(list(self.grads.values()), True, factor)[1]
 
     def first(self) -> Tensor | None:
-        """Return the first gradient of the last `take`, in its current type; None if it was freed."""
+        """Return one gradient of the last backward pass, low-precision or FP32 by now; None if it was freed."""
         return None if self._first is None else self._first()
 
     def give(self, master: Tensor, grad: Any) -> None:
@@ -216,13 +216,13 @@ class HalfGradients:
             self.grads = {}
 
     def lend(self, masters: Sequence[Tensor], count: int) -> None:
-        """Make FP32 gradients in `lent` for those of `masters` (on the CPU) that have deferred ones.
+        """Write FP32 copies of the deferred gradients of `masters` (on the CPU) into `lent`.
 
-        Reads of `Master.grad` return these until the caller clears `lent`. The deferred gradients stay here, so that an
-        exception loses nothing. Call under no_grad.
+        Reads of `Master.grad` return the copies until the caller clears `lent`. The deferred gradients stay here, so
+        that an exception loses nothing. Call under no_grad.
 
         Args:
-            masters: the masters of one chunk.
+            masters: the masters of one portion.
             count: the number of elements to allocate for all of them, at least the sum of `room_for`. Only a call with
                 the same `count` as the last one reuses its memory.
         """
@@ -279,18 +279,18 @@ class SteppedGradients:
         return bool(self._held.half or self._held.fp32)
 
     def hold(self, grads: Gradients) -> None:
-        """Store these gradients; they replace the earlier ones."""
+        """Store the gradients of a step; they replace the gradients of the step before it."""
         self._held = grads
 
     def read(self, master: Tensor) -> Tensor | None:
-        """Return the FP32 gradient of `master`, or None; if it is in low precision, materialize it now; no sync."""
+        """Return the FP32 gradient of `master` in the last step, materialized if it was deferred; None without one."""
         half, factors, fp32 = self._held
         if (grad := half.pop(id(master), None)) is not None:
             fp32[id(master)] = _product(grad, factors)
         return fp32.get(id(master))
 
     def replace(self, master: Tensor, grad: Tensor) -> None:
-        """Make `grad` (FP32) the gradient of `master`."""
+        """Return `grad` (FP32), which user code has assigned, as the last step's gradient of `master` from now on."""
         self._held.half.pop(id(master), None)
         self._held.fp32[id(master)] = grad
 

@@ -1,4 +1,9 @@
-"""`Master`, the class of FP32 masters: edits through `.data` are counted, FP32 gradients are made on demand."""
+"""`Master`, the class of FP32 masters: edits through `.data` are counted, FP32 gradients are made on demand.
+
+No master is made here. `Masters.attach` (of_optimizer.py) creates the FP32 tensor: it is the parameter's own memory if
+`initialize` casts an FP32 parameter, and an FP32 copy if the parameter was low precision before. `connect` (masters.py)
+then gives the tensor this class.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ class Master(nn.Parameter):
     plain parameters.
     """
 
-    waiting: HalfGradients | None = None  # the optimizer's table; None: gradients are FP32 immediately
+    waiting: HalfGradients | None = None  # the optimizer's deferred gradients; None: it defers none
     stepped_grads: SteppedGradients | None = None  # the gradients of the optimizer's last step
 
     @property

@@ -1,6 +1,6 @@
 """The table of FP32 masters by low-precision parameter, and the functions that keep the two in sync.
 
-`connect` gives a parameter its master; `Masters.attach` (of_optimizer.py) calls it when an optimizer enters a training.
+`Masters.attach` (of_optimizer.py) creates a master when an optimizer enters a training; `connect` enters it here.
 The table is one dictionary of the process, keyed by the id of the parameter, with weak references to the parameters.
 (If the master were an attribute of its parameter, each pickle of the parameter would contain it.) A parameter that two
 optimizers update has one master for both.
@@ -119,7 +119,7 @@ class LinkList:
         return zip(self.params, self.links, strict=True)
 
     def without(self, masters: Container[int]) -> LinkList:
-        """Return the list without the links whose master's id is in `masters`; `self` if there are none."""
+        """Return the list without the links to `masters` (ids); `self` if it has no such link."""
         kept = [pair for pair in self if id(pair[1].master) not in masters]
         return self if len(kept) == len(self) else LinkList(kept)
 
@@ -163,7 +163,7 @@ def add_gradients(masters: Sequence[Tensor]) -> None:
 
 
 def connect(param: Tensor, master: Tensor) -> Link:
-    """Make `master` (FP32, the shape of `param`) the master of `param`."""
+    """Enter `master` (FP32, the shape of `param`) in the table as the master of `param`, and return the link."""
     global _changes
     link = link_of(param)
     if link is None or link.master is not master:
@@ -217,7 +217,7 @@ def disconnect(param: Tensor) -> None:
 
 
 def stop_waiting(master: Tensor) -> None:
-    """Materialize the deferred FP32 gradient of `master`, and make its gradients immediate from now on."""
+    """Make the deferred gradient of `master` FP32, and defer no gradient of it from now on."""
     if isinstance(master, Master):
         master.materialize_grad()
         vars(master).pop("waiting", None)
@@ -262,7 +262,7 @@ class Claim:
 
 
 def _at_rest(links: LinkList) -> LinkList:
-    """Return the links without masters that a step of another thread is writing."""
+    """Return `links` less the links whose masters another thread's step is writing."""
     for claim in Claim.running:
         if claim.thread != get_ident():
             links = links.without(set(map(id, claim.links.masters)))
@@ -286,7 +286,7 @@ class KernelTensors(NamedTuple):
 
 
 def kernel_tensors(masters: list[Any]) -> KernelTensors:
-    """Return the tensors that a kernel updates instead of `masters`."""
+    """Return the tensors that a kernel writes at a step of `masters`: for compressed ones, low halves or weights."""
     if not closed_master.used:
         return KernelTensors(masters)
     tensors: list[Tensor] = []
@@ -327,7 +327,7 @@ def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) 
         try:
             return call()
         finally:
-            for master in held:  # autograd may have saved a view of it
+            for master in held:  # a kernel counts no write here, and autograd may have saved a view
                 torch.autograd.graph.increment_version(master)
             closed_master.follow(held)
 
@@ -342,7 +342,7 @@ def publish(links: LinkList) -> None:
 
 
 def round_into_weights(links: LinkList) -> None:
-    """Round masters into parameters as `publish` does, but do not save their versions. Call under no_grad."""
+    """Round masters into parameters as `publish` does; the caller saves their versions. Call under no_grad."""
     closed, whole = _parted(links)
     if closed:
         with closed_master.lock:
@@ -435,13 +435,13 @@ def _forget(entries: dict[int, tuple[weakref.ref[Tensor], Link]], key: int, refe
 
 
 def _parted(links: LinkList) -> tuple[list[tuple[Tensor, Tensor]], LinkList]:
-    """Return the compressed masters as (param, master), and the links of the others."""
+    """Return the compressed masters as (param, master), and the links of the uncompressed masters."""
     closed = [(param, link.master) for param, link in links if is_closed(link.master)] if closed_master.used else []
     return closed, links.without({id(master) for _, master in closed}) if closed else links
 
 
 def _by_device(links: LinkList) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Return (parameters, masters) for each device."""
+    """Return (parameters, masters) for each device, since a kernel call takes tensors of one device."""
     devices = {param.device for param in links.params}
     if len(devices) == 1:
         return [(links.params, links.masters)]

@@ -83,7 +83,7 @@ class Masters:
     DTensors stay in the groups, because checkpoints look for them there; their local shards have the masters.
 
     Attributes:
-        waiting: the table of deferred low-precision gradients; None if gradients are FP32 immediately.
+        waiting: the table of deferred low-precision gradients; None if the optimizer defers none.
         parts: DTensor's id -> its local shard, for sharded low-precision parameters.
         found_bare: called when the groups hold low-precision parameters without masters for the first time; not copied.
     """
@@ -150,22 +150,22 @@ class Masters:
 
     @cached_property
     def links(self) -> LinkList:
-        """The parameters that have a master."""
+        """The parameters that have a master, with their links, in the order of the groups."""
         return LinkList(self._params.values())
 
     @cached_property
     def routes(self) -> list[GradRoute]:
-        """The routes of `param.grad`; several if another optimizer got some of the masters first."""
+        """The `GradRoute`s of the parameters; several if some of the masters are shared with another optimizer."""
         return list({id(link.route): link.route for link in self.links.links}.values())
 
     @cached_property
     def stepped_grads(self) -> list[SteppedGradients]:
-        """The tables of the last step's gradients; several if another optimizer got some of the masters first."""
+        """The tables of the last step's gradients; several if some of the masters are shared with another optimizer."""
         tables = (master.stepped_grads for master in self.links.masters if isinstance(master, Master))
         return list({id(table): table for table in tables if table is not None}.values())
 
     def spend(self, masters: list[Tensor]) -> None:
-        """Remove the gradients, of any type, of `masters` after a step; reads of `grad` still return them."""
+        """Move the gradients of stepped `masters` to `stepped_grads`, where reads of `grad` find them until cleared."""
         held = Gradients({}, (), {}) if self.waiting is None else self.waiting.hand_over(masters)
         for index in with_gradient(masters):
             if (grad := own_grad(masters[index])) is not None:
@@ -186,7 +186,7 @@ class Masters:
 
     @property
     def by_master(self) -> Mapping[int, tuple[Tensor, Link]]:
-        """Master's id -> the parameter that has it, and the link between the two."""
+        """Master's id -> the parameter whose master it is, and the link between the two."""
         return self._params
 
     def keep(self, form: Form | None) -> None:
@@ -208,16 +208,17 @@ class Masters:
         settle(LinkList((param, link) for param, link in self.links if not link.version.written()))
 
     def let_gradients_wait(self) -> None:
-        """Defer gradients in low precision from now on (`take_half`), for an optimizer that handles this."""
+        """Defer gradients from now on (`take_half`), for an optimizer whose strategy takes deferred gradients."""
         if self.waiting is None:
             self.waiting = HalfGradients()
             for _, link in self._params.values():
                 self._serve(link)
 
     def _serve(self, link: Link) -> None:
-        """Defer gradients of this master.
+        """Register the master of `link`, so that its gradients are deferred in `waiting`.
 
-        If another optimizer defers them, or the tensor is no `Master`, this optimizer defers no gradients from now on.
+        If another optimizer defers them already, or the master is not of the class `Master`, this optimizer
+        defers no gradients from now on.
         """
         if self.waiting is None:
             return
@@ -349,7 +350,7 @@ class Masters:
                     set_own_grad(param, master.grad.to(param.device, param.dtype))  # its original type
 
     def follow(self, wrapper: Any) -> None:
-        """Move the state of `wrapper` around this optimizer from the parameters to the masters."""
+        """Re-key the state of `wrapper`, which wraps this optimizer (SAM), from the parameters to their masters."""
         for param, link in self._params.values():
             _rekey(wrapper, param, link.master)
 

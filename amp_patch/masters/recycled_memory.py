@@ -72,7 +72,7 @@ def holders(storage: Any) -> tuple[int, int]:
 
 @functools.cache
 def lone_holders() -> tuple[int, int]:
-    """Return `holders` of a storage that one tensor and one Python variable reference."""
+    """Return `holders` of a storage with one tensor and one Python variable: more than this means other references."""
     alone = torch.empty(1, dtype=torch.float32, device="cpu")
     storage = alone.untyped_storage()
     return holders(storage)

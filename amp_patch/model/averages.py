@@ -106,7 +106,7 @@ def _shapes(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
 
 
 class _Exact:
-    """The part of a model that AveragedModel reads, with FP32 values for low-precision tensors."""
+    """A stand-in for a cast model, which AveragedModel reads instead: parameters are masters, buffers are FP32."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -130,7 +130,7 @@ def _fp32(tensor: Tensor) -> Tensor:
 
 
 def _is_low_precision(model: Any) -> bool:
-    """Tell whether a training has cast weights of `model`, or of a module inside."""
+    """Tell whether `model` has low-precision weights and is, or contains, a model of a training."""
     return (
         isinstance(model, nn.Module)
         and any(isinstance(module, AmpModel) for module in model.modules())

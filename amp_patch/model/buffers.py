@@ -20,7 +20,7 @@ from amp_patch.policy import LOW_PRECISION
 # A module that owns a buffer, and the buffer's name in it.
 Owned = tuple[nn.Module, str]
 
-EXACT = "_amp_exact"  # attribute of a module: name of a buffer -> the FP32 value that the cast has rounded
+EXACT = "_amp_exact"  # attribute of a module: name of a buffer -> its FP32 value from before the cast
 
 
 def are_all_that(module: nn.Module, low: bool = False) -> bool:
@@ -144,11 +144,11 @@ class WrittenBuffers:
         self.looks = 0
 
     def before(self) -> list[tuple[Tensor | None, int]]:
-        """Return the buffers and their versions before a forward."""
+        """Return each buffer and its version counter, to be given to `after` when the forward has ended."""
         return [self._state(module(), name) for _, module, name in self.owned]
 
     def after(self, before: list[tuple[Tensor | None, int]]) -> bool:
-        """Compare the buffers after a forward, and warn after the second one. Return whether to compare another."""
+        """Drop the buffers that a forward has not written; after two forwards warn of the rest, and return False."""
         now = self.before()
         self.owned = [
             owned
@@ -180,11 +180,11 @@ class WrittenBuffers:
 
 
 def _is_statistic(module: nn.Module) -> bool:
-    """Tell whether `module` is a torch norm: the level and `keep_batchnorm_fp32` decide on its running statistics."""
+    """Tell whether `module` is a torch norm: no warning, since `keep_batchnorm_fp32` decides on its statistics."""
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def _is_vector_of_a_norm(module: nn.Module, name: str) -> bool:
-    """Tell whether this is a vector of torch's spectral norm: each forward writes it, and it is no average."""
+    """Tell whether buffer `name` is a vector of torch's spectral norm, which each forward writes and none averages."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
     return any(name in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks)

@@ -32,15 +32,15 @@ from amp_patch.support.tensor_content import hook_swaps, release_in_swaps, set_d
 Exact = tuple[Tensor, torch.dtype, Tensor | None]  # a parameter, its type, and its master if it has one
 
 # Both tables compare by identity, and reference the parameters weakly.
-_trained = WeakIdKeyDictionary()  # parameters in copied optimizers
-_wide = WeakIdKeyDictionary()  # a widened parameter -> all widened parameters of the model, types by name
+_trained = WeakIdKeyDictionary()  # copied parameters that a copied optimizer holds -> True
+_wide = WeakIdKeyDictionary()  # parameter made FP32 -> (all such parameters of its model, types by name)
 
 _Place = tuple[dict[str, Any], str, Any]  # a dictionary, a name in the dictionary, the value that a cast replaced
 
 
 @release_in_swaps
 def _forget(param: Tensor) -> None:
-    # Both tables serve one deepcopy or load, which is over when a tensor is swapped.
+    # Drop its entries: `_trained` and `_wide` serve one deepcopy or load, which is over when user code swaps a tensor.
     _trained.pop(param, None)
     model, _ = _wide.pop(param, ([], None))
     model.clear()
@@ -68,9 +68,9 @@ def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtyp
 
 
 def widen(weights: Collection[Exact], types: dict[str, torch.dtype]) -> None:
-    """Make the copied weights of a model FP32 in place: each gets the value and the memory of its master's copy.
+    """Make a copied model's weights FP32 in place: each gets the value and memory of the copy of its master.
 
-    If the optimizer was copied too, and before the model, nothing changes and `types` (by name) is cleared.
+    If the optimizer was copied with the model, and before it, the weights stay low precision: `types` is cleared.
     """
     hook_swaps()
     if any(param in _trained for param, _, _ in weights):
@@ -104,9 +104,10 @@ def narrow(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 class Calls:
-    """The running calls of one copy.
+    """The lock around calls of one copied model, and the weights that the running call has replaced by casts.
 
-    The lock serializes threads: the casts are in the module's dictionary, which all threads read.
+    During a call, low-precision casts are in `module._parameters` instead of the FP32 weights, and all threads share
+    that dictionary. So the lock lets one thread call at a time.
     """
 
     def __init__(self) -> None:

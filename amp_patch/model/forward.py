@@ -31,7 +31,7 @@ _NO_CASTS = OPT_LEVELS["O0"]
 
 
 class AmpModel(Generated):
-    """The methods that override those of a model's class. Without `_amp` an instance behaves like its base class."""
+    """The overrides that `initialize` adds to a model's class. In an instance without `_amp` they change nothing."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -52,8 +52,8 @@ class AmpModel(Generated):
         A weight that was low precision before `initialize` and has no master, for example a frozen one, keeps its type.
         A buffer that the cast has rounded has its value from before the cast, if nothing has written it since.
 
-        Like torch's, the tensors share memory with the model, here with its masters: a write into one is rounded into
-        the weight at the next forward.
+        As with torch's state dict, a write into a tensor reaches the model: the tensor shares memory with a master,
+        which the next forward rounds into the weight.
         """
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
@@ -113,7 +113,7 @@ class AmpModel(Generated):
         return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as torch does, and the masters' gradients too."""
+        """Clear the parameters' gradients as torch does, and the gradients of their masters."""
         module: nn.Module = self  # type: ignore[assignment]
         if (own := vars(module).get("_amp")) is not None:
             own.cleared += 1
@@ -126,11 +126,11 @@ class AmpModel(Generated):
 
 
 class InnerModule(Generated):
-    """The base of overriding methods for a module inside a model that runs under another policy than the model."""
+    """Base of `KeptModule` and `HighModule`: modules inside a model that run under another policy than the model."""
 
 
 class KeptModule(InnerModule):
-    """The `forward` of a module that stays FP32: it computes in FP32; in a cast model it returns its inputs' type."""
+    """The `forward` of a module that stays FP32: inputs become FP32; in a cast model outputs get the inputs' type."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class KeptModule(InnerModule):
             if policy is None:
                 return forward(self, *args, **kwargs)
             came = None
-            if policy.cast_model_type is not None:  # the next layer of a cast model takes only that type; at O1 any
+            if policy.cast_model_type is not None:  # a cast model's next layer takes only that type; at O1 it takes any
                 inside = running.policy is not None or _in_backward()
                 came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if inside else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
@@ -218,7 +218,7 @@ def restore(model: nn.Module, *, give_back: bool = True) -> None:
     """
     untouched.pop(model, None)
     if isinstance(model, KeptModule):
-        take(model)  # the whole model was kept FP32, as a model or inside another one
+        take(model)  # `keep_fp32` named the whole model, at its own `initialize` or an outer model's
     if not isinstance(model, AmpModel) or followed_policy(model) is None:
         return
     state, attempt = vars(model)["_amp"], Attempts()
@@ -241,7 +241,7 @@ def restore(model: nn.Module, *, give_back: bool = True) -> None:
 
 
 def to_plain_fp32(model: nn.Module) -> None:
-    """Undo every training inside `model`, and cast to FP32 what is still low precision: parts of other cast models."""
+    """Undo every training inside `model`, then cast weights to FP32 that are left: parts of other trainings' models."""
     for module in list(model.modules()):
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, NoHook)]:
             del module._forward_pre_hooks[key]
@@ -283,12 +283,12 @@ def gradients_stay_local(model: nn.Module) -> bool:
 
 
 def times_cleared(model: nn.Module) -> int:
-    """Return the number of calls of `zero_grad()` on a model of `initialize`."""
+    """Return how often `model.zero_grad()` was called since `initialize`; 0 for other models."""
     return vars(model)["_amp"].cleared if isinstance(model, AmpModel) else 0
 
 
 def set_policy(model: nn.Module, policy: Policy) -> None:
-    """Make `model`, which went through `initialize`, follow another policy that casts its weights alike."""
+    """Replace the policy of a model of `initialize` by one with the same type of weights, which stay as they are."""
     if isinstance(model, AmpModel) and followed_policy(model) is not None:
         vars(model)["_amp"].policy = policy
 
@@ -331,7 +331,7 @@ def cast_method(model: nn.Module, name: str) -> None:
 
 
 def take(module: nn.Module) -> None:
-    """Remove the state of `give`, and its class unless `fully_shard` has subclassed it."""
+    """Undo `give`: remove the state, and the generated class unless `fully_shard` has subclassed it."""
     # Without `_amp` the module behaves like its base class, even if the generated class stays.
     vars(module).pop("_amp", None)
     if not _is_under_fsdp(module):

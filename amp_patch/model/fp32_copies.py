@@ -62,14 +62,14 @@ def fp32_copy(model: Module) -> Module:
 
 
 def hold_casts_off(model: nn.Module) -> None:
-    """Disable the casts of the process in `model`, which belongs to no training, as in a copy made by `fp32_copy`."""
+    """Run `model`, which belongs to no training, without the casts of O1 trainings, like a result of `fp32_copy`."""
     _copies.add(model)
     if casts_state.default() is not None:
         shield()
 
 
 class FP32Copy(Generated):
-    """The overriding methods of a module in an FP32 copy: no casts, unless the caller is in a region that casts."""
+    """The methods of a module in an FP32 copy, run without casts unless the caller is in a region that casts."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class FP32Copy(Generated):
 
 
 def shield() -> None:
-    """Keep the casts of the process out of all FP32 copies, until `restore`."""
+    """Give all FP32 copies generated classes, until `restore`: the casts of O1 trainings do not act in them."""
     _installation.install(lambda patches: patches.on_remove(_unshield_all))
     for plain in list(_copies):
         for module in plain.modules():
@@ -119,7 +119,7 @@ def _unshield_all() -> None:
 
 
 def _unshield(plain: nn.Module) -> None:
-    """Restore the plain classes of the modules in an FP32 copy."""
+    """Give the modules in an FP32 copy their own classes back."""
     for module in plain.modules():
         if isinstance(module, FP32Copy) and "_amp_base" in vars(type(module)):
             generated_class.take(module)

@@ -60,7 +60,7 @@ def give_buffers_back(model: nn.Module) -> None:
 
 
 def forget_types() -> None:
-    """Clear the records of all parameters and buffers."""
+    """Forget the original types of all parameters and buffers, at `amp.restore()`."""
     _params.clear()
     _buffers.clear()
 
@@ -85,7 +85,7 @@ def arrive(models: Iterable[nn.Module], earlier: Collection[int]) -> None:
 
 
 def came_low(model: nn.Module) -> bool:
-    """Tell whether the original type of a parameter of `model` is low precision."""
+    """Tell whether any parameter of `model` was low precision before its first `initialize`."""
     return any(type_of(param) is not None for param in model.parameters())
 
 

@@ -87,7 +87,7 @@ def modules_matching(
 
 
 def with_forward(module: nn.Module) -> list[nn.Module]:
-    """Return `[module]`; for a container that is never called itself (ModuleList, ModuleDict) its contents."""
+    """Return `[module]`; for a container without a forward (ModuleList, ModuleDict), the modules in it."""
     if type(module).forward is not nn.Module.forward:
         return [module]
     return [inner for child in module.children() for inner in with_forward(child)]

@@ -21,7 +21,7 @@ Rules = KeepFP32 | Iterable[KeepFP32] | None
 
 
 class HighModule(InnerModule):
-    """The `forward` of a module whose products stay 16-bit: it runs under the policy without a product format."""
+    """The `forward` of a module in `keep_high`: it runs with the training's casts, but without FP8 or FP4 products."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class HighModule(InnerModule):
 
 @dataclass(frozen=True)
 class Kept:
-    """The modules whose calls stay 16-bit, and the weights whose products stay 16-bit everywhere."""
+    """Modules whose calls have 16-bit products, and weights whose products are 16-bit wherever they are used."""
 
     modules: list[nn.Module]
     weights: list[Tensor]

@@ -16,14 +16,14 @@ from amp_patch.support.distributed import is_first_rank
 
 logger = logging.getLogger("amp_patch")
 
-# Whether the caller of `save_pretrained` corrects the type in the saved config itself.
+# True while an integration calls `save_pretrained` and writes the right type into the saved config itself: no warning.
 corrects_config: ContextVar[bool] = ContextVar("corrects_config", default=False)
 
 _MERGES = ("merge_and_unload", "merge_adapter")
 
 
 def warning_methods(base: type, methods: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Return the methods of `base` that round weights, with a warning before the call.
+    """Return overrides that warn first, of methods of `base` that round weights (PEFT's merges, transformers' save).
 
     Args:
         base: the user's class.

@@ -1,6 +1,7 @@
-"""The record of a model in a training, and the policy of the model whose forward runs on this thread.
+"""`ModelState`, what amp_patch stores with a model of a training, and the policy of the model whose forward runs now.
 
-What the model's `state_dict()` returns is in forward.py.
+A checkpoint has nothing of this file. `AmpModel.state_dict` (forward.py) returns the model's FP32 values, and
+`amp.state_dict` (frontend.py) returns the loss scales.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class ModelState:
     region: regions.region | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # These fields refer to the original's parameters and hooks, so a copy starts without them.
+        # A copy starts without these fields: they reference parameters and hooks of the original.
         fresh = {"handles": [], "no_sync": False, "local": False}
         fresh |= dict.fromkeys(("written_buffers", "owner", "region"))
         state = {**vars(self), **fresh}

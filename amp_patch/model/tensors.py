@@ -20,7 +20,7 @@ from amp_patch.support.tensor_content import set_data
 
 
 def check_model(model: Any, methods: Collection[str] = ()) -> None:
-    """Raise if `initialize` cannot take `model`; the message says what to do instead."""
+    """Raise if `model` is no module, is wrapped (DDP, FSDP1), scripted, or has no `forward` in its class."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         swapped = hasattr(model, "param_groups")
@@ -58,7 +58,7 @@ def check_model(model: Any, methods: Collection[str] = ()) -> None:
 
 
 def check_methods(models: list[nn.Module], methods: Collection[str]) -> None:
-    """Raise if a name in `methods` is not a method of any model."""
+    """Raise if a name in `methods` is no method of any model, or a static or class method."""
     if isinstance(methods, str):
         raise TypeError(
             f"initialize: methods is the string {methods!r}; wanted a tuple of names: methods=({methods!r},)"
@@ -102,7 +102,7 @@ def check_types(model: nn.Module, policy: Policy, kept: list[nn.Module], *, take
 
 
 def check_steps(model: nn.Module, policy: Policy) -> None:
-    """Raise if optimizers step during backward, and `policy` checks gradients or casts weights."""
+    """Raise if torch steps parameters in backward, and `policy` needs their gradients later, to unscale or check."""
     if not (policy.checks_gradients or policy.cast_model_type is not None):
         return
     for name, param in model.named_parameters():

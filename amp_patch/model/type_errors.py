@@ -66,7 +66,7 @@ def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Poli
 
 
 def explain_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
-    """If `error`, which the forward of `model` has raised, is about types, raise it with line, level and way out."""
+    """If `error` of the forward of `model` is about types, raise it again with the line, opt level and way out."""
     if policy.cast_model_type is not None:
         if fsdp.is_fsdp(model) and (is_about_types(error) or _names_integers(error)):
             return
@@ -77,7 +77,7 @@ def explain_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_cl
 
 
 def explain_types_in_body(policy: Policy, error: RuntimeError) -> None:
-    """If `error`, which a body of `scale_loss` has raised, is about types, raise it with line, level and way out."""
+    """If `error` of a body of `scale_loss` is about types, raise it again with the line, opt level and way out."""
     part = ""
     if policy.cast_model_type is not None and is_about_types(error):
         part = (
@@ -120,7 +120,7 @@ def _advice(policy: Policy, error: RuntimeError) -> str | None:
 
 
 def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
-    """Raise `error` with the names of weights of a cast model whose type has changed since, if there are any."""
+    """If user code has changed the type of weights since `initialize`, raise `error` with their names."""
     norms = bool(policy.keep_batchnorm_fp32)
     kept = (m for m in model.modules() if isinstance(m, kept_class) or (norms and is_batch_norm(m)))
     stay = {id(inner) for module in kept for inner in module.modules()}
@@ -146,7 +146,7 @@ def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError,
 
 
 def _refuse_new_modules(model: nn.Module, policy: Policy, error: RuntimeError, names: list[str]) -> None:
-    """Raise `error` with the modules added to `model` since `initialize`, if tensors in `names` belong to them."""
+    """If tensors in `names` belong to modules that were added since `initialize`, raise `error` with these modules."""
     known = vars(model)["_amp"].modules
     new = [path for path, module in model.named_modules() if module not in known] if known else []
     outermost = [path for path in new if path.rpartition(".")[0] not in new]
@@ -161,7 +161,7 @@ def _refuse_new_modules(model: nn.Module, policy: Policy, error: RuntimeError, n
 
 
 def _refuse_integers(model: nn.Module, error: RuntimeError) -> None:
-    """Raise `error` with the way out, if an integer tensor met a floating one; this fails without amp_patch too."""
+    """If `error` is about integers meeting floats, raise it with the way out: it is the script's error at any level."""
     if _names_integers(error) and error.__cause__ is None:  # else an inner model has explained it
         raise RuntimeError(
             f"{error}\nIn {_place(model, error)} integers meet floats, which fails in FP32 too: the cause is the "

@@ -18,7 +18,7 @@ _installation = Installation()
 
 
 def enter_training(models: list[nn.Module], policy: Policy, methods: tuple[str, ...]) -> None:
-    """Record that `models` follow `policy`, which changes nothing."""
+    """Enter `models` into `untouched` with this policy of O0; they get a generated class only while O1 casts act."""
     for model in models:
         low = low_buffers_of(model)
         for module in model.modules():
@@ -30,7 +30,7 @@ def enter_training(models: list[nn.Module], policy: Policy, methods: tuple[str, 
 
 
 def shield() -> None:
-    """Keep the casts of the process out of all these models, until `restore`."""
+    """Give the models in `untouched` generated classes, until `restore`: casts of O1 trainings do not act in them."""
     _installation.install(lambda patches: patches.on_remove(_unshield))
     for model, (state, methods) in list(untouched.items()):
         if followed_policy(model) is None:

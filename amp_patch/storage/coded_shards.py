@@ -49,11 +49,11 @@ class ShardState(CodedState):
         super().__init__(coder, {name: self._part(value) for name, value in state.items()})
 
     def _part(self, value: Any) -> Any:
-        """Return the value to store: the local shard of a DTensor sharded like the parameter, else `value` itself."""
+        """Return the value to store: the local shard of a DTensor sharded like the parameter, any other as it is."""
         return local(value).detach() if isinstance(value, Tensor) and are_alike(value, self.param) else value
 
     def _whole(self, value: Any) -> Any:
-        """Return the value to read: a tensor with the shape of the local shard is wrapped in a DTensor."""
+        """Return the stored `value` as user code reads it: a tensor of the local shard's shape as a DTensor."""
         if type(value) is not Tensor or value.shape != local(self.param).shape:
             return value
         kind: Any = type(self.param)
@@ -68,7 +68,7 @@ class ShardState(CodedState):
         value = self._part(value)
         kept = self.kept(name) if name in self else None
         if isinstance(value, Tensor) and type(kept) is Coded and kept.value is not None and value.is_set_to(kept.value):
-            return  # `state["exp_avg"] *= 0.5` has already written into the value
+            return  # assigned by `state["exp_avg"] *= 0.5`, which has multiplied `kept.value` in place
         super().__setitem__(name, value)
 
     def pop(self, name: str, *default: Any) -> Any:
@@ -79,7 +79,7 @@ class ShardState(CodedState):
 
 
 def state_of(coder: Coder, param: Tensor, state: dict[str, Any]) -> CodedState:
-    """Return the CodedState for `param`, a ShardState if it is sharded, with the entries of `state`."""
+    """Return a CodedState for `param` (a ShardState if it is sharded), with the tensors and numbers of `state`."""
     return ShardState(coder, param, state) if is_dtensor(param) else CodedState(coder, state)
 
 

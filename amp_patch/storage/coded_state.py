@@ -106,7 +106,7 @@ class Coded:
         return made
 
     def to_encode(self) -> Tensor:
-        """Return the value with the strides of the codes. If its device or shape has changed, allocate new codes."""
+        """Return `value` with the strides of the codes. If its device or shape has changed, allocate new codes."""
         value = self.value
         assert value is not None
         if value.device != self.codes.device or value.shape != self.codes.shape:
@@ -116,7 +116,7 @@ class Coded:
         return torch.empty_like(self.codes, dtype=torch.float32).copy_(value)
 
     def is_held(self) -> bool:
-        """Return whether user code references the value or its storage."""
+        """Return whether user code references `value` or its storage, so that it must not be freed."""
         if self.is_lent or self.value is None:
             return False
         storage = self.value.untyped_storage()
@@ -131,7 +131,7 @@ class Coded:
 
 
 class CodedState(dict[str, Any]):
-    """The state of one parameter: reading an entry that is stored as codes decodes it."""
+    """The state dict of one parameter, whose large tensors are stored as `Coded`: a read decodes them to FP32."""
 
     __slots__ = ("coder",)
 
@@ -146,7 +146,7 @@ class CodedState(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         kept = super().get(name)
         if type(kept) is Coded and value is not None and value is kept.value:
-            return  # `state["exp_avg"] *= 0.5` has already written into the value
+            return  # assigned by `state["exp_avg"] *= 0.5`, which has multiplied `kept.value` in place
         if isinstance(value, Tensor) and value.numel() >= LEAST:
             self.coder.is_up_to_date = False
         super().__setitem__(name, value)
@@ -247,7 +247,7 @@ class Coder:
         self.stepper: tuple[int, Any] | None = None
         self._opened: list[Coded] = []
         self._lock = RLock()
-        self._room = Recycled()  # the FP32 buffer of the values of a step
+        self._room = Recycled()  # the FP32 memory of the states that one step decodes
         self._most = 0  # its number of elements
 
     @property
@@ -270,7 +270,7 @@ class Coder:
 
     @without_grad
     def open_all(self, states: Iterable[Any]) -> None:
-        """Decode all tensors of these states for a step. A value that user code has read before stays as it is."""
+        """Decode, for a step, every `Coded` of these states whose `value` is not set by an earlier read."""
         with self._lock:
             kept = (value for state in states if isinstance(state, CodedState) for value in map(state.kept, state))
             closed = [value for value in kept if type(value) is Coded and value.value is None]
@@ -321,7 +321,7 @@ class Coder:
 
     @without_grad
     def take(self, optimizer: Any, params: Iterable[Tensor]) -> None:
-        """Encode the states of these parameters after their step, new tensors included, and every value that is set."""
+        """After a step of `params`, encode the tensors that it has added to their state, and each set `Coded.value`."""
         with self._lock:
             self.adopt(optimizer, params, is_lent=True)
             self.encode()
@@ -331,7 +331,7 @@ class Coder:
         """Wrap the large FP32 tensors in these parameters' states in `Coded`; the next `encode` encodes them.
 
         Args:
-            is_lent: `Coded.is_lent` of the new ones.
+            is_lent: becomes `Coded.is_lent` of each new `Coded`.
         """
         states = optimizer.state
         with self._lock:
@@ -363,7 +363,7 @@ class Coder:
         return None if name in self._in_fp32 else codes_of(self.kind, name, beside)
 
     def fresh(self, optimizer: Any, param: Tensor, name: str) -> None:
-        """Add entry `name` to the state of `param`: zero codes if it is stored as codes, else uninitialized memory."""
+        """Add a state tensor `name` for `param`: codes that decode to 0, or an uninitialized FP32 tensor."""
         state = optimizer.state[param]
         if type(state) is dict:
             state = optimizer.state[param] = self.state_of(self, param, state)
@@ -374,7 +374,7 @@ class Coder:
 
     @without_grad
     def encode(self) -> None:
-        """Encode all values that are set, and free them. If user code references one, decode the new codes into it."""
+        """Encode each `Coded.value` that is set, and free it, unless user code references it: then decode into it."""
         with self._lock:
             groups: dict[torch.device, list[Coded]] = {}
             for coded in dict.fromkeys(self._opened):  # after Ctrl-C in `_hand_out` one may be listed twice
@@ -387,7 +387,7 @@ class Coder:
 
     @without_grad
     def follow(self) -> None:
-        """Decode the changed codes into each value that user code references."""
+        """Decode the codes, changed by a step, into each `Coded.value`, which user code references."""
         for coded in self._opened:
             coded.follow()
 

@@ -40,7 +40,7 @@ KEY = ("optimizer_state",)  # key of the generated optimizer classes
 
 
 def check(optimizer: Any, policy: Policy) -> None:
-    """Raise if `policy` asks for 8-bit state and the (innermost) optimizer cannot have it."""
+    """Raise if `policy` asks for 8-bit state and the (innermost) optimizer's class or settings do not allow it."""
     if policy.optimizer_state is None:
         return
     wanted = f"initialize: optimizer_state={policy.optimizer_state!r}"
@@ -62,7 +62,7 @@ def check(optimizer: Any, policy: Policy) -> None:
 
 
 def reason_against(optimizer: Any) -> str | None:
-    """Return why a step needs the state of all parameters in FP32 at once; None if it does not."""
+    """Return why the optimizer's step needs all state in FP32 at once, which saves no memory; None if it does not."""
     if one_pass.suits_class(base_class(optimizer)):
         for group in optimizer.param_groups:
             for setting in ("capturable", "differentiable"):
@@ -115,7 +115,7 @@ class CodedBatch(Batch):
 
 
 class CodedOnePass(one_pass.InOnePass):
-    """The one-pass kernels, on codes."""
+    """A step in one pass whose kernels read and write codes instead of FP32 state."""
 
     batch = CodedBatch
 
@@ -192,7 +192,7 @@ class InCodes(Strategy):
             if stands_in is not None:
                 stands_in.give_back_attributes()
             coder.follow()
-        if step.is_running:  # else only some parameters were stepped (gradient release)
+        if step.is_running:  # not in gradient release, which steps only some parameters here
             coder.report(optimizer)
         return result
 
@@ -254,7 +254,7 @@ def _close(optimizer: Any, stash: Stash) -> None:
 
 
 def overrides(base: Any) -> dict[str, Any]:
-    """Return the methods of the generated class of `base` with its state stored as codes."""
+    """Return `state_dict` and `load_state_dict` for a generated class over `base`, and its strategy: state is codes."""
     loading, saving = _loading(base), _state_dict_in_fp32(base)
     return {"state_dict": saving, "load_state_dict": loading, "strategy": IN_CODES}
 

@@ -73,11 +73,11 @@ class InFp32(Coder):
         return None
 
     def report(self, optimizer: Any) -> None:
-        """Log nothing: no state is meant to become codes."""
+        """Log nothing. The base class warns if no state is in codes, and here none is to be."""
 
 
 class OnMasters(coded_steps.InCodes):
-    """A step on the masters of the local shards."""
+    """The strategy for rounded shards: the optimizer's code steps the local shards' masters instead of the DTensors."""
 
     def run(self, step: Step, plain: Plain) -> Any:
         stash = step.stash
@@ -123,7 +123,7 @@ def _gradient(optimizer: Any, stash: Stash, shard: Any) -> Tensor:
 
 
 def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
-    """Defer these BF16 gradients until the step. If that is impossible, or others are deferred, set FP32 `.grad`."""
+    """Defer these BF16 gradients (by master's id) until the step; if gradients cannot be deferred, set FP32 `.grad`."""
     waiting = stash.masters.waiting
     if waiting is not None and not waiting:
         waiting.hold(grads)
@@ -134,7 +134,7 @@ def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
 
 
 def _take_gradients(stash: Stash) -> None:
-    """Clear the gradients of the masters; the DTensors keep theirs."""
+    """Clear, after the step, the gradients of the local shards' masters; the DTensors keep their gradients."""
     for part in stash.masters.parts.values():
         if stash.masters.waiting is not None:
             stash.masters.waiting.drop(part.master)
@@ -165,7 +165,7 @@ def enter(optimizer: Any, stash: Stash) -> None:
 
 
 def overrides(base: Any) -> dict[str, Any]:
-    """Return the methods of the generated class of `base` for rounded shards."""
+    """Return `load_state_dict` and strategy of the generated class over `base` for optimizers of rounded shards."""
 
     @wraps(base.load_state_dict)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:

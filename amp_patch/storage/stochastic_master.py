@@ -55,7 +55,7 @@ class Rounding(Form):
         return {"seed": self.seed, "_masters": {}, "_positions": {}, "_later": {**self._later, **self._steps()}}
 
     def number(self, params: Iterable[Tensor]) -> None:
-        """Number the masters of these parameters by their order. Masters of other parameters get the next numbers."""
+        """Number the masters of `params` from 0, in this order. Masters of other parameters get the next numbers."""
         self._positions = {id(param): position for position, param in enumerate(params)}
 
     def note_part(self, part: Tensor, whole: Tensor) -> None:
@@ -84,7 +84,7 @@ class Rounding(Form):
             )
 
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
-        if value is not None:  # to nearest, as this is no update, whose small part could get lost
+        if value is not None:  # to nearest: only for small updates must the rounding be stochastic
             multi_tensor.multi_tensor_scale([value], [param], 1.0)
         if master.draw is None:  # a copied master keeps the original's draw
             number = self._number_of(param)
@@ -129,7 +129,7 @@ class Rounding(Form):
 
 
 def beside_scale(policy: Policy) -> dict[str, Rounding]:
-    """Return the entries that a training of this policy saves next to its loss scale."""
+    """Return {ROUNDING: a new `Rounding`}, saved with the loss scale, if the policy rounds stochastically; else {}."""
     return {ROUNDING: Rounding()} if policy.master_weights == STOCHASTIC else {}
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, MutableMapping
 from types import CellType
 from typing import Any
 
+# `amp.restore` (frontend.py) undoes a training: it removes the installations of this file, and `restore` of
+# model/forward.py makes the models FP32 again, with the values of their masters.
 _MISSING = object()
 
 

@@ -12,17 +12,17 @@ from amp_patch.policy import Closed, CpuHalf, Flag, LowName, OptLevel, ProductFo
 
 
 class Steps(Protocol):
-    """An optimizer of torch or of another package, or a wrapper around one."""
+    """An optimizer of any package, or a wrapper around one: a type checker requires only its attribute `step`."""
 
     @property
     def step(self) -> Callable[..., Any]: ...
 
 
 Optimizers = Steps | Sequence[Steps]
-# A model, or several. To a type checker, the result of `torch.compile` is a callable and no nn.Module.
+# A model, or several. Any callable is accepted: to a type checker, the result of `torch.compile` is no nn.Module.
 M = TypeVar("M", bound=Callable[..., Any] | Sequence[Callable[..., Any]])
 S = TypeVar("S", bound=Optimizers)
-Level = OptLevel | str  # str: "O5+split" and command-line arguments are not literals
+Level = OptLevel | str  # `str` too: a literal type has neither "O5+split" nor a command-line argument
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -70,7 +70,7 @@ class Keywords(TypedDict, total=False):
 
 
 class ClosureAlreadyRun:
-    """A closure that ran before the step that receives it, and returns the result of that run."""
+    """A closure for `step` that user code has run already: a call returns the result of that run."""
 
     def __init__(self, result: Any) -> None:
         self.result = result

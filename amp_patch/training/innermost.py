@@ -46,7 +46,7 @@ def makes_two_passes(wrapper: Any) -> bool:
 
 
 def as_list(one_or_many: Any) -> list[Any]:
-    """Return a list of an argument that is one object, a list or tuple of objects, or None."""
+    """Return an argument as a list: one object becomes a list of one, a tuple a list, and None an empty list."""
     if one_or_many is None:
         return []
     return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]

@@ -21,8 +21,9 @@ from amp_patch.policy import Policy
 forms: dict[Any, Callable[[dict[str, Any]], Form | None]] = {}
 # Each function receives a policy, and returns the objects to save with its first loss scale, by name in the state dict.
 beside_scale: list[Callable[[Policy], dict[str, Any]]] = []
-# Storages of optimizer state, such as eight bits. Each has `is_for(stash)`, and for the generated class `KEY` (a part
-# of the class's key) and `overrides(base)` (its methods).
+# Modules that store an optimizer's state in another form than FP32 tensors, for example in eight bits. In each,
+# `is_for(stash)` tells whether it stores this optimizer's state, `overrides(base)` returns methods for the optimizer's
+# generated class, and `KEY` tells such a class from others over the same base.
 keepers: list[Any] = []
 
 # Ways to step ---------------------------------------------------------------------------------------------------------
@@ -31,10 +32,10 @@ ways: list[Any] = []  # strategies (step.py); an optimizer gets the first that s
 
 # Surroundings ---------------------------------------------------------------------------------------------------------
 
-# (models, policy, modules that stay FP32, ids of the parameters whose dtype will change, process_group): these
-# functions raise before `initialize` changes anything.
+# Each function receives (models, policy, modules that stay FP32, ids of the parameters whose dtype will change,
+# process_group). If a feature cannot work with them, the function raises before `initialize` changes anything.
 check_models: list[Callable[[list[nn.Module], Policy, list[nn.Module], set[int], Any], None]] = []
-enter_models: list[Callable[[Any, list[nn.Module], list[Any]], None]] = []  # (training, models, targets), at the end
+enter_models: list[Callable[[Any, list[nn.Module], list[Any]], None]] = []  # (training, models, targets), last call
 retyped: list[Callable[[Collection[int]], None]] = []  # ids of the parameters whose dtype has changed
 unpickled: list[Callable[[], None]] = []  # masters were unpickled or copied, maybe into another process
 regrouped: list[Callable[[Any], None]] = []  # masters were put into an optimizer's groups, or taken out
@@ -45,7 +46,7 @@ captured: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), at the st
 
 # Moments of an optimizer ----------------------------------------------------------------------------------------------
 
-check_optimizer: list[Callable[[Any, Policy], None]] = []  # raise before `initialize` changes anything
+check_optimizer: list[Callable[[Any, Policy], None]] = []  # (optimizer, policy): raise before any change
 check_group: list[Callable[[Any, Any, list[Tensor]], None]] = []  # (optimizer, stash, params) of `add_param_group`
 group_added: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), at the end of `add_param_group`
 enter_optimizer: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), new in a training, copied or loaded
@@ -53,6 +54,6 @@ leave_optimizer: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), be
 
 
 def tell(listeners: list[Callable[..., None]], *args: Any) -> None:
-    """Call each function of `listeners`, which is one of the lists above."""
+    """Call each function of `listeners`, one of the lists of this file, with `args`."""
     for listener in listeners:
         listener(*args)

@@ -97,7 +97,7 @@ class LossScaler:
         return self.scales or self.skip_nonfinite
 
     def to(self, device: torch.device) -> LossScaler:
-        """Move the three tensors to `device`; syncs only if they were on another device."""
+        """Move scale, growth counter and overflow flag to `device`; syncs only if they were on another device."""
         if self._scale.device != device:
             self._scale, self._growth_tracker, self._found_inf = (
                 t.to(device) for t in (self._scale, self._growth_tracker, self._found_inf)
@@ -141,11 +141,11 @@ class LossScaler:
         self._found_inf.zero_()
 
     def stepped(self) -> None:
-        """Note that an optimizer took a step with the gradients of this loss: the row of skipped steps has ended."""
+        """Reset the count of skipped steps in a row, because an optimizer took a step with gradients of this loss."""
         self._skips_in_a_row = 0
 
     def skipped(self, culprits: Callable[[], str]) -> None:
-        """Note that an optimizer skipped a step because this loss overflowed, and log it.
+        """Count a step that an optimizer skipped because gradients of this loss overflowed, and log it.
 
         The log has the 1st, 2nd, 4th, 8th, ... skip, and every tenth in a row. Syncs with the device for the scale in
         the message, if the loss is scaled.
@@ -173,7 +173,7 @@ class LossScaler:
         logger.warning(message)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return Apex's two fields and the states of the objects in `beside`. Syncs with the device."""
+        """Return `loss_scale` and `unskipped`, as Apex does, and the states of the objects in `beside`. Syncs."""
         more = {name: part.state_dict() for name, part in self.beside.items()}
         return {"loss_scale": self.loss_scale(), "unskipped": self.unskipped(), **more}
 
@@ -184,7 +184,7 @@ class LossScaler:
                 part.check(state[name])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the fields of `state_dict`. If one of Apex's is missing, raise KeyError before any change."""
+        """Load a `state_dict`; if `loss_scale` or `unskipped` is missing, raise KeyError before any change."""
         scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
         self.check_beside(state)
         for name, part in self.beside.items():

@@ -36,12 +36,12 @@ class Observer:
         """The body has ended. `body.failed`: whether an exception has ended it."""
 
     def step_begins(self, optimizer: Any) -> None:
-        """`step()` of any optimizer was called. If it calls the `step` of its parent class, this is called twice."""
+        """`step()` of any optimizer was called. If its class calls `super().step()`, this method is called twice."""
 
     def step_ends(self, optimizer: Any) -> None:
         """`optimizer.step()` has returned."""
 
-    # Calls of methods of torch's GradScaler and its subclasses, except for disabled scalers.
+    # The methods below are called at calls of GradScalers: torch's, or a subclass's, unless the scaler is disabled.
 
     def loss_given_to_scaler(self, scaler: Any, loss: Any, scaled: Any, scale: Any) -> None:
         """`scaler.scale(loss)` has returned `scaled`. `scale`: the factor, a tensor of one element."""
@@ -129,7 +129,7 @@ _thread = _Thread()
 
 
 def _tell_of_scalers() -> None:
-    """Patch the methods of GradScalers until `_patches.remove()`. The caller holds `_lock`."""
+    """Make GradScalers notify the observers, until `_patches.remove()`. The caller holds `_lock`."""
     tellers = {"scale": _scaling, "unscale_": _unscaling, "step": _stepping}
     for owner in _classes(torch.amp.GradScaler):
         for name, told in tellers.items():

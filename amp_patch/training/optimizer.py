@@ -57,7 +57,7 @@ class AmpOptimizer(Generated):
         if stash is None:
             return
         masters = stash.masters
-        if at_once:  # `super().zero_grad()` reads `.grad` of every master, which would materialize it
+        if at_once:  # `super().zero_grad()` would materialize each deferred gradient by a read of `.grad`
             if masters.waiting is not None:
                 masters.waiting.clear(masters.links.masters)
             drop_gradients(masters.of_groups(self.param_groups).masters)  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ class AmpOptimizer(Generated):
         if at_once:
             stash.route_grads()
         else:
-            stash.note_gathered()  # the gradients may be zeros instead of None
+            stash.note_gathered()  # with `set_to_none=False` the masters still have gradients, of zeros
         stash.backward.strays.clear()
         stash.backward.cleared += 1
         stash.backward.aside.clear()
@@ -92,7 +92,7 @@ class AmpOptimizer(Generated):
         if stash.policy.patch_torch_functions and stash.policy.cast_model_type is None:
             _widen(stash, group)
         if stash.scales_loss:
-            drop_gradients(group["params"])  # scaled, and never unscaled: until now the parameters were in no optimizer
+            drop_gradients(group["params"])  # scaled: an exit unscales only parameters that an optimizer holds
         if stash.policy.master_weights:
             stash.masters.attach(self, group, form=stash.master_form)
             stash.note_gathered()
@@ -117,7 +117,7 @@ class AmpOptimizer(Generated):
             parent(state)
         stash = stash_of(self)
         if stash is not None:
-            stash.neighbours.stepped.clear()  # `stepped` counts the state before the load
+            stash.neighbours.stepped.clear()  # its counts are of the state before the load
             if stash.neighbours.owner is None:
                 enter_step(self, stash)
                 stash.neighbours.siblings.enter(self)
@@ -125,12 +125,12 @@ class AmpOptimizer(Generated):
 
 
 def _strategy_of(base: Any) -> Strategy:
-    """Return the strategy for optimizers of the class `base`."""
+    """Return the first registered strategy that suits the class `base`; if none does, the class's own `step`."""
     return next((way for way in joints.ways if way.suits_class(base)), WHOLE)
 
 
 def check_optimizer(optimizer: Any, policy: Policy) -> None:
-    """Raise if `initialize` cannot take this innermost optimizer."""
+    """Raise if `initialize` cannot take this innermost optimizer: no optimizer, no `__dict__`, or a refused LBFGS."""
     name = type(optimizer).__name__
     if not (callable(getattr(optimizer, "step", None)) and isinstance(getattr(optimizer, "param_groups", None), list)):
         raise TypeError(
@@ -274,7 +274,7 @@ def warn_of_small_eps(optimizer: Any) -> None:
 
 
 def lost_eps(optimizer: Any) -> Iterator[tuple[int, float, torch.dtype]]:
-    """Yield (index, eps, dtype) of the groups that `warn_of_small_eps` warns of."""
+    """Yield (index of a group, eps, low-precision dtype) for each group whose `eps` is 0 in that dtype."""
     if getattr(optimizer, "computes_in_fp32", False):
         return
     for index, group in enumerate(optimizer.param_groups):

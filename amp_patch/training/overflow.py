@@ -71,7 +71,7 @@ def drop_overflowed(optimizer: Any, stash: Stash) -> None:
 
 
 def _refuse_in_capture(optimizer: Any, may_skip: bool) -> None:
-    """Raise because the host would have to read an overflow flag while a CUDA graph is captured."""
+    """Raise RuntimeError with the way out: during a capture of a CUDA graph the host cannot read an overflow flag."""
     name = base_class(optimizer).__name__
     if may_skip:
         way_out = "let it take a step that is not skipped, of all its parameters, before the capture"
@@ -96,7 +96,7 @@ def culprits(optimizer: Any) -> str:
             if master.grad is None:
                 continue
             sharded = sharded or distributed.is_dtensor(master.grad)
-            grad = held(master.grad)  # this rank's shard: a collective would hang if other ranks do not get here
+            grad = held(master.grad)  # this rank's shard: other ranks may not get here, and a collective would hang
             if bool(torch.isfinite(grad).all()):
                 continue
             param = next(p for p, m in stash.masters.pairs([{"params": [master]}]))
@@ -107,7 +107,7 @@ def culprits(optimizer: Any) -> str:
 
 
 def read_found(stash: Stash) -> list[LossScaler]:
-    """Return the scalers whose losses overflowed since the last step; call `stepped` of the others. Syncs."""
+    """Return the scalers whose losses overflowed since the last step; for all others call `stepped`. Syncs."""
     flags = [found_inf for _, found_inf in stash.found]
     if len(flags) > 1:  # one sync for all
         flags = torch.stack([found_inf.to(flags[0].device) for found_inf in flags]).tolist()
@@ -115,7 +115,7 @@ def read_found(stash: Stash) -> list[LossScaler]:
 
 
 def _knows_of_each(optimizer: Any, stash: Stash) -> bool:
-    """Tell whether the host knows that each parameter with a gradient has taken a step before.
+    """Tell whether, as far as the host knows, each parameter with a gradient has taken a step before.
 
     The host tells torch's fused SGD that a step is the first, and the kernel then initializes the momentum. If the
     device skipped that step, the host would still treat the momentum as initialized.
@@ -145,7 +145,7 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
 
 
 def note_stepped(optimizer: Any, stash: Stash) -> None:
-    """After a step, store the number of state entries of each master with a gradient, for `_knows_of_each`."""
+    """Store the number of state entries of each stepped master: `_knows_of_each` finds by it that a step was taken."""
     stepped = stash.neighbours.stepped
     for group in optimizer.param_groups:
         for master in group["params"]:

@@ -110,7 +110,7 @@ def _checked_scaler(loss: Any, stashes: list[Stash], loss_id: int) -> LossScaler
 def refuse_sharded_since(models: Iterable[weakref.ref[nn.Module]], caller: str) -> None:
     """Raise RuntimeError if `fully_shard` was called on one of `models` after `initialize` received it."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if kind is None or not kind.__subclasses__():  # `fully_shard` makes a subclass of FSDPModule per class
+    if kind is None or not kind.__subclasses__():  # nothing is sharded: `fully_shard` makes subclasses of FSDPModule
         return
     for model in (model for ref in models if (model := ref()) is not None):
         state = vars(model).get("_amp")
@@ -135,7 +135,7 @@ def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
                 "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first"
             )
         targets[id(target)] = target
-        if optimizer is not target:  # a wrapper that `initialize` may not have seen
+        if optimizer is not target:  # a wrapper, which may be newer than `initialize`: notify guests
             wrappers.append(optimizer)
     if not targets:
         raise TypeError(f"{caller}: optimizers is empty; wanted the optimizer of this loss, or a list of optimizers")
@@ -145,7 +145,7 @@ def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
 
 
 def groups_of(optimizer: Any, caller: str) -> Any:
-    """Return the groups of the innermost optimizer; raise TypeError if it has none, as a model has none."""
+    """Return the param groups of the innermost optimizer; raise TypeError if there are none (a model was passed)."""
     groups = getattr(innermost(optimizer), "param_groups", None)
     if groups is None:
         raise TypeError(

@@ -71,13 +71,13 @@ class ScaledBackward(Block):
         self._announced = False  # whether observers were notified of `body_begins`, and not of `body_ends` yet
         self._casts: regions.region | None = None
         self._exit_watch: Any = None
-        # If the loss is scaled, hooks add the gradients of the loss, and of the scaled loss, in the body's backward
-        # passes.
+        # If the loss is scaled, hooks append the gradients of the loss, and of the scaled loss, to these two lists. At
+        # the exit they show which of the two losses the body's backward passes went through.
         self._of_loss: list[Tensor] = []
         self._of_scaled: list[Tensor] = []
         self._hooks: list[Any] = []
         self._others: slips.OtherBackwards | None = None  # None except in the optimizers' first body
-        self._returned: weakref.ref[Tensor] | None = None  # the scaled loss; weak, so as not to keep its graph
+        self._returned: weakref.ref[Tensor] | None = None  # the scaled loss; weak, so that its graph can be freed
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -101,11 +101,11 @@ class ScaledBackward(Block):
             if scaled.requires_grad:  # hooks that are builtins cost no Python frame
                 self._hooks.append(loss.register_hook(self._of_loss.append))
                 self._hooks.append(scaled.register_hook(self._of_scaled.append))
-                # Only in first bodies, and not with FSDP, which calls such hooks after the backward pass has ended.
+                # Only in first bodies. Not with FSDP, which calls parameters' hooks after the backward pass has ended.
                 first = self.stashes[0].bodies == 1
                 if first and all(stash.bodies == 1 and not stash.neighbours.sharded for stash in self.stashes):
                     self._others = slips.OtherBackwards()
-                    self._hooks.append(self._others)  # before `watch`, so that after an interrupt its hooks are removed
+                    self._hooks.append(self._others)  # before `watch`: `close` removes hooks even after an interrupt
                     self._others.watch(scaled, self.params())
         else:
             scaled = loss.float() if loss.dtype in LOW_PRECISION else loss
@@ -218,7 +218,7 @@ class ScaledBackward(Block):
                 )
 
     def claim_other_gradients(self) -> None:
-        """Set aside gradients of parameters that these optimizers do not hold: backward must not add to them.
+        """Set aside gradients of parameters that the body's optimizers do not hold: backward must not add to them.
 
         Here there are no such parameters; a subclass (around/shared_backward.py) overrides this.
         """
@@ -328,7 +328,7 @@ class ScaledBackward(Block):
             self.forget_taken(gone)
 
     def forget_taken(self, params: set[int]) -> None:
-        """Drop the set-aside gradients of the parameters with these ids."""
+        """Drop the set-aside gradients of the parameters with these ids, so that the exit does not restore them."""
         for stash in self.stashes:
             taken = stash.backward.aside
             stash.backward.aside = {key: aside for key, aside in taken.items() if key not in params}
@@ -345,10 +345,10 @@ class ScaledBackward(Block):
         ]
 
     def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
-        """Return for each optimizer its stash, its parameters, and those of them that no earlier optimizer holds."""
+        """Return per optimizer (stash, parameters, its parameters that no optimizer earlier in the list holds)."""
         known = self.stashes[0].masters.of_groups(self.optimizers[0].param_groups)
         return [(self.stashes[0], known, known)]
 
     def params(self) -> list[Tensor]:
-        """Return the parameters of these optimizers, each once."""
+        """Return the parameters of the body's optimizers, each once."""
         return self.stashes[0].masters.of_groups(self.optimizers[0].param_groups).distinct_params

@@ -33,7 +33,7 @@ def refuse_unscaled(of_loss: Sequence[Tensor], scale: Tensor, params: list[Tenso
         return  # `torch.autograd.grad` returned the gradients, and stored none
     number = scale.item()
     if max(grad.detach().abs().max().item() for grad in of_loss) ** 2 >= number > 1.0:
-        return  # user code has multiplied the loss by `amp.loss_scale(optimizer)`
+        return  # correct: user code has multiplied the loss by `amp.loss_scale(optimizer)`
     raise RuntimeError(
         f"scale_loss: a backward pass in the body went through the loss, and none through the scaled loss: the exit "
         f"would make these gradients {number:g} times too small; {_WRITE}, not `loss.backward()`"
@@ -147,14 +147,14 @@ def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
 
 
 class OtherBackwards:
-    """A detector of backward passes in a body that reach its parameters, but not through the scaled loss."""
+    """A detector of backward passes in a body that reach parameters of its optimizers without the scaled loss."""
 
     def __init__(self) -> None:
         self._running, self._found = 0, False
         self._handles: list[Any] = []
 
     def watch(self, scaled: Tensor, params: list[Tensor]) -> None:
-        """Register hooks that detect such a backward pass until `remove`."""
+        """Register hooks, until `remove`, that note a backward pass which reaches `params` but not `scaled`."""
         self._handles.append(scaled.register_hook(self._begins))
         for param in params:
             if param.requires_grad:
@@ -176,7 +176,7 @@ class OtherBackwards:
             self._handles.pop().remove()
 
     def warn(self) -> None:
-        """Warn if such a backward pass was detected."""
+        """Warn if the hooks of `watch` have noted a backward pass: the exit divides its unscaled gradients too."""
         if self._found:
             warnings.warn(
                 "scale_loss: a backward pass in the body went past the scaled loss, and the exit divides its gradients "
@@ -186,9 +186,9 @@ class OtherBackwards:
 
 
 class TooLate:
-    """A hook of a scaled loss that was not used in its body: a later backward pass through it raises.
+    """A hook of a scaled loss that its body did not use: a backward pass through that loss after the body raises.
 
-    If another body is running then, the hook does nothing.
+    If another body of the optimizer is running at that time, the hook does nothing.
     """
 
     def __init__(self, stash: Stash) -> None:
@@ -272,9 +272,10 @@ def refuse_scaled(loss: Tensor) -> None:
 
 
 class SupportsScaling:
-    """The descriptor of an attribute of optimizers that torch's `GradScaler.step` reads first.
+    """The descriptor of `_step_supports_amp_scaling`, which torch's `GradScaler.step` reads before anything else.
 
-    The read raises if the GradScaler would divide gradients a second time, or would not find them.
+    The read raises if the GradScaler would unscale gradients that `scale_loss` has unscaled, or would leave gradients
+    on a cast model's weights, where the step on the masters does not find them.
     """
 
     NAME = "_step_supports_amp_scaling"
@@ -297,7 +298,7 @@ class SupportsScaling:
 
 
 def _check_scaler(optimizer: Any, scaler: Any) -> None:
-    """Raise if `scaler.step(optimizer)` of torch's own GradScaler would use wrong gradients."""
+    """Raise if torch's own `scaler.step(optimizer)` would unscale gradients twice, or not move them to masters."""
     stash = stash_of(optimizer)
     if stash is None or not stash.enabled or any(c.__module__.startswith("amp_patch") for c in type(scaler).__mro__):
         return

@@ -77,11 +77,11 @@ class DeviceSkip:
         self._flags = DeviceNumbers(flags)
 
     def here(self) -> bool:
-        """Tell whether the flags have arrived, so that `read` returns at once."""
+        """Tell whether the flags have arrived on the host, so that `read` returns without a wait."""
         return self._flags.here()
 
     def read(self) -> list[LossScaler]:
-        """Return the scalers whose losses overflowed, and notify the others of the step (`stepped`).
+        """Return the scalers whose losses overflowed; for all other scalers call `stepped`.
 
         Syncs with the device if the flags have not arrived.
         """
@@ -320,7 +320,7 @@ class Stash:
             joints.tell(joints.unpickled)
 
     def note_gathered(self) -> None:
-        """Set `gathered` if any master has a gradient, and route `param.grad` accordingly."""
+        """Set `gathered` if any master has a gradient, so that `param.grad` returns it (`route_grads`)."""
         self.gathered = self.gathered or bool(with_gradient(self.masters.links.masters))
         self.route_grads()
 
@@ -338,7 +338,7 @@ class Stash:
             self.backward.aside = {key: aside for key, aside in taken.items() if key in there}
 
     def clear_found(self) -> None:
-        """Forget overflows of gradients that were cleared.
+        """Clear `found`: the gradients that overflowed were cleared, so the next step is not skipped because of them.
 
         With `two_passes` overflows are not forgotten, because the first pass has moved the weights by these gradients.
         """
@@ -368,7 +368,7 @@ def distinct_pairs(optimizers: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor]]
 
 
 def note_sharing(optimizers: Sequence[Any]) -> None:
-    """Store, for each of a training's optimizers, the others that hold parameters of it."""
+    """Store in each optimizer's stash (`sharing`) which other optimizers of the training hold parameters of it."""
     held = [
         (optimizer, stash, {id(param) for param, _ in stash.masters.pairs(optimizer.param_groups)})
         for optimizer in optimizers
@@ -395,7 +395,7 @@ def _still_in_training(refs: list[weakref.ref[Any]]) -> list[tuple[Any, Stash]]:
 
 
 def overflowed(scalers: list[LossScaler], flags: list[float]) -> list[LossScaler]:
-    """Return the scalers whose flag is not 0; call `stepped` of the others, as the step was taken for their losses."""
+    """Return the scalers whose flag is not 0; call `stepped` of all others, since their losses allowed the step."""
     for scaler, flag in zip(scalers, flags, strict=True):
         if not flag:
             scaler.stepped()

@@ -38,7 +38,7 @@ class Strategy:
     """A way to make the steps of a class of optimizers.
 
     Attributes:
-        waits: whether the strategy is for deferred gradients (low-precision ones, not yet converted to FP32). If so,
+        waits: whether the strategy takes deferred gradients, so that no FP32 ones are made before the step. If so,
             `suits` is called only for optimizers whose gradients may be deferred.
     """
 
@@ -49,11 +49,11 @@ class Strategy:
         return False
 
     def knows(self, optimizer: Any, stash: Stash) -> bool:
-        """Tell whether the strategy takes deferred gradients with the optimizer's present settings; log why not."""
+        """Tell whether the strategy takes deferred gradients at the optimizer's present settings; if not, log why."""
         return False
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
-        """Tell whether the strategy can make the coming step; log why not. `given`: as in `Step`."""
+        """Tell whether the strategy can make the coming step; if not, log why. `given`: as in `Step`."""
         raise NotImplementedError
 
     def run(self, step: Step, plain: Plain) -> Any:
@@ -392,7 +392,7 @@ def consume(stash: Stash) -> None:
 
 
 def _awaited_by_others(stash: Stash) -> set[int]:
-    """Return the ids of the masters that another optimizer of the training holds too and has yet to step with."""
+    """Return the ids of the masters that another optimizer of the training also holds, and has not stepped yet."""
     awaited: set[int] = set()
     for _, known in sharing(stash):
         if known.gathered:

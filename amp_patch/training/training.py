@@ -98,7 +98,7 @@ def begin_training(
     methods: tuple[str, ...] = (),
     process_group: Any = None,
 ) -> Training:
-    """Make a training of models and innermost optimizers that were checked and are in no other training."""
+    """Make and enter a training of models and innermost optimizers that are checked and in no other training."""
     scalers = [dialect.scaler.of(policy, loss_id=loss_id, verbosity=verbosity) for loss_id in range(num_losses)]
     trainings[:] = [training for training in trainings if training.alive()]
     optimizers = Siblings(map(weakref.ref, targets))
@@ -161,7 +161,7 @@ def check_arguments(
     model_tensors.check_methods(models, methods)
     if dialect.takes_any_type:
         known = [known for training in trainings for ref in training.models if (known := ref()) is not None]
-        earlier = [model for model in known if model_forward.policy_of(model) is not None]  # others were restored
+        earlier = [model for model in known if model_forward.policy_of(model) is not None]  # without restored models
         # A copied model is in no training, but its state tells which of its parameters came in low precision.
         earlier += [m for model in models for m in model.modules() if followed_policy(m) is not None]
         incoming.arrive(models, {id(p) for known in earlier for p in known.parameters()})
@@ -228,8 +228,8 @@ def enter(
             neighbours=Neighbours(
                 siblings=training.optimizers,
                 models=[weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())],
-                # Also FSDP modules without a parameter in any optimizer: user code may add their parameters to this
-                # one.
+                # Also FSDP modules without a parameter in any optimizer: user code may add their parameters to
+                # this optimizer later.
                 sharded=[weakref.ref(module) for module, inside in sharded if held & inside or not owned & inside],
                 unowned=unowned,
                 process_group=process_group,

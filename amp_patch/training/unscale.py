@@ -19,7 +19,7 @@ from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing
 
 
 def first_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """Return the first gradient of a master, or of its parameter if the master has none; None if there is none."""
+    """Return the first gradient in `pairs`: the master's, else its parameter's; None if no pair has a gradient."""
     for param, master in pairs:
         if param is not master and has_gradient(master):
             return master.grad
@@ -105,7 +105,7 @@ def _record(
         stash.note_found(scaler, overall)
         if stash.two_passes:
             _move_nothing(optimizer, stash)
-        for other, its in sharing(stash):  # without this, it would step with shared gradients that have overflowed
+        for other, its in sharing(stash):  # else `other` would step with shared gradients that have overflowed
             if all(other is not one for one in optimizers):
                 its.note_found(scaler, overall)
     scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
@@ -140,7 +140,7 @@ def _leave_in_low_precision(
 
 @torch.no_grad()
 def _move_nothing(optimizer: Any, stash: Stash) -> None:
-    """If a gradient overflowed, set all gradients of the optimizer to 0; no sync.
+    """If a gradient overflowed, set all gradients of a two-pass optimizer (SAM) to 0; no sync.
 
     A wrapper such as SAM moves the weights by these gradients before its second pass. With NaN in the weights, the
     second pass would write NaN into the running statistics of batch norms. The step itself is skipped later.
@@ -168,5 +168,5 @@ def unscale_pending(optimizer: Any) -> None:
         unscale([holder, *left], pending.scaler, pending.inverse())
         for other in (holder, *left):
             known_stash(other).route_grads()
-        if pending.updates == pending.scaler.updates:  # else a later exit has updated the scale for this one too
+        if pending.updates == pending.scaler.updates:  # else a later exit has updated the scale for these gradients too
             pending.scaler.update()

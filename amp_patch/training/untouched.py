@@ -1,6 +1,6 @@
 """The step of optimizers at O0, where the policy changes nothing: they keep their class, and torch's hooks are enough.
 
-These trainings have no masters and no loss scale. The hooks disable the casts of other trainings during the step. They
+Trainings at O0 have no masters and no loss scale. The hooks disable the casts of other trainings during the step. They
 also call the functions of `joints.captured` in a capture, and `consume` after the step.
 """
 
@@ -37,7 +37,7 @@ class _HookedStep:
 
 
 def hook(optimizer: Any) -> list[Any]:
-    """Register the hooks of `optimizer`; return their handles."""
+    """Register hooks that do around a step at O0 what `Step` does at other levels; return their handles."""
     return [optimizer.register_step_pre_hook(_before), optimizer.register_step_post_hook(_after)]
 
 

@@ -121,7 +121,7 @@ class _Watch:
         self.models = [weakref.ref(model) for model in models]
         self.weights, self.dtype = [weakref.ref(weight) for weight in weights], weights[0].dtype
         self.state, self.written = _state_of(weights), set[int]()
-        self.looks_left = 4  # comparisons of values left; each syncs with the device
+        self.looks_left = 4  # how many more times values may be compared, since each time syncs with the device
 
     def look(self) -> list[str]:
         """Return the names of modules that are averages: all weights were written before this step and the last one."""
@@ -133,7 +133,7 @@ class _Watch:
             return []
         written = {key for key in now if self.state.get(key, now[key]) != now[key]}
         twice, self.state, self.written = written & self.written, now, written
-        if twice:  # at O3 a weight that was unfrozen has no master, but an optimizer holds it
+        if twice:  # not weights that an optimizer steps: at O3 unfrozen ones have no master
             twice -= {id(p) for each in (*_watches, *_seen) for group in each.param_groups for p in group["params"]}
             twice -= {id(weight) for weight in weights if link_of(weight) is not None}
         self.looks_left -= bool(twice)

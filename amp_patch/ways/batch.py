@@ -19,11 +19,11 @@ Group = dict[str, Any]
 
 
 class NotKnown(Exception):
-    """Raised for a setting or a state that the kernels do not support."""
+    """The error for a setting or state that the kernels do not support: the optimizer's own code makes the step."""
 
 
 class BatchState(Enum):
-    """The progress of the step of a batch."""
+    """Who steps a batch, and whether it is stepped: an interrupted step goes on from here."""
 
     NEW = auto()
     STEPPED = auto()  # a kernel has written masters and weights
@@ -63,7 +63,7 @@ class Batch:
     getter = itemgetter  # getter(name)(state of a master) -> the tensor that the kernel takes
 
     def ready(self) -> Batch:
-        """Set the tensors that the kernel writes, and return the batch."""
+        """Set `stepped`, `version` and the arguments of stochastic rounding, when the batch is complete; return it."""
         self.stepped, self.seed, self.draws, self.starts = kernel_tensors(self.masters)
         self.version = self.stepped[0]._version
         return self
@@ -81,7 +81,7 @@ class Batch:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keyword arguments common to all kernels."""
+        """The keyword arguments that the kernels of all optimizers take: weights, factors, stochastic rounding."""
         low = None if self.draws else self.weights or None
         chance = {"seed": self.seed, "draws": self.draws, "starts": self.starts}
         return {"low": low, "factors": self.factors, **chance}

@@ -1,8 +1,8 @@
 """Gradient release: backward steps each parameter once its gradient is complete, and frees the gradient.
 
 The gradients of the whole model never exist at once, which saves 2 bytes per parameter at O5 and 4 at O4. One call of
-the step costs the same for a bias as for a large weight. Therefore small parameters are deferred until `TOGETHER`
-elements are ready, or the backward ends, and are stepped in one call.
+the step costs the same for a bias as for a large weight. Therefore small parameters are queued until they have
+`TOGETHER` elements, or the backward ends, and are stepped in one call.
 
 The `optimizer.step()` after backward finds no gradients left. It ends the iteration: it calls the hooks, and schedulers
 count it. The results equal a step after backward, bit for bit, if the optimizer steps each parameter independently and
@@ -45,7 +45,8 @@ from amp_patch.ways.partial_step import PartialStep, Written
 _WHOLE_WITH = ("capturable", "differentiable")
 _BACKWARD_OF_FUNCTION = BackwardCFunction.apply.__code__
 
-# Elements that are stepped in one call. At most this many gradient elements are kept, next to one larger parameter's.
+# Parameters are queued until they have this many elements. So the queue has fewer gradient elements than this, apart
+# from the parameter that fills it.
 TOGETHER = 2**16
 
 # id -> parameter or master, for all that are stepped in backward.
@@ -122,7 +123,7 @@ class _Release(Strategy):
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._ready: list[tuple[int, Tensor]] = []  # (index of the group, parameter): deferred to the next call
+        self._ready: list[tuple[int, Tensor]] = []  # the queue: (index of the group, parameter)
         self._elements = 0  # number of elements in `_ready`
         self._task = -1  # autograd's id of the backward whose end is to call `_step_ready`
         self._reached: set[int] = set()  # ids of parameters whose gradients came since the last `step()`
@@ -167,7 +168,7 @@ class _Release(Strategy):
         self._groups = {id(master): index for index, group in groups for master in group["params"]}
 
     def end(self, *_: Any) -> None:
-        """After the optimizer's `step()`: reset for the next iteration."""
+        """Forget, after the optimizer's `step()`, which parameters and settings this iteration has stepped."""
         self._forget_ready()
         self._reached.clear()
         self._body, self._written = None, Written()
@@ -178,7 +179,7 @@ class _Release(Strategy):
     def run(self, step: Step, plain: Plain) -> Any:
         """Step the parameters that no backward has stepped, and sync only their masters with edits by user code.
 
-        Syncing the others too would cost a pass over all weights.
+        A sync of the stepped masters too would cost a pass over all weights.
         """
         reached = {id(link.master): link.master for param, link in step.links if id(param) in self._reached}
         step.links = step.links.without({key for key, master in reached.items() if not has_gradient(master)})
@@ -186,7 +187,7 @@ class _Release(Strategy):
         return self._run_rest(step, strategy, plain) if self._written else strategy.run(step, plain)
 
     def _run_rest(self, step: Step, strategy: Strategy, plain: Plain) -> Any:
-        """Step the groups that no backward has reached, or that have gradients; then write back the settings of all.
+        """Step the groups that no backward has stepped, or that have gradients; then write back collected settings.
 
         A registered class may count its steps in groups or attributes. As in portions, each partial step begins with
         the same count, and the new count is written back once.
@@ -211,7 +212,7 @@ class _Release(Strategy):
         return result
 
     def _gradient_is_whole(self, param: Tensor) -> None:
-        """Defer `param`, whose gradient autograd has just completed; step the deferred ones once they suffice."""
+        """Queue `param`, whose gradient autograd has just completed; step the queue if it has `TOGETHER` elements."""
         optimizer = self._optimizer()
         stash = None if optimizer is None else stash_of(optimizer)
         if stash is None or optimizer is None or (body := stash.backward.body) is None or own_grad(param) is None:
@@ -219,7 +220,7 @@ class _Release(Strategy):
         master = master_of(param)
         index = self._groups.get(id(param if master is None else master))
         if index is None:
-            return  # user code has taken it out of the groups
+            return  # user code has removed the parameter from the groups
         self._refuse(stash, param)
         self._body = body
         self._reached.add(id(param))
@@ -276,7 +277,7 @@ class _Release(Strategy):
 
 
 def _is_nested() -> bool:
-    """Return whether the running backward was started inside the backward of an autograd.Function."""
+    """Return whether an autograd.Function's backward started this backward: its gradients may be incomplete."""
     frame = sys._getframe(1)
     while frame.f_code is not _BACKWARD_OF_FUNCTION:
         if frame.f_back is None:
@@ -323,12 +324,12 @@ def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], wri
 
 
 def _suiting(step: Step, plain: Plain, kind: Any) -> Strategy:
-    """Return the strategy of the class `kind` for this step."""
+    """Return the strategy of the generated class `kind`, or WHOLE if it cannot make this step or `step` was patched."""
     return suiting(kind.strategy, step, trusted=is_untouched(plain) or plain in trusted_steps)
 
 
 def _let_wait(linked: list[tuple[Tensor, Link]], waiting: HalfGradients | None) -> list[tuple[Tensor, Tensor]]:
-    """Defer the low-precision gradients that can be deferred; return (param, master) of the others.
+    """Defer the low-precision gradients that can be deferred; return the pairs whose gradients cannot.
 
     `HalfGradients.take` is not used, because it refuses a gradient that is referenced elsewhere. In a hook autograd
     references each gradient too, but does not write it.

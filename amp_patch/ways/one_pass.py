@@ -82,7 +82,7 @@ def _adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
 
 
 def _adam_settings(batch: Batch) -> dict[str, Any]:
-    """Return the arguments with the same names in torch's Adam, AdamW and FusedAdam."""
+    """Return the kernel's arguments for settings that torch's Adam, AdamW and FusedAdam name alike."""
     beta1, beta2 = batch.group["betas"]
     numbers = {name: batch.group[name] for name in ("eps", "weight_decay")}
     return {"lr": _number(batch.group["lr"], batch), "beta1": beta1, "beta2": beta2, **numbers, **batch.settings}
@@ -146,7 +146,7 @@ def _fused_adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
 
 
 def _number(value: Any, batch: Batch) -> Any:
-    """Return a setting for the kernel: a number, or a tensor on the parameters' device; a CPU tensor is read."""
+    """Return a setting as the kernel takes it: a number (read from a CPU tensor), or a tensor on its device."""
     if not isinstance(value, Tensor) or value.device == batch.masters[0].device:
         return value
     return value.item() if value.device.type == "cpu" else value.to(batch.masters[0].device)
@@ -251,7 +251,7 @@ IN_ONE_PASS = InOnePass()
 
 
 def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain) -> None:
-    """Step the batches that are not stepped yet: by kernels, or by the optimizer's own code, which counts its steps."""
+    """Step the batches that are not stepped yet: by kernels, or by the class's code if the kernels refuse a batch."""
     optimizer, links = step.optimizer, step.links
     masters = (master for batch in batches for master in batch.masters)
     left = without_materialized(masters, partial(_run_kernels, step, batches))
@@ -271,7 +271,7 @@ def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain
 
 
 def done(step: Step, left: LinkList | None = None) -> None:
-    """Record that the step is made, and that all weights are in sync with their masters except the links in `left`."""
+    """Record that the step is made, and that all weights except those of `left` are in sync with their masters."""
     # Set `stepped` first: after Ctrl-C inside `save` the version counters no longer show that the step is made.
     step.stepped = True
     links = step.links if left is None else step.links.without(set(map(id, left.masters)))
@@ -303,7 +303,7 @@ def _run_kernels(step: Step, batches: list[Batch]) -> list[Batch]:
 
 
 def _is_ordinary(optimizer: Any, group: Group, flag: Tensor | None) -> bool:
-    """Return whether the kernels support all settings of the group."""
+    """Return whether the kernels support all settings of the group: numbers, not tensors, and no `capturable`."""
     if group.get("capturable") or group.get("differentiable") or getattr(optimizer, "grad_scale", None) is not None:
         return False
     if flag is None and getattr(optimizer, "found_inf", None) is not None:  # a GradScaler's
@@ -315,7 +315,8 @@ def _is_ordinary(optimizer: Any, group: Group, flag: Tensor | None) -> bool:
 def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
     """Return batches of the parameters that have a gradient.
 
-    In each group and on each device there are up to three: with a deferred gradient, with a master, without a master.
+    A group has up to three batches on a device: parameters with deferred gradients, other parameters with a master, and
+    parameters without one.
 
     Raises:
         NotKnown: a gradient is sparse.
@@ -340,7 +341,7 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
             if grad is None:
                 continue
             if grad.layout is not torch.strided:
-                raise NotKnown  # torch's own step may raise, before it steps any parameter
+                raise NotKnown  # sparse: torch's own step takes it or raises, before any parameter is stepped
             which = (waits, linked is None, grad.device)
             batch = batches.setdefault(which, kind(group, factors if waits else ()))
             batch.masters.append(master)

@@ -17,7 +17,7 @@ NOT_ATTRIBUTES = ("param_groups", "state")
 
 
 def new_of_class(optimizer: Any) -> Any:
-    """Return an object of the class of `optimizer`, without attributes."""
+    """Return an object of the optimizer's own class, made without `__init__`: it has no attributes yet."""
     return object.__new__(base_class(optimizer))
 
 
@@ -54,11 +54,11 @@ class PartialStep:
             shell.param_groups.append(kind(group, params=params if replace is None else list(map(replace, params))))
 
     def attributes(self) -> dict[str, Any]:
-        """Return the attributes that the code has set on the shell."""
+        """Return the attributes of `shell` that the class's own code has set or replaced."""
         return changed(vars(self.optimizer), vars(self.shell), NOT_ATTRIBUTES)
 
     def give_back_attributes(self) -> None:
-        """Copy these attributes to the optimizer."""
+        """Copy the attributes that the class's own code has set on `shell` to the user's optimizer."""
         vars(self.optimizer).update(self.attributes())
 
 
@@ -98,7 +98,7 @@ class Written:
         return self._attributes is not None
 
     def has(self, group: Group) -> bool:
-        """Return whether a partial step of this group has been noted."""
+        """Return whether `note` has received a partial step with this group."""
         return id(group) in self._settings
 
     def note(self, partial: PartialStep) -> None:

@@ -96,7 +96,7 @@ def is_registered(base: Any) -> bool:
 
 
 def registration_of(base: Any) -> Registration | None:
-    """Return the Registration of `base`, or None."""
+    """Return the Registration of `base`; None if it is not registered, or its `step` has been replaced since."""
     return _registered[base] if is_registered(base) else None
 
 

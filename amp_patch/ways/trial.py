@@ -37,7 +37,10 @@ SHIFT = 64.0  # added to the weights of one toy: a state that holds weights is t
 
 
 def check_optimizer(optimizer: Any, policy: Policy) -> None:
-    """Call `check` if `policy` may lead to steps in portions (master weights), or stores the state in 8 bits."""
+    """Raise ValueError if a registered optimizer class fails the self-check (`check`).
+
+    Only policies with masters, which lead to steps in portions, or with 8-bit state need this check.
+    """
     if policy.master_weights or policy.optimizer_state is not None:
         check(stateful(optimizer), policy.optimizer_state is not None)
 
@@ -99,7 +102,7 @@ def _reason_against(optimizer: Any, found: Registration, keeps_codes: bool) -> s
 
 
 def _small_shapes(params: Sequence[Tensor]) -> list[Shape]:
-    """Return two to five small shapes with the dimensionalities of `params`."""
+    """Return two to five shapes for toy parameters, with the numbers of dimensions that `params` have."""
     shapes = list(dict.fromkeys(tuple(param.shape) for param in params))
     chosen = [tuple(min(size, 3 + place) for size in shape) for place, shape in enumerate(shapes[:5])]
     return chosen * 2 if len(chosen) == 1 else chosen
@@ -138,7 +141,7 @@ def wave(shape: Shape, pace: float, start: float, dtype: torch.dtype = torch.flo
 
 
 def _give_gradients(toy: Any, step: int) -> None:
-    """Set new gradients, small and large. In step 1 the second parameter of each group has none."""
+    """Give the toy new gradients of many magnitudes. In step 1 the second parameter of each group has none."""
     for index, group in enumerate(toy.param_groups):
         for place, param in enumerate(group["params"]):
             grad = wave(tuple(param.shape), 1.7, place + 3.0 * step + index, param.dtype)
@@ -158,7 +161,7 @@ def _step_toy(toy: Any, plain: Plain, by_itself: bool) -> None:
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Return whether parameters, their state, further entries of `state` and settings are equal bit for bit."""
+    """Return whether the parameters, states, settings and numeric attributes of two toys are equal bit for bit."""
     return same(_numbers_of(one), _numbers_of(other))
 
 

@@ -71,7 +71,7 @@ class Pool {
 thread_local Pool pool;
 thread_local uint64_t emulated_calls = 0;
 
-// A buffer of the pool, and an FP32 tensor in its memory.
+// A buffer taken from the thread's pool, and an FP32 tensor of the wanted shape in its memory.
 struct Wide {
   Wide(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t elements)
       : buffer(pool.take(elements)), tensor(buffer.as_strided(sizes, strides)) {}
@@ -120,7 +120,7 @@ class Product final : public c10::OperatorKernel {
     const size_t first = stack->size() - arguments.size();
     const auto low = type_of(stack->data() + first, arguments.size());
     if (!low.has_value()) return op.redispatchBoxed(keys & BELOW, stack);
-    RECORD_FUNCTION("amp_patch::emulated", {});  // in users' profiles, inside of the op's own event
+    RECORD_FUNCTION("amp_patch::emulated", {});  // shows in users' profiles which ops are emulated
     ++emulated_calls;
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     std::vector<Wide> wide;

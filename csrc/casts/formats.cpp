@@ -57,8 +57,8 @@ struct Format {
         exponent_of_largest(int64_t(bits_of_float(float(most)) >> 23) - 127) {}
   float largest;
   uint32_t least_exponent;  // the least exponent of normal numbers, as FP32 bits
-  uint32_t to_magic;        // added to a number's exponent: the exponent of 2**23 format steps
-  uint32_t to_step;         // subtracted from a number's exponent: the exponent of the format's step
+  uint32_t to_magic;        // plus a number's exponent: the exponent of 2**23 format steps
+  uint32_t to_step;         // a number's exponent minus this: the exponent of the format's step
   int64_t exponent_of_largest;
 };
 

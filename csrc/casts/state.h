@@ -185,7 +185,7 @@ struct Thread {
   }
 
   void clear() {
-    Casts gone;  // freed at the end, as above
+    Casts gone;  // freed at the end, as in `erase`
     gone.swap(casts);
   }
 };
@@ -198,7 +198,7 @@ inline Followed& everyone() {
   return *followed;
 }
 inline Acting everyones_acting;                   // copy of everyone().acting that a call reads without a test
-inline std::atomic<int> everyones_emulated = -1;  // the type that it emulates, for threads without the GIL; -1 for none
+inline std::atomic<int> everyones_emulated = -1;  // type that this policy emulates, read without the GIL; -1 for none
 
 inline const Followed* region_here() {
   return this_thread != nullptr && this_thread->inside ? &this_thread->followed : nullptr;

@@ -56,7 +56,7 @@ const Known* known_product(const py::object& original) {
 }
 
 bool is_operand(PyObject* object) {
-  return is_plain(object) && THPVariable_Unpack(object).layout() == at::kStrided;  // Python has the rule of sparse ones
+  return is_plain(object) && THPVariable_Unpack(object).layout() == at::kStrided;  // sparse ones go to Python
 }
 
 bool are_operands(const Arguments& given, bool takes_bias) {
@@ -162,7 +162,7 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flagged, Py
   }
 }
 
-// The call of a wrapper that Python sees as a builtin: `self` is the builtin's `__self__`, the Wrapper.
+// Calls the Wrapper of a patched builtin, for which Python sees a new builtin: `self` is its `__self__`, the Wrapper.
 PyObject* builtin(PyObject* self, PyObject* const* values, Py_ssize_t positional, PyObject* names) {
   return vectorcall(self, values, size_t(positional), names);
 }

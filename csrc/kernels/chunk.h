@@ -53,7 +53,8 @@ C10_HOST_DEVICE inline void with_element(c10::ScalarType dtype, const Visit& vis
   }
 }
 
-// Calls visit(U()) with an unsigned integer of the element size of `dtype`. Moving bits needs half as many branches.
+// Calls visit(U()) with an unsigned integer of the element size of `dtype`. Code that only moves bits needs half as
+// many branches by size as by dtype.
 template <class T, int V, class Visit>
 C10_HOST_DEVICE inline void with_size(c10::ScalarType dtype, const Visit& visit) {
   if constexpr (std::is_same_v<T, double>) {
@@ -160,7 +161,7 @@ C10_HOST_DEVICE inline void store(void* data, c10::ScalarType dtype, int k, cons
   });
 }
 
-// Copies P packs of a row bit by bit, NaNs too, from tensor 0 to tensor 1 of the same dtype.
+// Copies P packs of a row from tensor 0 to tensor 1 of the same dtype, without a conversion, which would change NaNs.
 template <class T, int V, int P, class Places>
 C10_HOST_DEVICE inline void copy_bits(void* data, c10::ScalarType dtype, const Places& places,
                                       const Bits<T, V> (&bits)[P]) {

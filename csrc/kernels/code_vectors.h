@@ -56,7 +56,7 @@ struct CodeLoops {
   }
 
  private:
-  // The bits of the largest magnitude; a NaN's are above all others.
+  // The FP32 bits of the largest magnitude; the bits of a NaN are above all numbers'.
   static uint32_t most_of(const float* values, int64_t n) {
     uint32_t most = 0;
     int64_t i = 0;

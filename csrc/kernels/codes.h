@@ -39,7 +39,7 @@ template <bool kSigned>
 inline constexpr float kTop = kSigned ? 1.0f : 0x1p15f;
 constexpr uint16_t kTopOfSquares = 0x7800;
 
-// The scale of a block, by the bits of its largest magnitude.
+// The scale of a block whose largest magnitude has the FP32 bits `most`.
 template <bool kSigned>
 C10_HOST_DEVICE inline float scale_of(uint32_t most) {
   if (most >= kMost) return from_bits(kNan);
@@ -50,21 +50,22 @@ C10_HOST_DEVICE inline float scale_of(uint32_t most) {
 // Whether a block with this scale has codes. If its scale is 0 or NaN, all codes are 0.
 C10_HOST_DEVICE inline bool has_numbers(float scale) { return scale == scale && scale != 0; }
 
-// The smallest FP16 bits that a number in a block with this scale is encoded from.
+// The floor of `code_of`: it raises the FP16 bits of a smaller magnitude to this. For squares these are the bits of
+// code 1, so that no code decodes as 0, or of the top code if the scale is below kUniform. Momenta have no floor: 0.
 template <bool kSigned>
 C10_HOST_DEVICE inline uint16_t least_of(float scale) {
   if (kSigned) return 0;
   return bits_of(scale) < kUniform ? kTopOfSquares : 1 << 7;
 }
 
-// The number of a code. `unit`: the block's scale / kTop.
+// The FP32 number that a code decodes to. `unit`: the block's scale / kTop.
 template <bool kSigned>
 C10_HOST_DEVICE inline float number_of(uint8_t code, float unit) {
   const int bits = kSigned ? static_cast<int8_t>(code) * (1 << 7) & 0xBFFF : code << 7;
   return times(static_cast<float>(c10::Half(static_cast<uint16_t>(bits), c10::Half::from_bits())), unit);
 }
 
-// The code of y, which is a number times kTop / scale. `least`: the result of least_of for the block.
+// The code of y, a number of the block times kTop / scale. `least`: the block's least_of.
 template <bool kSigned>
 C10_HOST_DEVICE inline uint8_t code_of(float y, int least) {
   const int half = c10::Half(y).x;

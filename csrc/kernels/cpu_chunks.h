@@ -22,16 +22,16 @@ const std::vector<std::string>& instruction_sets();
 // The set in use.
 size_t instruction_set();
 
-// Prefetches the elements of a short tensor. In a long row the processor detects the pattern and prefetches; a short
-// row ends before that.
+// Prefetches the elements of a short tensor. In a long tensor the processor detects the pattern and prefetches by
+// itself; a short tensor ends before that.
 inline void prefetch_short(const void* data, int64_t bytes) {
   constexpr int64_t kLine = 64, kMost = 2048;
   if (bytes > kMost) return;
   for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(static_cast<const char*>(data) + at);
 }
 
-// The chunks of tensors of these sizes. Threads share the work by elements and not by tensors, because a model has many
-// tiny tensors and a few huge ones.
+// The chunks into which tensors of the given sizes are divided. Threads share the work by elements and not by tensors,
+// because a model has many tiny tensors and a few huge ones.
 class CpuChunks {
  public:
   explicit CpuChunks(const std::vector<int64_t>& sizes) : sizes_(sizes) {

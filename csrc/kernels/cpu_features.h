@@ -29,7 +29,7 @@ inline bool cpu_has(at::ScalarType type) {
   constexpr unsigned long asimdhp = 1ul << 10, bf16 = 1ul << 14;  // HWCAP_ASIMDHP, HWCAP2_BF16
   return fp16 ? getauxval(AT_HWCAP) & asimdhp : getauxval(AT_HWCAP2) & bf16;
 #elif defined(__aarch64__) && defined(__APPLE__)
-  return fp16;  // every Apple processor; torch uses no BF16 arithmetic there
+  return fp16;  // every Apple processor has it; torch uses no BF16 arithmetic there
 #else
   return false;
 #endif

@@ -39,12 +39,12 @@ inline Integers high_halves(Integers a, Integers b) {
                                         23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
   return _mm512_permutex2var_epi16(a, odd, b);
 }
-// The inverse: one half of `v`, each element as the high 16 bits of 32.
+// The inverse of high_halves: the 16-bit elements in one half of `v`, each as the high half of 32 bits.
 inline Integers high_from(Integers v, int which) {
   return _mm512_slli_epi32(_mm512_cvtepu16_epi32(half_of(v, which)), 16);
 }
 inline Integers add(Integers a, int b) { return _mm512_add_epi32(a, _mm512_set1_epi32(b)); }
-// v + 1 if bit 16 of `bits`, the last one that stays, is set: so ties round to even.
+// v + 1 if bit 16 of `bits`, the last bit of the BF16 result, is set: so ties round to even.
 inline Integers add_odd(Integers v, Integers bits) {
   const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
   return _mm512_mask_add_epi32(v, odd, v, _mm512_set1_epi32(1));

@@ -68,11 +68,11 @@ __global__ void run_once(F f) {
 // ---------------------------------------------------------------------------------------------------------------------
 // On the host
 
-// The launches of one job's rows of one kind.
+// Launches the kernels over a job's rows of one type, Row or StridedRow.
 template <class T, int N, class F, class R>
 void launch_job(std::vector<R> rows, const Job<N>& job, const F& f, c10::Device device) {
   static_assert(sizeof(F) + 64 <= 256, "the arguments beside the rows");
-  // float64 is rare, and not worth a second set of kernels.
+  // For float64, which is rare, only kernels with few bytes of arguments are compiled.
   constexpr int kMostBytes = std::is_same_v<T, double> ? kFewBytes : kManyBytes;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index());
   launch_rows<kMostBytes>(

@@ -187,7 +187,7 @@ struct CheckedNorm : Norm<T> {
   }
 };
 
-// Scale, and Norm of the stored values, in one pass.
+// out = factor * x, and the sum of the squares of the stored values, in one pass.
 template <class T>
 struct ScaleNorm : Scale<T> {
   static constexpr bool reduces = true;
@@ -214,7 +214,8 @@ struct Adopt {
   }
 };
 
-// The loss scale after a step; runs once, not per element. Products in FP64, rounded once.
+// Updates the loss scale and its growth counter by the overflow flag. Runs once, not per element; products are in FP64,
+// rounded once.
 struct UpdateScale {
   static constexpr float SMALLEST_SCALE = 0x1p-127f;  // the smallest power of two whose inverse is finite
   float* scale;

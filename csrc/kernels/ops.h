@@ -115,7 +115,7 @@ inline void check_tensor(const at::Tensor& t, c10::Device device) {
   require(is_supported(t.scalar_type()), "dtype");
 }
 
-// The number of elements from the first to the last one, gaps included.
+// The number of places in memory from the first to the last element, with the gaps between them.
 inline int64_t span_of(const at::Tensor& t) {
   int64_t span = 1;
   for (int64_t d = 0; d < t.dim(); ++d) span += (t.size(d) - 1) * t.stride(d);
@@ -209,7 +209,7 @@ inline void check_apart(const Tensors& out, const Facts& facts) {
   for (size_t i = 1; i < spans.size(); ++i) require(spans[i - 1].second <= spans[i].first, "outputs overlap");
 }
 
-// The lists of a call that passed its checks.
+// The lists of a call, after `check_lists` has passed them.
 template <size_t K>
 struct Checked {
   c10::Device device;
@@ -332,7 +332,7 @@ void launch(const Checked<K>& checked, std::array<const Tensors*, N> in, const T
   }
 }
 
-// {total, one norm per tensor}: float64 if any tensor is, else float32.
+// Returns {norm of all tensors, a norm for each tensor}: float64 if any tensor is, else float32.
 template <class Loop>
 std::vector<at::Tensor> norms(const Facts& tensors, const at::Tensor& squares) {
   at::ScalarType dtype = at::kFloat;

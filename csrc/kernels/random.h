@@ -16,7 +16,7 @@ constexpr int kPhiloxRounds = 10;
 constexpr uint32_t kPhiloxFactors[2] = {0xD2511F53u, 0xCD9E8D57u}, kPhiloxKeys[2] = {0x9E3779B9u, 0xBB67AE85u};
 
 // The bits of group `group` of a tensor's elements: element 2 * w of it has the low half of words[w], element 2 * w + 1
-// the high half. On the CPU step_vectors.h has the same for vector registers.
+// the high half. On the CPU `fill_random` of step_vectors.h computes the same bits in vector registers.
 AMP_PATCH_ELEMENT void random_words(uint64_t seed, uint64_t draw, uint64_t group, uint32_t (&words)[4]) {
   constexpr uint32_t kFactor0 = kPhiloxFactors[0], kFactor1 = kPhiloxFactors[1];
   constexpr uint32_t kKey0 = kPhiloxKeys[0], kKey1 = kPhiloxKeys[1];

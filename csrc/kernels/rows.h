@@ -172,7 +172,7 @@ int64_t number_blocks(std::vector<R>& rows, int64_t chunk) {
   return blocks;
 }
 
-// The spans of several launches, over rows that are too many for one launch, or have too many blocks.
+// Divides rows that are too many for one launch, or have too many blocks, into spans for several launches.
 template <class R>
 std::vector<std::vector<Span>> plan_rows(const std::vector<R>& rows, int64_t chunk, int64_t max_rows,
                                          int64_t max_blocks) {

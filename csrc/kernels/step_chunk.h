@@ -65,7 +65,7 @@ C10_HOST_DEVICE inline void write_pack(const StepRow& row, int place, int64_t at
   *global(static_cast<Pack<E, V>*>(row.data[place]) + at) = pack;
 }
 
-// The bits that the masters of a pack are joined from.
+// The stored bits of a pack of masters: a split master's low half and weight, or an FP32 master and its weight.
 template <int V>
 struct MasterBits {
   Bits<float, V> param, weight;
@@ -163,7 +163,8 @@ C10_HOST_DEVICE inline void write_masters(const StepBlocks& row, uint64_t seed, 
   });
 }
 
-// The work of a thread on packs of V elements. The three kinds of work have run<V>(row, at).
+// The work of a thread on packs of V elements: run<V>(row, at) does pack `at`. This is an optimizer's step; StoreWork
+// and JoinWork convert the storage of masters.
 template <class F, bool kRounds>
 struct StepWork {
   F f;
@@ -202,7 +203,8 @@ struct StepWork {
   }
 };
 
-// Converts whole masters, at kGrad, to split ones or rounded weights, and split ones back.
+// StoreWork converts FP32 masters, which are at kGrad, to split masters or stochastically rounded weights. JoinWork
+// converts split masters to FP32.
 template <bool kRounds>
 struct StoreWork {
   uint64_t seed;
@@ -219,7 +221,7 @@ struct JoinWork {
   }
 };
 
-// Does the work of thread `thread` of block `block` in a launch; `found` is the block's row.
+// Does `work` on the packs of one thread of block `block` in a launch; `found` is the block's row.
 template <class Work>
 C10_HOST_DEVICE inline void run_step_chunk(const Work& work, const StepBlocks& found, int chunk, uint32_t block,
                                            int thread) {

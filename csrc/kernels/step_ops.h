@@ -1,9 +1,13 @@
 // The optimizers' steps, each written once: its checks, its numbers, its functor. It is like ops.h, but for kernels
 // that take more tensors of a parameter. A device's loop (`CpuSteps` in steps_cpu.cpp, `CudaSteps` in steps_cuda.cu)
-// has device the c10::DeviceType it serves reads_late whether it reads numbers in memory during its writes, not before
-// them step(StepJob, functor, rule) functor over all tensors; the rule makes a tensor's rates split(StepJob),
-// join(StepJob) whole masters into split ones, and back stochastic_round(StepJob) whole masters into weights
-// encode(StepJob), decode FP32 into codes and scales, and back States in codes (codes.h) are for the CPU's loop alone.
+// has
+//   device                          the c10::DeviceType it serves
+//   reads_late                      whether it reads numbers in memory during its writes, not before them
+//   step(StepJob, functor, rule)    applies the functor to all tensors; the rule computes a tensor's rates
+//   split(StepJob), join(StepJob)   FP32 masters into split ones, and back
+//   stochastic_round(StepJob)       FP32 masters into weights
+//   encode(StepJob), decode         FP32 states into codes and scales (codes.h), and back
+// Only the CPU's loop takes states as codes.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -17,7 +21,7 @@ namespace amp_patch {
 struct StepJob {
   c10::Device device;
   std::vector<StepRow> rows;  // also of empty tensors, whose steps are counted
-  bool host_steps;            // the steps are on the CPU, the rest on another device
+  bool host_steps;            // the counts of steps are on the CPU, all other tensors on a GPU
   UnscaleRule unscale;
   const float* found_inf;          // if it is not 0, nothing changes; null: never skipped
   uint64_t seed;                   // the seed of stochastic rounding

@@ -33,9 +33,9 @@ struct AdamRule {
   using Rates = AdamRates;
   static constexpr bool kCounts = true;  // rates differ from tensor to tensor
   AdamNumbers numbers;
-  Scalar<double> lr, steps;  // `steps`: the steps before this one, if the rows have no counts
+  Scalar<double> lr, steps;  // `steps`: the number of steps before this one, if the rows have no counts
 
-  // Counts the step of a row, and returns its rates.
+  // Adds 1 to the row's count of steps (null: uses `steps`), and returns the rates of this step.
   C10_HOST_DEVICE Rates count(float* step) const {
     Scalar<double> rate = lr, before = steps;
     rate.load();

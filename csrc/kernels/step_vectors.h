@@ -14,7 +14,7 @@ inline Integers sum(Integers a, Integers b) { return _mm512_add_epi32(a, b); }
 inline Integers unless_zero(Integers high, Integers half) {
   return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(high, _mm512_set1_epi32(0x7FFFFFFF)), half);
 }
-// One half of `v`: each element of 16 bits extended to 32, with its sign or with zeros.
+// The 16-bit elements in one half of `v`, each extended to 32 bits: with its sign, or with zeros.
 inline Integers signed_from(Integers v, int which) { return _mm512_cvtepi16_epi32(half_of(v, which)); }
 inline Integers unsigned_from(Integers v, int which) { return _mm512_cvtepu16_epi32(half_of(v, which)); }
 // `v`, or 0 if the bits of `number`, without its sign, are at least `bound`.
@@ -22,8 +22,9 @@ inline Integers if_below(Integers number, int bound, Integers v) {
   const Integers size = _mm512_and_si512(number, _mm512_set1_epi32(0x7FFFFFFF));
   return _mm512_maskz_mov_epi32(_mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(bound)), v);
 }
-// product: the even elements times b, as 64 bits each. odd_of: the odd elements, moved to the even places (the odd
-// places hold rest). zipped: both results back in their places.
+// Products of 32-bit elements by b, in two registers. product: 64-bit products of the elements at even places. odd_of:
+// the elements at odd places, moved to even places for `product`. zipped: the low words of both results in the order of
+// the elements.
 inline Integers product(Integers even, uint32_t b) {
   return _mm512_mul_epu32(even, _mm512_set1_epi32(static_cast<int>(b)));
 }
@@ -34,12 +35,14 @@ inline Integers zipped(Integers even, Integers odd) {
 inline Integers exclusive(Integers a, Integers b, uint32_t c) {
   return _mm512_xor_si512(_mm512_xor_si512(a, b), _mm512_set1_epi32(static_cast<int>(c)));
 }
-// `first` and the numbers after it, in an order for which `transpose` gives consecutive quartets.
+// Counters: `first` and the numbers after it, in an order for which `transpose` puts out their words counter by
+// counter.
 inline Integers counted(uint32_t first) {
   return add(_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), static_cast<int>(first));
 }
 inline Integers fill_integers(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
-// Four registers of words as four registers of quartets.
+// w[i] has word i of the random bits of each counter. Afterwards the registers have the four words of a counter side by
+// side.
 inline void transpose(Integers (&w)[4]) {
   const Integers a = _mm512_unpacklo_epi32(w[0], w[1]), b = _mm512_unpackhi_epi32(w[0], w[1]);
   const Integers c = _mm512_unpacklo_epi32(w[2], w[3]), d = _mm512_unpackhi_epi32(w[2], w[3]);
@@ -99,7 +102,7 @@ inline Lanes times(Lanes a, Lanes b) { return a * b; }
 inline Lanes over(Lanes a, Lanes b) { return {a.v / b.v}; }
 inline Mask less(Lanes a, Lanes b) { return compare<_CMP_LT_OQ>(a.v, b.v); }
 inline Mask is_nan(Lanes a) { return !(a == a); }
-// The bits of numbers; every NaN becomes the one whose low half is 0.
+// The FP32 bits of `p`, ready to be split; every NaN becomes the NaN whose low 16 bits are 0.
 inline Integers numbers(Lanes p) {
   const Lanes nan{same_bits<Register>(add(Integers(), 0x7FC00000))};
   return same_bits<Integers>(where(is_nan(p), nan, p).v);
@@ -130,7 +133,7 @@ struct Loops {
     float* params;
     Low* weights;
 
-    // If the weight differs from the rounded master, user code has edited it: then the master takes its value.
+    // If the weight differs from the rounded master, user code has edited the weight, and the master takes its value.
     float read(int64_t i) const {
       const auto weight = static_cast<float>(weights[i]);
       return static_cast<float>(static_cast<Low>(params[i])) == weight ? params[i] : weight;

@@ -31,7 +31,7 @@ class Tensors {
     if (i < items_.size()) prefetch_object<c10::TensorImpl>(items_[i].unsafeGetTensorImpl());
   }
 
-  // For a loop that bumps versions; called in its turn i.
+  // Prefetches the version counters of tensors behind tensor i. A loop that bumps versions calls it in iteration i.
   void prefetch_versions(size_t i) const {
     static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "a pointer to the counter");
     if (i + 2 * kStage < items_.size()) {
