@@ -15,7 +15,8 @@ class Call:
     Attributes:
         module: name of the module whose forward made the call; None outside of the model's forward.
         op: the function's name.
-        given: keys of the tensors passed in.
+        given: keys of the tensors passed in. A key is the number of a tensor in the log; after a write in place, the
+            tensor has a new key.
         made: keys of the tensors returned.
         harmless: whether non-finite numbers in the result are no fault: user code asked for them (a mask's -inf), or
             the memory is not initialized (`torch.empty`).
