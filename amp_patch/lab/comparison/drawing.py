@@ -77,7 +77,7 @@ def share(value: float) -> str:
 
 
 def stack(parts: dict[str, float], longest: float) -> str:
-    """Return a stacked bar of {name of a colour: length}."""
+    """Return an SVG of a stacked bar: {name of a colour: length of its part}; a bar of `longest` fills the width."""
     left, made = 0.0, ""
     for colour, length in parts.items():
         if length > 0:
@@ -186,7 +186,7 @@ class Plot:
             self.inner.append(f'<path d="{marks}" style="stroke: {var(colour)}; stroke-width: 1.4"/>')
 
     def note(self, words: str, colour: str) -> None:
-        """Write words at the lower right end inside of the axes."""
+        """Write words inside of the axes, at the lower right."""
         place, end = self.WIDTH - self.RIGHT - 2, ' text-anchor="end"'
         self.outer.append(text(place, self.TOP + self.height - 14, words, colour, size=10.5, more=end))
 

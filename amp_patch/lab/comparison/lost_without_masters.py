@@ -1,4 +1,4 @@
-"""Notes on the updates that weights without masters lose, and on the levels and rungs that lose none.
+"""Notes on the updates that weights without masters lose, and on the levels and rungs (O5+split) that lose none.
 
 A rung is a suffix of a level, such as O5+split, with which masters or optimizer state take fewer bytes.
 """
@@ -59,7 +59,7 @@ def _note(dtype: str, share: float) -> str:
 
 
 def with_masters(dtype: str) -> str:
-    """Return the level with masters whose weights have this type."""
+    """Return the name of the level with masters whose weights have this type: "O2" for "float16"."""
     return next(
         name for name, each in OPT_LEVELS.items() if each.master_weights and str(each.dtype) == f"torch.{dtype}"
     )

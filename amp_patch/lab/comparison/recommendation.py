@@ -1,7 +1,8 @@
 """The recommendation of a level, and its reasons.
 
-`standing` has an ordered list of rules; the standing of a level is the name of the first rule that holds for it.
-Headline, card, summary and rows of a report use the standings.
+The standing of a level is one word or two on why it is recommended or not: "better", "faster", "failed", "no gain".
+`standing` has an ordered list of rules; the name of the first rule that holds for the level is its standing. Headline,
+card, summary and rows of a report use the standings.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def gains(found: Recommendation) -> str:
 
 
 def _loss_in_words(found: Recommendation) -> str:
-    """Return "same loss within 0.2 %", or by one seed "loss +0.0007 %"."""
+    """Return "same loss within 0.2 %", or if the recommendation rests on one seed "loss +0.0007 %"."""
     of, what, gap = found.level.finding, found.what, found.level.finding.gap
     if found.so_far and gap is not None and gap.mean:
         return f"{what} {percent_of(gap) or signed(gap.mean)}"
@@ -209,7 +210,7 @@ def memory_in_words(level: LevelResult) -> str:
 
 
 def _may_cost(speed: Ratio | None) -> float:
-    """Return the share of time that a level with an unclear speed may cost, by its slowest pair; else 0."""
+    """Return the share of time that a level may cost: by its slowest seed if its speed is not clear, else 0."""
     return 1 / speed.low - 1 if speed is not None and speed.pace == "not clear" else 0.0
 
 
@@ -223,7 +224,7 @@ def larger_batch(level: LevelResult, base: LevelResult) -> str:
 
 
 def of_others(found: Recommendation, base: LevelResult) -> str:
-    """Return the reasons for the baseline, without a full stop."""
+    """Return why the baseline is recommended: the other levels, grouped by their standings, without a full stop."""
 
     return "; ".join(
         _OF_OTHERS[why].format(
@@ -236,7 +237,7 @@ def of_others(found: Recommendation, base: LevelResult) -> str:
 
 
 def _with_promise(level: LevelResult, base: LevelResult, why: str, found: Recommendation) -> str:
-    """Return the level's name. If its memory costs time, or it is not decided yet, its gains and costs are added."""
+    """Return the level's name. If its saved memory costs time, or if it is undecided, add its gains and costs."""
     speed, gap, said = level.speedup, level.finding.gap, []
     if why == "slower" and speed is not None:
         said = [memory_beside(level), f"but {times(1 / speed.median)[0]}x slower"]
