@@ -102,7 +102,7 @@ def log(**scalars: Any) -> None:
         scalars: numbers, or tensors of one element, which are copied now and read later: this does not sync.
 
     Raises:
-        TypeError: anything else.
+        TypeError: a scalar is something else.
     """
     for name, value in scalars.items():
         number = isinstance(value, Real)
@@ -244,7 +244,7 @@ class Recorder(Observer):
 
     @eager_only
     def _adopt(self, training: Training) -> None:
-        """Add the training to the recorded ones. Queue a "begin" event if it is the first, and its "modules"."""
+        """Add the training to the recorded ones. Queue its "modules" event, and a "begin" event if it is the first."""
         self.enabled = True
         self._adopted.append(training)
         self._scalers.add(id(training.scalers))
@@ -386,7 +386,7 @@ class Recorder(Observer):
 
     @property
     def has_enough(self) -> bool:
-        """Whether the steps that were asked for have been recorded."""
+        """Whether as many steps have been recorded as `stop_after` asked for."""
         return self._stop_after is not None and self.steps >= self._stop_after
 
     def _finish_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | float | None) -> None:

@@ -185,7 +185,7 @@ class Run:
 
     @property
     def overflows(self) -> list[Look]:
-        """The looks at the end of the run that all saw a number that is not finite.
+        """The last looks of the run, as far back as each saw a number that is not finite.
 
         Looks before the last finite one do not count: a dynamic loss scale starts too high, overflows and backs off.
         """

@@ -19,10 +19,11 @@ _NAN = float("nan")
 
 
 class Body(NamedTuple):
-    """One body of `scale_loss`: its loss and scale (tensors of one element), and the samples that came before it.
+    """One body of `scale_loss`: its loss and scale (tensors of one element), and the samples of the forward before it.
 
     Attributes:
-        key: identifies the loss of the body. It includes the optimizers: a GAN's two losses may have one loss_id.
+        key: identifies the loss of the body: micro-batches of one loss have one key. It includes the optimizers, since
+            a GAN's two losses may have one loss_id.
         optimizers: their ids.
     """
 
@@ -62,7 +63,7 @@ class Step:
     others: int = 0
 
     def claim_samples(self) -> int:
-        """Return the samples of the newest forward for its loss; no other loss gets them."""
+        """Return the samples of the newest forward, for its loss. The next loss without a forward gets 0."""
         samples, self.unclaimed_samples = self.unclaimed_samples, 0
         return samples
 
