@@ -45,7 +45,7 @@ class _Announced:
         return self._original(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
-        # Pickled for a spawned process, which takes no turns: it gets the original function.
+        # Pickled for a spawned process, which does not train in turns: it gets the original function.
         return _itself, (self._original,)
 
 

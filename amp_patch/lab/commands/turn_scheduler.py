@@ -60,7 +60,7 @@ class TurnScheduler:
 
     Args:
         interrupts: the signals that end the runs.
-        found: runs of an earlier call; finished ones are kept.
+        found: runs of an earlier `compare` in this folder; those that have finished are not made again.
         tells_time: whether to print the time of a step, and of a number of steps. A search prints them once.
 
     Attributes:
@@ -232,5 +232,5 @@ def _has_failed(run: Run) -> bool:
 
 
 def _failed_by_itself(run: Run) -> bool:
-    """Return whether the run would fail again with any amount of free memory."""
+    """Return whether the run failed for another reason than lack of memory or a signal, and so would fail again."""
     return run.error is not None and run.error_kind in ("", EXITED)
