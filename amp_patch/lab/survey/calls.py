@@ -60,7 +60,8 @@ class Call:
         rule: the name of its rule at O1 and O4, as in casts/oplists.py ("lower", "fp32"); None if it has none.
         inputs: its floating tensors in order, each with its facts before the call.
         result: the value that it returned.
-        outputs: the floating tensors in `result`, or the tensor that was written in place, each with its facts now.
+        outputs: the floating tensors in `result`, or the tensor that was written in place, each with its facts after
+            the call.
         inside: whether a model's forward is running.
         plain: whether the call is in a region in which O1 and O4 cast nothing.
         asked: the line of the torch.autocast around the call that asks for FP32; None without one.

@@ -45,7 +45,10 @@ def _overflows(call: Call) -> Iterator[Finding]:
 
 
 def _turns_infinite(tensor: Tensor, value: Tensor) -> bool:
-    """Return whether finite numbers become infinite in `value`, except if all are one negative number, a mask's."""
+    """Return whether finite numbers of `tensor` are infinite in `value`, the tensor at a level.
+
+    False if all these numbers are one negative number: a mask's, which may become -inf.
+    """
     lost = tensor.detach()[value.isinf() & tensor.isfinite()]
     return bool(lost.numel()) and not bool(lost.max() < 0 and lost.min() == lost.max())
 

@@ -45,7 +45,7 @@ class Report:
     """The findings of a survey; `print` it.
 
     Attributes:
-        lines: sorted by file and line.
+        lines: the problems, sorted by file and line.
         lost: "float16" and "bfloat16" -> the share of the updates that would be lost without masters, if a step was
             seen.
     """

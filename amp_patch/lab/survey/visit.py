@@ -34,7 +34,8 @@ _UNTRIED = ("numpy", "array", "item", "tolist", "get", "requires_grad", "retain_
 _ATTRIBUTES = ("data", "T", "mT", "H", "mH", "real")
 _LARGE = 2**14  # a number below -2**14 belongs to a mask
 _FLOAT32 = torch.finfo(torch.float32)
-# Patterns of source lines that name FP32. Other lines take the dtype of a tensor: FP32 here, but not at each level.
+# Patterns of source lines that name FP32, as `x.to(torch.float32)`. Other lines, as `x.to(y.dtype)`, take the dtype of
+# a tensor: FP32 in this step, but not at each level.
 _NAMES_FLOAT32 = {
     "to": re.compile(r"\.to\([^()]*(float32|torch\.float\b)"),
     "type": re.compile(r"\.type\([^()]*(float32|torch\.float\b)"),
@@ -247,7 +248,7 @@ class Visitor(TorchFunctionMode):
         return found
 
     def _low(self, call: Call) -> Kinds:
-        """Return the kinds of levels at which the result has the low-precision type."""
+        """Return the kinds of levels at which the call's result has the low-precision type."""
         if call.op in _CONVERTS or isinstance(call.kwargs.get("dtype"), torch.dtype):
             return self._converted(call)
         return frozenset(kind for kind in KINDS if self._is_low(call, kind))
