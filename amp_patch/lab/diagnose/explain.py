@@ -146,8 +146,8 @@ class _TypeLog(CallLog):
 
     A function on the op lists is replaced by a "frame". The frame logs the call and applies the function's rule to a
     "spy", which records the types after the casts and calls the function. Every other function is logged by
-    `__torch_function__`. torch does not call `__torch_function__` again for the calls that such a function makes, so of
-    those calls only the ones with a frame are logged.
+    `__torch_function__`. torch does not call `__torch_function__` again for the calls that such a function makes. Among
+    these inner calls, only those of functions with a frame are logged.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -64,7 +64,7 @@ class Inspection:
             user code asks for (`masked_fill(mask, -inf)`), or passes in, do not count.
         updates: the counts of updates to FP32 weights and masters, and of those that low-precision weights would lose:
             `updates.lost()`, or for a module `updates.lost("blocks.0")`.
-        scale: the loss scale of the last backward; if there was none, that of the next.
+        scale: the loss scale of the last backward in the block; if there was no backward, the scale for the next one.
         step: the number of optimizer steps in the block.
         too_large: modules whose FP32 output exceeds the range of the low-precision type.
         low: the low-precision types among the tensors.

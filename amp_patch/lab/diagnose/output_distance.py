@@ -57,7 +57,7 @@ class OutputComparison:
     """The result of `compare_outputs`. `str` gives tables; notebooks show them as HTML.
 
     Attributes:
-        distances: one for each pair, in order.
+        distances: one for each compared pair of levels, in the order of the comparison.
         band: the band of `OutputDistance.outside`.
     """
 

@@ -32,7 +32,7 @@ class Product(NamedTuple):
         module: qualified name of the calling module; "" is the model itself.
         op: name of the torch function: "linear", "conv2d".
         sizes: (name, value) of each size that should be a multiple of 8: "in features", "out channels", "head size".
-        multiply_adds: their number.
+        multiply_adds: the number of multiply-adds of the call.
         low: whether the result was FP16 or BF16.
         rows: batch times tokens: the inner size of the product that gives the weight's gradient. 0 without a weight.
     """
