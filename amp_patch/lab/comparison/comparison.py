@@ -38,7 +38,7 @@ class Comparison:
         again: the shell arguments of the `compare` that made the comparison, without levels and seeds; "" if no
             command made it.
         asked_runs: the number of runs that the caller asked for, if it asked.
-        min_gain: the share of the memory that a level must save to be recommended for it.
+        min_gain: the share of the baseline's memory that a level must save to be recommended for its memory.
         margin: a level counts as good if it is worse by at most this share of the baseline's result.
         command: the arguments of `python -m amp_patch run` for the same training; "" if it was no script.
         folder: the report's folder, as `compare --resume` takes it; "" if no command made the comparison.
@@ -199,7 +199,7 @@ class Comparison:
 
     @property
     def few_steps_note(self) -> str:
-        """A warning that runs this short decide little, without a full stop; "" if they are long enough."""
+        """A warning that fewer than FEW_STEPS steps decide little, without a full stop; "" if the runs are longer."""
         if not self.comparable or self.steps >= FEW_STEPS:
             return ""
         return f"{counted(self.steps, 'step')} decide{'s' if self.steps == 1 else ''} little: train for more"

@@ -41,7 +41,7 @@ COLOURS = {
     "activations": ("#b0528f", "#e08cc2"),
 }
 LARGEST = 1e30  # values beyond it overflow in the arithmetic of the axes
-_POINTS = 200  # of a curve: a picture of this width shows no more
+_POINTS = 200  # the most points of a curve: a picture of this width shows no more
 
 
 class Picture(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any
 from amp_patch.lab.comparison import measures
 
 CONFIDENCE = 0.95
-_ROUNDING = 1e-12  # a mean below this share of the results is taken for FP64 rounding of 0
-_MOST_MORE = 100  # a gap that needs more seeds than this is practically at the margin
+_ROUNDING = 1e-12  # a mean difference below this share of the results counts as 0: FP64 rounding can cause it
+_MOST_MORE = 100  # if a gap needs more seeds than this, it is practically at the margin, and no number is named
 
 
 @dataclass(frozen=True)

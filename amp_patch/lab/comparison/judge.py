@@ -31,7 +31,7 @@ _CURVE = 10  # fewer losses of the baseline give no bound on a run, if there is 
 
 
 class Terms(NamedTuple):
-    """The attributes of `Comparison` by which `judge` tests a level."""
+    """The attributes of a `Comparison` that `judge` needs to test a level."""
 
     metric: str
     maximize: bool

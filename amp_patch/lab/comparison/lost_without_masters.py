@@ -1,4 +1,4 @@
-"""Notes on the updates that weights without masters lose, and on the levels and rungs (O5+split) that lose none.
+"""Notes on the updates that weights without masters lose, and on the levels and rungs that lose none.
 
 A rung is a suffix of a level, such as O5+split, with which masters or optimizer state take fewer bytes.
 """
@@ -66,7 +66,7 @@ def with_masters(dtype: str) -> str:
 
 
 def _safe(dtype: str) -> tuple[str, list[str], list[str]]:
-    """Return the level with masters, and two lists of its rungs.
+    """Return the level with masters for weights of this type, and two lists of the level's rungs.
 
     Rungs of the first list store the same numbers as masters do. Rungs of the second list round stochastically, so that
     they are right on average.

@@ -12,7 +12,7 @@ from amp_patch.lab.recording.run import LOW_TYPES, PARTS, Look, Run
 
 T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has
-ALIKE = 1.05  # up to this ratio of times a level is "as fast", and its memory counts more
+ALIKE = 1.05  # up to this ratio of step times a level is "as fast", and its memory counts more
 
 # Field of `Run` -> its name in tables.
 KINDS = {

@@ -20,7 +20,7 @@ from amp_patch.lab.wording import counted, fine_percent, listed, ratio, relative
 # Standings that recommend a level, the strongest first.
 GAINS = ("better", "faster", "smaller", "a little faster")
 
-# Every other standing -> its phrase in a recommendation of the baseline, in the order of the phrases.
+# Standing that is no gain -> its phrase in a recommendation of the baseline, in the order of the phrases.
 _OF_OTHERS = {
     "slower": "{} would do as well",
     "not clear": "{} would do as well, but may cost more time than it saves memory",
@@ -43,11 +43,11 @@ class Recommendation:
 
     Attributes:
         level: the recommended level; the baseline if no other level gains anything.
-        because: for a level, one of GAINS -> [the level]; for the baseline, names of _OF_OTHERS -> the other levels
-            with this standing.
+        because: if a level is recommended, {its standing, one of GAINS: [the level]}. If the baseline is recommended,
+            {a standing, one of _OF_OTHERS: the other levels with this standing}.
         sure: whether every level is decided.
         so_far: whether the recommendation rests on one seed, which cannot tell chance from a difference.
-        what: the name of the compared figure.
+        what: the name of the compared metric, for the texts.
         standings: (level, dtype) -> `standing`, for every level except the baseline.
         min_gain: the argument of `recommend`.
     """
@@ -111,8 +111,8 @@ def recommend(
     Args:
         min_gain: the share of memory (`saved_memory`) that a level must save to be recommended for its memory. A level
             with an unclear speed must save more than the share of time that it may cost.
-        what: the name of the compared figure.
-    """
+        what: the name of the compared metric, for the texts.
+        """
     alone = not any(not level.loses_updates and level.level != base.level for level in levels)
     others = [level for level in levels if level is not base]
     sure = not any(level.finding.kind in ("undecided", "unjudged") for level in levels if not level.emulated)

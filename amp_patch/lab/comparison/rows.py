@@ -123,7 +123,7 @@ def _number(end: float, value: float, state: str, most: float) -> str:
 
 
 def _reference(most: float) -> str:
-    """Return a vertical line at the end of the baseline's bar, by which other bars are compared."""
+    """Return a vertical line at the end of the baseline's bar, for comparison with the other bars."""
     return line(share(_BAR / most), 0, share(_BAR / most), "100%", "soft", ' stroke-dasharray="2 3"')
 
 

@@ -14,7 +14,7 @@ from amp_patch.lab.comparison.level_result import LevelResult
 from amp_patch.lab.comparison.plan import BASELINE
 from amp_patch.lab.recording.run import PARTS, Look, Run
 
-_LISTED = 12  # rows of a table of modules, or of parameters: the worst
+_LISTED = 12  # the most rows of a table of modules or parameters: the worst ones are shown
 
 
 class Cell(NamedTuple):
@@ -50,7 +50,7 @@ class Table(NamedTuple):
         head: headings of the columns.
         rows: the first entry of each row is its heading.
         named: whether the headings of the rows are names from user code, which can be long and are wrapped.
-        texts: the headings of the columns that have text.
+        texts: the headings of the columns that hold text, not numbers.
     """
 
     title: str
@@ -205,7 +205,7 @@ def _lost(looks: Sequence[Look]) -> Table | None:
 
 
 def _policies(comparison: Comparison) -> dict[str, str]:
-    """Return {name of a level: its policy in words}; O0 has no type, and is the script as it is."""
+    """Return {name of a level: its policy in words}. At O0 the words begin with "the script as it is"."""
     policies = {
         level.name: [*dict.fromkeys(run.policy for run in level.all_runs if run.policy)] for level in comparison.levels
     }

@@ -41,9 +41,9 @@ def advice(comparison: Comparison) -> str:
 
 
 def _search(comparison: Comparison) -> tuple[str, str]:
-    """Return ("purpose", "command") of a module search, if a level is worse and the baseline is recommended.
+    """Return the purpose and the command of a module search, if a level is worse and the baseline is recommended.
 
-    Otherwise return ("", "").
+    Otherwise return two empty strings.
     """
     found, base = comparison.recommendation, comparison.baseline
     if found is None or found.level is not base or not comparison.again:
