@@ -159,7 +159,7 @@ def _readable(paths: list[Path]) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _trees(path: Path) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the syntax tree of a Python file, or of each code cell of a notebook, after a prefix for its places.
+    """Yield (prefix of places, syntax tree) of a Python file, or of each code cell of a notebook.
 
     A prefix is "a.py:" for a file, and "b.ipynb[2]:" for a cell.
     """
@@ -235,7 +235,7 @@ class Names:
 
     @staticmethod
     def own() -> set[str]:
-        """List the attributes that are recognised on any object."""
+        """List the names of attributes that are recognised on any object, not only on Apex's."""
         return _optimizers_own()
 
     @staticmethod

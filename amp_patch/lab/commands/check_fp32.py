@@ -48,7 +48,7 @@ class Trained:
     of_ours: bool = False
 
     def size(self) -> int:
-        """Count the traces of a training that were found."""
+        """Count the parts of a training that were found so far."""
         return len(self.losses) + sum(map(len, self.optimizers.values())) + len(self.loops)
 
 

@@ -104,7 +104,7 @@ class Progress:
         self._times.end(run)
         self._tell_total()
         if self._steps is None and run.error is None:
-            self._steps = run.steps  # the other runs are expected to take as many
+            self._steps = run.steps  # the other runs are expected to take as many steps
         if run.refused:
             return
         name, first = f"{run.level} seed {run.seed}", ""

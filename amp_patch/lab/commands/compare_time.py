@@ -106,8 +106,8 @@ class RunTimes:
     def left(self) -> float | None:
         """Estimate the seconds until the last run ends.
 
-        The result is None if no run has begun, the number of steps is unknown, a begun run has too few timed steps, or
-        for a run that has not begun, neither its level has an estimate nor has another run ended without error.
+        The result is None if no run has begun, the number of steps is unknown, or a begun run has too few timed steps.
+        It is also None if a level without an estimate has runs to begin, and no run has ended without error.
         """
         steps = self.steps
         if steps is None or not self._timed:

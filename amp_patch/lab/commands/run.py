@@ -154,7 +154,7 @@ def at_asked_level(by: str = f"{LEVEL}=") -> Iterator[None]:
 
 
 def begin(device: str | None) -> None:
-    """Install amp_patch's apex in this process, and in all that multiprocessing starts from it.
+    """Install amp_patch's apex in this process, and in all processes that multiprocessing starts from it.
 
     With `device="cpu"`, calls for CUDA use the CPU (the folder no_cuda).
     """
@@ -174,7 +174,7 @@ def _begin_spawned(device: str | None) -> None:
 
 
 def _leave_working_directory() -> bool:
-    """Remove the entry that `python -m` put first in sys.path; False if there is none (`python -P`)."""
+    """Remove the working directory, which `python -m` put first in sys.path; return False after `python -P`."""
     if getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
         return False
     del sys.path[0]

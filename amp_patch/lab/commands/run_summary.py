@@ -29,7 +29,7 @@ from amp_patch.training.training import Training
 
 _WEIGHED = 2  # steps before the one whose activations are counted
 _NAMES = 3  # the line names at most this many models, and as many optimizers
-_EXIT_PRIORITY = 10  # at 0 or more, before multiprocessing ends the children of this process
+_EXIT_PRIORITY = 10  # from 0 on, a finalizer runs before multiprocessing ends the children of this process
 
 
 class RunSummary(Observer):

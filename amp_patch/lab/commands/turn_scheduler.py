@@ -140,7 +140,7 @@ class TurnScheduler:
                 self._progress.end(child.run)
 
     def _all_failed(self, seed: int) -> bool:
-        """Return whether the first seed failed at each level by an error of the script."""
+        """Return whether `seed` is the first and failed at each level by an error of the script: others would too."""
         return seed == 0 and all(_failed_by_itself(run) for run in self.runs if run.seed == seed)
 
     def _look(self, run: Run) -> None:
