@@ -38,7 +38,7 @@ class SavedBytes:
     Attributes:
         peak: the most bytes alive at once. None before the first saved tensor (a replayed CUDA graph saves tensors
             without calling hooks), and after a tensor of unknown size was saved.
-        peak_in_fp32: the same if low-precision tensors were FP32; None if `peak` is None.
+        peak_in_fp32: the peak if low-precision tensors were FP32; None if `peak` is None.
     """
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class WeighedStep:
         return see_and_wrap
 
     def _before(self, disable: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `disable`, but ending the count first: transforms of torch.func refuse to run under its hooks."""
+        """Return `disable`, but ending the count first: torch.func refuses to run under saved-tensor hooks."""
 
         def leave_and_disable(*args: Any, **kwargs: Any) -> Any:
             self.abandon()
@@ -226,7 +226,7 @@ class WeighedStep:
 
 
 class _MarkedAs:
-    """A pack hook that calls `call`, and has the present attributes of `pack`: torch 2.15 marks a checkpoint's hook."""
+    """A pack hook that calls `call`, with the attributes of `pack`: torch 2.15 knows a checkpoint's hook by its own."""
 
     def __init__(self, pack: Any, call: Callable[[Tensor], Any]) -> None:
         self._pack, self._call = pack, call

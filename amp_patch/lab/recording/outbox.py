@@ -1,4 +1,4 @@
-"""The queue of events: batches wait for asynchronous copies of their numbers, and then go to the sinks."""
+"""The queue of events: batches of events wait for asynchronous copies of their numbers, then go to the sinks."""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ def record(to: Any = None, *, inspect: bool = False, activations: bool = False) 
         The `Run`, which is filled as the training goes on.
 
     Raises:
-        TypeError, OSError: `to` cannot be written to, from the beginning.
+        TypeError: `to` has another type.
+        OSError: the file cannot be opened.
     """
     run = Run(level="")
     recorder = Recorder([run, *sinks_for(to)], inspect=inspect, activations=activations)
@@ -129,10 +130,10 @@ class Recorder(Observer):
     Args:
         sinks: objects with `add(event)`, and optionally `flush` and `close` (called by the recorder's `close`).
         stop_after: leave the training after this number of steps, by raising `Enough` out of `optimizer.step()`.
-        inspect: emit a "look" of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
-        activations: emit a "memory" of the third step, or of the last if that comes before; its times are NaN too.
+        inspect: emit a "look" event of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
+        activations: emit a "memory" event of the third step, or of the last of fewer; its times are NaN too.
         batch_dim: the dimension of the model's first tensor that counts the samples.
-        modules: emit the "modules" of each training's models.
+        modules: emit a "modules" event with the names of the modules of each training's models.
         between_steps: called between two steps, after each flush of the sinks. Its time is counted in no step.
 
     Attributes:

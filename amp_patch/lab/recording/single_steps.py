@@ -16,7 +16,7 @@ from amp_patch.support.compiled import eager_only
 
 
 class SingleSteps:
-    """Scheduler of looks. A look inspects a step, or counts the bytes that it saves for its backward.
+    """Scheduler of looks. A look inspects a step, or counts the bytes that autograd saves in it.
 
     At most one look runs at a time, from the end of a step to the end of the next.
 

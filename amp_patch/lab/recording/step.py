@@ -24,7 +24,7 @@ class Body(NamedTuple):
     Attributes:
         key: identifies the loss of the body: micro-batches of one loss have one key. It includes the optimizers, since
             a GAN's two losses may have one loss_id.
-        optimizers: their ids.
+        optimizers: the ids of the optimizers that were passed to `scale_loss`.
     """
 
     loss: Tensor
@@ -52,7 +52,7 @@ class Step:
         forward_seen: whether a model's forward began.
         first: the id of the model whose forward began first. Forwards inside of that one do not count.
         unclaimed_samples: the samples of the newest forward, until a loss claims them.
-        others: how many steps other optimizers took.
+        others: how many steps were taken by optimizers other than the lead (see `Recorder`).
     """
 
     spans: list[tuple[str, Any, Any]] = field(default_factory=list)

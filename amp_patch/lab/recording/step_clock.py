@@ -48,7 +48,7 @@ class StepClock:
         return step
 
     def forward_begins(self, model: nn.Module) -> bool:
-        """Note the beginning of a forward. Return whether it counts.
+        """Note the beginning of a forward. Return whether it counts as one of the step.
 
         A forward inside of another one, or one that a checkpoint recomputes in backward, does not count.
         """
