@@ -115,7 +115,7 @@ class Progress:
         self.say("; ".join([line, *self._left()]))
 
     def say(self, line: str) -> None:
-        """Replace the terminal's line by a permanent one."""
+        """Print a line that stays. In a terminal it replaces the line of the run that trains."""
         self.close()
         self._put_words(line)
 
@@ -125,7 +125,7 @@ class Progress:
             self._put_words(_CLEAR, end="")
 
     def _left(self) -> list[str]:
-        """Return the remaining time in words; empty if it is unknown, or zero."""
+        """Return a list with the remaining time of all runs in words; an empty list if it is unknown, or zero."""
         left = self._times.left() if self._ended < len(self._runs) else None
         return [] if left is None else [f"{about(left)} left"]
 

@@ -205,7 +205,7 @@ class TurnScheduler:
             raise ComparisonRefused(run.error)  # any other level and seed would be refused alike
 
     def _add_runs(self, run: Run, native: bool = False) -> None:
-        """Add runs of the further levels that this run requires, for its seed and later ones."""
+        """Add runs of the levels that this run requires in addition (`_more_levels`), for its seed and later ones."""
         for level in self._more_levels(run, native=native) - self._added:
             self._added.add(level)
             added = [Run(level, seed) for seed in range(run.seed, self._plan.seeds)]

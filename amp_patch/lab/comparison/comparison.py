@@ -194,7 +194,7 @@ class Comparison:
 
     @property
     def only(self) -> LevelResult | None:
-        """The level with successful runs, if it is the only one, and has figures; else None."""
+        """If a single level has successful runs, and has figures, that level; else None."""
         return self.baseline if sum(bool(level.runs) for level in self._groups) == 1 else None
 
     @property

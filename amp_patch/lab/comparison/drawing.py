@@ -67,7 +67,7 @@ def line(x1: str | float, y1: str | float, x2: str | float, y2: str | float, col
 
 
 def text(x: str | float, y: str | float, words: str, colour: str = "ink", *, size: float = 13, more: str = "") -> str:
-    """Return an SVG text with escaped words; `more` has attributes, unescaped."""
+    """Return an SVG text element. `words` are escaped; `more` has further attributes, which are not."""
     return f'<text x="{x}" y="{y}" font-size="{size}" style="fill: {var(colour)}"{more}>{escape(words)}</text>'
 
 

@@ -92,7 +92,7 @@ def half_width(deviation: float, count: int, confidence: float) -> float:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Return the median of the known values; None without one."""
+    """Return the median of the values that are not None; None if all are None."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 

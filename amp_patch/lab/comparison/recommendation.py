@@ -112,7 +112,7 @@ def recommend(
         min_gain: the share of memory (`saved_memory`) that a level must save to be recommended for its memory. A level
             with an unclear speed must save more than the share of time that it may cost.
         what: the name of the compared metric, for the texts.
-        """
+    """
     alone = not any(not level.loses_updates and level.level != base.level for level in levels)
     others = [level for level in levels if level is not base]
     sure = not any(level.finding.kind in ("undecided", "unjudged") for level in levels if not level.emulated)

@@ -421,7 +421,7 @@ class Recorder(Observer):
 
     @eager_only
     def log(self, scalars: dict[str, Any]) -> None:
-        """Emit the figures of one `amp.log`."""
+        """Queue a "log" event for each figure of one call of `amp.log`."""
         for name, value in scalars.items():
             number = distributed.local(value.detach()).clone() if isinstance(value, Tensor) else float(value)
             event = {"event": "log", "step": self.steps, "name": name}

@@ -180,7 +180,7 @@ class Run:
 
     @property
     def error_in_short(self) -> str:
-        """`error_in_full` with its message in one line, cut."""
+        """`error_in_full`, with the message shortened to one line."""
         return self._with_place(textwrap.shorten(self.error or "recorded no step", 110, placeholder=" ..."))
 
     @property

@@ -27,7 +27,7 @@ class _ScaledLoss(NamedTuple):
 
 
 class ScalerLosses:
-    """The losses of each scaler since it last stepped an optimizer."""
+    """The losses that each GradScaler has scaled since it last stepped an optimizer."""
 
     def __init__(self) -> None:
         self._of_scaler: dict[int, list[_ScaledLoss]] = {}  # id of a scaler -> its losses

@@ -65,12 +65,12 @@ class Report:
 
     @property
     def broken(self) -> list[str]:
-        """The levels that a line of the report names."""
+        """The levels for which the survey has found a problem."""
         return [level for level in LEVELS if any(level in line.levels for line in self.lines)]
 
     @property
     def clear(self) -> list[str]:
-        """The levels that no line of the report names."""
+        """The levels for which the survey has found no problem."""
         return [level for level in LEVELS if level not in self.broken]
 
     def __str__(self) -> str:

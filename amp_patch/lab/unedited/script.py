@@ -429,7 +429,7 @@ def _inside(module: nn.Module) -> nn.Module:
 
 
 def _params(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the parameters that the optimizer updates, directly or by their masters."""
+    """Yield the parameters that the optimizer updates; for a master in its groups, the parameter of that master."""
     if (stash := stash_of(optimizer)) is not None:
         yield from (param for param, _ in stash.masters.pairs(optimizer.param_groups))
     else:
