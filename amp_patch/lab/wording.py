@@ -30,20 +30,20 @@ def part_name(part: str) -> str:
 
 
 def times(*ratios: float) -> list[str]:
-    """Format ratios above 1 with enough digits to differ from 1, the same number for all."""
+    """Format ratios above 1 with enough decimals to differ from 1, and with equally many decimals for each."""
     digits = 2 if min(ratios) < 2 else 1 if min(ratios) < 100 else 0
     return [f"{ratio:.{digits}f}" for ratio in ratios]
 
 
 def relative_distance(figure: float, base: float) -> str:
-    """Return the distance of a figure from a base: "0.3 % above", "equal to"."""
+    """Return the distance of a figure from a base, relative to the base: "0.3 % above", "equal to"."""
     if figure == base:
         return "equal to"
     return f"{relative_size(figure, base)} {'above' if figure > base else 'below'}"
 
 
 def relative_size(figure: float, base: float) -> str:
-    """Return the distance of a figure from a base without its sign: "0.3 %"."""
+    """Return the distance of a figure from a base, relative to the base and without its sign: "0.3 %"."""
     if base == 0:
         return two(abs(figure - base))
     percent = 100 * abs(figure / base - 1)
@@ -65,18 +65,18 @@ def signed_percent(result: float | None, base: float | None) -> str:
 
 
 def signed_percents(*shares: float) -> list[str]:
-    """Format shares in per cent without the "%": "+0.12", "-3.4", "+250"; two digits, or all before the point."""
+    """Format shares in per cent without the "%": "+0.12", "-3.4", "+250". From 9.95 on they are integers."""
     percents = [100 * each for each in shares]
     return [f"{each:+.0f}" if 9.95 <= abs(each) < 1e7 else signed(each) for each in percents]
 
 
 def signed(value: float) -> str:
-    """Format a number with its sign and two digits: "+0.0012"; 0 has no sign."""
+    """Format a number with its sign and two significant digits: "+0.0012"; 0 has no sign."""
     return f"{value:+.2g}" if value else "0"
 
 
 def shortest_distinct(*values: float) -> list[str]:
-    """Format numbers with four significant digits, or with up to nine if more of them then differ."""
+    """Format numbers with four significant digits, or with up to nine if different numbers would look equal."""
     texts = [[digits(value, count) for value in values] for count in range(4, 10)]
     return max(texts, key=lambda each: len(set(each)))  # the first of the best has the fewest digits
 
@@ -111,7 +111,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def lacks(dtype: str, levels: Sequence[str]) -> str:
-    """Return the sentence that this CPU has no arithmetic for the type of some levels, and how fast they are here."""
+    """Return the sentence that this CPU has no arithmetic for the type of `levels`, and how fast these are here."""
     kind, s = type_name(dtype), "s" if len(levels) == 1 else ""
     does = f"{listed(levels)} compute{s} in FP32 and round{s} to {kind}, at FP32's speed at best"
     return f"this CPU has no {kind} arithmetic: {does}, and {'is' if s else 'are'} faster on one that has it"
@@ -148,32 +148,32 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
 def sizes(counts: Sequence[float]) -> tuple[str, list[str]]:
-    """Format numbers of bytes in one unit, which suits the largest: ("MiB", ["1.5", "0.25"])."""
+    """Return (unit, texts): numbers of bytes in one unit, which suits the largest, as ("MiB", ["1.5", "0.25"])."""
     unit = _UNITS[min(3, int(math.log(max(1.0, *counts), 1024)))] if counts else _UNITS[0]
     return unit, [in_unit(count, unit) for count in counts]
 
 
 def in_unit(count: float, unit: str) -> str:
-    """Format a number of bytes in one of the units of `sizes`."""
+    """Format a number of bytes in a unit that `sizes` chose, such as "MiB", without the unit."""
     return three(count / 1024 ** _UNITS.index(unit))
 
 
 def three(value: float) -> str:
-    """Format a number with three digits, or all before the point, with commas for thousands."""
+    """Format a number with three significant digits, or from 100 on as an integer with commas for thousands."""
     if 0 < value < 0.001:
         return "under 0.001"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def short(value: float | None) -> str:
-    """Format a number with three digits, or all before the point, without commas; "" if it is None."""
+    """Format a number with three significant digits, or from 100 to 1e6 as an integer; "" if it is None."""
     if value is None:
         return ""
     return f"{value:.0f}" if 100 <= value < 1e6 else f"{value:.3g}"
 
 
 def ratio(value: float | None) -> str:
-    """Format a ratio with two decimals, or from 100 on with three digits; "" if it is None."""
+    """Format a ratio with two decimals, or from 100 on with three significant digits; "" if it is None."""
     return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""Callbacks before a script writes a file, or starts a process that may write one.
+"""Callbacks before a script writes a file, or starts a process that may write one; turn_client.py needs them.
 
 They are called for writes by functions of Python, torch and safetensors. An audit hook (`sys.addaudithook`) would see a
 few more writes, but would cost about 35 microseconds a step, because Python also calls it for each `id()`.
@@ -33,7 +33,10 @@ _NAMELESS = getattr(os, "O_TMPFILE", -1)
 
 
 class _Announced:
-    """A function that calls `before` and then `original` with the same arguments. It does not bind as a method."""
+    """A function that calls `before` and then `original` with the same arguments.
+
+    A class that stores it as an attribute does not make it a method, as with a builtin.
+    """
 
     def __init__(self, original: Callable[..., Any], before: Callable[..., None]) -> None:
         functools.update_wrapper(self, original)
@@ -45,7 +48,7 @@ class _Announced:
         return self._original(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
-        # Pickled for a spawned process, which takes no turns: it gets the original function.
+        # Pickled for a spawned process, which does not train in turns: it gets the original function.
         return _itself, (self._original,)
 
 

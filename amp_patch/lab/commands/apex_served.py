@@ -57,7 +57,7 @@ def resolve(name: str) -> Any:
         The object; the `inspect.Parameter` of an argument; None for an attribute that only instances have.
 
     Raises:
-        AttributeError: amp_patch does not serve it.
+        AttributeError: amp_patch does not serve the name.
     """
     function, called, argument = name.partition(f"{CALL}.")
     if called:
@@ -94,10 +94,10 @@ def _declares(found: Any, name: str) -> bool:
 
 @cache
 def _differences() -> tuple[dict[str, str], dict[int, str]]:
-    """Return the differences of all rows as two dicts: by name, and by the id of the served function or class.
+    """Return how each object that amp_patch serves under a name of Apex differs from Apex's (`apex_surface.ROWS`).
 
-    The second dict has the difference of a function whose alias has no row, for example an import in another module of
-    Apex.
+    There are two dicts: name -> difference, and id of the served function or class -> difference. The second one knows
+    a function under a name that has no row, such as its import in another module of Apex.
     """
     by_name, by_id = {}, {}
     for row in apex_surface.ROWS:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """One or more names of one owner. The owner is a module, or the path on which scripts reach an object."""
+    """One or more names of Apex in one owner. The owner is a module, or the path by which scripts reach an object."""
 
     owner: str
     names: str  # separated by spaces

@@ -105,7 +105,7 @@ def _report(searches: list[Search], args: argparse.Namespace) -> None:
 
 
 class _Trials:
-    """Trials of the script at one level.
+    """Short runs of the script at one level, each with another batch.
 
     Attributes:
         failed: whether a run failed for another reason than lack of memory.

@@ -118,9 +118,9 @@ def _ours(name: str) -> str:
 
 
 def read(paths: list[Path], kind: type[Names] | None = None) -> tuple[dict[str, list[str]], list[str]]:
-    """Return a dict from each name of a kind to its places ("train.py:3"), and a message for each unreadable file.
+    """Return a dict from each name in use to its places ("train.py:3"), and a message for each unreadable file.
 
-    If `kind` is None, the names are Apex's.
+    The class `kind` recognises the names; None means Apex's names (`Names`).
     """
     uses: dict[str, list[str]] = {}
     errors = []
@@ -159,7 +159,7 @@ def _readable(paths: list[Path]) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _trees(path: Path) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the syntax tree of a Python file, or of each code cell of a notebook, after a prefix for its places.
+    """Yield (prefix of places, syntax tree) of a Python file, or of each code cell of a notebook.
 
     A prefix is "a.py:" for a file, and "b.ipynb[2]:" for a cell.
     """
@@ -235,7 +235,7 @@ class Names:
 
     @staticmethod
     def own() -> set[str]:
-        """List the attributes that are recognised on any object."""
+        """List the names of attributes that are recognised on any object, not only on Apex's."""
         return _optimizers_own()
 
     @staticmethod
@@ -264,7 +264,7 @@ class Names:
                     self.others.add(target.id)
 
     def path(self, node: ast.AST) -> str | None:
-        """Return the full name of the object of Apex that an expression evaluates to; None for any other."""
+        """Return the full name of the object of Apex that an expression evaluates to; None for other objects."""
         if isinstance(node, ast.Name):
             return self.paths.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -355,7 +355,7 @@ class InFull(Natives):
 
 
 def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
-    """Yield the name and the line of each keyword argument that the table lists or amp_patch's function lacks."""
+    """Yield the name and line of each keyword argument that apex_surface.py lists or amp_patch's function lacks."""
     owner = called + CALL
     listed = {name for row in apex_surface.ROWS if row.owner == owner for name in row.names.split()}
     for keyword in call.keywords if listed else ():

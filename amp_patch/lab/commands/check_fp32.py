@@ -29,7 +29,7 @@ _OURS = ("amp_patch", "apex")
 
 @dataclass
 class Trained:
-    """The traces of an FP32 training in a set of files. A place is "train.py:3".
+    """The parts of an FP32 training that were found in a set of files. A place is "train.py:3".
 
     Attributes:
         scripts: the files that hold an optimizer, a call of `backward` or an import of a training loop.
@@ -48,7 +48,7 @@ class Trained:
     of_ours: bool = False
 
     def size(self) -> int:
-        """Count the traces of a training that were found."""
+        """Count the parts of a training that were found so far."""
         return len(self.losses) + sum(map(len, self.optimizers.values())) + len(self.loops)
 
 

@@ -155,7 +155,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     """Return the plan of a comparison.
 
     Raises:
-        ValueError: the arguments cannot be compared, or contradict --quick.
+        ValueError: the arguments describe no valid comparison, or contradict --quick.
     """
     own = {"--levels": args.levels, "--seeds": args.seeds, "--batch-search": args.batch_search}
     for flag, value in own.items():

@@ -29,7 +29,7 @@ from amp_patch.lab.wording import without_control_codes
 from amp_patch.support.files import fresh
 from amp_patch.support.guard import Guard
 
-_END = 8.0  # seconds to wait for the guard, which needs less to end a run
+_END = 8.0  # seconds to wait until the guard process has ended a run; it needs less
 _POLL = 0.2  # seconds between two reads of a record
 _GRACE = 10.0  # seconds after the last step until a run is killed: a script may catch SystemExit and train on
 
@@ -97,7 +97,8 @@ class Child:
     def train(self, look: Callable[[Run], Any], turn: bytes = TURN) -> dict[str, Any] | None:
         """Let the process train, and return its message when it hands the turn on, or None when it has ended.
 
-        `look` is called repeatedly with the run so far. An exception of `look` leaves the process running.
+        `look` is called repeatedly with the run so far. An exception of `look` leaves the process running. `turn` is
+        the byte that wakes a waiting process: `TURN` for one turn, `LAST` to train to its end.
         """
         self._load.watch(self.pid)
         if self._is_waiting and self._socket is not None:
@@ -139,7 +140,7 @@ class Child:
         self.run.error, self.run.error_kind, self.run.error_where = interrupted(self.run)
 
     def keep_outcome(self) -> None:
-        """Append the outcome of the run to its record, after its end."""
+        """Append the "outcome" event to the record of the run. Call it after the process has ended."""
         with suppress(OSError):  # if the disk is full, only the report has the outcome
             keep_outcome(self._record, self.run)
 
@@ -258,7 +259,7 @@ def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, chann
 
 
 def _died(code: int, log: Path) -> Failure:
-    """Return the failure of a process that did not record it, from its exit status and the last line of its log."""
+    """Return the failure of a process that recorded none, from its exit status and the last line of its log."""
     if code < 0:
         name = signal.Signals(-code).name if -code in list(signal.Signals) else ""
         words = f"killed by signal {-code} ({name})"

@@ -39,10 +39,10 @@ class NoComparison(ValueError):
 
 
 def prepare(out: Path) -> None:
-    """Create the folder of the runs.
+    """Create the folder `runs` in `out`, for the records and logs of the runs.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     folder = out / "runs"
     if folder.is_symlink():  # never write through a link: its target is not ours
@@ -67,7 +67,7 @@ def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Name
             equal the folder's. The exception is a larger number of seeds, which is stored in the folder.
 
     Raises:
-        NoComparison: there is none, or it has other arguments, another script, torch or processor.
+        NoComparison: the folder has none, or it was made with other arguments, another script, torch or processor.
         OSError: the larger number of seeds cannot be stored.
     """
     if args.out not in (defaults["out"], args.resume):
@@ -112,7 +112,7 @@ def asked_in(folder: Path, defaults: dict[str, Any]) -> argparse.Namespace:
     """Return the arguments of the comparison in the folder.
 
     Raises:
-        NoComparison: there is none.
+        NoComparison: the folder has no comparison.
     """
     return argparse.Namespace(**{**defaults, **_told(folder)["asked"], "out": folder, "resume": folder})
 
@@ -156,10 +156,10 @@ def is_finished(run: Run) -> bool:
 
 
 def keep_outcome(record: Path, run: Run) -> None:
-    """Append the outcome of a run to the events that the run has recorded.
+    """Append the "outcome" event of a run, which says how it ended, to the events that the run has recorded.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the record cannot be written.
     """
     names = ("level", "seed", "error", "error_kind", "error_where", "log", "refused", "notes")
     event: Event = {"event": "outcome", **{name: getattr(run, name) for name in names}}
@@ -184,7 +184,7 @@ def _read(run: Run, record: Path) -> bool:
         return False
     asked = Run(run.level, run.seed)
     add_events(run, recorded + b"\n")
-    if run.log:  # it was recorded relative to the working directory of `compare`
+    if run.log:  # the record has the path relative to the working directory of that `compare`
         run.log = str(record.with_suffix(".log"))
     if b'\n{"event": "outcome"' not in recorded:
         name_as_asked(run, asked)

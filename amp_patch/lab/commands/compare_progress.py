@@ -24,12 +24,12 @@ _BAR = 16  # letters
 _NO_STEPS = "; how long they take without --steps is known when the first has ended"
 _FIRST = 10  # steps of the first run before an estimate
 _LONG = 600.0  # seconds: for a longer comparison, a smaller number of steps is suggested
-_FEWER = (1000, 300, 100, 30)  # candidates for it: the largest that takes less than `_LONG` is suggested
+_FEWER = (1000, 300, 100, 30)  # numbers of steps to suggest: the largest with which all runs take less than `_LONG`
 _CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """Printer of the progress. It writes to sys.stdout until a write fails, because the reader closed it.
+    """Printer of a comparison's progress to sys.stdout. It stops if a write fails, because the reader closed the pipe.
 
     Args:
         runs: the runs to make; the list may grow.
@@ -70,7 +70,7 @@ class Progress:
         self.say(line + (known if self._runs else ""))
 
     def show(self, run: Run) -> None:
-        """Update the line of the run that trains, in a terminal, or print it every half minute.
+        """In a terminal, update the line of the run that trains; elsewhere, print that line every half minute.
 
         The expected time of all runs is printed once.
         """
@@ -104,7 +104,7 @@ class Progress:
         self._times.end(run)
         self._tell_total()
         if self._steps is None and run.error is None:
-            self._steps = run.steps  # the other runs are expected to take as many
+            self._steps = run.steps  # the other runs are expected to take as many steps
         if run.refused:
             return
         name, first = f"{run.level} seed {run.seed}", ""
@@ -115,7 +115,7 @@ class Progress:
         self.say("; ".join([line, *self._left()]))
 
     def say(self, line: str) -> None:
-        """Replace the terminal's line by a permanent one."""
+        """Print a line that stays. In a terminal it replaces the line of the run that trains."""
         self.close()
         self._put_words(line)
 
@@ -125,7 +125,7 @@ class Progress:
             self._put_words(_CLEAR, end="")
 
     def _left(self) -> list[str]:
-        """Return the remaining time in words; empty if it is unknown, or zero."""
+        """Return a list with the remaining time of all runs in words; an empty list if it is unknown, or zero."""
         left = self._times.left() if self._ended < len(self._runs) else None
         return [] if left is None else [f"{about(left)} left"]
 
@@ -157,7 +157,7 @@ class Progress:
         self.say(f"{counted(len(self._runs), 'run')}, {about(total)}{condition}{f'; {fewer}' if fewer else ''}")
 
     def _fewer(self, runs: int) -> str:
-        """Return "--steps 300 would take about 6 minutes for all 15 runs"; "" if it is unknown."""
+        """Return "--steps 300 would take about 6 minutes for all 15 runs"; "" if the time of a step is unknown."""
         times = [(steps, self._times.total_of(steps)) for steps in _FEWER]
         known = [(steps, total) for steps, total in times if total is not None]
         if not known:

@@ -15,7 +15,7 @@ _ALONE = 2.0  # seconds of timed steps before an estimate from a single run
 
 @dataclass
 class _Timed:
-    """The times of a run.
+    """The measured times of one run, in seconds of its turns.
 
     Attributes:
         level: the requested level.
@@ -48,7 +48,8 @@ class _Timed:
     def whole(self, steps: int, end: float) -> float | None:
         """Return the seconds of the whole run; None if too few steps were timed.
 
-        For an ended run they are measured. For another they are an estimate: `steps` steps, and `end` seconds after.
+        If the run has ended, they are measured. If not, they are estimated: the time of `steps` steps, and `end`
+        seconds from the last step to the end of the process.
         """
         if self.ended:
             return self.spent
@@ -80,13 +81,13 @@ class RunTimes:
 
     @property
     def only_level(self) -> str | None:
-        """The level of all begun runs, if it is a single one and runs of other levels are waiting; else None."""
+        """The level of all begun runs, if all have one level and runs of other levels have not begun; else None."""
         begun = {timed.level for timed in self._timed}
         others = {run.level for run in self._runs if self._of(run) is None} - begun
         return next(iter(begun)) if others and len(begun) == 1 else None
 
     def look(self, run: Run) -> None:
-        """Add the time since the last call to this run."""
+        """Add the time since the last call of `look` or `end` to the time of `run`, which trained meanwhile."""
         now = self._clock()
         timed = self._of(run)
         if timed is None:
@@ -96,7 +97,7 @@ class RunTimes:
         self._since = now
 
     def end(self, run: Run) -> None:
-        """Add the time since the last call to this run, which has ended."""
+        """Add the time since the last call of `look` or `end` to the time of `run`, and mark the run as ended."""
         self.look(run)
         for timed in self._timed:
             if timed.run is run:
@@ -105,8 +106,8 @@ class RunTimes:
     def left(self) -> float | None:
         """Estimate the seconds until the last run ends.
 
-        The result is None if no run has begun, the number of steps is unknown, a begun run has too few timed steps, or
-        a waiting run has neither an estimate of its level nor a run without error to take the time from.
+        The result is None if no run has begun, the number of steps is unknown, or a begun run has too few timed steps.
+        It is also None if a level without an estimate has runs to begin, and no run has ended without error.
         """
         steps = self.steps
         if steps is None or not self._timed:
@@ -132,14 +133,14 @@ class RunTimes:
         return left + sum(map(statistics.mean, known)) if all(known) else None
 
     def seconds_a_step(self, run: Run) -> float | None:
-        """Return the seconds of a step of a run, if enough steps were observed."""
+        """Return the mean seconds of a step of a run; None if too few steps were observed."""
         timed = self._of(run)
         return None if timed is None else timed.seconds_a_step
 
     def total_of(self, steps: int) -> float | None:
         """Return the seconds of all runs with `steps` steps each; None if they are unknown.
 
-        A level with too few steps counts as the mean of the other levels.
+        A level with too few timed steps is expected to take the mean time of the other levels.
         """
         of_level: dict[str, list[float]] = {}
         for timed in self._timed:

@@ -32,7 +32,7 @@ def recorded(
     batch_dim: int = 0,
     modules: bool = False,
 ) -> Iterator[None]:
-    """Write the events of the training in the body to `path`, and then its failure, if any.
+    """Record the training in the body: write its events to `path`, and at the end its failure, if it failed.
 
     The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED. `turns` is the file descriptor
     of the socket by which `compare` gives this process its turns; None if it trains without turns.

@@ -11,7 +11,7 @@ _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Ended(KeyboardInterrupt):
-    """A received signal of `_SIGNALS`.
+    """The exception for a received signal of `_SIGNALS`.
 
     It is a KeyboardInterrupt, so that code which cleans up after Ctrl-C does the same after the other signals.
     """

@@ -73,7 +73,7 @@ def comparison_of(
 
 
 def show(comparison: Comparison, folder: Path) -> int:
-    """Write the report and print the table; return 1 if that failed, or nothing can be compared."""
+    """Write the report and print the table; return 1 if writing failed, or if nothing can be compared, else 0."""
     failure, where = _write(comparison, folder)  # first, because the reader of the table may close the pipe
     lines = table.lines(comparison, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     lines += [f"To {purpose}: {command}" for purpose, command in what_next.commands(comparison)]
@@ -91,7 +91,7 @@ def print_any_letter() -> None:
 
 
 def _write(comparison: Comparison, folder: Path) -> tuple[OSError | None, str]:
-    """Write the report; return the error, if any, and its path or the error in words."""
+    """Write the report. Return (None, path of the page), or (error, the error in words) if writing failed."""
     try:
         return None, str(page.write(comparison, folder))
     except OSError as error:

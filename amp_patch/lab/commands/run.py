@@ -39,7 +39,7 @@ from amp_patch.training import observers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `run`, which the runs of `compare` have too."""
+    """Declare the arguments of `run`; the process of each run of `compare` parses the same ones."""
     options = "[--level LEVEL] [--device cpu] [--methods NAMES] [--allow-banned]"
     parser.usage = f"python -m amp_patch run [-h] {options} [-m] script ..."
     words = "train at this level, for example O2 or O5+split; sets AMP_PATCH_OPT_LEVEL for it and its children"
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
 
 @contextmanager
 def as_asked(by: str) -> Iterator[None]:
-    """Train as `at_asked_level` does, and print the summary of `RunSummary` at the end."""
+    """Train the body by `at_asked_level`, and print the summary of `RunSummary` at the end."""
     with told(), at_asked_level(by):
         yield
 
@@ -154,7 +154,7 @@ def at_asked_level(by: str = f"{LEVEL}=") -> Iterator[None]:
 
 
 def begin(device: str | None) -> None:
-    """Install amp_patch's apex in this process, and in all that multiprocessing starts from it.
+    """Install amp_patch's apex in this process, and in all processes that multiprocessing starts from it.
 
     With `device="cpu"`, calls for CUDA use the CPU (the folder no_cuda).
     """
@@ -174,7 +174,7 @@ def _begin_spawned(device: str | None) -> None:
 
 
 def _leave_working_directory() -> bool:
-    """Remove the entry that `python -m` put first in sys.path; False if there is none (`python -P`)."""
+    """Remove the working directory, which `python -m` put first in sys.path; return False after `python -P`."""
     if getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
         return False
     del sys.path[0]
@@ -232,7 +232,7 @@ class _Call:
 
 
 def _preparation_data(original: Callable[[str], dict[str, Any]], device: str | None, name: str) -> dict[str, Any]:
-    """Return the data that multiprocessing sends to a new process, with two calls added.
+    """Return the data that multiprocessing sends to a new process, with two calls (`_Call`) added.
 
     The process makes the calls as it unpickles the data, before it imports the script: one extends sys.path, the other
     is `_begin_spawned`.

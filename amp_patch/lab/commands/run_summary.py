@@ -29,11 +29,11 @@ from amp_patch.training.training import Training
 
 _WEIGHED = 2  # steps before the one whose activations are counted
 _NAMES = 3  # the line names at most this many models, and as many optimizers
-_EXIT_PRIORITY = 10  # at 0 or more, before multiprocessing ends the children of this process
+_EXIT_PRIORITY = 10  # from 0 on, a finalizer runs before multiprocessing ends the children of this process
 
 
 class RunSummary(Observer):
-    """Observer of the trainings of a process. It builds the line at the end of the process."""
+    """Observer of the trainings of a process. It builds the summary line when the process ends."""
 
     def __init__(self) -> None:
         self._begin()
@@ -87,7 +87,7 @@ class RunSummary(Observer):
             self._look(changes=not stash.policy.changes_nothing)
 
     def _look(self, *, changes: bool) -> None:
-        """Measure after one of the first steps. At O0 (`changes` false) leave activations out: they are FP32."""
+        """Measure memory after one of the first steps. If the level changes nothing (O0), leave activations out."""
         if self._weighed is not None:
             event = self._weighed.leave()
             if event["activations"] is not None and self._weighed.in_fp32 is not None:
@@ -99,7 +99,7 @@ class RunSummary(Observer):
             self._weighed = WeighedStep(self._sizes.at_rest(), self._steps, cuda if cuda.type == "cuda" else None)
 
     def _take_over_fork(self) -> None:
-        """Clear the records if this process is a fork: they describe the parent."""
+        """If this process is a fork, clear what was recorded before the fork: it describes the parent's training."""
         if os.getpid() != self._process:
             if self._weighed is not None:
                 self._weighed.abandon()
@@ -115,7 +115,7 @@ class RunSummary(Observer):
             tell(f"amp_patch:{who} {line}")
 
     def line(self) -> str | None:
-        """Return the line, without the name of amp_patch and the process; None if there was no step."""
+        """Return the summary line, without the names of amp_patch and the process; None if no step was made."""
         if not self._steps:
             return None
         for training in self._trainings:

@@ -93,7 +93,7 @@ def _report(args: argparse.Namespace, level: str, found: Found) -> None:
 
 
 class _Cut(Exception):
-    """A signal has ended a trial; `status` is the exit status of `search`."""
+    """Signal that Ctrl-C or another signal has ended a trial; `status` is the exit status of `search`."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -101,11 +101,13 @@ class _Cut(Exception):
 
 
 class _Trials:
-    """Trains the script at one level, each trial in its own folder. The folder of the first trial has O0's runs too.
+    """The trials of a search: each trains the script at one level with some modules kept, in its own folder.
+
+    The folder of the first trial has O0's runs too.
 
     Attributes:
         level: the name of the level.
-        interrupts: a signal noted there ends the runs.
+        interrupts: a signal that it has received ends the runs.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -150,7 +152,7 @@ class _Trials:
         return [*dict.fromkeys(name for run in self._runs if run.level != BASELINE for name in run.modules)]
 
     def _folder(self, args: argparse.Namespace, plan: Plan) -> list[Run]:
-        """Prepare the folder of a trial. Return its finished runs: O0's, and after `--resume` earlier ones."""
+        """Prepare the folder of a trial. Return the runs that it has already: O0's, and those of a resumed trial."""
         record = args.out / "kept.json"
         kept = dumps([self.level, *(plan.keep or ())])
         resumable = record.exists() and record.read_text() == kept and self._args.resume is not None

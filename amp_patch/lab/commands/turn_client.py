@@ -100,7 +100,7 @@ class TurnClient:
         return f"the script {self.kept_for}: from the first time on it ran to its end, while the other levels waited"
 
     def write_begins(self, *paths: Any) -> None:
-        """Call `keep` if another run may write one of these paths too."""
+        """Receive paths that are about to be written. If another run may write one of them too, keep the turn."""
         if self.kept_for is None and os.getpid() == self._process and any(map(self._is_shared, paths)):
             self.keep("writes files")
 
@@ -109,7 +109,7 @@ class TurnClient:
         self.keep(why)
 
     def temporary_made(self, path: Any) -> None:
-        """Exclude this path from `keep`: the name of a temporary file or folder is unique."""
+        """Receive a path that tempfile makes: its name is unique, so that writing it does not keep the turn."""
         self._ours.add(os.path.abspath(os.fsdecode(path)))
 
     def _wait(self) -> bool:

@@ -60,7 +60,7 @@ class TurnScheduler:
 
     Args:
         interrupts: the signals that end the runs.
-        found: runs of an earlier call; finished ones are kept.
+        found: runs of an earlier `compare` in this folder; those that have finished are not made again.
         tells_time: whether to print the time of a step, and of a number of steps. A search prints them once.
 
     Attributes:
@@ -140,7 +140,7 @@ class TurnScheduler:
                 self._progress.end(child.run)
 
     def _all_failed(self, seed: int) -> bool:
-        """Return whether the first seed failed at each level by an error of the script."""
+        """Return whether `seed` is the first and failed at each level by an error of the script: others would too."""
         return seed == 0 and all(_failed_by_itself(run) for run in self.runs if run.seed == seed)
 
     def _look(self, run: Run) -> None:
@@ -205,7 +205,7 @@ class TurnScheduler:
             raise ComparisonRefused(run.error)  # any other level and seed would be refused alike
 
     def _add_runs(self, run: Run, native: bool = False) -> None:
-        """Add runs of the further levels that this run requires, for its seed and later ones."""
+        """Add runs of the levels that this run requires in addition (`_more_levels`), for its seed and later ones."""
         for level in self._more_levels(run, native=native) - self._added:
             self._added.add(level)
             added = [Run(level, seed) for seed in range(run.seed, self._plan.seeds)]
@@ -232,5 +232,5 @@ def _has_failed(run: Run) -> bool:
 
 
 def _failed_by_itself(run: Run) -> bool:
-    """Return whether the run would fail again with any amount of free memory."""
+    """Return whether the run failed for another reason than lack of memory or a signal, and so would fail again."""
     return run.error is not None and run.error_kind in ("", EXITED)

@@ -61,7 +61,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Search:
-    """The trials of a level.
+    """The search for the largest batch of one level: its trials so far.
 
     Attributes:
         dtype: the level's low-precision type; None at O0.
@@ -144,14 +144,14 @@ class Search:
         if self._data_ended or self._flat or top <= best.batch:
             return None
         line = self._line
-        if line is None:  # fewer than two trials have a size, or memory does not grow with the batch
+        if line is None:  # fewer than two known memories, or no growth with the batch
             return min((2 if len(self.tried) == 1 else _GROWTH) * best.batch, top)
         if over is None and self._straight:
             top = line.batch_at(self.limit)
         guess = line.batch_at(self.limit)
         if guess <= best.batch:
             return None  # the line predicts that a batch one larger does not fit
-        # If the trial that did not fit ran out of memory, it has no size for the line to predict: bisect.
+        # If the trial that did not fit ran out of memory, its memory is unknown, and cannot correct the line: bisect.
         return min(guess, top if over is None or over.memory is not None else (best.batch + over.batch) // 2)
 
     def next_memory(self) -> int | None:
@@ -159,7 +159,7 @@ class Search:
         return None if self.best is None or self._line is None else self._line.memory_at(self.best.batch + 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry of batch_search.json."""
+        """Return the entry of this level in batch_search.json."""
         best = self.best
         return {
             "level": self.level,
@@ -181,7 +181,7 @@ class Search:
     def _line(self) -> _Line | None:
         """The line through the best trial and the next larger one, or else the next smaller one.
 
-        None if fewer than two trials have a size, or if the larger batch does not take more memory.
+        None if fewer than two trials have a known memory, or if the larger batch does not take more memory.
         """
         known = sorted((t for t in self.tried if t.memory is not None), key=lambda t: t.batch)
         if self.best is None or len(known) < 2:
@@ -192,7 +192,10 @@ class Search:
 
     @property
     def _straight(self) -> bool:
-        """Whether a third trial is on the line, within `_STRAIGHT` of the memory between it and the larger batch."""
+        """Whether a third trial is on `_line`, so that the line may predict batches far beyond the trials.
+
+        The trial may miss the line by `_STRAIGHT` of the difference in memory to the line's larger batch.
+        """
         line = self._line
         if line is None:
             return False
@@ -202,7 +205,10 @@ class Search:
 
     @property
     def _flat(self) -> bool:
-        """Whether all trials have the same memory and as many samples. If samples are unknown, it takes four trials."""
+        """Whether the batch flag seems to have no effect: all trials with figures have equal memory and equal samples.
+
+        At least two trials must have figures, or four if no trial knows its samples.
+        """
         known = [t for t in self.tried if t.memory is not None]
         enough = 2 if any(t.samples for t in known) else 4
         return len(known) >= enough and len({(t.memory, self._samples(t)) for t in known}) == 1
@@ -216,7 +222,7 @@ class Search:
         return self._samples(best) * first.batch < self._samples(first) * best.batch
 
     def _samples(self, trial: Trial) -> int:
-        """Return the samples of a step, counted in dimension `batch_dim` instead of dimension 0."""
+        """Return the samples of a step of this trial, counted in dimension `batch_dim` of the model's first tensor."""
         dim = self.batch_dim
         if not dim or len(trial.given) <= dim:
             return trial.samples
@@ -300,7 +306,7 @@ def search(
     Args:
         level, limit: the attributes of `Search`.
         trial: runs the script with a batch, and returns the trial and the level's low-precision type.
-        near: the finished search of another level. This search starts at half of its answer.
+        near: the finished search of another level. The first trial has half of the largest batch found there.
     """
     first = _FIRST if near is None or near.best is None else max(1, near.best.batch // 2)
     found = Search(level, None, limit, [], first)

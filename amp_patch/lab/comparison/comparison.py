@@ -35,9 +35,10 @@ class Comparison:
         maximize: whether more of the metric is better.
         asked_steps: the number of steps that the caller asked of each run, if it asked.
         machine: the hardware and versions, as `machine()` returns them.
-        again: the shell arguments of `compare` without levels and seeds; "" if no command made the comparison.
+        again: the shell arguments of the `compare` that made the comparison, without levels and seeds; "" if no
+            command made it.
         asked_runs: the number of runs that the caller asked for, if it asked.
-        min_gain: the share of the memory that a level must save to be recommended for it.
+        min_gain: the share of the baseline's memory that a level must save to be recommended for its memory.
         margin: a level counts as good if it is worse by at most this share of the baseline's result.
         command: the arguments of `python -m amp_patch run` for the same training; "" if it was no script.
         folder: the report's folder, as `compare --resume` takes it; "" if no command made the comparison.
@@ -193,12 +194,12 @@ class Comparison:
 
     @property
     def only(self) -> LevelResult | None:
-        """The level with successful runs, if it is the only one, and has figures; else None."""
+        """If a single level has successful runs, and has figures, that level; else None."""
         return self.baseline if sum(bool(level.runs) for level in self._groups) == 1 else None
 
     @property
     def few_steps_note(self) -> str:
-        """A warning that runs this short decide little, without a full stop; "" if they are long enough."""
+        """A warning that fewer than FEW_STEPS steps decide little, without a full stop; "" if the runs are longer."""
         if not self.comparable or self.steps >= FEW_STEPS:
             return ""
         return f"{counted(self.steps, 'step')} decide{'s' if self.steps == 1 else ''} little: train for more"
@@ -263,7 +264,7 @@ class Comparison:
 
     @cached_property
     def notes(self) -> list[str]:
-        """Remarks on the runs: the notes that they made, and differences between them that limit the comparison."""
+        """Remarks on the runs: notes that the runs recorded, and differences between runs that limit the comparison."""
         notes: dict[str, list[str]] = {}
         well = [run for run in self.runs if went_well(run)]
         for run in well:
@@ -293,7 +294,7 @@ class Comparison:
 
     @property
     def _rounded_losses(self) -> list[str]:
-        """One line per level whose losses were recorded in a low-precision type: the type and its step."""
+        """One line per level whose losses were recorded in a low-precision type: the distance of adjacent losses."""
         lines = []
         for level in self._groups:
             dtype = measures.loss_type(level.runs)
@@ -314,7 +315,7 @@ class Comparison:
 
     @cached_property
     def load_note(self) -> str:
-        """A warning about speeds that other work on the machine has disturbed; "" if it took little."""
+        """A warning that other work on the machine has disturbed the measured speeds; "" if that work took little."""
         if "load" not in self.machine:
             return ""
         ranges = [level.speedup for level in self.levels if level.speedup is not None]
@@ -355,7 +356,7 @@ class Comparison:
 
     @cached_property
     def _groups(self) -> list[LevelResult]:
-        """The levels with their runs and results. A run that failed before its dtype was known joins its level."""
+        """The levels with their runs and results. A run that failed before its dtype was known joins its level's."""
         keys: dict[tuple[str, str | None], list[Run]] = {}
         of_level: dict[str, tuple[str, str | None]] = {}
         for run in sorted(self.runs, key=lambda run: run.dtype is None):
@@ -380,7 +381,7 @@ class Comparison:
 
     @staticmethod
     def _same_level(levels: list[LevelResult], wanted: LevelResult | None) -> LevelResult | None:
-        """Find the entry of `levels` with the level and dtype of `wanted`, which may have fewer figures."""
+        """Find in `levels` the level and dtype of `wanted`. The found object may have more figures than `wanted`."""
         if wanted is None:
             return None
         return next(each for each in levels if (each.level, each.dtype) == (wanted.level, wanted.dtype))

@@ -41,7 +41,7 @@ COLOURS = {
     "activations": ("#b0528f", "#e08cc2"),
 }
 LARGEST = 1e30  # values beyond it overflow in the arithmetic of the axes
-_POINTS = 200  # of a curve: a picture of this width shows no more
+_POINTS = 200  # the most points of a curve: a picture of this width shows no more
 
 
 class Picture(NamedTuple):
@@ -67,7 +67,7 @@ def line(x1: str | float, y1: str | float, x2: str | float, y2: str | float, col
 
 
 def text(x: str | float, y: str | float, words: str, colour: str = "ink", *, size: float = 13, more: str = "") -> str:
-    """Return an SVG text with escaped words; `more` has attributes, unescaped."""
+    """Return an SVG text element. `words` are escaped; `more` has further attributes, which are not."""
     return f'<text x="{x}" y="{y}" font-size="{size}" style="fill: {var(colour)}"{more}>{escape(words)}</text>'
 
 
@@ -77,7 +77,7 @@ def share(value: float) -> str:
 
 
 def stack(parts: dict[str, float], longest: float) -> str:
-    """Return a stacked bar of {name of a colour: length}."""
+    """Return an SVG of a stacked bar: {name of a colour: length of its part}; a bar of `longest` fills the width."""
     left, made = 0.0, ""
     for colour, length in parts.items():
         if length > 0:
@@ -186,7 +186,7 @@ class Plot:
             self.inner.append(f'<path d="{marks}" style="stroke: {var(colour)}; stroke-width: 1.4"/>')
 
     def note(self, words: str, colour: str) -> None:
-        """Write words at the lower right end inside of the axes."""
+        """Write words inside of the axes, at the lower right."""
         place, end = self.WIDTH - self.RIGHT - 2, ' text-anchor="end"'
         self.outer.append(text(place, self.TOP + self.height - 14, words, colour, size=10.5, more=end))
 

@@ -11,13 +11,13 @@ from amp_patch.lab.recording.run import Run
 
 
 class Lost(NamedTuple):
-    """Runs without a figure, all for the same reason.
+    """Runs of a level without a result, all for the same reason.
 
     Attributes:
         kind: "diverged" (a loss is not finite), "not finite" (a logged metric is not), or "missing" (no value).
         step: the step of the first loss that is not finite; None for the other kinds.
-        as_base: whether the baseline's runs with these seeds have no figure either.
-        eps: `Run.lost_eps` of these runs.
+        as_base: whether the baseline's runs with these seeds have no result either.
+        eps: the optimizer's eps, if it is 0 in the type of the parameters (`Run.lost_eps`); else None.
         seeds: the seeds of these runs.
     """
 
@@ -69,7 +69,7 @@ class Finding:
         better: whether the level differs on the better side. The test is as strict as that for worse.
         by_range: whether the range of the baseline's seeds decides, instead of the gap.
         to_the_bit: whether every loss equals the baseline's.
-        diverged: the runs without a figure.
+        diverged: the runs without a result.
         collapsed: the runs with a finite result that chance does not explain; None if there are none.
         rounding: if the losses were recorded in a low-precision type and the gap is at most one step of that type, the
             size of the step (the kind is then "within" or, with one seed, "undecided"); else None.

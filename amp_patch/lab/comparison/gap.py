@@ -10,8 +10,8 @@ from typing import Any
 from amp_patch.lab.comparison import measures
 
 CONFIDENCE = 0.95
-_ROUNDING = 1e-12  # a mean below this share of the results is taken for FP64 rounding of 0
-_MOST_MORE = 100  # a gap that needs more seeds than this is practically at the margin
+_ROUNDING = 1e-12  # a mean difference below this share of the results counts as 0: FP64 rounding can cause it
+_MOST_MORE = 100  # if a gap needs more seeds than this, it is practically at the margin, and no number is named
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,13 @@ class Gap:
             there is one seed or the script does not use its seeds.
         sign: 1 if more of the metric is worse, -1 if less is.
         margin: a level that is worse by at most this counts as good.
-        worse_from: a level that is worse by more than this counts as worse: the margin, or more if the baseline's
-            result is very small compared with the improvement over its training.
+        worse_from: a level that is worse by more than this counts as worse: the margin, or the same share of the
+            baseline's improvement over its training if that is more. If a loss ends near 0, every difference is many
+            per cent of it.
         decorrelated: whether the differences spread as much as the baseline's own results: two runs with the same
-            seed then differ as much as two runs with different seeds.
-        more_seeds: the number of additional seeds that would decide, if their spread is the same; None if the gap is
-            decided, or if `_MOST_MORE` would not be enough.
+            seed then differ as much as two runs with different seeds, so the seeds no longer pair the runs.
+        more_seeds: the number of additional seeds with which the interval would decide, if the differences keep their
+            spread; None if the gap is decided, or if `_MOST_MORE` seeds would not be enough.
     """
 
     level: float
@@ -51,7 +52,7 @@ class Gap:
         """The decision of the interval; None if there is no interval, or if it allows several decisions.
 
         "as good" if the whole interval is at most the margin, "worse" if it is beyond `worse_from`, "better" if it is
-        beyond the same distance on the other side.
+        beyond `worse_from` on the better side of 0.
         """
         if self.low is None or self.high is None:
             return None
@@ -77,7 +78,7 @@ class Gap:
         return None if value is None or not self.base else value / abs(self.base)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields for JSON, with the decision, and with four figures in per cent of the baseline's mean."""
+        """Return all fields for JSON, `told`, and mean, low, high and margin in per cent of the baseline's mean."""
         keys = {"mean_percent": self.mean, "low_percent": self.low, "high_percent": self.high}
         percents = {}
         for key, value in {**keys, "margin_percent": self.margin}.items():

@@ -77,7 +77,7 @@ def why(comparison: Comparison) -> str:
 
 
 def _result(comparison: Comparison, best: LevelResult, base: LevelResult) -> str:
-    """Return the reason why the level is as good as the baseline."""
+    """Return the sentence that says why the recommended level `best` is as good as the baseline."""
     if best.finding.to_the_bit:
         return f"every loss is {base.name}'s, to the bit."
     gap, what = best.finding.gap, f"its final {comparison.metric_in_words}"
@@ -92,7 +92,7 @@ def _result(comparison: Comparison, best: LevelResult, base: LevelResult) -> str
 
 
 def how_sure(comparison: Comparison) -> str:
-    """Return how far the seeds and the machine support the recommendation."""
+    """Return sentences on how far the seeds and the machine support the recommendation."""
     best, base = comparison.recommended, comparison.baseline
     if best is None or base is None:
         return ""
@@ -162,17 +162,18 @@ def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
 
 
 def why_failed(level: LevelResult) -> str:
-    """Return the error of the first failed run in one line, cut, with its place."""
+    """Return the error of the level's first failed run with its place, shortened to one line."""
     return level.failed[0].error_in_short
 
 
 def in_short(level: LevelResult, comparison: Comparison) -> str:
-    """Return the `outcome`, and the reason against a level that is not to be used."""
+    """Return the level's `outcome`. For a rejected level, add why: "diverged", "collapsed" or "worse"."""
     what = "diverged" if level.finding.diverged else "collapsed" if level.finding.collapsed else "worse"
     return outcome(level, comparison) + (f": {what}" if level.finding.rejected else "")
 
 
-# Standing -> the style and the words of a row. For every other standing, `outcome` describes the result and the speed.
+# Standing of a level (recommendation.py) -> the style and the words of its row. For every other standing, `outcome`
+# describes the result and the speed.
 _ROWS = {
     "failed": ("bad", "failed"),
     "differs": ("bad", "do not use"),

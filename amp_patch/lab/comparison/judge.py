@@ -27,11 +27,11 @@ COLLAPSED_RANGES, COLLAPSED_SHARE = 10, 0.5
 # If a metric is logged once, its value at the start of the training is unknown. This share of the baseline's mean then
 # replaces COLLAPSED_SHARE of the improvement.
 _COLLAPSED_BY = 0.1
-_CURVE = 10  # the fewest losses whose range is a bound for a run with one seed
+_CURVE = 10  # fewer losses of the baseline give no bound on a run, if there is one seed
 
 
 class Terms(NamedTuple):
-    """The terms of a comparison: attributes of `Comparison`."""
+    """The attributes of a `Comparison` that `judge` needs to test a level."""
 
     metric: str
     maximize: bool
@@ -107,7 +107,7 @@ def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:
     """Decide by the gap if its interval decides, else by the range of the baseline's seeds.
 
     If the runs have decorrelated or the gap is slight (`by_range`), more seeds would not make the gap decide, so the
-    range decides finally. Otherwise it decides for now.
+    range decides finally. Otherwise the range decides until more seeds are run.
     """
     if apart.told is not None:
         return replace(found, kind="within" if apart.told == "as good" else "differs", better=apart.told == "better")
@@ -122,12 +122,12 @@ def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:
 
 
 def has_no_spread(base: LevelResult) -> bool:
-    """Return whether the baseline's seeds do not show how far chance moves a result: there is one, or all are alike."""
+    """Return whether the baseline does not show how far chance moves a result: it has one seed, or equal results."""
     return len(base.finite) < 2 or seeds_change_nothing(base)
 
 
 def _collapsed(level: LevelResult, base: LevelResult, metric: str, sign: int) -> Collapse | None:
-    """Find the runs whose results are finite, and worse than chance or rounding explains.
+    """Find the runs of a level whose results are finite, but worse than chance or rounding explains.
 
     Args:
         sign: 1 if more of the metric is worse, -1 if less is.
@@ -152,20 +152,27 @@ def _collapsed(level: LevelResult, base: LevelResult, metric: str, sign: int) ->
 
 
 def _gained(base: LevelResult, metric: str, sign: int) -> float | None:
-    """Return the improvement from the start of the training to its worst result; None if the start is unknown."""
+    """Return the improvement from the start of the baseline's training to its worst seed's result.
+
+    None if no run knows its value at the start.
+    """
     starts = [run.loss[:1] if metric == LOSS else _first_logged(run, metric) for run in base.runs]
     known = [sign * value for start in starts for value in start if math.isfinite(value)]
     return statistics.median(known) - max(sign * figure for figure in base.finite.values()) if known else None
 
 
 def _bound_of_curve(base: LevelResult, sign: int) -> float | None:
-    """Return the bound for one seed: the worst loss of any step, plus the range from the best to the worst."""
+    """Return the loss beyond which a run has collapsed, if the baseline has one seed.
+
+    It is the worst loss of any step of the baseline, plus the range from its best to its worst loss. None if the
+    baseline has fewer than `_CURVE` losses, or if all are equal.
+    """
     losses = [sign * loss for run in base.runs for loss in run.loss if math.isfinite(loss)]
     return 2 * max(losses) - min(losses) if len(losses) >= _CURVE and max(losses) > min(losses) else None
 
 
 def _first_logged(run: Run, metric: str) -> list[float]:
-    """Return the first value that a run has logged, in a list; an empty list if it has logged fewer than two."""
+    """Return a list of the first value of the metric that a run logged; an empty list if it logged fewer than two."""
     values = [value for _, value in run.logged.get(metric, [])]
     return values[:1] if len(values) > 1 else []
 

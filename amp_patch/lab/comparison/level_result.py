@@ -29,9 +29,9 @@ class LevelResult:
         step_ms: milliseconds per step: the median over the runs of each run's median.
         speedup: the baseline's step time over the level's. With one seed, its range is from quartiles of step times.
         activations: bytes that a step saves for its backward: the median over the runs that know them.
-        memory_bytes: the peak memory of the training (`measures.memory_bytes`): the median, likewise.
-        memory_ratio: the ratio of `memory_bytes`.
-        bytes_ratio: the ratio of the bytes of weights, masters, gradients and optimizer state.
+        memory_bytes: the peak memory of the training (`measures.memory_bytes`): the median over the runs that know it.
+        memory_ratio: the level's `memory_bytes` over the baseline's.
+        bytes_ratio: the bytes of the level's weights, masters, gradients and optimizer state over the baseline's.
         samples_per_second: the median over the runs.
         epoch_seconds: the time of an epoch at that rate; None if the number of its samples is unknown.
         skips: the number of skipped steps of each of `runs`.
@@ -77,7 +77,7 @@ class LevelResult:
 
     @property
     def other_dtype(self) -> str | None:
-        """The type, if it differs from the level's default type; else None."""
+        """The level's low-precision type, if it differs from the level's default type; else None."""
         policy = OPT_LEVELS.get(self.level.partition("+")[0])
         return self.dtype if policy is not None and self.dtype != str(policy.dtype).removeprefix("torch.") else None
 
@@ -95,7 +95,7 @@ class LevelResult:
 
     @property
     def advice(self) -> list[str]:
-        """The advice of all runs on sizes of layers, each line once."""
+        """The lines of all runs on layer sizes that slow a GPU down (`shapes.advice`), each line once."""
         return [*dict.fromkeys(line for run in self.runs for line in run.advice)]
 
     @property
@@ -125,7 +125,7 @@ class LevelResult:
 
 
 def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
-    """Return the level with its times, sizes and skips, and with their ratios to the baseline's."""
+    """Return the level with step times, memory and skipped steps, and with their ratios to the baseline `base`."""
     runs = level.runs
     step = median(median(measures.step_times(run)) for run in runs)
     found: dict[str, Any] = {
@@ -223,6 +223,6 @@ def level_dict(level: LevelResult) -> dict[str, Any]:
 
 
 def _ratio(ours: Iterable[int | None], theirs: Iterable[int | None]) -> float | None:
-    """Divide the medians of the known sizes; None if a side has no known size, or if the divisor is 0."""
+    """Return the median of `ours` over the median of `theirs`, of the known sizes; None if a median is unknown or 0."""
     one, other = median(ours), median(theirs)
     return one / other if one is not None and other else None

@@ -59,14 +59,14 @@ def _note(dtype: str, share: float) -> str:
 
 
 def with_masters(dtype: str) -> str:
-    """Return the level with masters whose weights have this type."""
+    """Return the name of the level with masters whose weights have this type: "O2" for "float16"."""
     return next(
         name for name, each in OPT_LEVELS.items() if each.master_weights and str(each.dtype) == f"torch.{dtype}"
     )
 
 
 def _safe(dtype: str) -> tuple[str, list[str], list[str]]:
-    """Return the level with masters, and two lists of its rungs.
+    """Return the level with masters for weights of this type, and two lists of the level's rungs.
 
     Rungs of the first list store the same numbers as masters do. Rungs of the second list round stochastically, so that
     they are right on average.

@@ -16,12 +16,12 @@ from amp_patch.lab.comparison.other_work import OtherWork
 
 _SIZE, _TURNS = 256, 5  # size and count of the timed products: they take a second with the slowest kernels
 _LIMITING = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
-_STEADY = 1.5  # if the slowest turn takes more than this times the fastest, the words give a range
-SLOW = 1.3  # if the way that "auto" chooses takes more than this times the other's time, `products_in_words` says so
+_STEADY = 1.5  # if the slowest measurement takes more than this times the fastest, `_in_words` gives a range
+SLOW = 1.3  # if products as cpu_half="auto" chooses them take more than this times the other ones, the report says so
 
 
 class ProductTime(NamedTuple):
-    """The time of a product relative to FP32's: the least, the median and the largest of several turns."""
+    """The time of a matrix product relative to FP32's: least, median and largest of several measurements."""
 
     low: float
     median: float
@@ -34,7 +34,7 @@ def machine(load: OtherWork | None = None) -> dict[str, str]:
     Initializes CUDA if there is a device, and times products of matrices.
 
     Args:
-        load: the readings of other work; if it took enough time to disturb the speeds, the result has a "load".
+        load: the readings of other work on the machine; if that work disturbed the speeds, the result has a "load".
     """
     busy = load.words() if load is not None else None
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -67,7 +67,7 @@ def low_precision() -> dict[str, str]:
 
 
 def time_of_products(dtype: torch.dtype, emulated: bool = False) -> ProductTime:
-    """Time a product of matrices of this type relative to FP32's, on one thread of this CPU, over several turns.
+    """Time a matrix product of this type relative to FP32's, several times, on one thread of this CPU.
 
     The product is torch's own, or `emulated` as in casts/cpu_half.py. Other work on the machine widens the range.
     """
@@ -107,7 +107,7 @@ def products_in_words(dtype: torch.dtype) -> str:
 
 
 def _in_words(time: ProductTime) -> str:
-    """Return "1.1x", or "30x to 399x" if the turns differ: one figure of them would depend on the machine's load."""
+    """Return "1.1x", or "30x to 399x" if the measurements differ: a single one would depend on the machine's load."""
     low, median, high = (f"{wording.short(value)}x" for value in time)
     return median if time.high < _STEADY * time.low else f"{low} to {high}"
 

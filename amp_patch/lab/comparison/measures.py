@@ -12,7 +12,7 @@ from amp_patch.lab.recording.run import LOW_TYPES, PARTS, Look, Run
 
 T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has
-ALIKE = 1.05  # up to this ratio of times a level is "as fast", and its memory counts more
+ALIKE = 1.05  # up to this ratio of step times a level is "as fast", and its memory counts more
 
 # Field of `Run` -> its name in tables.
 KINDS = {
@@ -92,7 +92,7 @@ def half_width(deviation: float, count: int, confidence: float) -> float:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Return the median of the known values; None without one."""
+    """Return the median of the values that are not None; None if all are None."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
@@ -103,12 +103,15 @@ def warm(values: Sequence[T]) -> Sequence[T]:
 
 
 def step_times(run: Run) -> list[float]:
-    """Return the seconds of the `warm` steps that were measured."""
+    """Return the seconds of each step of the run that was measured, without the steps that warm up."""
     return [seconds for seconds in warm(run.seconds) if math.isfinite(seconds) and seconds > 0]
 
 
 def part_ms(runs: Sequence[Run], step_ms: float | None) -> dict[str, float]:
-    """Return {name in PARTS: milliseconds}: `step_ms`, divided in proportion to the medians over the `warm` steps."""
+    """Divide `step_ms` among the parts of a step (PARTS), in proportion to the parts' medians over the `warm` steps.
+
+    Return {name of a part: milliseconds}.
+    """
     medians = dict.fromkeys(PARTS, 0.0)
     for run in runs:
         for part, seconds in run.parts.items():
@@ -118,7 +121,7 @@ def part_ms(runs: Sequence[Run], step_ms: float | None) -> dict[str, float]:
 
 
 def samples_per_second(run: Run) -> float | None:
-    """Return the median over the `warm` steps that were measured; None if the batch is not known."""
+    """Return the median samples per second of the measured steps after warm-up; None if the batch is unknown."""
     pairs = zip(warm(run.samples), warm(run.seconds), strict=False)
     return median(samples / time for samples, time in pairs if samples > 0 and math.isfinite(time) and time > 0)
 
@@ -168,7 +171,7 @@ def held_bytes(run: Run) -> int:
 
 
 def errors(looks: Iterable[Look]) -> dict[str, float]:
-    """Return {name of a module: its largest relative error}, the worst first.
+    """Return {name of a module: its largest relative error in the inspected steps `looks`}, the worst first.
 
     An error of NaN counts as infinite. Modules whose error is 0 are left out.
     """
@@ -206,7 +209,7 @@ def batch_in_memory_of(runs: Sequence[Run], others: Sequence[Run]) -> tuple[int,
 
 
 def batch(run: Run) -> float | None:
-    """Return the median of the samples of a step; None if they are not known."""
+    """Return the median over the steps of the number of samples in a step; None if the numbers are not known."""
     return median(run.samples) or None
 
 

@@ -1,4 +1,7 @@
-"""Search for few modules whose higher precision makes a level as good as O0: the sets to try, and the result."""
+"""Search for few modules that make a level as good as O0 if they are kept: the sets to try, and the result.
+
+A module is kept if it computes in higher precision than the level: `keep_fp32`, or `keep_high` at O6 and O7.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ class Trial:
 
     @property
     def hopeless(self) -> str:
-        """The reason why this trial fails and any other set of modules would fail too; "" if another set may pass."""
+        """The reason why this trial fails, and why any other set of kept modules would fail too; "" if one may pass."""
         if self.level is None:
             return self.why if self.without_base else ""
         found = self.level.finding
@@ -90,7 +93,7 @@ def most_trials(modules: int) -> int:
 
 
 def trial_of(kept: Kept, comparison: Comparison) -> Trial:
-    """Make the trial from a finished comparison of O0 and the level."""
+    """Return the trial of the set `kept`, from a finished comparison of O0 and the level with these modules kept."""
     base = comparison.baseline
     others = [level for level in comparison.levels if level is not base]
     if base is None or base.level != BASELINE or len(others) != 1 or not others[0].runs:
@@ -181,7 +184,10 @@ def line(number: int, each: Trial) -> str:
 
 
 def _named(names: Kept, most: int = 6) -> str:
-    """List up to `most` names. A longer list becomes its count, first and last names: sets differ at their end."""
+    """List up to `most` names. A longer list becomes its count, its first and its last names.
+
+    The sets that a search tries differ at their end.
+    """
     if len(names) <= most:
         return ", ".join(names)
     return f"{len(names)} modules ({', '.join(names[:2])}, ... {', '.join(names[-3:])})"
@@ -193,7 +199,7 @@ def argument(level: str) -> str:
 
 
 def report(level: str, found: Found, command: str) -> list[str]:
-    """Return the last lines that are printed: the gaps without and with kept modules, the memory, the code to paste."""
+    """Return the lines that end `search`: the gaps without and with kept modules, the memory, the code to paste."""
     first, answer = found.tried[0], found.answer
     if found.no_use:
         return [f"{level}: keeping modules does not make it as good as {BASELINE}: {found.no_use}."]

@@ -69,8 +69,8 @@ def compare(
     seed are trained one after the other, then all levels of the next seed. All levels of a seed start from the same
     random state. For seed n, 1,000,003 n is added to each seed that `build_fn` passes to `torch.manual_seed`,
     `random.seed` or `numpy.random.seed`. At the end, random states, torch's namespace and all earlier trainings are
-    restored. If a run raises, its row has the error. An interrupt keeps the rows so far. On a CPU the peak memory is
-    unknown, since one process makes all runs.
+    restored. If a run raises, the report shows its error. After an interrupt the result has the runs so far. On a CPU
+    the peak memory is unknown, since one process makes all runs.
 
     Args:
         build_fn: called once per run, to build everything new. If it returns (model, optimizer, loss_fn, batches),
@@ -146,7 +146,7 @@ def _train_once(
     evaluate: Callable[[nn.Module], Any] | None,
     known: list[weakref.ref[nn.Module]],
 ) -> None:
-    """Train and fill `run`. An exception becomes its error, but KeyboardInterrupt and `_Misuse` propagate."""
+    """Train once, and record it in `run`. An error becomes `run.error`; KeyboardInterrupt and `_Misuse` propagate."""
     gc.collect()  # free the previous run's model, which reference cycles may hold
     asked, error = Run(run.level, run.seed), None
     environment = Patches()
@@ -215,7 +215,7 @@ def _train(
 
 
 def _epoch(model: nn.Module, optimizer: Any, loss_fn: Callable[..., Tensor], batches: Iterable[Any]) -> bool:
-    """Train over all batches. Return whether there was one: an iterator has none the second time."""
+    """Train over all batches. Return False if there was none, as from an iterator that an earlier run used up."""
     batch = None
     for batch in batches:
         *inputs, targets = batch

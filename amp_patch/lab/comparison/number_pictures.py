@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def numbers(level: LevelResult) -> list[Picture]:
-    """Return the histograms of a level: gradients first, then weights, activations and their gradients.
+    """Return the histograms of a level's inspected steps: gradients, weights, activations and their gradients.
 
     The range drawn is that of the level's type; O0 has no type, and its range is FP16's.
     """
@@ -81,7 +81,7 @@ def _gradients(level: LevelResult, looks: list[Look], counts: dict[int, int], fo
 
 
 def _histogram(title: str, counts: dict[int, int], low: int, high: int, format_: str, below: float = 0.0) -> Plot:
-    """Return columns on a logarithmic axis; numbers outside of the range of the format, [low, high], are red."""
+    """Return a plot of the count of numbers at each exponent; exponents outside of the format's [low, high] are red."""
     also = {low, high + 1} if format_ == "FP16" else set()  # BF16's whole range would squeeze the bars
     left, right = min([*counts, *also]) - 2, max([*counts, *also]) + 3
     top = max(counts.values())

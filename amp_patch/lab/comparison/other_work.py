@@ -46,7 +46,7 @@ class OtherWork:
             self._crowded += seconds
 
     def words(self) -> str | None:
-        """Return a warning about the measured speeds; None if other work took little or the system does not tell."""
+        """Return a warning about the measured speeds; None if other work took little or could not be measured."""
         if not self._seconds or self._crowded < _SHARE * self._seconds:
             return None
         cores = f"{self.cores} cores" if self.cores > 1 else "the one core"

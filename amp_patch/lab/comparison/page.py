@@ -140,7 +140,7 @@ def _finding(level: LevelResult, comparison: Comparison) -> Cell | str:
 
 
 def _gap(level: LevelResult) -> Cell | str:
-    """Return the gap in per cent and in the metric's unit, with its interval."""
+    """Return the cell with the level's gap in per cent and in the metric's unit, and its interval; "" without a gap."""
     gap = level.finding.gap
     if gap is None:
         return ""
@@ -159,6 +159,6 @@ def _speed(level: LevelResult) -> Cell | str:
 
 
 def _several(values: Sequence[float], words: Callable[[float], str] = number) -> str:
-    """Return a number for each seed, or one number if all agree."""
+    """Return the texts of `values`, one for each seed, or a single text if all are equal."""
     texts = [words(value) for value in values]
     return ", ".join(texts if len(set(texts)) > 1 else texts[:1])

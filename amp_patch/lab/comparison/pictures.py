@@ -149,7 +149,7 @@ def _in_words(level: LevelResult, runs: Sequence[Run], what: str) -> str:
 
 
 def _smooth(several: Sequence[Sequence[float]], longest: int | None = None) -> _Curves:
-    """Return running means over a 25th of the steps; a window with a loss that is not finite has none."""
+    """Return running means of the losses over a 25th of the steps; None for a window with a loss that is not finite."""
     longest = longest or max(map(len, several))
     window = max(1, longest // 25)
     steps = [int(step) for step in thin(range(window, longest + 1))]
@@ -157,7 +157,7 @@ def _smooth(several: Sequence[Sequence[float]], longest: int | None = None) -> _
 
 
 def _mean(values: Sequence[float], window: int) -> _Value:
-    """Return the mean of the window; None if the run ended inside of it."""
+    """Return the mean of the losses of a window; None if the run ended inside of it, or if a loss is not finite."""
     if len(values) < window or not all(map(math.isfinite, values)):
         return None
     return statistics.fmean([max(-LARGEST, min(value, LARGEST)) for value in values])

@@ -25,7 +25,7 @@ LEVELS = tuple(
 # The first level with FP8 or FP4 products, which leaves the script's weights unchanged.
 EMULATED = next(level for level, policy in OPT_LEVELS.items() if policy.product_format is not None)
 
-# Default share of the memory that a level must save to be recommended for it.
+# Default `min_gain`: the share of the baseline's memory that a level must save to be recommended for its memory.
 MIN_GAIN = 0.05
 
 # Default margin: a level counts as good if it is worse by at most this share of the baseline's result.
@@ -36,7 +36,7 @@ _MOST_SEEDS = 1000
 
 
 def quick_levels(dtype: str | None) -> tuple[str, ...]:
-    """Return the two levels to try first: with FP16 if `dtype` says so, else with BF16, which needs no loss scale."""
+    """Return the two levels of `compare --quick`: FP16's if `dtype` is "float16", else BF16's, without a loss scale."""
     wanted = f"torch.{dtype or 'bfloat16'}"
     return tuple(level for level in LEVELS if str(OPT_LEVELS[level].dtype) == wanted)
 
@@ -53,7 +53,7 @@ class Plan:
         dtype: "float16" or "bfloat16" for the levels O1 to O3; None if the script decides.
         metric: the figure that is compared: "loss", or a name given to `amp.log`.
         maximize: whether more of the metric is better.
-        min_gain: the memory that a level must save to be recommended for it, in per cent.
+        min_gain: the memory that a level must save to be recommended for its memory, in per cent of the baseline's.
         margin: a level counts as good if it is worse by at most this, in per cent of O0's result.
         inspect: whether to look at exponents and errors with `amp.inspect`.
         keep: the modules that a module search keeps: in BF16 at levels with FP8 or FP4 products, in FP32 at others.
@@ -104,7 +104,7 @@ class Plan:
         return [Run(level, seed) for seed in range(self.seeds) for level in self.levels]
 
     def type_of(self, level: str) -> str | None:
-        """Return the level's low-precision type; None at O0. A script may choose another type for O1 to O3."""
+        """Return the level's low-precision type in this plan; None at O0. A script may choose another for O1 to O3."""
         policy = OPT_LEVELS[named_level(level).level]
         if policy.changes_nothing:
             return None
@@ -142,7 +142,7 @@ def keep_variable(level: str) -> str:
 
 
 def progress_line(run: Run, asked_steps: int | None) -> str:
-    """Format the line on a finished run: its error, or its steps, loss, time and notes."""
+    """Format the line that is printed after a run: its error, or its steps, loss, time and notes."""
     if run.error is not None:
         return f"{run.level} seed {run.seed}: failed: {run.error_in_full}"
     loss, ms = newest_figures(run)
@@ -161,7 +161,7 @@ def newest_figures(run: Run) -> tuple[str, str]:
 
 
 def name_as_asked(run: Run, asked: Run) -> None:
-    """Copy level and seed of `asked` to `run`. Add a note if the script trained at another level."""
+    """Give `run` the level and seed of `asked`, the run as planned. Add a note if the script chose another level."""
     if run.level != asked.level and asked.level != NATIVE:
         run.notes.append(f"asked for {asked.level}, the script trained at {run.level}")
     run.level, run.seed = asked.level, asked.seed

@@ -1,7 +1,8 @@
 """The recommendation of a level, and its reasons.
 
-`standing` has an ordered list of rules; the standing of a level is the name of the first rule that holds for it.
-Headline, card, summary and rows of a report use the standings.
+The standing of a level is one word or two on why it is recommended or not: "better", "faster", "failed", "no gain".
+`standing` has an ordered list of rules; the name of the first rule that holds for the level is its standing. Headline,
+card, summary and rows of a report use the standings.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from amp_patch.lab.wording import counted, fine_percent, listed, ratio, relative
 # Standings that recommend a level, the strongest first.
 GAINS = ("better", "faster", "smaller", "a little faster")
 
-# Every other standing -> its phrase in a recommendation of the baseline, in the order of the phrases.
+# Standing that is no gain -> its phrase in a recommendation of the baseline, in the order of the phrases.
 _OF_OTHERS = {
     "slower": "{} would do as well",
     "not clear": "{} would do as well, but may cost more time than it saves memory",
@@ -42,11 +43,11 @@ class Recommendation:
 
     Attributes:
         level: the recommended level; the baseline if no other level gains anything.
-        because: for a level, one of GAINS -> [the level]; for the baseline, names of _OF_OTHERS -> the other levels
-            with this standing.
+        because: if a level is recommended, {its standing, one of GAINS: [the level]}. If the baseline is recommended,
+            {a standing, one of _OF_OTHERS: the other levels with this standing}.
         sure: whether every level is decided.
         so_far: whether the recommendation rests on one seed, which cannot tell chance from a difference.
-        what: the name of the compared figure.
+        what: the name of the compared metric, for the texts.
         standings: (level, dtype) -> `standing`, for every level except the baseline.
         min_gain: the argument of `recommend`.
     """
@@ -110,7 +111,7 @@ def recommend(
     Args:
         min_gain: the share of memory (`saved_memory`) that a level must save to be recommended for its memory. A level
             with an unclear speed must save more than the share of time that it may cost.
-        what: the name of the compared figure.
+        what: the name of the compared metric, for the texts.
     """
     alone = not any(not level.loses_updates and level.level != base.level for level in levels)
     others = [level for level in levels if level is not base]
@@ -175,7 +176,7 @@ def gains(found: Recommendation) -> str:
 
 
 def _loss_in_words(found: Recommendation) -> str:
-    """Return "same loss within 0.2 %", or by one seed "loss +0.0007 %"."""
+    """Return "same loss within 0.2 %", or if the recommendation rests on one seed "loss +0.0007 %"."""
     of, what, gap = found.level.finding, found.what, found.level.finding.gap
     if found.so_far and gap is not None and gap.mean:
         return f"{what} {percent_of(gap) or signed(gap.mean)}"
@@ -209,7 +210,7 @@ def memory_in_words(level: LevelResult) -> str:
 
 
 def _may_cost(speed: Ratio | None) -> float:
-    """Return the share of time that a level with an unclear speed may cost, by its slowest pair; else 0."""
+    """Return the share of time that a level may cost: by its slowest seed if its speed is not clear, else 0."""
     return 1 / speed.low - 1 if speed is not None and speed.pace == "not clear" else 0.0
 
 
@@ -223,7 +224,7 @@ def larger_batch(level: LevelResult, base: LevelResult) -> str:
 
 
 def of_others(found: Recommendation, base: LevelResult) -> str:
-    """Return the reasons for the baseline, without a full stop."""
+    """Return why the baseline is recommended: the other levels, grouped by their standings, without a full stop."""
 
     return "; ".join(
         _OF_OTHERS[why].format(
@@ -236,7 +237,7 @@ def of_others(found: Recommendation, base: LevelResult) -> str:
 
 
 def _with_promise(level: LevelResult, base: LevelResult, why: str, found: Recommendation) -> str:
-    """Return the level's name. If its memory costs time, or it is not decided yet, its gains and costs are added."""
+    """Return the level's name. If its saved memory costs time, or if it is undecided, add its gains and costs."""
     speed, gap, said = level.speedup, level.finding.gap, []
     if why == "slower" and speed is not None:
         said = [memory_beside(level), f"but {times(1 / speed.median)[0]}x slower"]

@@ -1,4 +1,4 @@
-"""The rows of the card: for each level a bar of its speed, a bar of its memory by kinds, and its gap to the baseline.
+"""The rows of a report's card: for each level a bar of its speed, a bar of its memory, and its gap to the baseline.
 
 A cell is the content of an <svg> of any size, in which positions are percentages of the width. A page and a picture
 file can therefore show the same cell in boxes of different sizes.
@@ -23,7 +23,7 @@ _INKS = {"best": "good", "base": "base", "bad": "lost", "unsure": "unsure", "pla
 
 
 class Row(NamedTuple):
-    """The row of a level: its style, its short text, its cells, and a text alternative."""
+    """The row of a level: its style (`state`), its short text, its three cells as SVG, and a text alternative."""
 
     state: str
     level: LevelResult
@@ -94,7 +94,7 @@ def _memory(level: LevelResult, state: str, most: float) -> str:
 
 
 def _parts(level: LevelResult, state: str, most: float) -> str:
-    """Return the parts of the bar, a colour each; on CUDA the rest of the peak follows them."""
+    """Return the parts of the memory bar as SVG: a colour per kind of tensor, then on CUDA the rest of the peak."""
     sizes = {kind: measures.median(getattr(run, kind) for run in level.runs) or 0 for kind in measures.KINDS}
     whole = level.memory_bytes if level.memory_ratio is not None else sum(sizes.values()) - sizes["activations"]
     if not whole or not level.memory:
@@ -116,19 +116,19 @@ def _bar(part: float, state: str, colour: str) -> str:
 
 
 def _number(end: float, value: float, state: str, most: float) -> str:
-    """Return the value right of its bar, or right of the baseline's line if that would cross the digits."""
+    """Return the value as text right of its bar, or right of the baseline's line if that would cross the text."""
     bold = ' font-weight="700"' if state == "best" else ""
     strikes = end < 1 and (1 - end) * _BAR / most < _NUMBER
     return text(share(_BAR * (1.0 if strikes else end) / most), 4.5, f"{wording.ratio(value)}x", more=f' dx="7"{bold}')
 
 
 def _reference(most: float) -> str:
-    """Return a line at the end of the baseline's bar."""
+    """Return a vertical line at the end of the baseline's bar, for comparison with the other bars."""
     return line(share(_BAR / most), 0, share(_BAR / most), "100%", "soft", ' stroke-dasharray="2 3"')
 
 
 def _gap(comparison: Comparison, level: LevelResult, reach: float | None) -> str:
-    """Return the mean difference to the baseline at the same seeds, with its interval; a band shows the margin."""
+    """Return the cell with the gap to the baseline as a dot, its interval as a line, and the margin as a band."""
     if reach is None:
         return _centred(text(0, 4, "not known", "soft"))
     base, gap = comparison.baseline, level.finding.gap
@@ -179,7 +179,7 @@ def _reach(comparison: Comparison) -> float | None:
 
 
 def _place(value: float, reach: float) -> float:
-    """Return the position of a gap as a share of the width, whose last third is left for the number."""
+    """Return the position of a gap in its cell, as a share of the width. The last third is left for the number."""
     return _ZERO + 0.33 * value / reach
 
 
@@ -202,5 +202,5 @@ def _margin(comparison: Comparison) -> float:
 
 
 def _centred(inside: str) -> str:
-    """Return an SVG around the parts, with y = 0 at half of its height."""
+    """Wrap SVG elements, so that their y = 0 is at half of the cell's height."""
     return f'<svg y="50%" overflow="visible">{inside}</svg>'

@@ -14,7 +14,7 @@ from amp_patch.lab.comparison.level_result import LevelResult
 from amp_patch.lab.comparison.plan import BASELINE
 from amp_patch.lab.recording.run import PARTS, Look, Run
 
-_LISTED = 12  # rows of a table of modules, or of parameters: the worst
+_LISTED = 12  # the most rows of a table of modules or parameters: the worst ones are shown
 
 
 class Cell(NamedTuple):
@@ -50,7 +50,7 @@ class Table(NamedTuple):
         head: headings of the columns.
         rows: the first entry of each row is its heading.
         named: whether the headings of the rows are names from user code, which can be long and are wrapped.
-        texts: the headings of the columns that have text.
+        texts: the headings of the columns that hold text, not numbers.
     """
 
     title: str
@@ -80,7 +80,7 @@ def table(
     named: bool = False,
     texts: Sequence[str] = (),
 ) -> Table | None:
-    """Return the table without its empty columns; None without a row."""
+    """Return a table of the rows, without columns in which every cell is empty; None if there are no rows."""
     if not rows:
         return None
     kept = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
@@ -122,7 +122,7 @@ def _times(comparison: Comparison) -> Table | None:
 
 
 def _memory(comparison: Comparison) -> Table | None:
-    """Return the memory of each level by its kinds, and on CUDA the peak, as means over the seeds."""
+    """Return a table of each level's memory: weights, masters and so on, and on CUDA the peak; means over the seeds."""
     levels = [level for level in comparison.levels if level.runs]
     kinds = [{kind: _mean([getattr(run, kind) for run in level.runs]) for kind in measures.KINDS} for level in levels]
     peaks = [_mean([run.peak_memory for run in level.runs if run.device == "cuda"]) for level in levels]
@@ -141,14 +141,14 @@ def _memory(comparison: Comparison) -> Table | None:
 
 
 def _advice(comparison: Comparison) -> dict[str, list[str]]:
-    """Return the lines of each level, or one group without a heading if all levels have the same lines."""
+    """Return {name of a level: its advice on layer sizes}, or {"": the advice} if all levels have the same."""
     of_level = {level.name: level.advice for level in comparison.levels}
     first = next(iter(of_level.values()), [])
     return {"": first} if all(lines == first for lines in of_level.values()) else of_level
 
 
 def _failures(comparison: Comparison) -> dict[str, list[str]]:
-    """Return each error once, in full, with the names of its runs."""
+    """Return {error in full: the runs that it ended, as "O2, seed 0"}."""
     in_full: dict[str, str] = {}
     runs_of: dict[str, list[str]] = {}
     for level in comparison.levels:
@@ -188,7 +188,7 @@ def _errors(looks: Sequence[Look]) -> Table | None:
 
 
 def _lost(looks: Sequence[Look]) -> Table | None:
-    """Return the parameters whose gradients lose most in FP16, with the largest shares over all looks."""
+    """Return the table of parameters whose gradients lose most in FP16: the largest shares of all inspected steps."""
     none = [0.0, 0.0, 0.0]
     shares: dict[str, list[float]] = {}
     for look in looks:
@@ -205,7 +205,7 @@ def _lost(looks: Sequence[Look]) -> Table | None:
 
 
 def _policies(comparison: Comparison) -> dict[str, str]:
-    """Return {name of a level: its policy in words}; O0 has no type, and is the script as it is."""
+    """Return {name of a level: its policy in words}. At O0 the words begin with "the script as it is"."""
     policies = {
         level.name: [*dict.fromkeys(run.policy for run in level.all_runs if run.policy)] for level in comparison.levels
     }
@@ -248,6 +248,6 @@ def _run(run: Run, metric: str) -> list[str]:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Return the mean of the known sizes; 0 without one."""
+    """Return the mean of the sizes that are not None; 0 if all are None."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else 0.0

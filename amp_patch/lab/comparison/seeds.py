@@ -53,7 +53,8 @@ def _shift(patches: Patches, offset: int, numpy: Any) -> None:
 
         return seed
 
-    # torch.manual_seed calls torch.cuda's function, so CUDA's seed is shifted twice. It is the same at every level.
+    # torch.manual_seed calls torch.cuda's function, so CUDA's seed is shifted twice. This is harmless: all levels of a
+    # seed get the same CUDA seed.
     torch_seed = shifted(torch.manual_seed, 2**64)
     patches.set(torch, "manual_seed", torch_seed)
     patches.set(torch.random, "manual_seed", torch_seed)

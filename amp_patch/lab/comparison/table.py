@@ -75,7 +75,7 @@ def _overview(comparison: Comparison) -> list[str]:
 
 
 def _gaps(comparison: Comparison) -> list[str]:
-    """Return the gaps to the baseline with the same seeds, in the metric's unit and in per cent."""
+    """Return the lines of the table of gaps to the baseline, in the metric's unit and in per cent."""
     headings = ("level", "pairs", "gap", "low", "high", "gap, %", "low, %", "high, %", "told")
     rows: list[Sequence[str]] = []
     known = [(level, level.finding.gap) for level in comparison.levels if level.finding.gap is not None]
@@ -92,7 +92,7 @@ def _gaps(comparison: Comparison) -> list[str]:
 
 
 def _told(level: LevelResult) -> str:
-    """Return the finding of the gap, or how many more seeds would decide."""
+    """Return the decision of the gap ("as good", "worse", ...), or how many more seeds would decide: "3 more"."""
     found, gap = level.finding, level.finding.gap
     if gap is None or found.by_range:
         return "by range"
@@ -149,7 +149,7 @@ def _machine(machine: dict[str, str]) -> list[str]:
 
 
 def _looks(comparison: Comparison) -> list[str]:
-    """Return the worst modules of each inspected level, their losses of gradients in FP16, and advice."""
+    """Return lines on the inspected levels: the worst modules, the shares of gradients that FP16 loses, advice."""
     headings = ("level", "module", "error", "at the\nscale", "at\nscale 1", "at the\nbest")
     rows: list[Sequence[str]] = []
     said: dict[str, list[str]] = {}  # a line -> its levels
@@ -180,7 +180,7 @@ def _looks(comparison: Comparison) -> list[str]:
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return columns, with names aligned to the left; the widest column is wrapped if lines would be too long."""
+    """Return the lines of a table. Names are left-aligned; if lines would be too long, the widest column is wrapped."""
     widths = [max(map(len, (*heading.split("\n"), *cells))) for heading, *cells in zip(headings, *rows, strict=True)]
     widest = max(range(len(widths)), key=lambda i: widths[i])
     widths[widest] -= max(0, sum(widths) + len(widths) - 1 - _WIDTH)
@@ -219,7 +219,7 @@ def _gave_none(level: LevelResult, metric: str) -> bool:
 
 
 def _with_range(values: list[float]) -> str:
-    """Return the mean of the figures and half of their range."""
+    """Return "mean ± half of the range" of the results; "" without a result, "diverged" if one is not finite."""
     if not values:
         return ""
     if not all(map(math.isfinite, values)):

@@ -66,7 +66,7 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
 
 
 def failures_in_words(level: LevelResult, *, short: bool = False) -> str:
-    """List the seeds that failed and their errors, in full or shortened; "" if none failed."""
+    """List the level's failed seeds and their errors, in full or shortened; "" if no run failed."""
     return "; ".join(f"failed with {each}" for each in failures(level, short=short))
 
 
@@ -96,7 +96,7 @@ def _mean_and_spread(base: LevelResult) -> str:
 
 
 def _accuracy(found: Finding, level: LevelResult, base: LevelResult, figure: str) -> str:
-    """Put the accuracy of a level into words. No run of it has diverged or collapsed."""
+    """Put the accuracy of a level into words, if no run of the level has diverged or collapsed."""
     gap = found.gap
     if gap is None:
         return f"no seed of it has a result of {base.name}'s to compare with"
@@ -122,7 +122,7 @@ def _accuracy(found: Finding, level: LevelResult, base: LevelResult, figure: str
 
 
 def _beside_the_range(found: Finding, gap: Gap, base: LevelResult, figure: str) -> str:
-    """Compare the mean with the range of the baseline's seeds."""
+    """Put into words how the level's mean result compares with the range of the baseline's seeds."""
     low, high = min(base.finite.values()), max(base.finite.values())
     text, low_, high_ = shortest_distinct(gap.level, low, high)
     spread = f"the spread of {base.name}'s {len(base.finite)} seeds ({low_} to {high_})"
@@ -139,7 +139,7 @@ def _beside_the_range(found: Finding, gap: Gap, base: LevelResult, figure: str) 
 
 
 def _what_it_tells(found: Finding, gap: Gap) -> str:
-    """Put into words what a gap shows if its interval does not decide."""
+    """Put into words what a gap shows, if its interval does not decide whether the level is as good."""
     if gap.decorrelated:
         said = "the runs have decorrelated, it tells no more than the spread"
         return said if found.kind != "undecided" else f"{said}; {_more_in_words(gap)}"
@@ -221,7 +221,7 @@ def _lost(lost: Lost, metric: str, base: LevelResult | None) -> str:
 
 
 def _skips(found: Finding) -> str:
-    """Report skipped steps and a fallen loss scale; "" if the finding has neither."""
+    """Put skipped steps and a fallen loss scale into words; "" if the finding has neither."""
     words = []
     if found.skips is not None:
         words.append("{} of {} steps were skipped with seed {}".format(*found.skips))

@@ -41,7 +41,10 @@ def advice(comparison: Comparison) -> str:
 
 
 def _search(comparison: Comparison) -> tuple[str, str]:
-    """Return the purpose and command of a search, if a level is worse and no other is recommended, or ("", "")."""
+    """Return the purpose and the command of a module search, if a level is worse and the baseline is recommended.
+
+    Otherwise return two empty strings.
+    """
     found, base = comparison.recommendation, comparison.baseline
     if found is None or found.level is not base or not comparison.again:
         return "", ""

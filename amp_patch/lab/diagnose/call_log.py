@@ -45,7 +45,7 @@ class CallLog(TorchFunctionMode):
         raise NotImplementedError
 
     def itself(self, func: Any) -> Any:
-        """Return the function that `func` replaces; `func` itself if it replaces none."""
+        """Return the function of torch that `func` replaces during the log; `func` itself if it replaces none."""
         return func
 
     def passes_over(self, func: Any) -> bool:
@@ -60,7 +60,10 @@ class CallLog(TorchFunctionMode):
         """Receive `frame` before it is appended to `running`."""
 
     def forward_ends(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Receive `frame` before it is removed from `running`. After an exception `output` is None."""
+        """Receive the `frame` of a forward that ends, before it is removed from `running`.
+
+        If the forward raised an exception, `output` is None.
+        """
 
     def module_name(self) -> str | None:
         """Return the name of the module whose forward is innermost; None outside of all forwards."""

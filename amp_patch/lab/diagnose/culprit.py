@@ -15,7 +15,8 @@ class Call:
     Attributes:
         module: name of the module whose forward made the call; None outside of the model's forward.
         op: the function's name.
-        given: keys of the tensors passed in.
+        given: keys of the tensors passed in. A key is the number of a tensor in the log; after a write in place, the
+            tensor has a new key.
         made: keys of the tensors returned.
         harmless: whether non-finite numbers in the result are no fault: user code asked for them (a mask's -inf), or
             the memory is not initialized (`torch.empty`).
@@ -53,7 +54,7 @@ class StepLog:
         """Return the call whose backward was the first to make non-finite numbers from finite ones.
 
         Backward runs through the calls from the last to the first. If that call is a cast, and the call that used its
-        result is in the same module, the latter is returned.
+        result is in the same module, the user of the result is returned instead.
         """
         users: dict[int, list[Call]] = {}
         # The last call that made a tensor is its maker: an autograd function is logged after the calls inside of it.
@@ -91,7 +92,7 @@ class StepLog:
     def forward_culprit(self) -> Call | None:
         """Return the first call that made non-finite numbers from finite ones.
 
-        If that call is a cast, and the call that made its input is in the same module, the latter is returned.
+        If that call is a cast, and the call that made its input is in the same module, the maker is returned instead.
         """
         made_by: dict[int, Call] = {}
         for call in self.calls:

@@ -146,8 +146,8 @@ class _TypeLog(CallLog):
 
     A function on the op lists is replaced by a "frame". The frame logs the call and applies the function's rule to a
     "spy", which records the types after the casts and calls the function. Every other function is logged by
-    `__torch_function__`. torch does not call `__torch_function__` again for the calls that such a function makes, so of
-    those calls only the ones with a frame are logged.
+    `__torch_function__`. torch does not call `__torch_function__` again for the calls that such a function makes. Among
+    these inner calls, only those of functions with a frame are logged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -296,7 +296,7 @@ class _TypeLog(CallLog):
         return len(self.calls) - 1
 
     def _note_products(self, index: int, op: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the matrix products of a call. They replace the products of the calls inside of it."""
+        """Record the matrix products of a call instead of those of its inner calls, which would count twice."""
         with torch._C.DisableTorchFunction():
             found = products.of_call(self.calls[index].module, op, args, kwargs, result)
             self.explanation.on_gpu |= any(tensor.is_cuda for tensor in tree.tensors(result))
@@ -304,12 +304,12 @@ class _TypeLog(CallLog):
             self.products[self.products_before[index] :] = found
 
     def _end(self, index: int, result: Any, decided: str | None = None, parts_count: bool = False) -> None:
-        """Log the types of the result of call `index`, and drop entries that would repeat others.
+        """Log the types of the result of call `index`, and drop logged calls that would show the same work twice.
 
         A logged function may call other logged functions. If a rule decided the types of such an inner call, but none
         decided those of the outer call, the outer call is dropped; otherwise the inner calls are dropped. With
-        `parts_count` (for a function that user code registered) all stay. A call without floating tensors is dropped
-        in any case.
+        `parts_count` (for a function that user code registered) the outer and the inner calls stay. A call without
+        floating tensors is dropped in any case.
         """
         by_none = (UNDECIDED, *self.explanation.kept.values())
         if not parts_count and decided is None and any(p.decided not in by_none for p in self.calls[index + 1 :]):

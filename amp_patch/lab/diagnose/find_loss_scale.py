@@ -55,7 +55,7 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
     Raises:
         TypeError: `model` is no module, `batch` no tuple or list of two or more, or the loss no tensor.
         ValueError: the loss is not one finite number, or depends on no parameter that requires grad; a gradient
-            overflows even at a scale of 2**-24; the model is sharded; or it does not compute in low precision.
+            overflows even at a scale of 2**-24; the model is sharded, or does not compute in low precision.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"find_loss_scale: model is a {type(model).__name__}; wanted a torch.nn.Module")

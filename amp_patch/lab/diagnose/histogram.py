@@ -20,7 +20,7 @@ _SLOTS = 3 * (_HIGHEST - _LOWEST + 1) + 1
 
 
 class Format(NamedTuple):
-    """The exponents of the numbers that do not become 0 or infinite in a type."""
+    """The smallest and the largest exponent of the numbers that neither become 0 nor infinite in a type."""
 
     smallest: int
     largest: int
@@ -90,7 +90,10 @@ class Histogram:
         return {"zeros": zeros, "not_finite": not_finite, "exponents": exponents}
 
     def _read(self) -> tuple[int, dict[int, list[int]], int]:
-        """Return the zeros, exponent -> the counts of its slots (if any), and the non-finite numbers. Syncs once."""
+        """Return the count of zeros, a dict exponent -> counts of its three slots, and the count of non-finite numbers.
+
+        Exponents without numbers are left out. Syncs once.
+        """
         if self.slot_counts is None:
             return 0, {}, 0
         if self._known is None:

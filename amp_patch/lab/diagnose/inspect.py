@@ -289,7 +289,7 @@ class _NumberLog(CallLog):
         self.seen.step += 1
 
     def read_updates(self) -> None:
-        """Read the counts of updates, and of lost ones, from the devices. Syncs once a device."""
+        """Read from the devices how many updates were made, and how many would be lost. Syncs once per device."""
         with _unlogged():
             for device in {count.device for count in self.updates.values()}:
                 names = [name for name, count in self.updates.items() if count.device == device]
@@ -308,7 +308,7 @@ class _NumberLog(CallLog):
             self.seen.step += 1
 
     def conclude(self) -> None:
-        """Search this step for the first number that is not finite, and read the errors. Syncs once."""
+        """Find the call that made this step's first non-finite number, and read the modules' errors. Syncs once."""
         with _unlogged():
             pairs = [*self.values, *self.gradients.values(), *self.errors.values()]
             if pairs:
@@ -341,7 +341,7 @@ class _NumberLog(CallLog):
         )
 
     def _remedy(self, modules: list[str | None]) -> tuple[str, ...]:
-        """Return the modules to keep in FP32, so that the numbers passed between `modules` are FP32."""
+        """Return names of modules for `keep_fp32=`, so that the numbers passed between `modules` are FP32."""
         if self.seen.all_fp32:
             return ()
         kept = [_plain(name) for name, module in self.model.named_modules() if isinstance(module, KeptModule)]

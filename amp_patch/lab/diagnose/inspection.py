@@ -64,7 +64,7 @@ class Inspection:
             user code asks for (`masked_fill(mask, -inf)`), or passes in, do not count.
         updates: the counts of updates to FP32 weights and masters, and of those that low-precision weights would lose:
             `updates.lost()`, or for a module `updates.lost("blocks.0")`.
-        scale: the loss scale of the last backward; if there was none, that of the next.
+        scale: the loss scale of the last backward in the block; if there was no backward, the scale for the next one.
         step: the number of optimizer steps in the block.
         too_large: modules whose FP32 output exceeds the range of the low-precision type.
         low: the low-precision types among the tensors.
@@ -124,7 +124,7 @@ class Inspection:
         return min((seen.best_scale() for seen in self.gradients.values() if seen.counts), default=1.0)
 
     def summary(self, rows: int = 5) -> str:
-        """Return the problems as text, as `print(seen)` shows them: the worst `rows` of each table, with full names."""
+        """Return the text that `print(seen)` shows. `rows` limits each table to its worst rows; names are in full."""
         return as_text(self._parts(rows))
 
     __str__ = summary
@@ -180,7 +180,7 @@ class Inspection:
         return f"{kept}: every number is finite, every output that was compared is within 5% of FP32's, and {gradients}"
 
     def _losses(self, best: float, rows: int | None) -> Table:
-        """Return the table of the gradients that FP16 would partly lose, with the shares."""
+        """Return the table of parameters whose gradients FP16 partly loses, with the shares flushed and overflowed."""
         scales = (self.scale, 1.0, best)
         shares = {
             name: [seen.flushed(scale) for scale in scales] + [seen.overflowed(scale) for scale in scales]
@@ -200,6 +200,6 @@ class Inspection:
         return Table(cells[:rows], (("module", "lost"),), title, numbers=True)
 
     def _lost(self, name: str) -> bool:
-        """Return whether all of a parameter's gradient is 0 although the gradient of its module's output is not."""
+        """Return whether a parameter's gradient is all 0, although the gradient of its module's output is not."""
         seen, output = self.gradients[name], self.activation_gradients.get(name.rpartition(".")[0])
         return output is not None and bool(output.counts) and 0 < seen.zeros == seen.total

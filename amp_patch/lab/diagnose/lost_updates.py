@@ -44,7 +44,10 @@ class Updates:
 
 
 def share_lost(several: Iterable[Updates], module: str = "", dtype: str | None = None) -> float | None:
-    """Return `Updates.lost` over several `Updates` together, or over those with one `dtype`."""
+    """Return the share of lost updates, as `Updates.lost`, over several `Updates` together.
+
+    With `dtype`, only `Updates` of that low-precision type count.
+    """
     found = [
         count
         for each in several
@@ -60,7 +63,8 @@ class UpdateMeter:
     """A sample of an optimizer's FP32 weights before a step, for comparison with the same sample after it.
 
     Args:
-        names: id of a parameter -> its name. Others get the name known to `initialize`, or their place in the groups.
+        names: id of a parameter -> its name. A parameter that is not in it gets the name known to `initialize`, or else
+            its place in the parameter groups as name.
 
     Attributes:
         dtype: the low-precision type of the training; bfloat16 if it has none.
@@ -91,7 +95,7 @@ class UpdateMeter:
 
     @torch.no_grad()
     def _values(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield samples of the FP32 values of weights that are low precision, or would be at another level."""
+        """Yield (name, sample of FP32 values) of each weight that is low precision, or would be at another level."""
         stash = stash_of(self._optimizer)
         for name, param, master in _named(self._optimizer, stash, self._names):
             if master.dtype is not torch.float32 or master.layout is not torch.strided:
@@ -125,7 +129,7 @@ def _sample(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _count(before: Tensor, after: Tensor, dtype: torch.dtype) -> Tensor:
-    """Count the elements that have changed, and those changes that a weight of `dtype` would lose; int64, shape [2]."""
+    """Count the elements that have changed, and the changes that a weight of `dtype` would lose; int64, shape [2]."""
     if before.shape != after.shape or before.device != after.device:
         return torch.zeros(2, dtype=torch.int64, device=after.device)
     change, low = after - before, before.to(dtype)

@@ -63,7 +63,10 @@ def relative_error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tens
 
 
 def _in_fp32(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> list[Tensor] | None:
-    """Run the module with FP32 arguments, masters as parameters, and FP32 copies of its buffers; None if it cannot."""
+    """Return the module's outputs for FP32 arguments, with masters as parameters and FP32 copies of its buffers.
+
+    None if the module cannot be computed in FP32, or draws random numbers.
+    """
     tensors: dict[str, Tensor] = {}
     for name, param in _WithoutHooks(module).named_parameters():
         master = master_of(param)

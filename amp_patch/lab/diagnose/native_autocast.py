@@ -40,7 +40,7 @@ def type_inside(op: str, args: Any, kwargs: Any, result: Any) -> torch.dtype | N
 
 
 def state() -> str:
-    """Return the enabled autocasts in words: "bfloat16 on cpu"; "" if there is none."""
+    """Return the torch.autocast blocks that are enabled now, in words: "bfloat16 on cpu"; "" if none is."""
     on = [kind for kind in _KEYS if torch.is_autocast_enabled(kind)]
     return ", ".join(f"{torch.get_autocast_dtype(kind)} on {kind}".removeprefix("torch.") for kind in on)
 

@@ -37,8 +37,8 @@ class OutputDistance:
             already, so it is the accumulated distance, not an error of the module alone. Empty if a level is compiled.
         nats: the mean absolute difference of log-probabilities: of the targets, or without targets of all classes,
             weighted by their probability under `first`. None if the outputs are no logits.
-        largest_nats: the largest absolute difference of a target, or without targets the largest weighted mean of a
-            row.
+        largest_nats: the largest absolute difference of a target's log-probability, or without targets the largest
+            weighted mean of one row of logits.
         outside: the share of the targets, or without targets of `first`'s probability, for which the ratio of the
             probabilities (second over first) is not in [1 - band, 1 + band].
     """
@@ -57,7 +57,7 @@ class OutputComparison:
     """The result of `compare_outputs`. `str` gives tables; notebooks show them as HTML.
 
     Attributes:
-        distances: one for each pair, in order.
+        distances: one for each compared pair of levels, in the order of the comparison.
         band: the band of `OutputDistance.outside`.
     """
 
@@ -233,7 +233,7 @@ class _Forward:
 
 
 def _squares(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-    """Return the squared distance, and the squared norm of `first`: FP64, shape [2], on the CPU."""
+    """Return the squared distance of two lists of tensors, and the squared norm of `first`: FP64, [2], on the CPU."""
     total = torch.zeros(2, dtype=torch.float64, device="cpu")
     for one, other in zip(first, second, strict=True):
         apart = other.double() - one.double()

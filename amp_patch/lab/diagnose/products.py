@@ -18,7 +18,7 @@ _Found = tuple[_Sizes, int, int]  # sizes, multiply-adds, rows
 
 
 def of_call(module: str, op: str, args: Any, kwargs: Any, result: Any) -> list[Product]:
-    """Return the products in one call of the torch function named `op`; most functions have none."""
+    """Return the matrix products in one call of the torch function named `op`; most functions compute none."""
     find = _FUNCTIONS.get(op.strip("_"))
     first = result[0] if isinstance(result, tuple) and result else result
     if find is None or not isinstance(first, Tensor):
@@ -31,7 +31,7 @@ def of_call(module: str, op: str, args: Any, kwargs: Any, result: Any) -> list[P
 
 
 def of_module(name: str, module: nn.Module, args: Any, result: Any) -> list[Product]:
-    """Return the products in one call of a module with weights: a linear layer, a convolution, an RNN, an attention."""
+    """Return the matrix products in one call of a linear layer, a convolution, an RNN or an attention; else none."""
     first = result[0] if isinstance(result, tuple) and result else result
     given = args[0] if args else None
     if not isinstance(first, Tensor) or not isinstance(given, Tensor) or not given.is_floating_point():

@@ -22,7 +22,7 @@ _LARGE, _OF_LARGE = 1024, 64  # a size from 1024 on (a vocabulary) can be padded
 # - a size (the channels of an image, the classes of digits): the layer waits for memory, and padding would cost more;
 # - a number of multiply-adds: the launch of the kernel takes longer than the product.
 _SHARE, _SMALLEST, _MULTIPLY_ADDS = 0.05, 32, 10**8
-_SHARE_OF_ROWS = 0.5  # rows are the batch's only if products with this share of the multiply-adds have this number
+_SHARE_OF_ROWS = 0.5  # a number of rows is reported only if products with this share of all multiply-adds have it
 
 
 class Product(NamedTuple):
@@ -32,7 +32,7 @@ class Product(NamedTuple):
         module: qualified name of the calling module; "" is the model itself.
         op: name of the torch function: "linear", "conv2d".
         sizes: (name, value) of each size that should be a multiple of 8: "in features", "out channels", "head size".
-        multiply_adds: their number.
+        multiply_adds: the number of multiply-adds of the call.
         low: whether the result was FP16 or BF16.
         rows: batch times tokens: the inner size of the product that gives the weight's gradient. 0 without a weight.
     """
@@ -47,12 +47,13 @@ class Product(NamedTuple):
 
 @dataclass
 class _Odd:
-    """A size that is no multiple of 8.
+    """A size that is no multiple of 8, and the products that have it.
 
     Attributes:
         places: name of the size ("in features") -> the modules that have it.
         multiply_adds: the sum over the products that have it.
-        times: n for each exact multiple n * size that is a size too, as for heads and gates.
+        times: each factor n for which n * size is a size of the model too: 3 for a joint query, key and value, 4 for
+            the gates of an LSTM.
     """
 
     places: dict[str, list[str]] = field(default_factory=dict)
@@ -87,7 +88,7 @@ def advice(products: Iterable[Product]) -> list[str]:
 
 
 def _odd_sizes(product: Product) -> list[tuple[str, int]]:
-    """Return (name, value) of the sizes that are no multiples of 8."""
+    """Return (name, value) of the sizes of a low-precision product that are no multiples of 8, from `_SMALLEST` on."""
     return [(what, s) for what, s in product.sizes if product.low and s % MULTIPLE and s >= _SMALLEST]
 
 

@@ -38,7 +38,7 @@ class SavedBytes:
     Attributes:
         peak: the most bytes alive at once. None before the first saved tensor (a replayed CUDA graph saves tensors
             without calling hooks), and after a tensor of unknown size was saved.
-        peak_in_fp32: the same if low-precision tensors were FP32; None if `peak` is None.
+        peak_in_fp32: the peak if low-precision tensors were FP32; None if `peak` is None.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,9 @@ class _Saved(NamedTuple):
 
 
 class WeighedStep:
-    """A count of the bytes that one step saves, from construction to `leave`, both between two steps of a user's loop.
+    """A count of the bytes that autograd saves in one step.
+
+    Construct it between two steps of a user's loop, and call `leave` after the next step.
 
     Args:
         at_rest: tensors that live between steps and may be saved: parameters and buffers.
@@ -136,7 +138,7 @@ class WeighedStep:
         self._peak = PeakAboveRest(cuda) if cuda is not None else None
 
     def leave_out_inputs(self, args: Any, kwargs: Any) -> None:
-        """Do not count a forward's inputs that no function of autograd has made: every level holds them."""
+        """Do not count inputs of a forward that no autograd function made, such as the batch: all levels hold them."""
         with suppress(RuntimeError):  # a container that holds itself
             self._bytes.leave_out(tensor for tensor in tree.tensors((args, kwargs)) if tensor.grad_fn is None)
 
@@ -157,7 +159,7 @@ class WeighedStep:
         return self._bytes.peak_in_fp32
 
     def abandon(self) -> None:
-        """End the count. Hooks that other code has pushed since stay."""
+        """End the count. Saved-tensor hooks that other code has pushed since the construction stay."""
         if not self._whole:
             return
         self._whole = False
@@ -200,7 +202,7 @@ class WeighedStep:
         self._push(_MarkedAs(pack, pack_and_see), unpack)
 
     def _see_and_wrap(self, wrap: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `wrap`, which counts its argument first: outputs that a selective checkpoint wraps reach no hook."""
+        """Return `wrap`, but counting its argument first: outputs that a selective checkpoint wraps reach no hook."""
 
         def see_and_wrap(value: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(value, Tensor):
@@ -210,7 +212,7 @@ class WeighedStep:
         return see_and_wrap
 
     def _before(self, disable: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `disable`, which ends the count first: transforms of torch.func refuse to run under these hooks."""
+        """Return `disable`, but ending the count first: torch.func refuses to run under saved-tensor hooks."""
 
         def leave_and_disable(*args: Any, **kwargs: Any) -> Any:
             self.abandon()
@@ -224,7 +226,7 @@ class WeighedStep:
 
 
 class _MarkedAs:
-    """A pack hook that calls `call`, and has the present attributes of `pack`: torch 2.15 marks a checkpoint's hook."""
+    """A pack hook that calls `call`, with the attributes of `pack`: torch 2.15 knows a checkpoint's hook by its own."""
 
     def __init__(self, pack: Any, call: Callable[[Tensor], Any]) -> None:
         self._pack, self._call = pack, call

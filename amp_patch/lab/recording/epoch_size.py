@@ -11,7 +11,7 @@ from amp_patch.support.patches import Patches
 
 
 class EpochSize:
-    """A patch of `DataLoader.__iter__` that reads the sizes of the loader, while its `with` block runs.
+    """A patch of `DataLoader.__iter__` that reads the loader's length and batch size, while its `with` block runs.
 
     The loader of the training is the one whose iteration began last before the first step.
 

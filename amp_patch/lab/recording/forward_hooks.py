@@ -28,7 +28,7 @@ class ForwardHooks:
         compiled_forwards.add(self._compiled_begins)
 
     def add(self, models: Iterable[nn.Module]) -> None:
-        """Register hooks on these models, one hook a model."""
+        """Register a hook on each of these models that has none of this object yet."""
         for model in models:
             compiled_forwards.watch(model)
             if not self._is_hooked(model):

@@ -1,4 +1,4 @@
-"""One `amp.inspect` that is entered between two steps of a user's loop, and left after the next."""
+"""One `amp.inspect` that is entered between two steps of a user's loop, and left after the next step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class InspectedStep:
         self._mode = _mode_stack()[-1]
 
     def leave(self) -> Event:
-        """Leave, and return the "look" event. Modes that were entered later stay entered."""
+        """End the inspection, and return the "look" event. Torch function modes entered after it stay entered."""
         self.abandon()
         if self._seen.not_finite is not None:  # `inspect` counts steps from the beginning of its block
             self._seen.not_finite = replace(self._seen.not_finite, step=self._step)

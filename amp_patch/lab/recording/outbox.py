@@ -1,4 +1,4 @@
-"""The queue of events: batches wait for asynchronous copies of their numbers, and then go to the sinks."""
+"""The queue of events: batches of events wait for asynchronous copies of their numbers, then go to the sinks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLUSH_EVENTS, _FLUSH_SECONDS = 50, 0.5
 
 
 class UnreadEvent:
-    """An event whose numbers, some on a device, are not read yet; `make` takes them in order and returns the event."""
+    """An event whose numbers (`values`) are not read yet, some on a device. `make` builds it from them."""
 
     def __init__(self, values: list[Tensor | float], make: Callable[[list[float]], Event]) -> None:
         self.values = values
@@ -72,7 +72,7 @@ class Outbox:
         self._queue.append(UnreadEvent([], lambda _: event))
 
     def put_unread(self, event: UnreadEvent) -> None:
-        """Queue an event, some of whose numbers may be on a device."""
+        """Queue an event whose numbers may be on a device. A later `flush` copies them and passes the event on."""
         self._queue.append(event)
 
     def is_due(self) -> bool:

@@ -44,7 +44,7 @@ class PeakMemory:
                 self._banked[kind] = max(peak, self._banked.get(kind, 0))
 
     def restart(self) -> None:
-        """Forget the peak until now. On a CPU the next one is still relative to the process's size at construction."""
+        """Forget the peak until now. On a CPU the next peak is still relative to the process's size at construction."""
         _reset()
         self._banked.clear()
 
@@ -54,7 +54,7 @@ class PeakMemory:
         return None if now is None or self._resident is None else max(0, now - self._resident)
 
     def read(self, device: str) -> int | None:
-        """Return bytes: on "cuda" the allocated ones, on "cpu" the growth of the process; None if unknown."""
+        """Return the peak in bytes: of allocated memory on "cuda", of the process's growth on "cpu"; else None."""
         self.bank()
         return self._banked.get(device)
 
@@ -89,7 +89,7 @@ _measuring: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
 
 
 def _reset() -> None:
-    """Reset the system's peaks, which all measurements share: each banks its peak first."""
+    """Reset the peaks of the allocator and the system. All measurements share these, so each stores its peak first."""
     for measurement in list(_measuring):
         measurement.bank()
     if _has_cuda():

@@ -82,7 +82,8 @@ def record(to: Any = None, *, inspect: bool = False, activations: bool = False) 
         The `Run`, which is filled as the training goes on.
 
     Raises:
-        TypeError, OSError: `to` cannot be written to, from the beginning.
+        TypeError: `to` has another type.
+        OSError: the file cannot be opened.
     """
     run = Run(level="")
     recorder = Recorder([run, *sinks_for(to)], inspect=inspect, activations=activations)
@@ -102,7 +103,7 @@ def log(**scalars: Any) -> None:
         scalars: numbers, or tensors of one element, which are copied now and read later: this does not sync.
 
     Raises:
-        TypeError: anything else.
+        TypeError: a scalar is something else.
     """
     for name, value in scalars.items():
         number = isinstance(value, Real)
@@ -129,10 +130,10 @@ class Recorder(Observer):
     Args:
         sinks: objects with `add(event)`, and optionally `flush` and `close` (called by the recorder's `close`).
         stop_after: leave the training after this number of steps, by raising `Enough` out of `optimizer.step()`.
-        inspect: emit a "look" of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
-        activations: emit a "memory" of the third step, or of the last if that comes before; its times are NaN too.
+        inspect: emit a "look" event of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
+        activations: emit a "memory" event of the third step, or of the last of fewer; its times are NaN too.
         batch_dim: the dimension of the model's first tensor that counts the samples.
-        modules: emit the "modules" of each training's models.
+        modules: emit a "modules" event with the names of the modules of each training's models.
         between_steps: called between two steps, after each flush of the sinks. Its time is counted in no step.
 
     Attributes:
@@ -244,7 +245,7 @@ class Recorder(Observer):
 
     @eager_only
     def _adopt(self, training: Training) -> None:
-        """Add the training to the recorded ones. Queue a "begin" event if it is the first, and its "modules"."""
+        """Add the training to the recorded ones. Queue its "modules" event, and a "begin" event if it is the first."""
         self.enabled = True
         self._adopted.append(training)
         self._scalers.add(id(training.scalers))
@@ -386,7 +387,7 @@ class Recorder(Observer):
 
     @property
     def has_enough(self) -> bool:
-        """Whether the steps that were asked for have been recorded."""
+        """Whether as many steps have been recorded as `stop_after` asked for."""
         return self._stop_after is not None and self.steps >= self._stop_after
 
     def _finish_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | float | None) -> None:
@@ -420,7 +421,7 @@ class Recorder(Observer):
 
     @eager_only
     def log(self, scalars: dict[str, Any]) -> None:
-        """Emit the figures of one `amp.log`."""
+        """Queue a "log" event for each figure of one call of `amp.log`."""
         for name, value in scalars.items():
             number = distributed.local(value.detach()).clone() if isinstance(value, Tensor) else float(value)
             event = {"event": "log", "step": self.steps, "name": name}

@@ -180,12 +180,12 @@ class Run:
 
     @property
     def error_in_short(self) -> str:
-        """`error_in_full` with its message in one line, cut."""
+        """`error_in_full`, with the message shortened to one line."""
         return self._with_place(textwrap.shorten(self.error or "recorded no step", 110, placeholder=" ..."))
 
     @property
     def overflows(self) -> list[Look]:
-        """The looks at the end of the run that all saw a number that is not finite.
+        """The last looks of the run, as far back as each saw a number that is not finite.
 
         Looks before the last finite one do not count: a dynamic loss scale starts too high, overflows and backs off.
         """

@@ -17,7 +17,7 @@ _EVERY = 100
 
 
 class SampledUpdates:
-    """A meter of the steps after 1, 2, 4, 8, ... steps, and after each hundred."""
+    """A meter of lost updates in the steps that follow 1, 2, 4, 8, ... steps, and each hundredth step."""
 
     def __init__(self) -> None:
         self._meter: UpdateMeter | None = None
@@ -25,7 +25,7 @@ class SampledUpdates:
 
     @eager_only
     def step_ended(self, optimizer: Any, steps: int) -> list[UnreadEvent]:
-        """Return the "updates" events of the step that has ended, the `steps`-th. Prepare the next, if it is sampled.
+        """Return the "updates" events of the `steps`-th step, which has ended. Prepare for the next, if it is sampled.
 
         The list is empty if the step was not sampled. Otherwise it has one event, in the training's low-precision type,
         or, if the training has none, one for BF16 and one for FP16. Does not sync.

@@ -15,7 +15,8 @@ class _ScaledLoss(NamedTuple):
 
     Attributes:
         source: the loss itself, for the case that user code gives it to `scale_loss` too.
-        value, scale: copies of the loss and of the scale.
+        value: a copy of the loss, before it was scaled.
+        scale: the tensor by which the scaler multiplied the loss.
         samples: the samples of the forward before it.
     """
 
@@ -26,13 +27,13 @@ class _ScaledLoss(NamedTuple):
 
 
 class ScalerLosses:
-    """The losses of each scaler since it last stepped an optimizer."""
+    """The losses that each GradScaler has scaled since it last stepped an optimizer."""
 
     def __init__(self) -> None:
         self._of_scaler: dict[int, list[_ScaledLoss]] = {}  # id of a scaler -> its losses
 
     def add(self, scaler: Any, loss: Tensor, scale: Tensor, samples: int) -> None:
-        """Store a copy of a loss that `scaler` has scaled, and the tensor `scale` itself."""
+        """Store a copy of the unscaled loss that was given to `scaler.scale`, the scale, and the forward's samples."""
         found = _ScaledLoss(weakref.ref(loss), single_value(loss), scale, samples)
         self._of_scaler.setdefault(id(scaler), []).append(found)
 
@@ -41,7 +42,7 @@ class ScalerLosses:
         return bool(self._of_scaler.get(id(scaler)))
 
     def forget(self, loss: Tensor) -> int | None:
-        """Drop the entries of this loss; return the samples before it, or None if it has no entry."""
+        """Drop what was stored of this loss. Return the samples of its forward, or None if no scaler has scaled it."""
         samples = None
         for losses in self._of_scaler.values():
             for found in [each for each in losses if each.source() is loss]:

@@ -16,7 +16,7 @@ from amp_patch.support.compiled import eager_only
 
 
 class SingleSteps:
-    """Scheduler of looks. A look inspects a step, or counts the bytes that it saves for its backward.
+    """Scheduler of looks. A look inspects a step, or counts the bytes that autograd saves in it.
 
     At most one look runs at a time, from the end of a step to the end of the next.
 
@@ -39,7 +39,7 @@ class SingleSteps:
         return self._look is not None
 
     def forward_begins(self, args: Any, kwargs: Any) -> None:
-        """Exclude the inputs of the step's forward from its count of saved bytes."""
+        """If the running step's saved bytes are counted, exclude the inputs of its forward from the count."""
         if isinstance(self._look, WeighedStep):
             self._look.leave_out_inputs(args, kwargs)
 
@@ -49,7 +49,7 @@ class SingleSteps:
 
     @eager_only
     def inspect(self, model: nn.Module, optimizer: Any, steps: int, peak: PeakMemory) -> None:
-        """Inspect the step that begins now; `peak` is paused until it ends."""
+        """Inspect the step that begins now. Until it ends `peak` is paused: the inspection's tensors would count."""
         peak.pause()
         try:
             self._look, self._peak = InspectedStep(model, optimizer, steps), peak
@@ -58,13 +58,13 @@ class SingleSteps:
             self._put({"event": "note", "text": str(error)})
 
     def weigh(self, at_rest: Callable[[], Iterable[Tensor]], steps: int, cuda: torch.device | None) -> None:
-        """Measure the bytes of the step that begins now, if it is the step after `weigh_after` steps."""
+        """Count the bytes that autograd saves in the step that begins now, if `weigh_after` steps are before it."""
         if steps == self._weigh_after:
             self._look = WeighedStep(at_rest(), steps, cuda)
 
     @eager_only
     def end(self) -> None:
-        """End the look after its step, and put its event; do nothing if there is no look."""
+        """End the running look, if any, after its step, and pass its event to `put`."""
         look, self._look = self._look, None
         if look is None:
             return

@@ -39,7 +39,7 @@ class Sizes:
         self.in_fp32 = {"weights": 0, "gradients": 0, "state": 0}
 
     def lost_eps(self) -> float | None:
-        """Return the first eps of an optimizer that is 0 in the type of its parameters; None if there is none."""
+        """Return an optimizer's eps that is 0 in the type of its parameters, so that Adam divides by 0; else None."""
         return next((eps for optimizer in self._optimizers() for _, eps, _ in lost_eps(optimizer)), None)
 
     def low_type(self) -> str:
@@ -63,7 +63,7 @@ class Sizes:
 
     @eager_only
     def measure(self) -> None:
-        """Measure all kinds except gradients, which exist only in the middle of a step."""
+        """Measure weights, masters and optimizer state. Gradients exist only within a step (`measure_gradients`)."""
         optimizers = self._optimizers()
         if not optimizers:
             return  # the optimizers were freed, or restored: the sizes measured before stay

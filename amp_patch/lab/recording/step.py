@@ -19,11 +19,12 @@ _NAN = float("nan")
 
 
 class Body(NamedTuple):
-    """One body of `scale_loss`: its loss and scale (tensors of one element), and the samples that came before it.
+    """One body of `scale_loss`: its loss and scale (tensors of one element), and the samples of the forward before it.
 
     Attributes:
-        key: identifies the loss of the body. It includes the optimizers: a GAN's two losses may have one loss_id.
-        optimizers: their ids.
+        key: identifies the loss of the body: micro-batches of one loss have one key. It includes the optimizers, since
+            a GAN's two losses may have one loss_id.
+        optimizers: the ids of the optimizers that were passed to `scale_loss`.
     """
 
     loss: Tensor
@@ -51,7 +52,7 @@ class Step:
         forward_seen: whether a model's forward began.
         first: the id of the model whose forward began first. Forwards inside of that one do not count.
         unclaimed_samples: the samples of the newest forward, until a loss claims them.
-        others: how many steps other optimizers took.
+        others: how many steps were taken by optimizers other than the lead (see `Recorder`).
     """
 
     spans: list[tuple[str, Any, Any]] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Step:
     others: int = 0
 
     def claim_samples(self) -> int:
-        """Return the samples of the newest forward for its loss; no other loss gets them."""
+        """Return the samples of the newest forward, for its loss. The next loss without a forward gets 0."""
         samples, self.unclaimed_samples = self.unclaimed_samples, 0
         return samples
 

@@ -39,7 +39,7 @@ class StepClock:
             self.restart()
 
     def restart(self) -> None:
-        """Leave the time since the last mark out of all steps."""
+        """Exclude the time since the end of the last counted part from all steps."""
         self._last = self._now()
 
     def take_step(self) -> Step:
@@ -48,7 +48,7 @@ class StepClock:
         return step
 
     def forward_begins(self, model: nn.Module) -> bool:
-        """Note the beginning of a forward. Return whether it counts.
+        """Note the beginning of a forward. Return whether it counts as one of the step.
 
         A forward inside of another one, or one that a checkpoint recomputes in backward, does not count.
         """
@@ -89,7 +89,7 @@ class StepClock:
             self._phase = _IDLE
 
     def step_begins(self) -> None:
-        """Note the start of an optimizer's step. A second call before `step_ends` (a parent's step) does nothing."""
+        """Note the start of an optimizer's step. Another call before `step_ends` (by `super().step()`) does nothing."""
         if not self._stepping:
             self._mark("between" if self._phase is _IDLE else self._phase)
             self._stepping = True
@@ -112,7 +112,7 @@ class StepClock:
         return event
 
     def _mark(self, part: str) -> None:
-        """Count the time since the last mark as this part of the step."""
+        """Count the time since the last call of `_mark` or `restart` as this part of the step."""
         now = self._now()
         self.step.spans.append((part, self._last, now))
         self._last = now

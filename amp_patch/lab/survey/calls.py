@@ -36,7 +36,7 @@ def op_of(func: Any) -> tuple[str, bool]:
 
 
 def user_line() -> Place:
-    """Return the line of the innermost frame outside of torch and amp_patch."""
+    """Return the running line of user code: the innermost one outside of torch and amp_patch."""
     frame, found = sys._getframe(1), None
     while frame is not None:
         path = frame.f_code.co_filename
@@ -57,16 +57,18 @@ class Call:
 
     Attributes:
         func: the function. `op` is its plain name; `swapped` is True if its operands are swapped, as in `2 / x`.
-        rule: its rule at O1 and O4, a word of the op lists; None if they do not list it.
+        rule: the name of its rule at O1 and O4, as in casts/oplists.py ("lower", "fp32"); None if it has none.
         inputs: its floating tensors in order, each with its facts before the call.
         result: the value that it returned.
-        outputs: the floating tensors in `result`, or the tensor that was written in place, each with its facts now.
+        outputs: the floating tensors in `result`, or the tensor that was written in place, each with its facts after
+            the call.
         inside: whether a model's forward is running.
         plain: whether the call is in a region in which O1 and O4 cast nothing.
         asked: the line of the torch.autocast around the call that asks for FP32; None without one.
-        errors: kind of level -> the error that torch would raise there.
+        errors: kind of levels -> the error that torch raises if the arguments have the types of that kind.
         in_place: whether it writes into its first argument.
-        written: (name, numbers before), if it writes into a tensor of the model that no optimizer holds.
+        written: if it writes into a tensor of the model that no optimizer holds: the name of that tensor, and a copy of
+            its numbers before the call.
     """
 
     func: Any
@@ -116,7 +118,7 @@ class Call:
         return self.inputs[at][1].low if at < len(self.inputs) else frozenset()
 
     def range(self, tensor: Tensor) -> tuple[float, float]:
-        """Return the smallest and the largest finite number of a tensor, or zeros if none is finite. Syncs."""
+        """Return `finite_range` of a tensor of this call. It is computed once, although several rules need it."""
         if id(tensor) not in self._ranges:
             self._ranges[id(tensor)] = finite_range(tensor)
         return self._ranges[id(tensor)]

@@ -38,7 +38,7 @@ def type_names(kinds: Iterable[Kind]) -> str:
 
 
 def where(kinds: Kinds, happens: Callable[[torch.dtype], bool]) -> Kinds:
-    """Return the members of `kinds` for whose type `happens` is true."""
+    """Return the members of `kinds` for whose low-precision type `happens` returns True; it is called once per type."""
     types = [dtype for dtype in LOW_PRECISION if any(kind.dtype is dtype for kind in kinds) and happens(dtype)]
     return frozenset(kind for kind in kinds if kind.dtype in types)
 

@@ -15,7 +15,8 @@ class Kind(NamedTuple):
     """Levels that give each tensor of a step the same type.
 
     Attributes:
-        casts: whether these levels cast the model; the others cast around torch's functions.
+        casts: whether these levels cast the model's weights, as O2 does; if not, they cast the arguments of torch's
+            functions, as O1 does.
         dtype: their low-precision type.
         levels: their names.
     """
@@ -30,16 +31,16 @@ class Kind(NamedTuple):
 
     @property
     def step(self) -> float:
-        """The largest relative error of a rounding to the type."""
+        """The largest relative error of a number that is rounded to the low-precision type."""
         return torch.finfo(self.dtype).eps / 2
 
     def holds(self, number: float) -> bool:
-        """Whether a finite number is finite in the type."""
+        """Whether a finite number stays finite if it is rounded to the low-precision type."""
         info = torch.finfo(self.dtype)
         return abs(number) < info.max / (1 - info.eps / 2) * (1 - info.eps / 4)  # half a step above the largest number
 
     def vanishes(self, number: float) -> bool:
-        """Whether a number that is not 0 is 0 in the type."""
+        """Whether a number other than 0 becomes 0 if it is rounded to the low-precision type."""
         info = torch.finfo(self.dtype)
         return 0 < abs(number) <= info.smallest_normal * info.eps / 2  # half of the type's smallest number
 
@@ -91,7 +92,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Facts:
-    """The facts of a tensor.
+    """The state of a tensor of the FP32 step, and the state that it would have at each kind of levels.
 
     Attributes:
         low: the levels at which it has the low-precision type.
@@ -105,7 +106,7 @@ class Facts:
         finite: the levels at which a mask in it stays finite, since user code takes the smallest number of the type.
         guard: the number that keeps it away from 0, but rounds to 0 at a level.
         line: if it is learned and has one element, the line that made it.
-        name: the name of the input or buffer.
+        name: if it is an input or a buffer of the model, its name for messages; "" for other tensors.
     """
 
     low: Kinds = NONE

@@ -12,7 +12,7 @@ from amp_patch.lab.survey.calls import Call
 from amp_patch.lab.survey.findings import Finding, Rule, is_view, number, type_names, where
 from amp_patch.lab.survey.kinds import KINDS, Facts, Guard, Kind, Kinds
 
-_PHASE = 0.1  # radians by which a sinusoid's arguments are off: the root of the mean square
+_PHASE = 0.1  # radians: a larger error of a sinusoid's arguments, as root mean square, is reported
 _NEAR = 4.0  # an activation within this factor of the largest number of its type is reported
 _SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
 _NATS = 1.0  # a rounding error above this in a softmax's largest argument is reported
@@ -24,7 +24,7 @@ _NORMS = {"batch_norm": "channels", "instance_norm": "rows", "group_norm": "all"
 
 
 def _overflows(call: Call) -> Iterator[Finding]:
-    """Find results, inputs and buffers whose finite numbers become infinite."""
+    """Find results of calls, and inputs and buffers of the model, with finite numbers that are infinite at a level."""
     if is_view(call) or call.op == "output":
         return
     edit = "divide it first, or name the module in keep_fp32=, or take BF16 (O4, O5)"
@@ -45,13 +45,16 @@ def _overflows(call: Call) -> Iterator[Finding]:
 
 
 def _turns_infinite(tensor: Tensor, value: Tensor) -> bool:
-    """Return whether finite numbers become infinite in `value`, except if all are one negative number, a mask's."""
+    """Return whether finite numbers of `tensor` are infinite in `value`, the tensor at a level.
+
+    False if all these numbers are one negative number: a mask's, which may become -inf.
+    """
     lost = tensor.detach()[value.isinf() & tensor.isfinite()]
     return bool(lost.numel()) and not bool(lost.max() < 0 and lost.min() == lost.max())
 
 
 def _comes_near(call: Call) -> Iterator[Finding]:
-    """Find activations whose largest number is within a factor of `_NEAR` of the largest that the type holds."""
+    """Find activations whose largest number times `_NEAR` exceeds the range of the type: a later step may overflow."""
     if is_view(call) or not call.inside or call.op in ("input", "buffer", "output"):
         return
     for tensor, facts in call.outputs:
@@ -66,7 +69,7 @@ def _comes_near(call: Call) -> Iterator[Finding]:
 
 
 def _all_vanish(call: Call) -> Iterator[Finding]:
-    """Find calls in a forward whose results all become 0."""
+    """Find calls in a forward whose results are so small that all become 0 in the low-precision type."""
     if not call.inside or call.op not in _SHRINKING:
         return
     for tensor, facts in call.outputs:
@@ -80,7 +83,7 @@ def _all_vanish(call: Call) -> Iterator[Finding]:
 
 
 def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
-    """Find rows of a softmax that are masked throughout: all of such a row becomes -inf, and its result NaN."""
+    """Find softmaxes with a row in which each element is masked: if the mask becomes -inf, the row becomes NaN."""
     edit = "torch.finfo(x.dtype).min as the mask's number, made inside of forward"
     found = _scores(call)
     if found is None:
@@ -104,7 +107,10 @@ def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
 
 
 def _scores(call: Call) -> tuple[Tensor, Facts, int] | None:
-    """Return the argument of a softmax, or the mask of an attention, with its facts and the softmax's dimension."""
+    """Return the argument of a softmax, or the mask of an attention, with its facts and the softmax's dimension.
+
+    None if the call is neither.
+    """
     if call.op in ("softmax", "log_softmax") and call.inputs:
         dim = _dim_of(call)
         return (*call.inputs[0], dim) if isinstance(dim, int) else None
@@ -162,7 +168,7 @@ def _negative_power(call: Call) -> bool:
 
 
 def _softmax_is_coarse(call: Call) -> Iterator[Finding]:
-    """Find softmaxes whose largest argument may be rounded by more than `_NATS`."""
+    """Find softmaxes whose largest argument may be rounded by more than `_NATS`, which changes a probability e-fold."""
     if call.op not in _SOFTMAXES or not call.inputs:
         return
     tensor, facts = call.inputs[0]

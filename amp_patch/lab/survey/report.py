@@ -45,7 +45,7 @@ class Report:
     """The findings of a survey; `print` it.
 
     Attributes:
-        lines: sorted by file and line.
+        lines: the problems, sorted by file and line.
         lost: "float16" and "bfloat16" -> the share of the updates that would be lost without masters, if a step was
             seen.
     """
@@ -54,7 +54,7 @@ class Report:
     lost: dict[str, float] = field(default_factory=dict)
 
     def add(self, place: Place, op: str, levels: Iterable[str], what: str, edit: str) -> None:
-        """Add a line. If the report has one with the same place, operation and edit, add the levels to that."""
+        """Add a line. If the report has a line with this place, operation and edit, add only the levels to it."""
         key = (place.file, place.line, op, edit)
         found = next((each for each in self.lines if (each.file, each.line, each.op, each.edit) == key), None)
         if found is None:
@@ -65,12 +65,12 @@ class Report:
 
     @property
     def broken(self) -> list[str]:
-        """The levels at which a line breaks."""
+        """The levels for which the survey has found a problem."""
         return [level for level in LEVELS if any(level in line.levels for line in self.lines)]
 
     @property
     def clear(self) -> list[str]:
-        """The levels at which no line breaks."""
+        """The levels for which the survey has found no problem."""
         return [level for level in LEVELS if level not in self.broken]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The rules of a survey. A rule examines one call for one kind of problem, and yields a finding for each.
+"""The rules of a survey. A rule examines one `Call` for one sort of problem, and yields a `Finding` for each problem.
 
 ranges.py has the rules on the range of a type.
 """
@@ -46,7 +46,7 @@ def _angles_move(call: Call) -> Iterator[Finding]:
 
 
 def _moved(tensor: Tensor, facts: Facts) -> dict[Kind, Tensor]:
-    """Return kind of level -> the changes of a tensor's numbers by rounding."""
+    """Return kind of levels -> the change of each number of a tensor by the rounding at these levels."""
     found = {}
     for kind in facts.rounded:
         value = facts.values.get(kind)
@@ -66,7 +66,7 @@ def _changed_whole_numbers(tensor: Tensor, facts: Facts) -> Kinds:
 
 
 def _indices_change(call: Call) -> Iterator[Finding]:
-    """Find conversions of whole numbers to an integer type, if the integers are others at a level."""
+    """Find conversions of whole numbers (`x.long()`) that give other integers if a level rounds the numbers."""
     result = call.result
     if not (isinstance(result, Tensor) and result.dtype in _INTEGERS and call.op in ("long", "int", "to", "type")):
         return
@@ -82,7 +82,7 @@ def _indices_change(call: Call) -> Iterator[Finding]:
 
 
 def _comparisons_change(call: Call) -> Iterator[Finding]:
-    """Find comparisons of whole numbers whose result changes at a level."""
+    """Find comparisons (`x == y`) of whole numbers whose result changes if a level rounds the numbers."""
     if call.op not in _COMPARISONS or not isinstance(call.result, Tensor):
         return
     for tensor, facts in call.inputs:
@@ -94,14 +94,17 @@ def _comparisons_change(call: Call) -> Iterator[Finding]:
 
 
 def _compares_otherwise(call: Call, kind: Kind) -> bool:
-    """Return whether a comparison has another result with the numbers of a level."""
+    """Return whether a comparison has another result if its operands are rounded as at this kind of levels."""
     known = {id(tensor): facts.values.get(kind, tensor) for tensor, facts in call.inputs}
     args = [known.get(id(each), each) for each in call.args]
     return not torch.equal(call.func(*args, **call.kwargs), call.result)
 
 
 def _targets_are_coarse(call: Call) -> Iterator[Finding]:
-    """Find differences and losses whose targets round to other whole numbers, or by over `_SHARE` of their spread."""
+    """Find subtractions and losses whose targets a level rounds too much.
+
+    Too much is a rounding to other whole numbers, or by more than `_SHARE` of the targets' spread.
+    """
     if call.op not in _DIFFERENCES or len(call.inputs) < 2:
         return
     (one, first), (two, second) = call.inputs[:2]

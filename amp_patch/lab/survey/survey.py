@@ -105,14 +105,14 @@ class Surveyor:
     # Updates.
 
     def step_begins(self, optimizer: Any) -> None:
-        """Prepare to count the lost updates of the first step, and pause the survey during that step."""
+        """Store samples of the weights before the first step, and pause the survey while the optimizer computes."""
         if self._meter is None and self._visitor.active:
             names = {id(p): name for model in self._visitor.models for name, p in model.named_parameters()}
             self._visitor.active = False
             self._meter, self._optimizer = UpdateMeter(optimizer, names), optimizer
 
     def step_ends(self, optimizer: Any) -> None:
-        """Count the lost updates of the first step, and end the pause."""
+        """Count the updates of the first step that low-precision weights would lose, and resume the survey."""
         if self._meter is None or optimizer is not self._optimizer:
             return
         for dtype, counts in self._meter.counts_in(LOW_PRECISION).items():
@@ -239,7 +239,7 @@ def survey(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, optimi
 
 
 def _step(surveyor: Surveyor, optimizer: Any) -> None:
-    """Make a step, to measure the share of updates that would be lost, and undo it."""
+    """Step the optimizer once, to measure the share of updates that O3 would lose, and undo the step."""
     held = [param for group in optimizer.param_groups for param in group["params"]]
     before = [param.detach().clone() for param in held]
     state = {key: {name: _copied(value) for name, value in each.items()} for key, each in optimizer.state.items()}
@@ -260,7 +260,7 @@ def _copied(value: Any) -> Any:
 
 
 def _takes_two(loss_fn: Any) -> bool:
-    """Return whether the loss takes targets too: it cannot be called with the output alone."""
+    """Return whether `loss_fn` takes targets too, since it cannot be called with the model's output alone."""
     try:
         inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).bind(None)
     except TypeError:

@@ -34,7 +34,8 @@ _UNTRIED = ("numpy", "array", "item", "tolist", "get", "requires_grad", "retain_
 _ATTRIBUTES = ("data", "T", "mT", "H", "mH", "real")
 _LARGE = 2**14  # a number below -2**14 belongs to a mask
 _FLOAT32 = torch.finfo(torch.float32)
-# Patterns of source lines that name FP32. Other lines take the dtype of a tensor: FP32 here, but not at each level.
+# Patterns of source lines that name FP32, as `x.to(torch.float32)`. Other lines, as `x.to(y.dtype)`, take the dtype of
+# a tensor: FP32 in this step, but not at each level.
 _NAMES_FLOAT32 = {
     "to": re.compile(r"\.to\([^()]*(float32|torch\.float\b)"),
     "type": re.compile(r"\.type\([^()]*(float32|torch\.float\b)"),
@@ -205,7 +206,7 @@ class Visitor(TorchFunctionMode):
         return result
 
     def _data_is_set(self, func: Any, tensor: Tensor, value: Tensor) -> None:
-        """Follow the assignment `tensor.data = value`, which may be a write into an average."""
+        """Follow the assignment `tensor.data = value`, which may be a write into an average of weights."""
         path = self.untrained.get(tensor.untyped_storage().data_ptr()) if _floats(tensor) else None
         call = Call(None, (tensor,), inputs=[(tensor, self.of(tensor))], name="data")
         call.written = None if path is None else (path, tensor.detach().clone())
@@ -247,7 +248,7 @@ class Visitor(TorchFunctionMode):
         return found
 
     def _low(self, call: Call) -> Kinds:
-        """Return the kinds of levels at which the result has the low-precision type."""
+        """Return the kinds of levels at which the call's result has the low-precision type."""
         if call.op in _CONVERTS or isinstance(call.kwargs.get("dtype"), torch.dtype):
             return self._converted(call)
         return frozenset(kind for kind in KINDS if self._is_low(call, kind))
@@ -268,7 +269,7 @@ class Visitor(TorchFunctionMode):
         return all(voters)
 
     def _converted(self, call: Call) -> Kinds:
-        """Return `_low` for a conversion, or for a function that has a dtype argument."""
+        """Return `_low` for a conversion such as `x.to(...)`, or for a function with a `dtype=` argument."""
         given = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.dtype)]
         if call.op == "type_as" or (call.op == "to" and len(call.inputs) > 1):
             return call.low(1)
@@ -280,7 +281,7 @@ class Visitor(TorchFunctionMode):
         return NONE
 
     def _raises(self, call: Call) -> bool:
-        """Return whether user code asks for FP32 in this call."""
+        """Return whether user code asks for an FP32 result in this call, by a conversion or by `dtype=`."""
         return (call.op in _CONVERTS or "dtype" in call.kwargs) and not self._converted(call)
 
     def _follows_a_tensor(self, call: Call) -> bool:
@@ -291,7 +292,7 @@ class Visitor(TorchFunctionMode):
         return not names.search(linecache.getline(call.line.file, call.line.line))
 
     def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
-        """Return the arguments of a call as they would be at a level, without gradients, and whether they differ."""
+        """Return (args, kwargs) of a call as they would be at `kind`, detached, and whether they differ from FP32's."""
         changed = False
 
         def one(tensor: Tensor) -> Tensor:
@@ -324,14 +325,16 @@ class Visitor(TorchFunctionMode):
         return args, kwargs, changed
 
     def _values(self, call: Call, made: list[Tensor], low: Kinds) -> dict[Kind, list[Tensor]]:
-        """Return the results of a call that depends on no parameter, at each kind of level that differs from FP32."""
+        """Return kind -> results of a call that depends on no parameter, for kinds at which its arguments change."""
         found: dict[Kind, list[Tensor]] = {}
         for kind in KINDS:
             args, kwargs, changed = self._at(call, kind, low)
             if not changed:
                 continue
             if not made or (call.in_place and args[0].data_ptr() == made[0].data_ptr()):
-                continue  # an in-place call on a tensor that is FP32 at these levels: it has written already
+                # The tensor is FP32 at these levels, and the script's in-place call has overwritten it. A second call
+                # would start from the wrong numbers, and change the script's own tensor.
+                continue
             if not _is_random(call.op):
                 try:
                     with torch.no_grad():
@@ -344,7 +347,7 @@ class Visitor(TorchFunctionMode):
         return found
 
     def _try(self, call: Call) -> None:
-        """Call the function with the arguments of each kind of level, and store the errors that torch raises."""
+        """Call the function with its arguments in their types at each kind of levels, and store torch's errors."""
         if call.rule in _SERVED or call.op in _UNTRIED or _is_random(call.op) or (call.in_place and not call.low()):
             return
         for kind in KINDS:
@@ -372,14 +375,14 @@ class Visitor(TorchFunctionMode):
     # Masks.
 
     def _masks(self, call: Call) -> bool:
-        """Return whether a call adds a mask: a number far below 0, or an unlearned tensor that has such a number."""
+        """Return whether a call adds a mask: a number far below 0, or an unlearned tensor with a number far below 0."""
         if any(number < -_LARGE for number in call.scalars()):
             return True
         given = [tensor for tensor, facts in call.inputs if not facts.learned]
         return any(finite_range(tensor)[0] < -_LARGE for tensor in given)
 
     def _mask_at(self, call: Call, low: Kinds) -> tuple[Kinds, Kinds]:
-        """Return the levels at which a mask too low for the type stays finite, and those at which it is infinite."""
+        """Return the kinds at which a mask too low for the type stays finite, and the kinds at which it is -inf."""
         finite, infinite = set[Kind](), set[Kind]()
         if any(number == _FLOAT32.min for number in call.scalars()) and self._follows_a_tensor(call):
             finite |= low
@@ -440,6 +443,6 @@ def _rules() -> dict[Any, str]:
 
 
 def rule_of(func: Any) -> str | None:
-    """Return the rule of a function at O1, a word of the op lists; None for a function that is not listed."""
+    """Return the name of a function's rule at O1, as in casts/oplists.py; None for a function without a rule."""
     wrapped = wrapped_by(func)
     return _rules().get(func if wrapped is None else wrapped.original)

@@ -53,7 +53,7 @@ class CalledAlone:
         self._called = weakref.WeakSet[nn.Module]()
 
     def install(self, patches: Patches) -> None:
-        """Repeat methods that fail on types, until `patches` are removed."""
+        """Repeat with casts each method of a cast model that fails on types, until `patches` are removed."""
         patches.apply(lambda: method_subscribers.append(self._method), lambda: method_subscribers.remove(self._method))
 
     def methods_of(self, models: list[nn.Module]) -> tuple[str, ...]:

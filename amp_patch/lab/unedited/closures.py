@@ -22,7 +22,7 @@ def refuse_lbfgs(optimizer: Any) -> None:
 def refuse_unknown_use(optimizer: Any) -> None:
     """Refuse an optimizer unless it is known to call its closure once, at the beginning of `step()`.
 
-    All optimizers of torch except LBFGS do.
+    All optimizers of torch except LBFGS call it like that.
     """
     refuse_lbfgs(optimizer)
     base = base_class(optimizer)

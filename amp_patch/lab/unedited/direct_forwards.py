@@ -55,7 +55,7 @@ class DirectForwards:
         return register_parameter
 
     def watch(self, params: Iterable[Tensor]) -> None:
-        """Wrap the `forward` of each class that owns one of these parameters, which an optimizer holds."""
+        """Wrap `forward` in the class of each module that owns one of `params`, the parameters of an optimizer."""
         held = {id(param) for param in params}
         for module in list(self._owners.values()):
             if any(id(param) in held for param in module._parameters.values()):

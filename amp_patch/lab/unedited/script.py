@@ -66,7 +66,7 @@ from amp_patch.training.stash import stash_of
 
 
 class _Initialized(NamedTuple):
-    """The arguments of one call of `initialize`. An optimizer may be a wrapper such as SAM around one."""
+    """The arguments of one call of `initialize`. An optimizer may be a wrapper, such as SAM, around another."""
 
     models: list[weakref.ref[nn.Module]]
     optimizers: list[weakref.ref[Any]]
@@ -382,10 +382,10 @@ class UneditedScript(Observer):
         return []
 
     def _take_or_refuse(self, optimizer: Any) -> None:
-        """Begin a training of an optimizer that has none, if it holds tensors of no module. They are not cast.
+        """Begin a training of an optimizer that has none, if it holds tensors of no module. The tensors are not cast.
 
         Raises:
-            ScriptRefused: it holds parameters of a module, or no model has been initialized yet.
+            ScriptRefused: the optimizer holds parameters of a module, or no model has been initialized yet.
         """
         if stash_of(innermost(optimizer)) is not None:
             return
@@ -429,7 +429,7 @@ def _inside(module: nn.Module) -> nn.Module:
 
 
 def _params(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the parameters that the optimizer updates, directly or by their masters."""
+    """Yield the parameters that the optimizer updates; for a master in its groups, the parameter of that master."""
     if (stash := stash_of(optimizer)) is not None:
         yield from (param for param, _ in stash.masters.pairs(optimizer.param_groups))
     else:

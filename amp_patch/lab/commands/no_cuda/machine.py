@@ -20,8 +20,8 @@ from amp_patch.support.patches import Patches
 
 CAPABILITY = (7, 0)  # the first with FP16 tensor cores, and the oldest that amp_patch's kernels support
 NAME = "CPU as CUDA (amp_patch)"
-# The versions that a build of torch for CUDA reports; scripts split the first at import. A build that has its own keeps
-# them.
+# Versions of CUDA, cuDNN and NCCL that a CPU build of torch then reports: scripts split torch.version.cuda at import. A
+# CUDA build keeps its own.
 CUDA, CUDNN, NCCL = "12.4", 90100, (2, 21, 5)
 
 peak: PeakMemory | None = None  # set between install and uninstall
@@ -113,7 +113,7 @@ def _free_memory() -> int:
 
 
 def _rng_state() -> torch.Tensor:
-    """Return a tensor of zeros with the size of a CUDA generator's state."""
+    """Return a tensor of zeros with the size of a CUDA generator's state, for scripts that save that state."""
     return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
