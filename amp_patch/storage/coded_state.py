@@ -59,7 +59,8 @@ def codes_of(kind: str, name: str, beside: Iterable[str]) -> torch.dtype | None:
     return torch.uint8 if name in UNSIGNED else torch.int8
 
 
-def _is_large(value: Any, param: Tensor) -> bool:
+def is_large(value: Any, param: Tensor) -> bool:
+    """Return whether a state entry of `param` is a tensor that can be stored as codes, and is large enough for it."""
     return (
         type(value) is Tensor
         and value.dtype is torch.float32
@@ -351,7 +352,7 @@ class Coder:
     def _adopt(self, param: Tensor, state: CodedState, is_lent: bool) -> None:
         for name in list(state):
             value = state.kept(name)
-            if not _is_large(value, param) or (dtype := self._codes_of(state, name)) is None:
+            if not is_large(value, param) or (dtype := self._codes_of(state, name)) is None:
                 continue
             coded = Coded(value, dtype, value)
             coded.is_lent = is_lent
@@ -372,7 +373,7 @@ class Coder:
         if type(state) is dict:
             state = optimizer.state[param] = self.state_of(self, param, state)
         value: Any = torch.empty_like(param, requires_grad=False)
-        if _is_large(value, param) and (dtype := self._codes_of(state, name)) is not None:
+        if is_large(value, param) and (dtype := self._codes_of(state, name)) is not None:
             value = Coded(value, dtype)
         dict.__setitem__(state, name, value)
 
