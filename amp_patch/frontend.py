@@ -21,18 +21,7 @@ from amp_patch.model import incoming
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.keep_fp32 import KeepFP32, ParamRule, kept_modules, params_matching
 from amp_patch.model.keep_high import enter_high, kept_high
-from amp_patch.policy import (
-    Closed,
-    CpuHalf,
-    Flag,
-    LowName,
-    Options,
-    Policy,
-    ProductFormat,
-    State,
-    resolve,
-    scale_number,
-)
+from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, ProductFormat, State, resolve
 from amp_patch.storage import coded_steps
 from amp_patch.support import compiled, fsdp
 from amp_patch.support.distributed import is_first_rank
@@ -350,8 +339,7 @@ def load_state_dict(state_dict: dict[str, Any], optimizers: Optimizers | None = 
     for scaler, entry in chosen:
         if not {"loss_scale", "unskipped"} <= set(entry):
             raise RuntimeError(f"load_state_dict: a loss scaler has {sorted(entry)}; wanted loss_scale and unskipped")
-        scale_number("load_state_dict: loss_scale", entry["loss_scale"])
-        scaler.check_beside(entry)
+        scaler.check(entry)
     for scaler, entry in chosen:
         scaler.load_state_dict(entry)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from amp_patch import multi_tensor
 from amp_patch.storage.coded_state import Coded, is_large
+from amp_patch.support.distributed import stateful
 from amp_patch.training.stash import Stash
 
 # The name of a format in a file -> the dtype of its codes. Another codec needs another name.
@@ -31,8 +32,8 @@ def compressed(state_dict: dict[str, Any]) -> dict[str, Any]:
     of codes and scales only if these decode to the same bits. So no number changes, and any other tensor is left as it
     is: the state of a training with FP32 state, `fp32_state`, and the DTensors of `fully_shard`. Syncs with the device.
 
-    Every optimizer that went through `initialize`, with any state, loads the result by its `load_state_dict`. For other
-    readers, `decompressed` gives the FP32 tensors.
+    Every torch.optim.Optimizer that went through `initialize`, with any state, loads the result by its
+    `load_state_dict`. For other readers, `decompressed` gives the FP32 tensors.
 
     Args:
         state_dict: what `optimizer.state_dict()` returns. It is not changed.
@@ -64,6 +65,9 @@ def enter(optimizer: Any, stash: Stash) -> None:
 
 
 def _before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    inner = stateful(optimizer)
+    if inner is not optimizer:  # ZeroRedundancyOptimizer gives its inner optimizer the values before torch's hooks
+        inner.state.update(_changed(inner.state, _in_fp32))
     return decompressed(state_dict)
 
 
@@ -74,13 +78,19 @@ def _with_values(state_dict: Any, made: Callable[[Any], Any], caller: str) -> di
             f"{caller}: state_dict is a {type(state_dict).__name__}{keys}; wanted what optimizer.state_dict() returns, "
             "with the keys 'state' and 'param_groups'"
         )
-    changed: dict[Any, Any] = {}
+    changed = _changed(states, made)
+    return {**state_dict, "state": {**states, **changed}} if changed else state_dict
+
+
+def _changed(states: dict[Any, Any], made: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Return the states that have an entry for which `made` returns another one, with the new entries."""
+    found: dict[Any, Any] = {}
     for key, state in states.items():
         if isinstance(state, dict):
             values = {name: made(value) for name, value in state.items()}
             if any(values[name] is not state[name] for name in values):
-                changed[key] = values
-    return {**state_dict, "state": {**states, **changed}} if changed else state_dict
+                found[key] = values
+    return found
 
 
 def _in_codes(value: Any) -> Any:

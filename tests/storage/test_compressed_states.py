@@ -155,6 +155,23 @@ def test_a_training_with_fp32_state_loads_the_fp32_numbers(make, level):
     assert same(state_of(plain), wanted)
 
 
+def zero_loads(states: Any, wanted: list[Tensor]) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    for level in ("O0", "O5"):
+        model = net()
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), OPTIM.AdamW, lr=1e-2)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        optimizer.load_state_dict(copy.deepcopy(states))  # it writes into its argument
+        held = [t for state in optimizer.optim.state.values() for t in state.values()]
+        assert held and all(any(torch.equal(one, other) for other in wanted) for one in held)
+
+
+def test_a_zero_redundancy_optimizer_loads_the_fp32_numbers(ranks):
+    _, optimizer = trained(MAKERS["AdamW"])
+    ranks(zero_loads, amp.compressed(optimizer.state_dict()), state_of(optimizer))
+
+
 def test_hooks_of_user_code_get_fp32_tensors_and_restore_takes_ours_away():
     _, optimizer = trained(MAKERS["AdamW"])
     seen: list[Any] = []
