@@ -58,6 +58,7 @@ from amp_patch.frontend import (
 )
 from amp_patch.grad_scaler import GradScaler
 from amp_patch.model.fp32_copies import fp32_copy
+from amp_patch.storage.compressed_states import compressed, decompressed
 from amp_patch.training.scale_loss import loss_scale, scale_loss
 from amp_patch.ways.per_parameter import register_per_parameter_optimizer
 
@@ -79,10 +80,12 @@ __all__ = [
     "autocast",
     "compare",
     "compare_outputs",
+    "compressed",
     "cpu",
     "cuda",
     "custom_bwd",
     "custom_fwd",
+    "decompressed",
     "disable_casts",
     "explain",
     "find_loss_scale",

@@ -19,20 +19,10 @@ from amp_patch.casts.cpu_half import renamed, resolve_cpu_half
 from amp_patch.environment import overridden, with_asked_methods, with_asked_modules, without_rungs
 from amp_patch.model import incoming
 from amp_patch.model import tensors as model_tensors
-from amp_patch.model.keep_fp32 import KeepFP32, kept_modules
+from amp_patch.model.keep_fp32 import KeepFP32, ParamRule, kept_modules, params_matching
 from amp_patch.model.keep_high import enter_high, kept_high
-from amp_patch.policy import (
-    Closed,
-    CpuHalf,
-    Flag,
-    LowName,
-    Options,
-    Policy,
-    ProductFormat,
-    State,
-    resolve,
-    scale_number,
-)
+from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, ProductFormat, State, resolve
+from amp_patch.storage import coded_steps
 from amp_patch.support import compiled, fsdp
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
@@ -108,6 +98,7 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
     skip_nonfinite: Flag = False,
     low_precision_norms: Flag = False,
     optimizer_state: State | None = None,
+    fp32_state: ParamRule | Iterable[ParamRule] = (),
     gradient_release: Flag = False,
 ) -> Any:
     """Prepare models and optimizers for mixed-precision training at an opt level, in place::
@@ -190,6 +181,8 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
             FP32, as under torch.autocast.
         optimizer_state: "8bit" quantizes the optimizers' large FP32 state to 8 bits; reads of the state return FP32.
             Refused by name at O3, and for optimizers other than torch.optim's, FusedAdam and FusedSGD.
+        fp32_state: parameters whose state stays FP32 under optimizer_state="8bit" (embeddings, heads): the parameters,
+            their qualified names, or their modules, named as in `keep_fp32`.
         gradient_release: step each parameter during backward, with the same bits as a step afterwards, and free its
             gradient. At O4 and O5, for torch's optimizers and registered classes; refused if a step needs several
             gradients at once.
@@ -218,13 +211,16 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
             skip_nonfinite=skip_nonfinite,
             low_precision_norms=low_precision_norms,
             optimizer_state=optimizer_state,
+            fp32_state=not isinstance(fp32_state, list | tuple) or bool(fp32_state),
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
             allow_banned=allow_banned,
             cpu_half=renamed(cpu_half, cpu_fp16),
         )
-        policy = resolve(*overridden(opt_level, options))
-    others = keep_fp32, process_group, methods, keep_high, gradient_release
+        opt_level, options = overridden(opt_level, options)
+        policy = resolve(opt_level, options)
+        fp32_state = fp32_state if options.fp32_state else ()
+    others = keep_fp32, process_group, methods, keep_high, gradient_release, fp32_state
     result = initialize_as(Dialect(), models, optimizers, policy, num_losses, verbosity, *others)
     if (training := newest_training()) is not None and enabled and is_first_rank():
         logger.info("amp_patch: %s", training.policy)
@@ -243,6 +239,7 @@ def initialize_as(
     methods: tuple[str, ...] = (),
     keep_high: Any = None,
     gradient_release: Any = False,
+    fp32_state: Any = (),
 ) -> Any:
     """Do the work of `initialize` with a resolved policy (None: `enabled=False`) and the classes of `dialect`."""
     model_list, optimizer_list = [compiled.uncompiled(model) for model in as_list(models)], as_list(optimizers)
@@ -258,6 +255,7 @@ def initialize_as(
     kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
     high = kept_high(model_list, policy, keep_high)
     releases = release.check(gradient_release, optimizer_list, targets, policy)
+    in_fp32 = params_matching(model_list, fp32_state, "fp32_state")
     methods = with_asked_methods(methods, model_list)
     policy = resolve_cpu_half(policy, on_cpu=model_tensors.use_cpu(model_list))
 
@@ -274,6 +272,7 @@ def initialize_as(
         process_group=process_group,
     )
     enter_high(model_list, policy, high)
+    coded_steps.leave_in_fp32(targets, in_fp32)
     for optimizer in optimizer_list:
         enter_wrappers(optimizer)
     release.enter(targets if releases else ())
@@ -340,8 +339,7 @@ def load_state_dict(state_dict: dict[str, Any], optimizers: Optimizers | None = 
     for scaler, entry in chosen:
         if not {"loss_scale", "unskipped"} <= set(entry):
             raise RuntimeError(f"load_state_dict: a loss scaler has {sorted(entry)}; wanted loss_scale and unskipped")
-        scale_number("load_state_dict: loss_scale", entry["loss_scale"])
-        scaler.check_beside(entry)
+        scaler.check(entry)
     for scaler, entry in chosen:
         scaler.load_state_dict(entry)
 

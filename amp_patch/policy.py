@@ -181,6 +181,7 @@ class Options:
     skip_nonfinite: bool | str = False
     low_precision_norms: bool | str = False
     optimizer_state: str | None = None
+    fp32_state: bool = False  # whether the caller names parameters for it
     min_loss_scale: float | None = None
     max_loss_scale: float = 2.0**24
     allow_banned: bool = False
@@ -242,6 +243,11 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
     if boolean("low_precision_norms", given.low_precision_norms):
         policy = _with_low_precision_norms(policy, opt_level)
     policy = _with_optimizer_state(policy, opt_level, given.optimizer_state)
+    if given.fp32_state and policy.optimizer_state is None:
+        raise ValueError(
+            "initialize: fp32_state names parameters whose optimizer state is to stay FP32, and optimizer_state is "
+            "None, with which all state is FP32; add optimizer_state='8bit', or leave fp32_state out"
+        )
     skips = bool(boolean("skip_nonfinite", given.skip_nonfinite))
     return replace(policy, allow_banned=bool(given.allow_banned), cpu_half=given.cpu_half, skip_nonfinite=skips)
 

@@ -172,6 +172,7 @@ def state_in_eight_bits(rows: Path = EIGHT_BITS) -> list[str]:
     named = listed([f"{row['optimizer']} on {row['task']} by {row['outside']:.4f}" for row in outside])
     said = f"All but {named} are within" if outside else "All are within"
     seeds = len(found["rows"][0]["FP32"])
+    more = [row for row in found["rows"] if len(row["FP32"]) > seeds]
     heads = [eight_bit_state.HEADS, ["---", "---", *["---:"] * (len(eight_bit_state.HEADS) - 3), "---"]]
     table = [f"| {' | '.join(row)} |" for row in [*heads, *map(eight_bit_state.cells, found["rows"])]]
     return [
@@ -180,6 +181,13 @@ def state_in_eight_bits(rows: Path = EIGHT_BITS) -> list[str]:
         f"the digits and the GPT at O0, {found['steps']} steps, {seeds} seeds. {said} the range of the seeds in FP32, "
         "or better. The state is in bytes per parameter. These models are small: a large model keeps almost nothing in "
         "FP32. Muon is combined with AdamW for parameters that are no matrix.",
+        *[
+            f"{row['optimizer']} on {row['task']} has {len(row['FP32'])} seeds, which lie far apart: FP32 ends at "
+            f"{min(row['FP32']):.4f} to {max(row['FP32']):.4f}, eight bits at {min(row['8bit']):.4f} to "
+            f"{max(row['8bit']):.4f}. By the first {seeds} seeds alone, the mean in eight bits is "
+            f"{eight_bit_state.told(eight_bit_state.verdict(row['FP32'][:seeds], row['8bit'][:seeds]))}."
+            for row in more
+        ],
         "\n".join(table),
         f"`python benchmarks/eight_bit_state.py` trains them; these figures are of: {found['machine']}.",
         *uneven_gradients(),

@@ -83,17 +83,26 @@ def measure(task: str, name: str, seeds: int, steps: int) -> dict[str, Any]:
     fp32, coded = ([loss for loss, _ in found] for found in both.values())
     row: dict[str, Any] = {"task": task, "optimizer": name, "FP32": fp32, "8bit": coded}
     row |= {f"{kind} bytes": found[0][1] for kind, found in zip(("FP32", "8bit"), both.values(), strict=True)}
+    return row | verdict(fp32, coded)
+
+
+def verdict(fp32: list[float], coded: list[float]) -> dict[str, Any]:
+    """By how much the mean in eight bits is outside of the range of FP32's seeds, and the word for it."""
     mean = statistics.mean(coded)
-    row["outside"] = max(0.0, mean - max(fp32), min(fp32) - mean)
-    return row | {"verdict": "within" if not row["outside"] else "better" if mean < min(fp32) else "outside"}
+    outside = max(0.0, mean - max(fp32), min(fp32) - mean)
+    return {"outside": outside, "verdict": "within" if not outside else "better" if mean < min(fp32) else "outside"}
+
+
+def told(found: dict[str, Any]) -> str:
+    """A verdict in words."""
+    return found["verdict"] + (f" by {found['outside']:.4f}" if found["outside"] else "")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """Format a row for the table of the page."""
     low, high = min(row["FP32"]), max(row["FP32"])
-    verdict = row["verdict"] + (f" by {row['outside']:.4f}" if row["outside"] else "")
     losses = [f"{statistics.mean(row['FP32']):.4f}", f"{low:.4f} to {high:.4f}", f"{statistics.mean(row['8bit']):.4f}"]
-    return [row["task"], row["optimizer"], f"{row['FP32 bytes']:.2f}", f"{row['8bit bytes']:.2f}", *losses, verdict]
+    return [row["task"], row["optimizer"], f"{row['FP32 bytes']:.2f}", f"{row['8bit bytes']:.2f}", *losses, told(row)]
 
 
 HEADS = ["task", "optimizer", "state in FP32", "in 8 bits", "held-out loss, FP32", "of the seeds", "8 bits", "verdict"]

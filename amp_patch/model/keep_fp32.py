@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_patch.model import buffers
 from amp_patch.policy import Policy
@@ -15,6 +15,8 @@ from amp_patch.support.patches import Installation
 
 # A rule for modules that stay FP32: a qualified name, a class, a module itself, or a predicate over (name, module).
 KeepFP32 = str | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
+# A rule for parameters: a parameter, its qualified name, or a rule for the modules that hold it.
+ParamRule = KeepFP32 | Tensor
 
 
 def kept_modules(
@@ -76,14 +78,35 @@ def modules_matching(
     """
     found: dict[int, nn.Module] = {}
     for rule in _as_rules(rules, argument, caller):
-        named = [m for model in models for name, m in model.named_modules() if _matches(rule, name, m)]
+        named = _named_modules(rule, models)
         if not named and isinstance(rule, str | type | nn.Module):
-            raise ValueError(
-                f"{caller}: {argument} names {_in_words(rule)}, which matches no module of the given "
-                f"models{_nearest(rule, models)}"
-            )
+            names = [name for model in models for name, _ in model.named_modules()]
+            raise ValueError(f"{caller}: {argument} names {_no_match(rule, 'module', names)}")
         found.update((id(m), m) for outer in named for m in with_forward(outer))
     return list(found.values())
+
+
+def params_matching(models: list[nn.Module], rules: ParamRule | Iterable[ParamRule], argument: str) -> list[Tensor]:
+    """Return the parameters that the rules of this argument of `initialize` match, also by their modules, each once.
+
+    Raises:
+        ValueError: a name, class, module or parameter that matches no parameter of `models`.
+        TypeError: a rule of another kind.
+    """
+    found: dict[int, Tensor] = {}
+    params = [(name, p) for model in models for name, p in model.named_parameters(remove_duplicate=False)]
+    for rule in _as_rules(rules, argument, "initialize", Tensor):
+        named = [p for name, p in params if p is rule or (isinstance(rule, str) and name == rule)]
+        named += [p for module in _named_modules(rule, models) for p in module.parameters()]
+        if not named and isinstance(rule, str | type | nn.Module | Tensor):
+            names = [name for name, _ in params] + [name for model in models for name, _ in model.named_modules()]
+            raise ValueError(f"initialize: {argument} names {_no_match(rule, 'parameter', names)}")
+        found.update((id(p), p) for p in named)
+    return list(found.values())
+
+
+def _named_modules(rule: Any, models: list[nn.Module]) -> list[nn.Module]:
+    return [m for model in models for name, m in model.named_modules() if _matches(rule, name, m)]
 
 
 def with_forward(module: nn.Module) -> list[nn.Module]:
@@ -98,21 +121,24 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
-def _as_rules(rules: Any, argument: str, caller: str) -> list[KeepFP32]:
-    one = isinstance(rules, str | type) or callable(rules)
+def _as_rules(rules: Any, argument: str, caller: str, *more: type) -> list[Any]:
+    """Return the rules as a list; raise TypeError if one has another kind. Instances of `more` are rules too."""
+    one = isinstance(rules, (str, type, *more)) or callable(rules)
     result = [rules] if one else list(rules)
     for rule in result:
-        if isinstance(rule, str) or (isinstance(rule, type) and issubclass(rule, nn.Module)):
+        if isinstance(rule, (str, *more)) or (isinstance(rule, type) and issubclass(rule, nn.Module)):
             continue
         if isinstance(rule, type) or not callable(rule):
             raise TypeError(
-                f"{caller}: {argument} holds {rule!r}; wanted module names, modules, torch.nn.Module classes or a "
-                "predicate over (name, module)"
+                f"{caller}: {argument} holds {rule!r}; wanted {'parameters, their names, ' if more else ''}module "
+                "names, modules, torch.nn.Module classes or a predicate over (name, module)"
             )
     return result
 
 
-def _matches(rule: KeepFP32, name: str, module: nn.Module) -> bool:
+def _matches(rule: ParamRule, name: str, module: nn.Module) -> bool:
+    if isinstance(rule, Tensor):
+        return False
     if isinstance(rule, str):
         return name == rule
     if isinstance(rule, type):
@@ -122,15 +148,12 @@ def _matches(rule: KeepFP32, name: str, module: nn.Module) -> bool:
     return bool(rule(name, module))
 
 
-def _in_words(rule: KeepFP32) -> str:
-    return f"a {type(rule).__name__}" if isinstance(rule, nn.Module) else repr(rule)
-
-
-def _nearest(rule: KeepFP32, models: list[nn.Module]) -> str:
-    """Return "; did you mean 'head'?" if a module's name is close to `rule`, otherwise ""."""
-    names = [name for model in models for name, _ in model.named_modules() if name] if isinstance(rule, str) else []
-    near = difflib.get_close_matches(str(rule), names)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+def _no_match(rule: ParamRule, what: str, names: list[str]) -> str:
+    """Return the end of an error text: `rule` matches no module or parameter; "did you mean" the names near to it."""
+    given = f"a {type(rule).__name__}" if isinstance(rule, nn.Module | Tensor) else repr(rule)
+    near = difflib.get_close_matches(rule, filter(None, names)) if isinstance(rule, str) else []
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f"{given}, which matches no {what} of the given models{hint}"
 
 
 _installation = Installation()

@@ -59,7 +59,8 @@ def codes_of(kind: str, name: str, beside: Iterable[str]) -> torch.dtype | None:
     return torch.uint8 if name in UNSIGNED else torch.int8
 
 
-def _is_large(value: Any, param: Tensor) -> bool:
+def is_large(value: Any, param: Tensor) -> bool:
+    """Return whether a state entry of `param` is a tensor that can be stored as codes, and is large enough for it."""
     return (
         type(value) is Tensor
         and value.dtype is torch.float32
@@ -131,13 +132,18 @@ class Coded:
 
 
 class CodedState(dict[str, Any]):
-    """The state dict of one parameter, whose large tensors are stored as `Coded`: a read decodes them to FP32."""
+    """The state dict of one parameter, whose large tensors are stored as `Coded`: a read decodes them to FP32.
 
-    __slots__ = ("coder",)
+    Attributes:
+        coder: the codes of the optimizer.
+        stays_fp32: whether no tensor of this state becomes codes.
+    """
+
+    __slots__ = ("coder", "stays_fp32")
 
     def __init__(self, coder: Coder, state: dict[str, Any]) -> None:
         super().__init__(state)
-        self.coder = coder
+        self.coder, self.stays_fp32 = coder, False
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
@@ -347,7 +353,7 @@ class Coder:
     def _adopt(self, param: Tensor, state: CodedState, is_lent: bool) -> None:
         for name in list(state):
             value = state.kept(name)
-            if not _is_large(value, param) or (dtype := self._codes_of(name, state)) is None:
+            if not is_large(value, param) or (dtype := self._codes_of(state, name)) is None:
                 continue
             coded = Coded(value, dtype, value)
             coded.is_lent = is_lent
@@ -359,8 +365,8 @@ class Coder:
         kept = {id(value) for state in states if isinstance(state, CodedState) for value in map(state.kept, state)}
         self._opened = [coded for coded in self._opened if id(coded) in kept]
 
-    def _codes_of(self, name: str, beside: Iterable[str]) -> torch.dtype | None:
-        return None if name in self._in_fp32 else codes_of(self.kind, name, beside)
+    def _codes_of(self, state: CodedState, name: str) -> torch.dtype | None:
+        return None if state.stays_fp32 or name in self._in_fp32 else codes_of(self.kind, name, [*state, name])
 
     def fresh(self, optimizer: Any, param: Tensor, name: str) -> None:
         """Add a state tensor `name` for `param`: codes that decode to 0, or an uninitialized FP32 tensor."""
@@ -368,7 +374,7 @@ class Coder:
         if type(state) is dict:
             state = optimizer.state[param] = self.state_of(self, param, state)
         value: Any = torch.empty_like(param, requires_grad=False)
-        if _is_large(value, param) and (dtype := self._codes_of(name, [*state, name])) is not None:
+        if is_large(value, param) and (dtype := self._codes_of(state, name)) is not None:
             value = Coded(value, dtype)
         dict.__setitem__(state, name, value)
 
@@ -404,7 +410,7 @@ class Coder:
         logger.warning(
             "optimizer_state='8bit' keeps no state of this %s in 8 bits, and saves no memory: its largest state tensor "
             "has %d elements. Quantized are FP32 tensors of the parameter's shape with at least %d elements, but for "
-            "those that docs/ladder.md names",
+            "those that fp32_state or docs/ladder.md names",
             self.kind,
             largest,
             LEAST,

@@ -7,7 +7,8 @@ states are decoded to FP32 for the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -26,7 +27,7 @@ from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor, is_zero
 from amp_patch.support.generated_class import base_class
 from amp_patch.supported import reason
-from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy
 from amp_patch.ways import one_pass, per_parameter, portions
 from amp_patch.ways.batch import Batch
@@ -242,11 +243,37 @@ def enter(optimizer: Any, stash: Stash) -> None:
 
 def keep_state(optimizer: Any, stash: Stash, kind_of_coder: type[Coder]) -> None:
     """Attach a coder of this class to `optimizer`; it encodes the state before each backward and each step."""
+    known = weakref.ref(stash)  # a reference would make a cycle
+
+    def state_of(coder: Coder, param: Tensor, state: dict[str, Any]) -> CodedState:
+        made = coded_shards.state_of(coder, param, state)
+        made.stays_fp32 = _stays_fp32(known(), param)
+        return made
+
     kind = base_class(optimizer)
-    coder = kind_of_coder(kind.__name__, coded_shards.state_of, per_parameter.fp32_state_of(kind))
+    coder = kind_of_coder(kind.__name__, state_of, per_parameter.fp32_state_of(kind))
     stash.neighbours.coder = coder
     stash.neighbours.before_backward.append(_close)
     stash.neighbours.before_step.append(_close)
+
+
+def leave_in_fp32(targets: Sequence[Any], params: list[Tensor]) -> None:
+    """Leave the state of these parameters of the models in FP32 in each of a training's optimizers that steps them.
+
+    An optimizer may get a parameter that none of them holds yet by a later `add_param_group`.
+    """
+    stashes = list(map(known_stash, targets))
+    held = [{id(p) for p, _ in s.masters.pairs(o.param_groups)} for o, s in zip(targets, stashes, strict=True)]
+    for own, stash in zip(held, stashes, strict=True):
+        stash.fp32_state = [p for p in params if id(p) in own or not any(id(p) in other for other in held)]
+
+
+def _stays_fp32(stash: Stash | None, param: Tensor) -> bool:
+    """Return whether `leave_in_fp32` has named this parameter, or the parameter of this master."""
+    if stash is None or not stash.fp32_state:
+        return False
+    named, _ = stash.masters.by_master.get(id(param), (param, None))
+    return any(each is named for each in stash.fp32_state)
 
 
 def _close(optimizer: Any, stash: Stash) -> None:

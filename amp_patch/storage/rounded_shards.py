@@ -7,7 +7,6 @@ number of processes. The optimizer's state is FP32; a read returns DTensors with
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from amp_patch.masters.grad_field import set_own_grad
 from amp_patch.masters.masters import has_gradient
 from amp_patch.policy import STOCHASTIC, Policy
 from amp_patch.storage import coded_shards, coded_steps
-from amp_patch.storage.coded_state import Coder
+from amp_patch.storage.coded_state import CodedState, Coder
 from amp_patch.storage.stand_ins import with_stand_ins
 from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor, local
@@ -69,7 +68,7 @@ def _is_low_shard(param: Tensor) -> bool:
 class InFp32(Coder):
     """A coder that encodes nothing: it stores the state of the local shards as FP32 tensors."""
 
-    def _codes_of(self, name: str, beside: Iterable[str]) -> torch.dtype | None:
+    def _codes_of(self, state: CodedState, name: str) -> torch.dtype | None:
         return None
 
     def report(self, optimizer: Any) -> None:

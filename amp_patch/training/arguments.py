@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Protocol, TypedDict, TypeVar
 
 import torch
 
-from amp_patch.model.keep_fp32 import KeepFP32
+from amp_patch.model.keep_fp32 import KeepFP32, ParamRule
 from amp_patch.policy import Closed, CpuHalf, Flag, LowName, OptLevel, ProductFormat, State
 
 
@@ -66,6 +66,7 @@ class Keywords(TypedDict, total=False):
     skip_nonfinite: Flag | Else
     low_precision_norms: Flag | Else
     optimizer_state: State | Else | None
+    fp32_state: ParamRule | Iterable[ParamRule] | Else
     gradient_release: Flag | Else
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.policy import Policy
+from amp_patch.policy import Policy, scale_number
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.training import joints
 
@@ -177,8 +177,9 @@ class LossScaler:
         more = {name: part.state_dict() for name, part in self.beside.items()}
         return {"loss_scale": self.loss_scale(), "unskipped": self.unskipped(), **more}
 
-    def check_beside(self, state: dict[str, Any]) -> None:
-        """Raise ValueError if an object in `beside` cannot load its state from `state`."""
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if the scale in `state` is invalid, or an object in `beside` cannot load its state."""
+        scale_number("load_state_dict: loss_scale", state["loss_scale"])
         for name, part in self.beside.items():
             if name in state:
                 part.check(state[name])
@@ -186,7 +187,7 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; if `loss_scale` or `unskipped` is missing, raise KeyError before any change."""
         scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
-        self.check_beside(state)
+        self.check(state)
         for name, part in self.beside.items():
             if name in state:
                 part.load_state_dict(state[name])

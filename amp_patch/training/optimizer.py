@@ -211,7 +211,7 @@ def enter_step(optimizer: Any, stash: Stash) -> None:
     if isinstance(optimizer, Generated):
         lead_to_step(optimizer)
     else:
-        stash.neighbours.handles = untouched.hook(optimizer)
+        stash.neighbours.handles += untouched.hook(optimizer)
 
 
 def restore(optimizer: Any, *, recast_state: bool = True) -> None:

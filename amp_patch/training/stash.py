@@ -224,6 +224,7 @@ class Stash:
         two_passes: whether a wrapper such as SAM moves weights between backward and step.
         backward: the state of the running iteration's backward passes.
         step: the running `Step`, at O0 the `_HookedStep` of `untouched.py`; None between steps.
+        fp32_state: the models' parameters whose state stays FP32 where the optimizer's state is in eight bits.
         neighbours: the objects around the optimizer.
     """
 
@@ -241,6 +242,7 @@ class Stash:
     two_passes: bool = False
     backward: BackwardState = field(default_factory=BackwardState)
     step: Any = field(default=None, compare=False)
+    fp32_state: list[Tensor] = field(default_factory=list, compare=False)
     neighbours: Neighbours = field(default_factory=Neighbours)
 
     @property
@@ -308,7 +310,7 @@ class Stash:
         siblings, unowned = state.pop("copied_with", (Siblings(), []))
         if narrowed := copies.narrow(state.pop("narrow", ())):
             joints.tell(joints.retyped, set(map(id, narrowed)))
-        vars(self).update(state)
+        vars(self).update({"fp32_state": [], **state})  # older pickles have none
         for part in fields(self):
             if isinstance(part.default_factory, type) and issubclass(part.default_factory, OfThisProcess):
                 setattr(self, part.name, part.default_factory())

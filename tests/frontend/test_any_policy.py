@@ -25,6 +25,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "cast_model_outputs": (torch.float32, torch.float16),
     "skip_nonfinite": (True,),
     "low_precision_norms": (True,),
+    "optimizer_state": ("8bit",),
+    "fp32_state": (True,),
 }
 levels = st.sampled_from(list(OPT_LEVELS))
 options = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in CHOICES.items()})

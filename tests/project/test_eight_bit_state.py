@@ -27,7 +27,7 @@ def test_the_results_have_each_optimizer_on_both_tasks(scripts):
         (task, name) for task in script.TASKS for name in script.OPTIMIZERS
     ]
     for row in rows:
-        assert len(row["FP32"]) == len(row["8bit"]) == 3 and row["8bit bytes"] <= row["FP32 bytes"]
+        assert len(row["FP32"]) == len(row["8bit"]) >= 3 and row["8bit bytes"] <= row["FP32 bytes"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,118 @@
+"""Checkpoints of optimizers with 8-bit codes: a state dict with codes and scales instead of FP32 tensors, and back.
+
+`optimizer.state_dict()` has FP32 tensors, which every training can load. Tensors that were stored as codes have only
+numbers that codes represent. To encode them again loses no bit, which `compressed` checks for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import multi_tensor
+from amp_patch.storage.coded_state import Coded, is_large
+from amp_patch.support.distributed import stateful
+from amp_patch.training.stash import Stash
+
+# The name of a format in a file -> the dtype of its codes. Another codec needs another name.
+FORMATS = {"e5m3 in blocks of 256": torch.uint8, "e4m3fn in blocks of 256": torch.int8}
+_KEYS = {"format", "codes", "scales"}
+
+
+def compressed(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with 8-bit codes, for a smaller checkpoint::
+
+        torch.save(amp.compressed(optimizer.state_dict()), path)
+        optimizer.load_state_dict(torch.load(path))
+
+    Under `optimizer_state="8bit"` the state is then about a quarter of the size. An FP32 tensor is replaced by a dict
+    of codes and scales only if these decode to the same bits. So no number changes, and any other tensor is left as it
+    is: the state of a training with FP32 state, `fp32_state`, and the DTensors of `fully_shard`. Syncs with the device.
+
+    Every torch.optim.Optimizer that went through `initialize`, with any state, loads the result by its
+    `load_state_dict`. For other readers, `decompressed` gives the FP32 tensors.
+
+    Args:
+        state_dict: what `optimizer.state_dict()` returns. It is not changed.
+
+    Raises:
+        TypeError: `state_dict` is something else.
+    """
+    return _with_values(state_dict, _in_codes, "compressed")
+
+
+def decompressed(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a result of `compressed` with FP32 tensors again, to the bit; any other state dict as it is.
+
+    Args:
+        state_dict: what `compressed` or `optimizer.state_dict()` returns. It is not changed.
+
+    Raises:
+        TypeError: `state_dict` is something else.
+        ValueError: the codes are in a format of another version of amp_patch.
+    """
+    return _with_values(state_dict, _in_fp32, "decompressed")
+
+
+def enter(optimizer: Any, stash: Stash) -> None:
+    """Have `optimizer.load_state_dict` take a result of `compressed`."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        # First, so that hooks of user code get FP32 tensors
+        stash.neighbours.handles.append(optimizer.register_load_state_dict_pre_hook(_before_load, prepend=True))
+
+
+def _before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    inner = stateful(optimizer)
+    if inner is not optimizer:  # ZeroRedundancyOptimizer gives its inner optimizer the values before torch's hooks
+        inner.state.update(_changed(inner.state, _in_fp32))
+    return decompressed(state_dict)
+
+
+def _with_values(state_dict: Any, made: Callable[[Any], Any], caller: str) -> dict[str, Any]:
+    if not isinstance(state_dict, dict) or not isinstance(states := state_dict.get("state"), dict):
+        keys = f" with the keys {list(state_dict)[:5]}" if isinstance(state_dict, dict) else ""
+        raise TypeError(
+            f"{caller}: state_dict is a {type(state_dict).__name__}{keys}; wanted what optimizer.state_dict() returns, "
+            "with the keys 'state' and 'param_groups'"
+        )
+    changed = _changed(states, made)
+    return {**state_dict, "state": {**states, **changed}} if changed else state_dict
+
+
+def _changed(states: dict[Any, Any], made: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Return the states that have an entry for which `made` returns another one, with the new entries."""
+    found: dict[Any, Any] = {}
+    for key, state in states.items():
+        if isinstance(state, dict):
+            values = {name: made(value) for name, value in state.items()}
+            if any(values[name] is not state[name] for name in values):
+                found[key] = values
+    return found
+
+
+def _in_codes(value: Any) -> Any:
+    """Return the value as codes and scales, if they decode to the same bits; else the value itself."""
+    for name, dtype in FORMATS.items() if is_large(value, value) else ():
+        coded = Coded(value, dtype)
+        multi_tensor.multi_tensor_encode([value], [coded.codes], [coded.scales])
+        if torch.equal(coded.decoded().view(torch.int32), value.view(torch.int32)):
+            return {"format": name, "codes": coded.codes, "scales": coded.scales}
+    return value
+
+
+def _in_fp32(value: Any) -> Any:
+    """Return the FP32 tensor of codes and scales; any other value itself."""
+    if not isinstance(value, dict) or set(value) != _KEYS:
+        return value
+    if value["format"] not in FORMATS:
+        raise ValueError(
+            f"load_state_dict: state in the format {value['format']!r}; wanted {' or '.join(map(repr, FORMATS))}; "
+            "decompress it by amp.decompressed() of the version of amp_patch that has saved it"
+        )
+    codes: Tensor = value["codes"]
+    made = torch.empty_like(codes, dtype=torch.float32)
+    multi_tensor.multi_tensor_decode([codes], [made], [value["scales"]])
+    return made

@@ -1,0 +1,237 @@
+"""`fp32_state=` of `initialize`: parameters whose optimizer state stays FP32 beside state in eight bits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from coded_shards import SHARDED, sharded
+from coded_shards import go_on as go_on_here
+from coded_shards import state_of as state_here
+from coded_states import LEVELS, MAKERS, coded, go_on, kept_names, net, opened, start, state_of, through_file
+from fsdp_trainings import restored_fixture  # noqa: F401  the fixture `restored`
+from torch import nn
+from training import masters_of, same, through_pickle
+
+from amp_patch import amp, multi_tensor
+from amp_patch.storage.coded_state import CodedState
+
+every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "SGD", "NAdam")])
+every_level = pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
+
+
+def coded_params(optimizer: Any) -> list[int]:
+    """The places of the parameters whose state has codes, in the order of `master_params`."""
+    states = [optimizer.state.get(param) for param in amp.master_params(optimizer)]
+    return [i for i, state in enumerate(states) if isinstance(state, CodedState) and kept_names(state)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The numbers
+
+
+@every_maker
+def test_with_all_parameters_named_a_training_has_the_bits_of_fp32_state(make):
+    ends = []
+    for options in ({"fp32_state": nn.Module}, {"optimizer_state": None}):
+        model, optimizer = start(make, **options)
+        ends.append([*map(torch.tensor, go_on(model, optimizer, range(4))), *masters_of(optimizer)])
+        ends[-1] += state_of(optimizer)
+        assert not coded(optimizer)
+        amp.restore()
+    assert same(*ends)
+
+
+@every_level
+@pytest.mark.parametrize("make", [MAKERS["AdamW, amsgrad"], MAKERS["NAdam"]], ids=["one pass", "portions"])
+def test_the_state_of_named_parameters_has_no_codes_at_any_level(make, options):
+    model, optimizer = start(make, **options, fp32_state="2")
+    for step in range(3):
+        go_on(model, optimizer, range(step, step + 1))
+        assert coded_params(optimizer) == [0] and coded(optimizer) == {"exp_avg": 1, "exp_avg_sq": 1}
+    assert opened(optimizer) == 0
+
+
+def test_plain_torch_and_steps_in_backward_leave_it_in_fp32_too():
+    with multi_tensor.use_backend("torch"):
+        model, optimizer = start(MAKERS["AdamW"], fp32_state="0.weight")
+        go_on(model, optimizer, range(2))
+        assert coded_params(optimizer) == [2]
+    amp.restore()
+    model, optimizer = start(MAKERS["NAdam"], fp32_state="0.weight", gradient_release=True)
+    go_on(model, optimizer, range(2))
+    assert coded_params(optimizer) == [2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How parameters are named
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ("2", [0]),
+        ("0.weight", [2]),
+        (["0.weight", "2"], []),
+        (lambda model: model[2], [0]),
+        (lambda model: model[0].weight, [2]),
+        (lambda model: model[0].parameters(), [2]),
+        (lambda model: [model[0].weight, "2"], []),
+        (lambda model: lambda name, module: name == "2", [0]),
+        (nn.Linear, []),
+        (nn.LayerNorm, [0, 2]),
+        ([], [0, 2]),
+    ],
+    ids=[
+        "module",
+        "parameter",
+        "two",
+        "a module",
+        "a parameter",
+        "parameters",
+        "both",
+        "predicate",
+        "class",
+        "-",
+        "none",
+    ],
+)
+def test_parameters_are_named_by_themselves_their_names_or_their_modules(rules, kept):
+    model = net()
+    named = rules(model) if callable(rules) and not isinstance(rules, type) else rules
+    model, optimizer = start(MAKERS["AdamW"], model, fp32_state=named)
+    go_on(model, optimizer, range(2))
+    assert coded_params(optimizer) == kept
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "match"),
+    [
+        ("0.wieght", ValueError, r"fp32_state names '0.wieght', which matches no parameter .*did you mean '0.weight'"),
+        (nn.Embedding, ValueError, r"fp32_state names <class .*Embedding'>, which matches no parameter"),
+        (nn.GELU, ValueError, r"fp32_state names <class .*GELU'>, which matches no parameter"),
+        (nn.Linear(2, 2), ValueError, r"fp32_state names a Linear, which matches no parameter"),
+        (nn.Parameter(torch.ones(2)), ValueError, r"fp32_state names a Parameter, which matches no parameter"),
+        ([3], TypeError, r"fp32_state holds 3; wanted parameters, their names, module names"),
+        ([int], TypeError, r"fp32_state holds <class 'int'>; wanted parameters, their names"),
+    ],
+)
+def test_rules_that_match_nothing_are_errors_and_change_nothing(rules, error, match):
+    model = net()
+    optimizer = MAKERS["AdamW"](model.parameters())
+    with pytest.raises(error, match=f"^initialize: {match}"):
+        amp.initialize(model, optimizer, opt_level="O5+8bit", fp32_state=rules, verbosity=0)
+    assert type(model) is nn.Sequential and model[0].weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O0", "O5", "O5+split"])
+def test_it_is_an_error_without_state_in_eight_bits(level):
+    model = net()
+    with pytest.raises(ValueError, match=r"^initialize: fp32_state names .*optimizer_state is None.*='8bit', or leave"):
+        amp.initialize(model, MAKERS["AdamW"](model.parameters()), opt_level=level, fp32_state="2", verbosity=0)
+
+
+@pytest.mark.parametrize(("level", "kept"), [("O0", []), ("O3", []), ("O4", [0]), ("O5+split", [0]), ("O1+8bit", [0])])
+def test_under_another_level_of_the_environment_it_goes_with_optimizer_state(monkeypatch, caplog, level, kept):
+    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", level)
+    with caplog.at_level(logging.INFO, "amp_patch"):
+        model, optimizer = start(MAKERS["SGD"], opt_level="O2", loss_scale=1.0, fp32_state="2")
+    go_on(model, optimizer, range(2))
+    assert coded_params(optimizer) == kept
+    assert ("fp32_state=True" in caplog.text) is (not kept)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints, copies, and parameters that come later
+
+
+@one_of_each_way
+def test_checkpoints_move_between_trainings_that_name_others(make):
+    for first, second, kept in (("2", (), [0, 2]), ((), "2", [0]), ("2", "2", [0])):
+        model, optimizer = start(make, fp32_state=first)
+        go_on(model, optimizer, range(3))
+        saved, wanted = through_file([model.state_dict(), optimizer.state_dict()]), copy.deepcopy(state_of(optimizer))
+        losses = go_on(model, optimizer, range(3, 5))
+        amp.restore()
+        again, its_optimizer = start(make, fp32_state=second)
+        again.load_state_dict(saved[0])
+        its_optimizer.load_state_dict(saved[1])
+        assert same(state_of(its_optimizer), wanted)
+        resumed = go_on(again, its_optimizer, range(3, 5))
+        assert resumed == losses or first != second
+        assert coded_params(its_optimizer) == kept
+        amp.restore()
+
+
+@pytest.mark.parametrize("options", [LEVELS["O0"], LEVELS["split"], LEVELS["stochastic"]], ids=["O0", "split", "none"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
+def test_copies_leave_the_same_state_in_fp32(copied, options):
+    model, optimizer = start(MAKERS["AdamW"], **options, fp32_state="2")
+    go_on(model, optimizer, range(2))
+    twin, its_optimizer = copied((model, optimizer))
+    assert go_on(twin, its_optimizer, range(2, 4)) == go_on(model, optimizer, range(2, 4))
+    assert coded_params(its_optimizer) == [0]
+
+
+def test_initialize_again_names_anew():
+    model, optimizer = start(MAKERS["AdamW"], fp32_state="2")
+    go_on(model, optimizer, range(2))
+    amp.initialize(model, optimizer, opt_level="O5+8bit", fp32_state="0", verbosity=0)
+    go_on(model, optimizer, range(2, 4))
+    assert coded_params(optimizer) == [2]
+
+
+@pytest.mark.parametrize("masters", [True, "split", "stochastic"])
+def test_a_named_parameter_that_is_unfrozen_later_has_fp32_state(masters):
+    model = net().bfloat16()
+    model[2].requires_grad_(False)
+    model, optimizer = start(MAKERS["AdamW"], model, master_weights=masters, fp32_state="2")
+    go_on(model, optimizer, range(2))
+    model[2].requires_grad_(True)
+    go_on(model, optimizer, range(2, 4))
+    assert coded_params(optimizer) == [0]
+    (state,) = (s for p, s in optimizer.state.items() if p.shape == model[2].weight.shape)
+    assert type(state.kept("exp_avg")) is torch.Tensor and state.kept("exp_avg").abs().sum() > 0
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_named_parameter_of_a_later_group_has_fp32_state(number):
+    model = net()
+    both = [MAKERS["AdamW"](model[0].parameters()), MAKERS["NAdam"](model[3].parameters())][:number]
+    model, _ = amp.initialize(model, both, opt_level="O5+8bit", fp32_state=["2", "3"], verbosity=0)
+    both[-1].add_param_group({"params": list(model[2].parameters())})
+    for _ in range(2):
+        with amp.scale_loss(model(torch.randn(8, 48)).square().mean(), both) as loss:
+            loss.backward()
+        for each in both:
+            each.step()
+            each.zero_grad()
+    assert coded_params(both[0]) == [0] and all(coded_params(each) == [] for each in both[1:])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# fully_shard
+
+
+def of_shards(level: str) -> None:
+    ends = []
+    for options in ({"fp32_state": nn.Module}, {"optimizer_state": None}, {"fp32_state": "2.weight"}):
+        dtype = torch.bfloat16 if level == "stochastic" else torch.float32
+        model = sharded(SHARDED[level]["opt_level"], dtype)
+        wanted = {"optimizer_state": "8bit", "verbosity": 0, **SHARDED[level], **options}
+        model, optimizer = amp.initialize(model, MAKERS["NAdam"](model.parameters()), **wanted)
+        ends.append([*map(torch.tensor, go_on_here(model, optimizer, range(3))), *state_here(optimizer)])
+        own = coded(optimizer)
+    assert same(*ends[:2])
+    # Of the first weight, rank 0 alone has 4,096 elements.
+    assert own == ({} if torch.distributed.get_rank() else {"exp_avg": 1, "exp_avg_sq": 1})
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs")
+@pytest.mark.parametrize("level", ["O2", "stochastic", pytest.param("O0", marks=pytest.mark.slow)])
+def test_shards_of_named_parameters_have_fp32_state(ranks, level):
+    ranks(of_shards, level)
