@@ -219,6 +219,8 @@ def _modules_in(variable: str, models: list[Any]) -> list[str]:
     named = os.environ.get(variable, "")
     asked = [] if named == NONE_KEPT else [name for each in named.split(",") if (name := each.strip())]
     has = {name for model in models for name, _ in model.named_modules()} if asked else set()
+    if variable == KEEP_FP32:
+        has.add("buffers")  # a word of `keep_fp32`
     if (missing := [name for name in asked if name not in has]) and is_first_rank():
         kinds = ", ".join(type(model).__name__ for model in models)
         logger.info("amp_patch: %s names %s, which %s does not have", variable, ", ".join(missing), kinds)

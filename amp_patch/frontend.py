@@ -19,7 +19,7 @@ from amp_patch.casts.cpu_half import renamed, resolve_cpu_half
 from amp_patch.environment import overridden, with_asked_methods, with_asked_modules, without_rungs
 from amp_patch.model import incoming
 from amp_patch.model import tensors as model_tensors
-from amp_patch.model.keep_fp32 import KeepFP32, ParamRule, kept_modules, params_matching
+from amp_patch.model.keep_fp32 import KeepFP32, ParamRule, kept_modules, params_matching, with_kept_buffers
 from amp_patch.model.keep_high import enter_high, kept_high
 from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, ProductFormat, State, resolve
 from amp_patch.storage import coded_steps
@@ -137,7 +137,8 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
         opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" low-precision model, FP32 masters; "O3"
             low-precision model without masters; "O4", "O5": O1, O2 in bfloat16; "O6", "O7": O4, O5 with products
             (`linear`, `matmul`, `bmm`; not convolutions or fused attention) in FP8 or FP4, emulated: this shows the
-            numerical result, not the speed. Values of options may follow: "O5+split+8bit", "O6+mxfp8".
+            numerical result, not the speed. Values of options may follow: "O5+split+8bit". A low-precision model casts
+            its inputs: at first, infinite results raise ValueError and changed whole numbers warn; masks stay finite.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override the level's
             values; None keeps them. Strings ("True", "dynamic", "128.0") are accepted. master_weights="split" stores
             only the 16 bits of each FP32 master that its bfloat16 weight does not hold: 2 bytes per parameter instead
@@ -155,9 +156,9 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
             "fp8_tensorwise" (one scale; gradients E5M2), "mxfp8" (blocks of 32, scales rounded up), "mxfp8_floor"
             (OCP's scales), "nvfp4" (blocks of 16; NVIDIA's recipe), "nvfp4_naive" (the format without the recipe).
         keep_fp32: modules that stay FP32 at any level, with their children: qualified names, classes, or a predicate
-            over (name, module); one or several. Inputs of such a module are cast to FP32; in a cast model (O2, O3) its
-            outputs are cast back to the inputs' dtype. In a cast model, modules with FP32 buffers and no parameters are
-            treated the same way.
+            over (name, module); one or several. Inputs of such a module are cast to FP32, outputs back in a cast model.
+            There modules with FP32 buffers and no parameters are treated the same way. "buffers": all buffers of the
+            model stay FP32, and calls that receive FP32 and low precision are cast as at O1.
         keep_high: modules whose products stay bfloat16 at O6 and O7, named as in `keep_fp32`. None: the first layer
             and the head of each model; only the head, if the first is an embedding or a convolution. (): none.
         allow_banned: run functions without a safe low-precision form (binary_cross_entropy) in FP32 under O1's casts
@@ -257,8 +258,7 @@ def initialize_as(
     releases = release.check(gradient_release, optimizer_list, targets, policy)
     in_fp32 = params_matching(model_list, fp32_state, "fp32_state")
     methods = with_asked_methods(methods, model_list)
-    policy = resolve_cpu_half(policy, on_cpu=model_tensors.use_cpu(model_list))
-
+    policy = resolve_cpu_half(with_kept_buffers(policy, keep_fp32), on_cpu=model_tensors.use_cpu(model_list))
     leave_earlier(model_list, targets, kept, policy)
     begin_training(
         dialect,

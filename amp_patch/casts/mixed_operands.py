@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,16 @@ class MixedOperands(TorchFunctionMode):
             if len(found) > 1:
                 return rule.apply(function, args, kwargs, self._policy)
         return function(*args, **kwargs)
+
+
+def cast_within(method: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """Return `method`, a function of a model, that runs under `MixedOperands`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with MixedOperands(policy):
+            return method(*args, **kwargs)
+
+    return call
 
 
 @functools.cache

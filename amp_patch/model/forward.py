@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch.casts import install, low_bit, regions
+from amp_patch.casts import install, low_bit, mixed_operands, regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, links_of, master_of, settle
-from amp_patch.model import buffers, copies, incoming, rounded_saves
+from amp_patch.model import buffers, copies, first_inputs, incoming, rounded_saves
 from amp_patch.model.keep_fp32 import forbid_fast_path
 from amp_patch.model.state import ModelState, followed_policy, running, untouched
 from amp_patch.model.tensors import cast, load_masters, reflatten, refuse_changed, uncast, was_changed
@@ -350,6 +350,8 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         low = policy.cast_model_type
         if own.high:
             method = low_bit.keeping_named(method, own.high)
+        if policy.keep_buffers_fp32 and not compiling:
+            method = mixed_operands.cast_within(method, policy)
         if own.wide:
             method = copies.on_casts(method, own.wide, own.calls)
         outer = running.policy
@@ -362,6 +364,8 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
                 own.links.publish_written(self)
             if own.region is None or own.region.policy is not policy:
                 own.region = regions.region(policy)
+            if low is not None and own.looks[self.training]:
+                first_inputs.look(self, name, args, kwargs, own)
         if own.local is not own.no_sync and torch.is_grad_enabled() and (low is not None or policy.checks_gradients):
             own.local = own.no_sync
         written = own.written_buffers
@@ -373,7 +377,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         try:
             with regions.region(policy) if compiling else own.region:
                 if low is not None:
-                    args, kwargs, edits = _cast_in(args, kwargs, low)
+                    args, kwargs, edits = _cast_in(args, kwargs, low, own.masks)
                 output = method(self, *args, **kwargs)
         except RuntimeError as error:
             if outer is None and not compiling:
@@ -395,11 +399,12 @@ def _in_backward() -> bool:
     return not is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _cast_in(args: Any, kwargs: Any, low: torch.dtype) -> tuple[Any, Any, _Edits | None]:
+def _cast_in(args: Any, kwargs: Any, low: torch.dtype, masks: set[int | str]) -> tuple[Any, Any, _Edits | None]:
     """Return forward's arguments cast to `low`, and the object that copies forward's edits of cast dicts back."""
-    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and not masks:
         return (tree.cast_floats(args[0], low),), kwargs, None
-    cast_args, cast_kwargs = tree.cast_floats((args, kwargs), low)
+    rounded = first_inputs.saturated(args, kwargs, masks, low) if masks else (args, kwargs)
+    cast_args, cast_kwargs = tree.cast_floats(rounded, low)
     return cast_args, cast_kwargs, _Edits((*args, *kwargs.values()), (*cast_args, *cast_kwargs.values()))
 
 

@@ -198,6 +198,7 @@ def buffers_to_widen(models: Iterable[nn.Module], kept: Iterable[nn.Module], pol
                 key in stays
                 or key in widened
                 or policy.patch_torch_functions
+                or policy.keep_buffers_fp32
                 or policy.cast_model_type not in (None, buffer.dtype)
             ):
                 found.append((module, name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ KeepFP32 = str | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
 # A rule for parameters: a parameter, its qualified name, or a rule for the modules that hold it.
 ParamRule = KeepFP32 | Tensor
 
+BUFFERS = "buffers"  # the rule that keeps all buffers FP32; torch refuses a module of this name (`Module.buffers`)
+
 
 def kept_modules(
     models: list[nn.Module],
@@ -31,7 +34,8 @@ def kept_modules(
 
     A module stays FP32 if a rule names it, or if it is a batch norm and the policy keeps batch norms. In a cast model a
     module with buffers and no parameters stays too: low precision would save nothing, and would ruin the angles of a
-    rotary table. A module that shares a weight with one of these, or reads its weight, also stays.
+    rotary table. A module that shares a weight with one of these, or reads its weight, also stays. The rule "buffers"
+    adds no module (`with_kept_buffers`).
 
     Args:
         caller: the function that error messages begin with.
@@ -42,6 +46,8 @@ def kept_modules(
         TypeError: a rule of another kind.
     """
     kept: dict[int, nn.Module] = {}
+    if _has_buffers(rules):
+        rules = [rule for rule in _as_rules(rules, "keep_fp32", caller) if rule != BUFFERS]
     kept.update((id(m), m) for m in modules_matching(models, rules, "keep_fp32", caller))
     if policy.cast_model_type is not None and policy.keep_batchnorm_fp32:
         norms = (m for model in models for m in model.modules() if is_batch_norm(m))
@@ -65,6 +71,17 @@ def kept_modules(
                 kept.setdefault(id(module), module)
     inner = {id(child) for m in kept.values() for child in m.modules() if child is not m}
     return [m for key, m in kept.items() if key not in inner]
+
+
+def with_kept_buffers(policy: Policy, rules: Any) -> Policy:
+    """Return `policy` for a call of `initialize` with `keep_fp32=rules`, which may be or hold "buffers"."""
+    kept = policy.cast_model_type is not None and _has_buffers(rules)
+    return replace(policy, keep_buffers_fp32=True) if kept else policy
+
+
+def _has_buffers(rules: Any) -> bool:
+    given = rules if isinstance(rules, list | tuple | set | frozenset) else (rules,)
+    return BUFFERS in given
 
 
 def modules_matching(

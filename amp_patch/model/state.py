@@ -54,6 +54,9 @@ class ModelState:
         wide: for a copy, its FP32 weights by name, and the types that they are cast to during calls.
         calls: the running calls of a copy.
         region: the region around the model's forward; made at the first call, and again after a change of `policy`.
+        looks: the number of forwards whose inputs are still looked at (first_inputs.py), in eval and in training mode.
+        masks: positions and names of arguments of forward that were additive masks; their casts saturate.
+        told: names of arguments that a warning has named, and a word for tables.
     """
 
     policy: Policy
@@ -73,6 +76,9 @@ class ModelState:
     wide: dict[str, torch.dtype] = field(default_factory=dict)
     calls: copies.Calls = field(default_factory=copies.Calls)
     region: regions.region | None = None
+    looks: list[int] = field(default_factory=lambda: [3, 3])
+    masks: set[int | str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts without these fields: they reference parameters and hooks of the original.

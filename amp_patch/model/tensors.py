@@ -116,11 +116,11 @@ def check_steps(model: nn.Module, policy: Policy) -> None:
 
 
 def to_cast(
-    models: list[nn.Module], kept: list[nn.Module], dtype: torch.dtype
+    models: list[nn.Module], kept: list[nn.Module], policy: Policy
 ) -> tuple[list[nn.Parameter], list[buffers.Owned]]:
-    """Return the tensors that a cast to `dtype` changes: parameters, each once, and FP32 buffers as (module, name).
+    """Return the tensors that the policy's cast changes: parameters, each once, and FP32 buffers as (module, name).
 
-    The parameters are the FP32 ones outside of `kept`, and originally low-precision ones whose type is not `dtype`.
+    The parameters are the FP32 ones outside of `kept`, and originally low-precision ones of another low type.
     Sharded parameters are not cast: fully_shard gathers their FP32 shards in the type of its own policy.
     """
     modules = {id(m): m for model in models for m in model.modules()}
@@ -132,13 +132,13 @@ def to_cast(
         for m in modules.values()
         for p in m._parameters.values()
         if p is not None and not distributed.is_dtensor(p) and not is_quantized(p)
-        if p.dtype is torch.float32 or (p.dtype is not dtype and incoming.type_of(p) is not None)
+        if p.dtype is torch.float32 or (p.dtype is not policy.cast_model_type and incoming.type_of(p) is not None)
     }
     owned = [
         (m, name)
         for m in modules.values()
         for name, buffer in m._buffers.items()
-        if buffer is not None and buffer.dtype is torch.float32
+        if buffer is not None and buffer.dtype is torch.float32 and not policy.keep_buffers_fp32
     ]
     return list(params.values()), owned
 

@@ -18,6 +18,7 @@ from amp_patch.casts.cpu_half import emulate
 from amp_patch.masters import clipping
 from amp_patch.masters.masters import disconnect, links_of, settle
 from amp_patch.model import averages, fp32_copies, incoming, untouched
+from amp_patch.model import buffers as model_buffers
 from amp_patch.model import forward as model_forward
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.keep_fp32 import kept_modules
@@ -190,6 +191,8 @@ def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Mod
         initialized = [(o, stash) for o in earlier if (stash := stash_of(o)) is not None]
         holders = [o for o, stash in initialized if any(id(p) in params for p, _ in stash.masters.links)]
         leave(recast, list({id(o): o for o in holders}.values()), give_back=False)
+    for model in again if policy.keep_buffers_fp32 else ():
+        model_buffers.uncast(model)
     for target in targets:
         if stash_of(target) is not None:
             optimizer_side.restore(target, recast_state=False)
@@ -212,7 +215,7 @@ def enter(
     policy = training.policy
     retyped = _widen(models, kept, policy)
     low = policy.cast_model_type
-    params, buffers = model_tensors.to_cast(models, kept, low) if low is not None else ([], [])
+    params, buffers = model_tensors.to_cast(models, kept, policy) if low is not None else ([], [])
     about_to_be_cast = {id(p) for p in params}
     owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
     everything = {id(p): p for model in models for p in model.parameters()}

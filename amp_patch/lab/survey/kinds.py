@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amp_patch.model.first_inputs import is_mask, saturate
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 
 
@@ -125,13 +126,20 @@ class Facts:
 NOTHING = Facts()
 
 
-def cast(tensor: Tensor, facts: Facts, name: str) -> Facts:
-    """Return the facts that a tensor has after a cast model has cast it, as an input or a buffer."""
+def cast(tensor: Tensor, facts: Facts, name: str, *, is_input: bool = False) -> Facts:
+    """Return the facts that a tensor has after a cast model has cast it, as an input or a buffer.
+
+    Args:
+        is_input: whether it is an argument of the model's forward, where masks become the type's smallest number.
+    """
     if tensor.dtype is not torch.float32:
         return facts
     values = dict(facts.values)
     if not facts.learned:
-        values |= {kind: values.get(kind, tensor.detach()).to(kind.dtype) for kind in CASTING}
+        for kind in CASTING:
+            value = values.get(kind, tensor.detach())
+            masks = is_input and is_mask(value, kind.dtype)
+            values[kind] = saturate(value, kind.dtype) if masks else value.to(kind.dtype)
     return replace(facts, low=facts.low | CASTING, rounded=facts.rounded | CASTING, values=values, name=name)
 
 

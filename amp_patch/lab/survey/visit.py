@@ -116,7 +116,7 @@ class Visitor(TorchFunctionMode):
             self._read = None
             self._before = [(tensor, self.of(tensor)) for tensor in _floats(given)]
             for number, (tensor, facts) in enumerate(self._before):
-                self.facts[tensor] = facts = cast(tensor, facts, f"input {number + 1} of the model")
+                self.facts[tensor] = facts = cast(tensor, facts, f"input {number + 1} of the model", is_input=True)
                 self._show("input", tensor, facts)
             for module, name, path in self._buffers:
                 buffer = getattr(module, name, None)

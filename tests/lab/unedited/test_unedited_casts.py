@@ -353,3 +353,50 @@ def test_a_saturated_sigmoid_still_trains_at_levels_with_casts(level: str) -> No
 def test_a_sigmoid_that_is_rounded_to_1_at_o5_gives_a_warning() -> None:
     with pytest.warns(UserWarning, match="exactly 0 or 1, to which low precision has rounded a sigmoid"):
         run(SURE, "O5")
+
+
+INPUTS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.v = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, second):
+        scores = self.q(x) @ self.q(x).T
+        if second.dim() == 2:
+            scores = scores + second
+        else:
+            scores = scores * (second / 4096)[:, None].sin().to(x.dtype)
+        return scores.softmax(-1) @ self.v(x)
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+x, losses = torch.randn(3, 4), []
+for step in range(12):
+    loss = net(x, second).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+"""
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_mask_of_the_smallest_fp32_number_trains_in_an_unedited_script(level: str) -> None:
+    mask = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.0, 0.0, 1.0]]) * torch.finfo(torch.float32).min
+    with UneditedScript(level):
+        found = run_source(INPUTS, second=mask)["losses"]
+    assert found == pytest.approx(run_source(INPUTS, second=mask)["losses"], rel=0.05)
+
+
+def test_an_unedited_script_is_told_of_times_that_change_and_of_numbers_that_become_infinite() -> None:
+    with UneditedScript("O5"), pytest.warns(UserWarning, match=r"argument 'second' has whole numbers alone") as caught:
+        run_source(INPUTS, second=torch.tensor([937.0, 11.0, 1.0]))
+    assert [each.filename for each in caught] == ["train.py"]
+    with UneditedScript("O2"), pytest.raises(ValueError, match=r"Net\.forward: argument 'second' holds 1e\+06"):
+        run_source(INPUTS, second=torch.tensor([1e6, 11.0, 1.0]))

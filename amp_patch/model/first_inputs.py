@@ -1,0 +1,178 @@
+"""Looks at the first forwards of a cast model: inputs that the cast would ruin raise an error or a warning.
+
+A cast rounds each number by less than half a step of the type, which training tolerates. It ruins two kinds of inputs.
+A finite number beyond the type's largest becomes infinite, and a time or an index becomes another one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from amp_patch.model.state import ModelState
+from amp_patch.model.tables import warn_of_tables
+from amp_patch.policy import Policy
+from amp_patch.support.device_sync import is_capturing
+from amp_patch.support.generated_class import base_class
+from amp_patch.support.scripts_line import stacklevel
+from amp_patch.support.tree import map_tensors, tensors
+
+# The position and name of an argument, its name for messages, and a tensor in it.
+_Given = tuple[tuple[int | str, ...], str, Tensor]
+
+_TABLES = "tables of the model"  # what `ModelState.told` has beside the names of arguments
+_MASKED = -1e30  # numbers below are a mask's
+_IMAGE_DIMS = 4  # whole numbers in so many dimensions are pixel values, which rounding does not harm
+_SAME_WEIGHTS = {"O2": "O1", "O3": "O1", "O5": "O4", "O7": "O6"}  # levels that cast no inputs of the model
+
+
+def look(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], own: ModelState) -> None:
+    """Look at the inputs of a call of `model`, one of the first three in training mode or of the first three in eval.
+
+    Floating inputs that the cast makes infinite are an error, unless they are an additive mask. The argument of a mask
+    is recorded in `own.masks`: in this call and all later ones, `saturated` keeps its numbers finite. Whole numbers
+    that the cast changes are warned about, once for each argument, and once tables that it rounds (`warn_of_tables`).
+
+    It reads each input once. On a GPU each call syncs once, more often for an input that the type does not hold and for
+    buffers that the cast has rounded.
+    CUDA graph captures, tensors without readable values (meta, fake, inside of `vmap`), subclasses of Tensor, sharded
+    models and compiled forwards are left out.
+
+    Raises:
+        ValueError: a finite number that becomes infinite, and is no mask's.
+    """
+    own.looks[model.training] = max(own.looks[model.training] - 1, 0)  # replicas of DataParallel share the list
+    low = own.policy.cast_model_type
+    if low is None or own.sharded or is_capturing() or torch.jit.is_tracing():
+        return
+    with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        given = [each for each in _arguments(model, method, args, kwargs) if _is_readable(each[2])]
+        _look_at_numbers(f"{base_class(model).__name__}.{method}", given, low, own)
+        if _TABLES not in own.told and warn_of_tables(model, [x for _, _, x in given]):
+            own.told.add(_TABLES)
+
+
+def _look_at_numbers(where: str, given: list[_Given], low: torch.dtype, own: ModelState) -> None:
+    found = [each for each in given if each[2].is_floating_point() and each[2].dtype is not low]
+    if not found:
+        return
+    most = 2 / torch.finfo(low).eps  # all whole numbers up to here are numbers of the type
+    device = found[0][2].device
+    edges = torch.stack([torch.stack(torch.aminmax(x)).float().to(device) for _, _, x in found]).tolist()
+    for (keys, name, x), (lowest, highest) in zip(found, edges, strict=True):
+        if -most <= lowest and highest <= most:
+            continue
+        if is_mask(x, low):
+            own.masks.update(keys)
+            continue
+        argument = f"{where}: argument {name}"
+        _refuse_infinite(argument, x, low, own.policy)
+        if name not in own.told and _warn_of_whole_numbers(argument, x, low, own.policy):
+            own.told.add(name)
+
+
+def _arguments(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Given]:
+    """Yield the tensors of a call."""
+    parameters = inspect.signature(getattr(model, method)).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    given: list[tuple[tuple[int | str, ...], Any]]
+    given = [((key, names[key]) if key < len(names) else (key,), value) for key, value in enumerate(args)]
+    given += [((names.index(key), key) if key in names else (key,), value) for key, value in kwargs.items()]
+    for keys, value in given:
+        name = repr(keys[-1]) if isinstance(keys[-1], str) else str(keys[0])
+        inner = value.items() if isinstance(value, Mapping) else [(None, value)]
+        for part, item in inner:
+            for tensor in tensors(item):
+                yield keys, name if part is None else f"{name}[{part!r}]", tensor
+
+
+def _is_readable(x: Tensor) -> bool:
+    return (
+        type(x) in (Tensor, nn.Parameter)
+        and (x.dtype.itemsize > 1 or not x.is_floating_point())  # torch compares no FP8 numbers
+        and x.layout is torch.strided
+        and not x.is_meta
+        and x.numel() > 0
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
+def is_mask(x: Tensor, low: torch.dtype) -> bool:
+    """Tell whether `x` is an additive mask that `low` does not hold. Syncs.
+
+    The numbers that become infinite are below -1e30 then, or they are negative and all other finite numbers are 0.
+    """
+    lost, rest = _lost_and_rest(x, low)
+    if not lost.numel():
+        return False
+    highest = lost.max().item()
+    return highest <= _MASKED or (highest < 0 and not bool(rest.any()))
+
+
+def _lost_and_rest(x: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the finite numbers of `x` that become infinite in `low`, and the other finite ones."""
+    finite, infinite = x.isfinite(), x.to(low).isinf()
+    return x[finite & infinite], x[finite & ~infinite]
+
+
+def _refuse_infinite(where: str, x: Tensor, low: torch.dtype, policy: Policy) -> None:
+    lost, _ = _lost_and_rest(x, low)
+    if lost.numel():
+        way = "choose opt_level='O5', whose torch.bfloat16 has FP32's range"
+        if low is torch.bfloat16:
+            way = f"choose opt_level={_level_without_cast(policy)!r}, which casts no inputs of the model"
+        raise ValueError(
+            f"{where} holds {lost[lost.abs().argmax()].item():g}, which {low} cannot hold ({torch.finfo(low).max:g} at "
+            f"most), and opt_level {policy.opt_level!r} casts it to that: scale it down before the model, pass a mask "
+            f"as torch.bool, or {way}"
+        )
+
+
+def _warn_of_whole_numbers(where: str, x: Tensor, low: torch.dtype, policy: Policy) -> bool:
+    """Warn if `x` has whole numbers alone, and `low` changes a positive one (a negative one is a mask's)."""
+    if x.dim() >= _IMAGE_DIMS:
+        return False
+    x = x[x.isfinite()]
+    # All numbers beyond 1 / eps are whole, which tells nothing of them.
+    changed = x[(x.to(low).to(x.dtype) != x) & (x > 0) & (x < 1 / torch.finfo(x.dtype).eps)]
+    if not changed.numel() or not torch.equal(x, x.round()):
+        return False
+    number = changed[0]
+    warnings.warn(
+        f"{where} has whole numbers alone, and {low}, to which opt_level {policy.opt_level!r} casts them, changes some "
+        f"({number.item():.15g} becomes {number.to(low).item():g}): if they are times, positions, indices or ids, pass "
+        f"them as torch.int64, which no level casts, or choose opt_level={_level_without_cast(policy)!r}, which casts "
+        "no inputs of the model",
+        stacklevel=stacklevel(),
+    )
+    return True
+
+
+def _level_without_cast(policy: Policy) -> str:
+    return _SAME_WEIGHTS.get(policy.opt_level, "O1")
+
+
+def saturated(
+    args: tuple[Any, ...], kwargs: dict[str, Any], masks: set[int | str], low: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with those in `masks` cast to `low` by `saturate`."""
+
+    def one(x: Tensor) -> Tensor:
+        return saturate(x, low) if x.is_floating_point() and x.dtype is not low else x
+
+    return (
+        tuple([map_tensors(one, value) if key in masks else value for key, value in enumerate(args)]),
+        {key: map_tensors(one, value) if key in masks else value for key, value in kwargs.items()},
+    )
+
+
+def saturate(x: Tensor, low: torch.dtype) -> Tensor:
+    """Cast `x`; a finite negative number beyond the range becomes the smallest number of `low` instead of -inf."""
+    cast = x.to(low)
+    return cast.masked_fill(cast.isneginf() & ~x.isneginf(), torch.finfo(low).min)

@@ -1,0 +1,265 @@
+"""Tables of frequencies beside weights: a warning in the first forwards, and `keep_fp32="buffers"`."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import warnings
+
+import pytest
+import torch
+from conftest import DEVICES
+from torch import Tensor, nn
+from training import SGD
+
+from amp_patch import amp
+
+CAST = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16, "O7": torch.bfloat16}
+FREQUENCIES = 1e4 ** (-torch.arange(0, 8, 2) / 8)
+TWICE = torch.cat([FREQUENCIES, FREQUENCIES])
+
+
+class Rotary(nn.Module):
+    """The last six queries of a sequence, rotated by their positions, with the frequencies beside the weights."""
+
+    def __init__(self, table: Tensor = FREQUENCIES) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", table.clone())
+        self.q, self.v = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)[-6:, None]
+        self.angles, x = positions * self.frequencies, x[:, -6:]
+        cos, sin = self.angles.cos(), self.angles.sin()
+        a, b = self.q(x).chunk(2, -1)
+        rotated = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+        return torch.nn.functional.scaled_dot_product_attention(rotated, rotated, self.v(x))
+
+
+class Net(nn.Module):
+    def __init__(self, table: Tensor = FREQUENCIES) -> None:
+        super().__init__()
+        self.embed, self.rotary, self.head = nn.Embedding(9, 8), Rotary(table), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(x[:, -6:] + self.rotary(x))
+
+
+def ids(device: str = "cpu") -> Tensor:
+    return torch.arange(4096, device=device)[None] % 9
+
+
+def made(model: nn.Module, level: str, **options):
+    return amp.initialize(model, SGD(model.parameters()), opt_level=level, **options)
+
+
+def step(model: nn.Module, optimizer, device: str = "cpu") -> Tensor:
+    output = model(ids(device))
+    optimizer.zero_grad()
+    with amp.scale_loss(output.float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return output.detach()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", CAST)
+def test_frequencies_beside_weights_are_named_in_the_first_forward(level, device):
+    model, optimizer = made(Net().to(device), level)
+    with pytest.warns(UserWarning, match=r"buffers \['rotary.frequencies'\] of Net, which look like freq") as caught:
+        for _ in range(3):
+            step(model, optimizer, device)
+    said = str(caught[0].message)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert "keep_fp32='buffers'" in said and "keep_fp32=['rotary']" in said
+    worst = {torch.float16: "1 radians", torch.bfloat16: "8 radians"}[CAST[level]]  # half a step of 4095
+    assert f"positions up to 4095, angles are off by up to {worst}" in said
+
+
+class Timed(nn.Module):
+    """The sinusoids of the times of a diffusion, behind nothing but the type of the table."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", table.clone())
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.out(x)
+
+
+LONG = 5e5 ** (-torch.arange(0, 128, 2) / 128)
+SEQUENCE = (torch.zeros(1, 4096, 4),)
+TIMES = (torch.zeros(2, 4), torch.tensor([999, 11]))
+
+
+@pytest.mark.parametrize(
+    ("table", "inputs", "level"),
+    [
+        (LONG, SEQUENCE, "O2"),
+        (LONG, (torch.zeros(1, 600, 4),), "O5"),
+        (torch.exp(-math.log(1e4) * torch.arange(16) / 16), TIMES, "O5"),
+        (torch.cat([LONG, LONG])[None, None], SEQUENCE, "O2"),
+        (torch.outer(torch.arange(4096.0), LONG), SEQUENCE, "O2"),
+        (torch.outer(torch.arange(4096.0), TWICE)[None, :, None], SEQUENCE, "O5"),
+    ],
+)
+def test_the_usual_forms_of_tables_are_recognized(table, inputs, level):
+    model = amp.initialize(Timed(table), opt_level=level)
+    with pytest.warns(UserWarning, match=r"buffers \['frequencies'\] of Timed"):
+        model(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("table", "inputs"),
+    [
+        (torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0), TIMES),  # the schedule of a diffusion
+        (torch.cat([torch.ones(1), torch.cumprod(1 - torch.linspace(1e-4, 0.02, 999), 0)]), TIMES),
+        (0.99 ** torch.arange(100), SEQUENCE),  # discounts
+        (2.0 ** -torch.arange(1, 9), SEQUENCE),  # slopes of ALiBi
+        (torch.tensor([0.485, 0.456, 0.406]), SEQUENCE),
+        (torch.hann_window(16), SEQUENCE),
+        (torch.rand(16, 16), SEQUENCE),
+        (torch.outer(torch.arange(64.0), FREQUENCIES).cos(), SEQUENCE),
+        (torch.eye(4), SEQUENCE),
+        (torch.zeros(0), SEQUENCE),
+        (torch.tensor(1.0), SEQUENCE),
+        (LONG, (torch.zeros(2, 3, 224, 4),)),  # positions of patches
+        (LONG, (torch.zeros(1, 100, 4),)),
+        (torch.outer(torch.arange(4096.0), LONG), (torch.zeros(1, 100, 4),)),
+    ],
+)
+def test_other_tables_and_small_positions_are_not_named(table, inputs):
+    amp.initialize(Timed(table), opt_level="O5")(*inputs)
+
+
+def test_fp16_holds_the_frequencies_of_a_diffusion_well_enough():
+    amp.initialize(Timed(torch.exp(-math.log(1e4) * torch.arange(128) / 128)), opt_level="O2")(*TIMES)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("keep", [(), "buffers"])
+def test_levels_that_cast_no_buffers_say_nothing(level, keep):
+    model, _ = made(Net(), level, keep_fp32=keep)
+    assert model.rotary.frequencies.dtype is torch.float32 and type(model.rotary) is Rotary
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("keep", ["buffers", ["rotary"], ["buffers", "head"]])
+@pytest.mark.parametrize("level", CAST)
+def test_angles_are_exact_with_keep_fp32(level, keep, device):
+    torch.manual_seed(0)
+    exact = Net().to(device)
+    model, optimizer = made(copy.deepcopy(exact), level, keep_fp32=keep)
+    expected, output = exact(ids(device)), step(model, optimizer, device)
+    assert model.rotary.frequencies.dtype is torch.float32
+    assert torch.equal(model.rotary.angles, exact.rotary.angles)
+    eps = 2**-3 if level == "O7" else torch.finfo(CAST[level]).eps  # the formats of O7 have 3 bits
+    torch.testing.assert_close(output, expected, rtol=0, atol=8 * eps * expected.abs().max().item())
+    kept = torch.float32 if keep == ["rotary"] else CAST[level]
+    assert model.rotary.q.weight.dtype is kept and model.embed.weight.dtype is CAST[level]
+    assert model.head.weight.dtype is (torch.float32 if "head" in keep else CAST[level])
+
+
+def test_all_buffers_stay_fp32_and_the_model_trains():
+    class Averaged(Rotary):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x):
+            self.mean.mul_(0.999).add_(0.001 * x.detach().float().mean((0, 1)))
+            return super().forward(x - self.mean)
+
+    torch.manual_seed(0)
+    exact = nn.Sequential(nn.Embedding(9, 8), Averaged())
+    model, optimizer = made(copy.deepcopy(exact), "O5", keep_fp32="buffers")
+    plain = SGD(exact.parameters())
+    for _ in range(8):
+        step(model, optimizer)
+        plain.zero_grad()
+        exact(ids()).square().mean().backward()
+        plain.step()
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    torch.testing.assert_close(model[1].mean, exact[1].mean, rtol=0.05, atol=1e-5)
+    for master, weight in zip(amp.master_params(optimizer), exact.parameters(), strict=True):
+        torch.testing.assert_close(master, weight, rtol=0.05, atol=0.01)
+
+
+def test_a_tied_head_is_multiplied_in_low_precision():
+    class Tied(Rotary):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(9, 8)
+
+        def forward(self, ids):
+            return torch.nn.functional.linear(super().forward(self.embed(ids)), self.embed.weight)
+
+    model, optimizer = made(Tied(), "O2", keep_fp32="buffers")
+    assert step(model, optimizer).dtype is torch.float32 and model.embed.weight.dtype is torch.float16
+
+
+def test_another_initialize_casts_and_restores_them():
+    model, optimizer = made(Net(), "O5")
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", keep_fp32="buffers")
+    assert torch.equal(model.rotary.frequencies, FREQUENCIES)
+    step(model, optimizer)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
+    assert model.rotary.frequencies.dtype is torch.bfloat16
+    with pytest.warns(UserWarning, match="look like frequencies"):
+        step(model, optimizer)
+    amp.restore()
+    assert torch.equal(model.rotary.frequencies, FREQUENCIES) and type(model) is Net
+
+
+def test_state_dicts_and_copies_have_them_in_fp32():
+    model, optimizer = made(Net(), "O5", keep_fp32="buffers")
+    step(model, optimizer)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert torch.equal(state["rotary.frequencies"], FREQUENCIES)
+    model.load_state_dict(state)
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(twin(ids()), model(ids()))
+    assert torch.equal(twin.rotary.frequencies, FREQUENCIES)
+
+
+def test_a_bf16_model_gets_fp32_buffers_and_its_types_back():
+    model = Net().bfloat16()
+    model, optimizer = made(model, "O5", keep_fp32="buffers")
+    assert model.rotary.frequencies.dtype is torch.float32
+    step(model, optimizer)
+    amp.restore()
+    assert {value.dtype for value in model.state_dict().values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("name", "near"), [("buffer", ""), ("rotery", "; did you mean 'rotary'")])
+def test_other_names_are_refused_as_before(name, near):
+    said = f"keep_fp32 names '{name}', which matches no module of the given models{near}"
+    with pytest.raises(ValueError, match=said):
+        amp.initialize(Net(), opt_level="O5", keep_fp32=name)
+
+
+def test_the_environment_keeps_them_without_an_edit(monkeypatch):
+    monkeypatch.setenv("AMP_PATCH_KEEP_FP32", "buffers")
+    model, optimizer = made(Net(), "O5")
+    assert model.rotary.frequencies.dtype is torch.float32
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, optimizer)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_with_exact_tables_runs():
+    class Cast(Rotary):
+        def forward(self, x):
+            angles = torch.arange(x.shape[1], device=x.device)[:, None] * self.frequencies
+            return self.q(x) * torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype)
+
+    model, _ = made(Cast(), "O5", keep_fp32="buffers")
+    x = torch.randn(1, 6, 8)
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
