@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from amp_patch.lab.diagnose.lost_updates import UpdateMeter
 from amp_patch.lab.diagnose.trial_forward import state_restored
-from amp_patch.lab.survey.calls import LOWERING, Call, user_line
+from amp_patch.lab.survey.calls import LOWERING, Call, running_module, user_line
 from amp_patch.lab.survey.kinds import CASTING, Place
 from amp_patch.lab.survey.report import Report
 from amp_patch.lab.survey.rules import RULES, Finding
@@ -40,6 +40,7 @@ class Surveyor:
         self._flushed: dict[tuple[Place, str], Tensor] = {}
         self._meter: UpdateMeter | None = None
         self._optimizer: Any = None
+        self._names: dict[int, str] = {}  # id of a module -> its name
 
     def __enter__(self) -> Surveyor:
         autocast = torch.amp.autocast_mode.autocast
@@ -59,6 +60,7 @@ class Surveyor:
 
     def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
         """Look at the forwards of `model`. An optimizer holds the `trained` parameters."""
+        self._names |= {id(module): name for name, module in model.named_modules()}
         self._visitor.follow(model, trained)
 
     # Rules.
@@ -76,7 +78,9 @@ class Surveyor:
     def _note(self, call: Call, finding: Finding) -> None:
         levels = [level for kind in finding.kinds for level in kind.levels]
         line = finding.line or call.line
-        self.report.add(line, finding.op or call.op, levels, finding.what, finding.edit)
+        module = running_module(self._names)
+        more = {"module": module, "breaks": finding.breaks}
+        self.report.add(line, finding.op or call.op, levels, finding.what, finding.edit, **more)
 
     # Gradients.
 
