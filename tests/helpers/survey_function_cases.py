@@ -209,8 +209,21 @@ def mixed_types():
     return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
 
 
+def small_products():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.layer(x) * 1e-9  # breaks: O1 O2 O3
+            return h.relu() * 1e9
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
 FUNCTION_CASES = (
     *(linear_algebra, ctc, custom_fwd, autocast_to_fp32, matrix_exponential, large_matrix_exponential),
     *(numpy_of_outputs, loss_inside, low_temperature, norm_of_small_variances, norm_of_small_numbers, squares),
-    *(small_gradients, mixed_types),
+    *(small_gradients, mixed_types, small_products),
 )

@@ -76,6 +76,22 @@ class Guard:
     line: Place
 
 
+@dataclass
+class Tiny:
+    """Numbers that are not 0, and are all 0 at some levels.
+
+    Attributes:
+        most: the largest size.
+        kinds: the levels.
+        op, line: the operation and the line of user code that made them.
+    """
+
+    most: float
+    kinds: Kinds
+    op: str
+    line: Place
+
+
 class Place(NamedTuple):
     """A line of user code.
 
@@ -103,6 +119,7 @@ class Facts:
         infinite: the levels at which a mask in it is infinite, and FP32's is not.
         finite: the levels at which a mask in it stays finite, since user code takes the smallest number of the type.
         guard: the number that keeps it from 0.
+        tiny: the numbers in it that are 0 at some levels.
         line: if it is learned and has one element, the line that made it.
         name: the name of the input or buffer.
     """
@@ -116,6 +133,7 @@ class Facts:
     infinite: Kinds = NONE
     finite: Kinds = NONE
     guard: Guard | None = None
+    tiny: Tiny | None = None
     line: Place | None = None
     name: str = ""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from amp_patch.lab.survey.calls import Call
 from amp_patch.lab.survey.findings import Finding, Rule, is_view, number, type_names, where
-from amp_patch.lab.survey.kinds import KINDS, Facts, Guard, Kind, Kinds
+from amp_patch.lab.survey.kinds import KINDS, Facts, Guard, Kind, Kinds, Tiny
 
 _PHASE = 0.1  # radians by which a sinusoid's arguments are off: the root of the mean square
 _NEAR = 4.0  # an activation so near to the largest number of its type is told of
@@ -19,6 +19,7 @@ _NATS = 1.0  # of a softmax's largest argument
 _TINY = 2.0**-14  # guarded numbers below come near to 0
 _POLES = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow")
 _SHRINKING = ("mul", "div", "pow", "square", "exp", "softmax", "matmul", "bmm", "linear")
+_CARRYING = ("dropout", "clone", "contiguous", "reshape", "to", "float")  # change no number
 _SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
 _NORMS = {"batch_norm": "channels", "instance_norm": "rows", "group_norm": "all", "layer_norm": "last", "rms_norm": ""}
 
@@ -66,17 +67,39 @@ def _comes_near(call: Call) -> Iterator[Finding]:
 
 
 def _all_vanish(call: Call) -> Iterator[Finding]:
-    """All numbers become 0."""
-    if not call.inside or call.op not in _SHRINKING:
+    """All numbers become 0. They are named where they are used, unless FP32 loses them there too, in a larger sum."""
+    tiny = next((facts.tiny for _, facts in call.inputs if facts.tiny is not None), None)
+    if not call.inside and tiny is None:
         return
-    for tensor, facts in call.outputs:
-        if facts.learned and facts.low:
-            low, high = call.range(tensor)
-            most = max(high, -low)
-            kinds = frozenset(k for k in facts.low if k.vanishes(most))
-            if kinds:
-                what = f"the numbers of {call.op} are at most {number(most)}: all are 0 in {type_names(kinds)}"
-                yield Finding(kinds, what, "scale it later, in FP32 (x.float()), or take BF16 (O4, O5)")
+    made = _tiny(call)
+    if made is None and tiny is not None:
+        if call.op in _CARRYING or is_view(call):
+            made = tiny
+        elif not _absorbs(call, tiny):
+            what = f"the numbers of {tiny.op} are at most {number(tiny.most)}: all are 0 in {type_names(tiny.kinds)}"
+            edit = "scale it later, in FP32 (x.float()), or take BF16 (O4, O5)"
+            yield Finding(tiny.kinds, what, edit, tiny.line, tiny.op)
+    for _, facts in call.outputs:
+        facts.tiny = (tiny or made) if made is not None else None
+
+
+def _tiny(call: Call) -> Tiny | None:
+    """Return the numbers that a call of `_SHRINKING` makes, if all of them become 0."""
+    if not call.inside or call.op not in _SHRINKING or len(call.outputs) != 1:
+        return None
+    tensor, facts = call.outputs[0]
+    low, high = call.range(tensor) if facts.learned and facts.low else (0.0, 0.0)
+    most = max(high, -low)
+    kinds = frozenset(k for k in facts.low if k.vanishes(most))
+    return Tiny(most, kinds, call.op, call.line) if kinds else None
+
+
+def _absorbs(call: Call, tiny: Tiny) -> bool:
+    """Whether a sum has the same numbers without `tiny`, within a step of the types at which it is 0."""
+    if call.op not in ("add", "sub") or not call.outputs:
+        return False
+    largest = max(map(abs, call.range(call.outputs[0][0])))
+    return tiny.most < largest * min(kind.step for kind in tiny.kinds)
 
 
 def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
