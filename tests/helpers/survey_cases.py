@@ -20,7 +20,8 @@ FLOAT32 = torch.finfo(torch.float32)
 def marked(case: Callable, word: str = "breaks") -> dict[int, set[str]]:
     """The levels in the comments of a case, by the numbers of lines. "notes": of lines that break nothing."""
     lines, first = inspect.getsourcelines(case)
-    found = ((number, re.search(rf"# .*{word}: ([O\d ]+)(;|$)", line.rstrip())) for number, line in enumerate(lines, first))
+    wanted = re.compile(rf"# .*{word}: ([O\d ]+)(;|$)")
+    found = ((number, wanted.search(line.rstrip())) for number, line in enumerate(lines, first))
     return {number: set(match[1].split()) for number, match in found if match}
 
 
