@@ -102,4 +102,18 @@ def layer_scale():
     return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
 
 
-CLEAN = (mlp, cnn, transformer, lstm, digits, layer_scale)
+def small_branch():
+    """A branch whose gradients are 0 in FP16, and which hardly learns in FP32 either, as attention at its beginning."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.branch = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x) + 2.0**-20 * self.branch(x)
+
+    return Net(), F.mse_loss, (torch.randn(64, 4), torch.randn(64, 4))
+
+
+CLEAN = (mlp, cnn, transformer, lstm, digits, layer_scale, small_branch)

@@ -23,6 +23,7 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.support.patches import Patches
 
+_SHARE = 0.1  # of gradients that FP16 may lose
 _UNSCALED = "O3"  # the level of FP16 whose loss scale is 1
 
 
@@ -98,9 +99,11 @@ class Surveyor:
         tensor.register_hook(gradient_arrives)
 
     def _read_gradients(self) -> None:
-        for (line, op), sums in self._flushed.items():
-            total, lost = sums.tolist()
-            if lost > 0.1 * total > 0:
+        # A layer whose gradients are small beside the others' hardly learns in FP32 either: the model as a whole counts.
+        read = {key: sums.tolist() for key, sums in self._flushed.items()}
+        every, gone = (sum(each[at] for each in read.values()) for at in (0, 1))
+        for (line, op), (total, lost) in read.items():
+            if lost > _SHARE * total > 0 and gone > _SHARE * every:
                 what = (
                     f"{100 * lost / total:.0f} % of the gradient of {op} is below FP16's smallest at a loss scale of 1"
                 )
