@@ -146,8 +146,9 @@ class Inspection:
         of_fp16 = f", the best one {power_in_ascii(best)}" if self.for_fp16 else ""
         yield f"{self.step} steps; loss scale {power_in_ascii(self.scale)}{of_fp16}"
         yield f"not finite: {self.not_finite or 'nothing'}"
-        yield self._errors(rows)
-        if off := next(((name, each) for name, each in self.arrived.items() if each > _OFF), None):
+        off = next(((name, each) for name, each in self.arrived.items() if each > _OFF), None)
+        yield self._errors(rows, came_in=off is not None and self.not_finite is None)
+        if off is not None and self.not_finite is None:
             yield f"from {off[0]} on, inputs are off from those of an FP32 copy, there by {two(off[1])}: {_WAY_OUT}"
         if self.for_fp16:
             yield self._losses(best, rows)
@@ -167,14 +168,16 @@ class Inspection:
             f"keep_fp32={kept}{why}" if self.high is None else f"keep_high={list(dict.fromkeys(self.high + kept))}{why}"
         )
 
-    def _errors(self, rows: int | None) -> Table:
-        """Return the table of modules, those with the largest error of either kind first."""
-        known = {name: (self.errors.get(name), self.arrived.get(name)) for name in {**self.errors, **self.arrived}}
-        worst = sorted(known.items(), key=lambda item: -max(each or 0.0 for each in item[1]))
-        cells = [(name, *("" if each is None else two(each) for each in pair)) for name, pair in worst[:rows]]
-        if not self.arrived:
-            return Table([row[:2] for row in cells], (("module", "error"),), _ERRORS, numbers=True)
-        return Table(cells, (("module", "made", "came in"),), _ERRORS, numbers=True)
+    def _errors(self, rows: int | None, *, came_in: bool) -> Table:
+        """Return the table of modules, those with the largest error first; with `came_in`, of either kind."""
+        if not came_in:
+            worst = sorted(self.errors.items(), key=lambda item: -item[1])
+            cells = [(name, two(error)) for name, error in worst[:rows]]
+            return Table(cells, (("module", "error"),), _ERRORS, numbers=True)
+        known = {name: (self.errors.get(name), self.arrived.get(name)) for name in {**self.arrived, **self.errors}}
+        both = sorted(known.items(), key=lambda item: -max(each or 0.0 for each in item[1]))
+        pairs = [(name, *("" if each is None else two(each) for each in pair)) for name, pair in both[:rows]]
+        return Table(pairs, (("module", "made", "came in"),), _ERRORS, numbers=True)
 
     def _advice(self, direction: str) -> str:
         """Return the advice against a non-finite number if keeping modules in FP32 would not help."""

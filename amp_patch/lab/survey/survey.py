@@ -99,7 +99,7 @@ class Surveyor:
         tensor.register_hook(gradient_arrives)
 
     def _read_gradients(self) -> None:
-        # A layer whose gradients are small beside the others' hardly learns in FP32 either: the model as a whole counts.
+        # A layer whose gradients are small beside the others' hardly learns in FP32 either: the whole model counts.
         read = {key: sums.tolist() for key, sums in self._flushed.items()}
         every, gone = (sum(each[at] for each in read.values()) for at in (0, 1))
         for (line, op), (total, lost) in read.items():
