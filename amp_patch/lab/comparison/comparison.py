@@ -96,7 +96,9 @@ class Comparison:
 
     @property
     def unexplained(self) -> list[LevelResult]:
-        """The levels that ended badly, whose reason the survey of the first step may name."""
+        """The levels that ended badly, whose reason the survey of the first step may name; [] if O0 has no figures."""
+        if self.baseline is None or self.baseline.level != BASELINE:
+            return []
         return [level for level in self.levels if named_lines.ended_badly(level)]
 
     @cached_property

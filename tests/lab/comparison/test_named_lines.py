@@ -71,6 +71,11 @@ def test_a_level_without_a_bad_end_has_no_line(runs):
     assert not any("survey" in each or "net.py" in each for each in shown(made))
 
 
+def test_a_script_that_fails_at_o0_too_is_not_surveyed():
+    made = compare(seeds("O0", *BASE, error="ValueError: no", loss=[]), seeds("O2", *BASE, error="no", loss=[]))
+    assert not made.unexplained
+
+
 def test_a_survey_without_a_line_or_without_a_result_is_a_note():
     made = compared(seeds("O4", *BAD, dtype="bfloat16"), survey=SURVEY)
     assert "the survey of the first step names no line that breaks O4 BF16" in made.notes
