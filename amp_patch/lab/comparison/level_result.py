@@ -122,8 +122,8 @@ class LevelResult:
         """Return the level with a reason behind its verdict."""
         if not reason:
             return self
-        both = {"text": f"{self.verdict.text}; {reason}", "reason": f"{self.verdict.reason}; {reason}"}
-        return replace(self, verdict=self.verdict._replace(**both))
+        text, short = (f"{each}; {reason}" if each else reason for each in (self.verdict.text, self.verdict.reason))
+        return replace(self, verdict=self.verdict._replace(text=text, reason=short))
 
     @property
     def mean(self) -> float | None:

@@ -130,7 +130,8 @@ def _surveyed(build_fn: Callable[[], Any], plan: Plan) -> dict[str, Any] | None:
         with seeded(0), restored(), first, suppress(Ended):
             built = build_fn()
             if built is not None:
-                _train(*_checked(built, []), plan.steps, None)
+                model, optimizer, loss_fn, batches = _checked(built, [])
+                _train(model, optimizer, loss_fn, batches, plan.steps, None)
     except KeyboardInterrupt:
         return None
     except (Exception, SystemExit) as error:

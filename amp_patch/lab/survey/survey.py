@@ -80,8 +80,8 @@ class Surveyor:
         levels = [level for kind in finding.kinds for level in kind.levels]
         line = finding.line or call.line
         module = running_module(self._names)
-        more = {"module": module, "breaks": finding.breaks}
-        self.report.add(line, finding.op or call.op, levels, finding.what, finding.edit, **more)
+        op = finding.op or call.op
+        self.report.add(line, op, levels, finding.what, finding.edit, module=module, breaks=finding.breaks)
 
     # Gradients.
 
