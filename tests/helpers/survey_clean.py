@@ -87,4 +87,33 @@ def digits():
     return model, F.cross_entropy, (torch.tensor(images[:256]).float().to(default), torch.tensor(labels[:256]))
 
 
-CLEAN = (mlp, cnn, transformer, lstm, digits)
+def layer_scale():
+    """As ConvNeXt begins: the branch is 0 in FP16, and less than a step of FP16 in its sum."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, 4, bias=False), nn.Parameter(torch.full((4,), 1e-6))
+            self.layer.weight.data.mul_(0.01)
+
+        def forward(self, x):
+            return x + F.dropout(self.scale * self.layer(x), 0.1, self.training)
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
+def small_branch():
+    """A branch whose gradients are 0 in FP16, and which hardly learns in FP32 either, as attention at its beginning."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.branch = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x) + 2.0**-20 * self.branch(x)
+
+    return Net(), F.mse_loss, (torch.randn(64, 4), torch.randn(64, 4))
+
+
+CLEAN = (mlp, cnn, transformer, lstm, digits, layer_scale, small_branch)

@@ -30,7 +30,7 @@ def ctc():
 
         def forward(self, x, y):
             inputs, targets = torch.full((2,), 12), torch.full((2,), 3)
-            return F.ctc_loss(self.layer(x).log_softmax(-1), y, inputs, targets)  # breaks: O2 O3 O5 O7
+            return F.ctc_loss(self.layer(x).log_softmax(-1), y, inputs, targets)  # breaks: O2 O3 O5 O7; notes: O5 O7
 
     return Net(), lambda loss: loss, (torch.randn(12, 2, 4), torch.randint(1, 5, (2, 3)))
 
@@ -118,7 +118,7 @@ def loss_inside():
             self.layer = nn.Linear(4, 5)
 
         def forward(self, x, y):
-            return F.cross_entropy(self.layer(x), y)  # breaks: O5 O7
+            return F.cross_entropy(self.layer(x), y)  # notes: O5 O7
 
     return Net(), lambda loss: loss, (torch.randn(64, 4), torch.randint(0, 5, (64,)))
 
@@ -209,8 +209,21 @@ def mixed_types():
     return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
 
 
+def small_products():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.layer(x) * 1e-9  # breaks: O1 O2 O3
+            return h.relu() * 1e9
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
 FUNCTION_CASES = (
     *(linear_algebra, ctc, custom_fwd, autocast_to_fp32, matrix_exponential, large_matrix_exponential),
     *(numpy_of_outputs, loss_inside, low_temperature, norm_of_small_variances, norm_of_small_numbers, squares),
-    *(small_gradients, mixed_types),
+    *(small_gradients, mixed_types, small_products),
 )

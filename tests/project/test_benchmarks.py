@@ -144,6 +144,13 @@ def run_benchmark(script, folder, *options):
     return done.stdout, json.loads(figures.read_text())["rows"]
 
 
+def test_the_survey_s_cost_is_a_ratio_to_the_step_s_time_and_memory(tmp_path):
+    output, (row,) = run_benchmark("survey", tmp_path, "--width", "64", "--depth", "1", "--tokens", "16")
+    assert set(row) == {"parameters", "time", "memory"} and row["parameters"] > 1e5
+    assert row["time"] > 0 and 0.9 < row["memory"] < 3
+    assert "memory " in output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "dtype"),

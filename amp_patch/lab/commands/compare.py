@@ -9,15 +9,17 @@ import torch
 
 from amp_patch.lab.commands import batch_search, compare_folder, compare_launcher
 from amp_patch.lab.commands.compare_arguments import check_script, defaults, plan_of
-from amp_patch.lab.commands.interrupts import Interrupts
+from amp_patch.lab.commands.interrupts import Ended, Interrupts
 from amp_patch.lab.commands.report import comparison_of, print_any_letter, show
 from amp_patch.lab.commands.run import set_casts
+from amp_patch.lab.commands.survey_child import survey_script
 from amp_patch.lab.commands.turn_scheduler import TurnScheduler, ended_by_failures
+from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.machine import lacking, machine
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.recording.run import Run
-from amp_patch.lab.wording import lacks
+from amp_patch.lab.wording import lacks, listed
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -50,7 +52,11 @@ def compare(args: argparse.Namespace) -> None:
         with ended_by_failures("compare", args.script):
             runs, asked, cut, load = _measure(plan, args, interrupts, found)
         told = compare_folder.keep_machine(args.out, machine(load))
-        shown = show(comparison_of(args, plan, runs, asked, told), args.out)
+        comparison = comparison_of(args, plan, runs, asked, told)
+        if comparison.unexplained and comparison.survey is None and not cut:
+            cut = _survey(plan, args, interrupts, comparison)
+            comparison = comparison_of(args, plan, runs, asked, told)
+        shown = show(comparison, args.out)
         if status := cut or shown:
             sys.exit(status)
 
@@ -76,6 +82,21 @@ def _measure(
     scheduler = TurnScheduler(plan, args, interrupts, found)
     cut = scheduler.train()
     return scheduler.runs, scheduler.asked, cut, scheduler.load
+
+
+def _survey(plan: Plan, args: argparse.Namespace, interrupts: Interrupts, comparison: Comparison) -> int:
+    """Survey the script's first step, for the reasons of levels that ended badly.
+
+    Returns:
+        The exit status of an interrupt; 0 if there was none.
+    """
+    levels = listed([level.name for level in comparison.unexplained])
+    print(f"surveying the first step for lines that break {levels}", flush=True)
+    try:
+        survey_script(plan, args, interrupts)
+    except Ended as interrupt:
+        return interrupt.status
+    return 0
 
 
 def _note_emulated_types(plan: Plan) -> None:

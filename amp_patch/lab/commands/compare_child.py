@@ -43,6 +43,7 @@ class Child:
         in_turns: whether the process hands its turns on. If not, its first turn lasts until it ends.
         load: measures other work on the machine while the process trains.
         more: a name for the files of the run, and further arguments of the script.
+        survey: the process does not train: it writes the survey of its first step to this path.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Child:
         in_turns: bool,
         load: OtherWork,
         more: tuple[str, Sequence[str]] | None = None,
+        survey: Path | None = None,
     ) -> None:
         self.run = run
         self.pid = 0
@@ -73,11 +75,12 @@ class Child:
         # One hash seed for all levels: the order of a set of strings depends on it.
         environment = {"PYTHONHASHSEED": "0", **os.environ, **plan.environment(run)}
         channel = () if theirs is None else (theirs.fileno(),)
+        surveys = [] if survey is None else ["--survey", str(survey.absolute())]
         self._guard = Guard()
         try:
             with open(self._log, "xb") as output:
                 self._process = subprocess.Popen(
-                    [*_command(plan, args, self._record, self._asked, *channel), *arguments],
+                    [*_command(plan, args, self._record, self._asked, surveys, *channel), *arguments],
                     env={**environment, **self._guard.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -233,9 +236,11 @@ def _is_whole(record: Path) -> bool:
     return re.search(rb'^\{"event": "end"', record.read_bytes(), re.MULTILINE) is not None
 
 
-def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, channel: int | None = None) -> list[str]:
+def _command(
+    plan: Plan, args: argparse.Namespace, record: Path, run: Run, more: Sequence[str], channel: int | None = None
+) -> list[str]:
     python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
-    options = ["--record", str(record)]
+    options = ["--record", str(record), *more]
     if channel is not None:
         options += ["--turns", str(channel)]
     if plan.steps is not None:

@@ -29,6 +29,7 @@ from amp_patch.policy import OPT_LEVELS
 from amp_patch.support.files import fresh, write_whole
 
 _ASKED = "compare.json"
+_SURVEY = "survey.json"
 _RUN = re.compile(r"(O\d[\w+.-]*|native)-seed\d+\.(jsonl|log)")
 # Arguments that do not change the runs: they are not stored, and may differ at --resume.
 _OF_THE_CALL = ("command", "out", "resume", "trials")
@@ -55,6 +56,7 @@ def begin(args: argparse.Namespace) -> None:
     for path in (args.out / "runs").iterdir():
         if _RUN.fullmatch(path.name):
             fresh(path)
+    fresh(survey_path(args.out))
     asked = {name: value for name, value in vars(args).items() if name not in _OF_THE_CALL}
     write_whole(args.out / _ASKED, dumps({"asked": asked, "with": _surroundings(args)}, indent=1) + "\n")
 
@@ -148,6 +150,20 @@ def runs_in(folder: Path, plan: Plan) -> list[Run]:
 def record_of(folder: Path, run: Run) -> Path:
     """Return the path of the run's events."""
     return folder / "runs" / f"{run.level}-seed{run.seed}.jsonl"
+
+
+def survey_path(folder: Path) -> Path:
+    """Return the path of the survey of the script's first step."""
+    return folder / _SURVEY
+
+
+def survey_in(folder: Path) -> dict[str, Any] | None:
+    """Return the survey of the script's first step, as `Comparison.survey` has it; None if there is none."""
+    try:
+        found: dict[str, Any] = loads(survey_path(folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
 
 
 def is_finished(run: Run) -> bool:

@@ -9,15 +9,17 @@ from contextlib import contextmanager, nullcontext
 
 from amp_patch.environment import LEVEL, asked_level
 from amp_patch.lab.commands import run as runner
+from amp_patch.lab.commands.check_run import SurveyedScript
 from amp_patch.lab.commands.turn_client import TurnClient
 from amp_patch.lab.comparison.outcome import failure
 from amp_patch.lab.comparison.seeds import seeded
 from amp_patch.lab.recording.epoch_size import EpochSize
 from amp_patch.lab.recording.recorder import Recorder
-from amp_patch.lab.recording.run import Event, Failure, Run
+from amp_patch.lab.recording.run import Event, Failure, Run, dumps
 from amp_patch.lab.recording.sinks import JsonLines
 from amp_patch.lab.unedited.refusal import ScriptRefused
 from amp_patch.lab.unedited.script import UneditedScript
+from amp_patch.support.files import write_whole
 
 
 @contextmanager
@@ -79,10 +81,29 @@ def recorded(
             recorder.close(*last)
 
 
+@contextmanager
+def surveyed(path: str, *, shift: bool) -> Iterator[None]:
+    """Write the survey of the first step of the training in the body to `path`, as JSON, and end the body there.
+
+    Raises:
+        SystemExit: the body has made no step; the message says why.
+    """
+    first, process = SurveyedScript(), os.getpid()
+    try:
+        with seeded(int(os.environ["AMP_PATCH_SEED"]), shift=shift), first:
+            yield
+    finally:
+        if first.stepped and os.getpid() == process:
+            write_whole(path, dumps(first.report.to_json()) + "\n")
+    if not first.stepped:
+        raise SystemExit(first.why_nothing)
+
+
 def main() -> None:
     """Run a script, recorded, with the options from the command line of `compare`."""
     parser = argparse.ArgumentParser(prog="python -m amp_patch.lab.commands.compare_worker", allow_abbrev=False)
     parser.add_argument("--record", required=True)
+    parser.add_argument("--survey")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--inspect", action="store_true")
     parser.add_argument("--shift", action="store_true")
@@ -95,7 +116,8 @@ def main() -> None:
     options = {
         name: getattr(args, name) for name in ("steps", "inspect", "shift", "native", "turns", "batch_dim", "modules")
     }
-    runner.run(args, recorded(args.record, **options))
+    around = surveyed(args.survey, shift=args.shift) if args.survey else recorded(args.record, **options)
+    runner.run(args, around)
 
 
 if __name__ == "__main__":

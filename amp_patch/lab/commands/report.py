@@ -69,6 +69,7 @@ def comparison_of(
         margin=plan.margin / 100,
         command=shlex.join([*device, *script, *args.arguments]),
         folder=str(args.out),
+        survey=compare_folder.survey_in(args.out),
     )
 
 

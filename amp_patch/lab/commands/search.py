@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from amp_patch.lab.commands import compare_arguments, compare_folder, compare_launcher
-from amp_patch.lab.commands.interrupts import Interrupts
+from amp_patch.lab.commands.interrupts import Ended, Interrupts
 from amp_patch.lab.commands.report import comparison_of, print_any_letter
+from amp_patch.lab.commands.survey_child import survey_script
 from amp_patch.lab.commands.turn_scheduler import TurnScheduler, ended_by_failures
-from amp_patch.lab.comparison import module_search
+from amp_patch.lab.comparison import module_search, named_lines
 from amp_patch.lab.comparison.machine import machine
 from amp_patch.lab.comparison.module_search import Found, Kept, Trial
 from amp_patch.lab.comparison.plan import BASELINE, SEEDS, Plan
@@ -24,7 +25,8 @@ _LEVEL = "O5"
 _EPILOG = """
 A trial trains the level from each seed with some modules kept in FP32. At O6 and O7, whose products are FP8 or FP4,
 they are kept in BF16. A trial is judged by its gap to O0 at the same seeds, as in compare. Halving the set of modules
-finds those to keep, in at most 2 log2(modules) + 3 trials, O0's included. The script is not edited: its runs read
+finds those to keep, in at most 2 log2(modules) + 3 trials, O0's included. If the survey (check --run) names lines at
+the level, their modules are tried first: one trial more, or few in all. The script is not edited: its runs read
 AMP_PATCH_KEEP_FP32 and AMP_PATCH_KEEP_HIGH. `search --resume FOLDER` continues an interrupted search.
 
 The search ends at the first trial that fails for a reason which no kept module can mend, for example an optimizer's eps
@@ -75,7 +77,7 @@ def search(args: argparse.Namespace) -> None:
         trials.interrupts = interrupts
         try:
             with ended_by_failures("search", args.script):
-                found = module_search.search(trials.run, trials.modules, args.trials)
+                found = module_search.search(trials.run, trials.modules, args.trials, trials.named)
         except _Cut as cut:
             print(f"To continue: python -m amp_patch search --resume {shlex.quote(str(args.out))}")
             sys.exit(cut.status)
@@ -150,6 +152,26 @@ class _Trials:
     def modules(self) -> list[str]:
         """Return the names of the script's modules, which the runs of the last trial have recorded."""
         return [*dict.fromkeys(name for run in self._runs if run.level != BASELINE for name in run.modules)]
+
+    def named(self) -> list[str]:
+        """Return the modules of the lines that a survey of the first step names at the level; [] at O6 and O7.
+
+        Raises:
+            _Cut: a signal was received.
+        """
+        if module_search.argument(self.level) != "keep_fp32":  # the survey does not judge formats of products
+            return []
+        args = argparse.Namespace(**{**vars(self._args), "out": self._args.out / "trial1"})
+        if compare_folder.survey_in(args.out) is None:
+            try:
+                survey_script(self._plan, args, self.interrupts)
+            except Ended as interrupt:
+                raise _Cut(interrupt.status) from None
+        dtype = next((run.dtype for run in self._runs if run.level == self.level), None)
+        names = named_lines.modules(compare_folder.survey_in(args.out), self.level, dtype)
+        if names:
+            print(f"the survey of the first step names lines in {', '.join(names)}: tried first", flush=True)
+        return names
 
     def _folder(self, args: argparse.Namespace, plan: Plan) -> list[Run]:
         """Prepare the folder of a trial. Return the runs that it has already: O0's, and those of a resumed trial."""

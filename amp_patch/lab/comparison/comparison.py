@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from amp_patch.lab.comparison import lost_without_masters, measures
+from amp_patch.lab.comparison import lost_without_masters, measures, named_lines
 from amp_patch.lab.comparison.gap import CONFIDENCE
 from amp_patch.lab.comparison.judge import COLLAPSED_RANGES, SIGNIFICANCE, SKIPPED_SHARE, SKIPPED_STEPS, Terms, judge
 from amp_patch.lab.comparison.level_result import LevelResult, level_dict, measured, seeds_change_nothing, went_well
@@ -42,6 +42,7 @@ class Comparison:
         margin: a level counts as good if it is worse by at most this share of the baseline's result.
         command: the arguments of `python -m amp_patch run` for the same training; "" if it was no script.
         folder: the report's folder, as `compare --resume` takes it; "" if no command made the comparison.
+        survey: the survey of the first step, which names the lines that break a level; None if there was none.
 
     Raises:
         ValueError: two runs of one level that went well have the same seed.
@@ -59,6 +60,7 @@ class Comparison:
     min_gain: float = MIN_GAIN
     margin: float = MARGIN
     folder: str = ""
+    survey: named_lines.Survey | None = None
 
     def __post_init__(self) -> None:
         for level in self._groups:
@@ -87,10 +89,18 @@ class Comparison:
         base = self._same_level(levels, self._base)
         terms = Terms(self.metric, self.maximize, self.margin, self.steps)
         found = [judge(level, base, terms, self.comparable) for level in levels]
-        return [
+        levels = [
             replace(level, finding=each, verdict=verdict(level, base, each, self.metric))
             for level, each in zip(levels, found, strict=True)
         ]
+        return [level.with_reason(named_lines.beside(self.survey, level)) for level in levels]
+
+    @property
+    def unexplained(self) -> list[LevelResult]:
+        """The levels that ended badly, whose reason the survey of the first step may name; [] if O0 has no figures."""
+        if self.baseline is None or self.baseline.level != BASELINE:
+            return []
+        return [level for level in self.levels if named_lines.ended_badly(level)]
 
     @cached_property
     def baseline(self) -> LevelResult | None:
@@ -288,6 +298,8 @@ class Comparison:
         base = self._base
         if base is not None and base.level != BASELINE and any(level.level == BASELINE for level in self._groups):
             lines.append(f"{BASELINE} gave no results; the others are compared with {base.name}")
+        if said := named_lines.note(self.survey, self.levels):
+            lines.append(said)
         if base is not None and seeds_change_nothing(base):
             lines.append(f"all seeds of {base.name} gave the same losses to the bit: they are one seed to the test")
         return lines
@@ -341,6 +353,7 @@ class Comparison:
             "summary": self.summary,
             "test": self.test,
             "notes": self.notes,
+            "survey": self.survey,
             "baseline": self.baseline.name if self.baseline is not None else None,
             "levels": [level_dict(level) for level in self.levels],
             "runs": [run.to_dict() for run in self.runs],
@@ -350,7 +363,7 @@ class Comparison:
     def from_dict(cls, values: dict[str, Any]) -> Comparison:
         """Load a comparison from the result of `to_dict`. All figures are computed from its runs again."""
         given = {name: values[name] for name in ("title", "metric", "maximize", "asked_steps", "machine")}
-        later = ("again", "asked_runs", "command", "min_gain", "margin", "folder")  # missing in old reports
+        later = ("again", "asked_runs", "command", "min_gain", "margin", "folder", "survey")  # missing in old reports
         given.update((name, values[name]) for name in later if name in values)
         return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from amp_patch.environment import named_level
-from amp_patch.lab.comparison import recommendation
+from amp_patch.lab.comparison import named_lines, recommendation
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.level_result import LevelResult, seeds_change_nothing
 from amp_patch.lab.comparison.plan import variables
@@ -19,6 +19,8 @@ from amp_patch.lab.wording import (
     signed,
     type_name,
 )
+
+_TOLD = 3  # lines on the card; the section below it has all
 
 
 def headline(comparison: Comparison) -> str:
@@ -131,6 +133,12 @@ def _of_the_loss(comparison: Comparison, best: LevelResult, base: LevelResult) -
         return f"Sure of the loss: {said}, {gap.told} ({margin_in_words(gap)}). {apart}."
     more = "" if gap.more_seeds is None else f"; {counted(gap.more_seeds, 'more seed')} would tell"
     return f"Not yet sure of the loss: {said}; as good is up to the {margin_in_words(gap)}{more}. {apart}."
+
+
+def what_breaks(comparison: Comparison) -> str:
+    """Return the first lines of user code that break levels which ended badly; "" without one."""
+    found = named_lines.edits(comparison.survey, comparison.levels)
+    return " ".join(f"{', '.join(names)}: {line.place} ({line.op}): {line.what}." for line, names in found[:_TOLD])
 
 
 def epoch(comparison: Comparison) -> str:

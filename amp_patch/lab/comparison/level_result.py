@@ -118,6 +118,13 @@ class LevelResult:
         """The successful runs, followed by the failed ones."""
         return [*self.runs, *self.failed]
 
+    def with_reason(self, reason: str) -> LevelResult:
+        """Return the level with a reason behind its verdict."""
+        if not reason:
+            return self
+        text, short = (f"{each}; {reason}" if each else reason for each in (self.verdict.text, self.verdict.reason))
+        return replace(self, verdict=self.verdict._replace(text=text, reason=short))
+
     @property
     def mean(self) -> float | None:
         """The mean of the finite results; None if there are none."""

@@ -103,14 +103,22 @@ def trial_of(kept: Kept, comparison: Comparison) -> Trial:
     return Trial(kept, others[0], same_seeds=seeds_change_nothing(base))
 
 
-def search(trial: Callable[[Kept], Trial], modules: Callable[[], Sequence[str]], most: int | None = None) -> Found:
+def search(
+    trial: Callable[[Kept], Trial],
+    modules: Callable[[], Sequence[str]],
+    most: int | None = None,
+    named: Callable[[], Sequence[str]] = list,
+) -> Found:
     """Find few modules that make the level pass if they are kept.
 
     Args:
         trial: trains the level with these modules kept, or loads such a training.
         modules: returns the names of the modules that can be kept, each after the modules inside it. It is called
             after the first trial.
-        most: the most trials, including O0's; None for `most_trials`.
+        most: the most trials, including O0's; None for `most_trials`, and one more if `named` has modules.
+        named: returns the modules to try first, of lines that a survey names. It is called after `modules`.
+
+    If the modules of `named` pass together, the search goes on among them alone. If they fail, it forgets them.
 
     The search assumes that if a set passes, every larger set passes too. Halving finds the shortest prefix of the list
     that passes together with the modules already known to be needed. The last module of that prefix is needed. If the
@@ -119,29 +127,34 @@ def search(trial: Callable[[Kept], Trial], modules: Callable[[], Sequence[str]],
     The search ends at a `hopeless` trial. A result that keeps every module is no answer, since no module would be at
     the level.
     """
-    found, outcomes = Found(), dict[Kept, bool]()
+    found, outcomes = Found(), dict[frozenset[str], bool]()
     allowed = math.inf
 
     def passes(names: Sequence[str]) -> bool:
         kept = outermost(names)
-        if kept not in outcomes:
+        if (key := frozenset(kept)) not in outcomes:
             if len(found.tried) + 1 >= allowed:  # + 1 for O0's own trial
                 raise _UsedUp
             found.tried.append(trial(kept))
             found.no_use = found.tried[-1].hopeless
             if found.no_use:
                 raise _UsedUp
-            outcomes[kept] = found.tried[-1].passes
-            if outcomes[kept]:  # a subset of every set that passed before
+            outcomes[key] = found.tried[-1].passes
+            if outcomes[key]:  # a subset of every set that passed before
                 found.answer = found.tried[-1]
-        return outcomes[kept]
+        return outcomes[key]
 
     try:
         if passes(()):
             found.complete = True
             return found
         candidates, needed = list(modules()), list[str]()
-        allowed = most_trials(len(candidates)) if most is None else most
+        wanted = {*named()}
+        first = [name for name in candidates if name in wanted]
+        tries_first = outermost(first) not in ((), outermost(candidates))
+        allowed = most_trials(len(candidates)) + tries_first if most is None else most
+        if tries_first and passes(first):
+            candidates = first
         while candidates:
             low, high = 0, len(candidates)  # a prefix of `low` modules fails; one of `high` passes or is untried
             while high - low > 1:

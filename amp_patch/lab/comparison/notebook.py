@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.machine import machine
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.outcome import failure
-from amp_patch.lab.comparison.plan import LEVELS, MARGIN, MIN_GAIN, Plan, name_as_asked, progress_line
+from amp_patch.lab.comparison.plan import BASELINE, LEVELS, MARGIN, MIN_GAIN, Plan, name_as_asked, progress_line
 from amp_patch.lab.comparison.seeds import seeded
 from amp_patch.lab.recording.recorder import Enough, Recorder, log
 from amp_patch.lab.recording.run import Run
+from amp_patch.lab.survey.first_step import Ended, FirstStep
 from amp_patch.support.patches import Patches
 from amp_patch.training.scale_loss import scale_loss
 
@@ -103,7 +105,7 @@ def compare(
     if metric is None and any(_EVALUATION in run.logged for run in runs):
         metric = _EVALUATION
     title = getattr(build_fn, "__name__", type(build_fn).__name__)
-    return Compared(
+    compared = Compared(
         title,
         runs,
         metric or "loss",
@@ -113,6 +115,30 @@ def compare(
         min_gain=min_gain / 100,
         margin=margin / 100,
     )
+    if compared.unexplained and len(runs) == len(plan.runs()):  # else an interrupt has ended it
+        compared = replace(compared, survey=_surveyed(build_fn, plan))
+    return compared
+
+
+def _surveyed(build_fn: Callable[[], Any], plan: Plan) -> dict[str, Any] | None:
+    """Return the survey of O0's first step, for `Comparison.survey`; None after an interrupt."""
+    gc.collect()
+    environment, first = Patches(), FirstStep()
+    try:
+        for name, value in plan.environment(Run(BASELINE)).items():
+            environment.set_item(os.environ, name, value)
+        with seeded(0), restored(), first, suppress(Ended):
+            built = build_fn()
+            if built is not None:
+                model, optimizer, loss_fn, batches = _checked(built, [])
+                _train(model, optimizer, loss_fn, batches, plan.steps, None)
+    except KeyboardInterrupt:
+        return None
+    except (Exception, SystemExit) as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+    finally:
+        environment.remove()
+    return first.report.to_json() if first.stepped else {"failed": "it made no step"}
 
 
 def _train_all(

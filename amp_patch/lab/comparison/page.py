@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
 
 from amp_patch.lab import wording
-from amp_patch.lab.comparison import headline, measures, what_next
+from amp_patch.lab.comparison import headline, measures, named_lines, what_next
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import COLOURS
 from amp_patch.lab.comparison.level_result import LevelResult, failures
@@ -51,6 +51,7 @@ def html(comparison: Comparison) -> str:
         said={
             "Why": headline.why(comparison),
             "How sure": headline.how_sure(comparison),
+            "What breaks": headline.what_breaks(comparison),
             "An epoch": f"{each}." if (each := headline.epoch(comparison)) else "",
             "This machine": " ".join(f"{note[0].upper()}{note[1:]}." for note in of_machine),
         },
@@ -65,6 +66,7 @@ def html(comparison: Comparison) -> str:
         what_gap=headline.what_gap(comparison),
         kinds=measures.KINDS,
         levels=_levels(comparison),
+        breaks=_breaks(comparison),
         notes=[note for note in comparison.notes if note not in (comparison.load_note, *of_machine)],
         **sections(comparison),
     )
@@ -133,9 +135,20 @@ def _levels(comparison: Comparison) -> Table | None:
     return table("The levels", head, lines, texts=["finding"])
 
 
+def _breaks(comparison: Comparison) -> Table | None:
+    """Return the lines of user code that break levels which ended badly."""
+    found = named_lines.edits(comparison.survey, comparison.levels)
+    head = ["line", "operation", "levels", "what happens", "edit"]
+    lines: list[Entries] = [[line.place, line.op, ", ".join(names), line.what, line.edit] for line, names in found]
+    return table("Lines that break a level", head, lines, named=True, texts=["what happens", "edit"])
+
+
 def _finding(level: LevelResult, comparison: Comparison) -> Cell | str:
     word = headline.outcome(level, comparison)  # `reason` says why
-    reason = level.verdict.reason if level.runs else "; failed with ".join(failures(level, short=True))
+    reason = level.verdict.reason
+    if not level.runs:
+        why = "; failed with ".join(failures(level, short=True))
+        reason = "; ".join(filter(None, [why, named_lines.beside(comparison.survey, level)]))
     return Cell(reason, finding=word, state=headline.state(level, comparison)) if word else reason
 
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 
 from amp_patch.lab import wording
-from amp_patch.lab.comparison import headline, measures
+from amp_patch.lab.comparison import headline, measures, named_lines
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.gap import CONFIDENCE
 from amp_patch.lab.comparison.level_result import LevelResult
@@ -45,6 +45,7 @@ def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
     if any(level.runs for level in comparison.levels):
         parts += [_times(comparison), _sizes(comparison)]
     parts += [_looks(comparison), _machine(comparison.machine)]
+    parts += [_edits(comparison)]
     parts += [[line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
     sizes = dict.fromkeys(line for level in comparison.levels for line in level.advice)
     parts += [[line for advice in sizes for line in _wrapped(f"Size: {advice}.")]]
@@ -112,6 +113,13 @@ def _verdicts(comparison: Comparison, colours: bool) -> list[str]:
         found.append(f"{_coloured(f'{level.name:{width}}', style, colours)} {first}".rstrip())
         found += [" " * (width + 1) + line for line in others]
     return found
+
+
+def _edits(comparison: Comparison) -> list[str]:
+    """Return the lines of user code that break levels which ended badly, with a way out for each."""
+    found = named_lines.edits(comparison.survey, comparison.levels)
+    words = [f"{line.place}, {', '.join(names)}: {line.what}. Edit: {line.edit}." for line, names in found]
+    return [each for text in words for each in _wrapped(text)]
 
 
 def _times(comparison: Comparison) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from amp_patch.lab.diagnose.arrived import ExactInputs, can_compare
 from amp_patch.lab.diagnose.call_log import CallLog, Frame
 from amp_patch.lab.diagnose.culprit import Call, StepLog
 from amp_patch.lab.diagnose.found_scaler import FoundScaler
@@ -44,9 +45,10 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
     `seen.gradients[name].flushed(s)` is the share of them that FP16 would lose at the loss scale s.
 
     Cost of a step: a pass over all activations and gradients; for `errors`, an FP32 forward of each module that calls
-    no other; and a sync when the optimizer begins to step. Compiled code runs eagerly in the block, because a compiled
-    graph hides its functions. After the block nothing stays installed in the model or the process. No tensor of a step
-    is referenced after the step.
+    no other; for `arrived`, a forward of an FP32 copy of the model, whose inputs of modules stay in memory until the
+    forward ends; and a sync when the optimizer begins to step. Compiled code runs eagerly in the block, because a
+    compiled graph hides its functions. After the block nothing stays installed in the model or the process. No tensor
+    of a step is referenced after the step.
 
     Args:
         model: the model that `initialize` returned, or any module. A wrapper (DataParallel) is replaced by its module.
@@ -112,6 +114,7 @@ class _NumberLog(CallLog):
         self.steps_before = 0  # `seen.step` when a scaler began a step
         self.model = model
         self.called: set[str] = set()
+        self.exact = ExactInputs() if can_compare(model) else None
         self.scale: Tensor | None = None  # loss scale of the last backward
         self.stepping = False  # in an optimizer's step, or after one that an exception has ended
         self.handles: list[Any] = []
@@ -142,6 +145,7 @@ class _NumberLog(CallLog):
         self.values: list[Tensor] = []  # key -> lowest and highest value
         self.gradients: dict[int, Tensor] = {}
         self.errors: dict[str, Tensor] = {}
+        self.arrived: dict[str, Tensor] = {}
 
     def is_logging(self) -> bool:
         return not _NumberLog.busy
@@ -238,6 +242,7 @@ class _NumberLog(CallLog):
             self.running[-1].calls_others = True
         else:
             self._note_outside(args, kwargs)
+        self._note_arrived(frame.name, args, kwargs)
         self.called.add(frame.name)
         frame.inputs = [(tensor, _version(tensor)) for tensor in floats((args, kwargs))]
 
@@ -263,6 +268,16 @@ class _NumberLog(CallLog):
                 error = relative_error(module, args, kwargs, outputs)
                 if error is not None:
                     self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
+
+    def _note_arrived(self, name: str, args: Any, kwargs: Any) -> None:
+        """Compare what arrives at a module to what arrives at it in an FP32 copy of the model."""
+        if self.exact is None or _in_backward() or not torch.is_grad_enabled():
+            return
+        with _unlogged():
+            if not (name or self.running):
+                self.exact.compute(self.model, args, kwargs)
+            elif (error := self.exact.error(name, args, kwargs)) is not None:
+                self.arrived[name] = torch.maximum(error, self.arrived.get(name, error).to(error.device))
 
     def _note_outside(self, args: Any, kwargs: Any) -> None:
         """Mark the model's arguments and buffers as made outside: no call of the model is to blame for their -inf."""
@@ -310,12 +325,15 @@ class _NumberLog(CallLog):
     def conclude(self) -> None:
         """Find the call that made this step's first non-finite number, and read the modules' errors. Syncs once."""
         with _unlogged():
-            pairs = [*self.values, *self.gradients.values(), *self.errors.values()]
+            pairs = [*self.values, *self.gradients.values(), *self.errors.values(), *self.arrived.values()]
             if pairs:
                 every = torch.stack([pair.to(pairs[0].device) for pair in pairs]).tolist()
                 values, later = every[: len(self.values)], every[len(self.values) :]
                 gradients = dict(zip(self.gradients, later, strict=False))
-                self._note_errors(dict(zip(self.errors, later[len(gradients) :], strict=True)))
+                later = later[len(gradients) :]
+                self._note_errors(dict(zip(self.errors, later, strict=False)))
+                for name, (error, _) in zip(self.arrived, later[len(self.errors) :], strict=True):
+                    self.seen.arrived[name] = max(self.seen.arrived.get(name, 0.0), error)
                 if self.seen.not_finite is None:
                     self.seen.not_finite = self._culprit(StepLog(self.calls, values, gradients, self.outside))
         self.forget()

@@ -13,6 +13,10 @@ from amp_patch.lab.diagnose.lost_updates import Updates
 from amp_patch.lab.diagnose.tables import Part, Table, as_html, as_text
 from amp_patch.lab.wording import percent, power_in_ascii, short, two
 
+_OFF = 0.05  # an error of what arrives at a module that is told
+_WAY_OUT = "amp.survey names lines that round it"
+_ERRORS = "relative error against FP32"
+
 
 @dataclass(frozen=True)
 class NotFinite:
@@ -60,6 +64,9 @@ class Inspection:
             the same input, in the 2-norm; the largest of all calls. Infinite if the FP32 output is finite and the
             output is not. Updated at the end of each step. A module is left out if it draws random numbers, writes to
             its input, or cannot be computed in FP32.
+        arrived: name of a module without submodules, in the order of calls -> the relative error of its input against
+            the input of the same module in an FP32 copy of the model: what came in, where `errors` has what the module
+            made. Empty for a model without `initialize`, with hooks of user code, or that draws random numbers.
         not_finite: the call that made the first number that is not finite; None if all were finite. Infinities that
             user code asks for (`masked_fill(mask, -inf)`), or passes in, do not count.
         updates: the counts of updates to FP32 weights and masters, and of those that low-precision weights would lose:
@@ -76,6 +83,7 @@ class Inspection:
     gradients: dict[str, Histogram] = field(default_factory=dict)
     activation_gradients: dict[str, Histogram] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
+    arrived: dict[str, float] = field(default_factory=dict)
     not_finite: NotFinite | None = None
     updates: Updates = field(default_factory=Updates)
     scale: float = 1.0
@@ -138,9 +146,10 @@ class Inspection:
         of_fp16 = f", the best one {power_in_ascii(best)}" if self.for_fp16 else ""
         yield f"{self.step} steps; loss scale {power_in_ascii(self.scale)}{of_fp16}"
         yield f"not finite: {self.not_finite or 'nothing'}"
-        errors = sorted(self.errors.items(), key=lambda item: -item[1])
-        cells = [(name, two(error)) for name, error in errors]
-        yield Table(cells[:rows], (("module", "error"),), "relative error against FP32", numbers=True)
+        off = next(((name, each) for name, each in self.arrived.items() if each > _OFF), None)
+        yield self._errors(rows, came_in=off is not None and self.not_finite is None)
+        if off is not None and self.not_finite is None:
+            yield f"from {off[0]} on, inputs are off from those of an FP32 copy, there by {two(off[1])}: {_WAY_OUT}"
         if self.for_fp16:
             yield self._losses(best, rows)
         if (share := self.updates.lost()) is not None:
@@ -158,6 +167,17 @@ class Inspection:
         yield (
             f"keep_fp32={kept}{why}" if self.high is None else f"keep_high={list(dict.fromkeys(self.high + kept))}{why}"
         )
+
+    def _errors(self, rows: int | None, *, came_in: bool) -> Table:
+        """Return the table of modules, those with the largest error first; with `came_in`, of either kind."""
+        if not came_in:
+            worst = sorted(self.errors.items(), key=lambda item: -item[1])
+            cells = [(name, two(error)) for name, error in worst[:rows]]
+            return Table(cells, (("module", "error"),), _ERRORS, numbers=True)
+        known = {name: (self.errors.get(name), self.arrived.get(name)) for name in {**self.arrived, **self.errors}}
+        both = sorted(known.items(), key=lambda item: -max(each or 0.0 for each in item[1]))
+        pairs = [(name, *("" if each is None else two(each) for each in pair)) for name, pair in both[:rows]]
+        return Table(pairs, (("module", "made", "came in"),), _ERRORS, numbers=True)
 
     def _advice(self, direction: str) -> str:
         """Return the advice against a non-finite number if keeping modules in FP32 would not help."""

@@ -48,8 +48,13 @@ def relative_error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tens
     exact = _in_fp32(module, args, kwargs, outputs)
     if exact is None or [a.shape for a in outputs] != [b.shape for b in exact]:
         return None
+    return distance(outputs, exact)
+
+
+def distance(tensors: list[Tensor], exact: list[Tensor]) -> Tensor:
+    """Return the relative error of all `tensors` together, as `relative_error` does. Shapes are equal."""
     apart, size, too_large = [], [], []
-    for output, wanted in zip(outputs, exact, strict=True):
+    for output, wanted in zip(tensors, exact, strict=True):
         wanted = wanted.to(output.device)
         finite = wanted.isfinite()
         wanted = torch.where(finite, wanted, 0)
@@ -57,8 +62,10 @@ def relative_error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tens
         apart.append(torch.linalg.vector_norm(difference, dtype=torch.float64))
         size.append(torch.linalg.vector_norm(wanted, dtype=torch.float64))
         too_large.append((~wanted.to(output.dtype).isfinite()).any())
-    distance = torch.stack(apart).norm()
-    error = torch.where(distance == 0, 0.0, distance / torch.stack(size).norm()).nan_to_num(math.inf, posinf=math.inf)
+    difference = torch.stack(apart).norm()
+    error = torch.where(difference == 0, 0.0, difference / torch.stack(size).norm()).nan_to_num(
+        math.inf, posinf=math.inf
+    )
     return torch.stack([error, torch.stack(too_large).any().double()])
 
 
@@ -79,9 +86,9 @@ def _in_fp32(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -
     devices = sorted({t.device.index for t in outputs if t.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices), regions.region(None):
-            before = _random_states(devices)
+            before = random_states(devices)
             exact = floats(torch.func.functional_call(_WithoutHooks(module), tensors, args, kwargs))
-            return exact if all(map(torch.equal, before, _random_states(devices))) else None
+            return exact if all(map(torch.equal, before, random_states(devices))) else None
     except Exception:  # for example: weight_norm's hook makes a weight in the parameters' type
         return None
     finally:
@@ -89,5 +96,6 @@ def _in_fp32(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -
         vars(module).update(attributes)
 
 
-def _random_states(devices: list[int]) -> list[Tensor]:
+def random_states(devices: list[int]) -> list[Tensor]:
+    """Return the states of torch's generators of the CPU and of these CUDA devices."""
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

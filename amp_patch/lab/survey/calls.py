@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +49,21 @@ def user_line() -> Place:
                 return found._replace(called=outer)
         frame = frame.f_back  # type: ignore[assignment]
     return found or Place("", 0)
+
+
+def running_module(names: Mapping[int, str]) -> str:
+    """Return the name of the innermost module whose method runs; "" without one.
+
+    Args:
+        names: id of a module -> its name.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = names.get(id(frame.f_locals.get("self")))
+        if name is not None:
+            return name
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
 @dataclass

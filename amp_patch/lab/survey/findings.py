@@ -21,6 +21,7 @@ class Finding(NamedTuple):
         edit: a change of user code that avoids it.
         line: the line of user code, if it is not the call's own.
         op: the operation at fault, if it is not the call's function.
+        breaks: whether the levels break by it. If not, it is a note.
     """
 
     kinds: Kinds
@@ -28,6 +29,7 @@ class Finding(NamedTuple):
     edit: str
     line: Place | None = None
     op: str = ""
+    breaks: bool = True
 
 
 Rule = Callable[[Call], Iterator[Finding]]

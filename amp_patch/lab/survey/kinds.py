@@ -78,6 +78,22 @@ class Guard:
     line: Place
 
 
+@dataclass
+class Tiny:
+    """Numbers that are not 0, and are all 0 at some levels.
+
+    Attributes:
+        most: the largest size.
+        kinds: the levels.
+        op, line: the operation and the line of user code that made them.
+    """
+
+    most: float
+    kinds: Kinds
+    op: str
+    line: Place
+
+
 class Place(NamedTuple):
     """A line of user code.
 
@@ -106,6 +122,7 @@ class Facts:
         infinite: the levels at which a mask in it becomes infinite, although it is finite in FP32.
         finite: the levels at which a mask in it stays finite, since user code takes the smallest number of the type.
         guard: the number that keeps it away from 0, but rounds to 0 at a level.
+        tiny: if all of its numbers round to 0 at some levels, the call that made them and the levels.
         line: if it is learned and has one element, the line that made it.
         name: if it is an input or a buffer of the model, its name for messages; "" for other tensors.
     """
@@ -119,6 +136,7 @@ class Facts:
     infinite: Kinds = NONE
     finite: Kinds = NONE
     guard: Guard | None = None
+    tiny: Tiny | None = None
     line: Place | None = None
     name: str = ""
 

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from amp_patch.lab.survey.calls import Call
 from amp_patch.lab.survey.findings import Finding, Rule, is_view, number, type_names, where
-from amp_patch.lab.survey.kinds import KINDS, Facts, Guard, Kind, Kinds
+from amp_patch.lab.survey.kinds import KINDS, Facts, Guard, Kind, Kinds, Tiny
 
-_PHASE = 0.1  # radians: a larger error of a sinusoid's arguments, as root mean square, is reported
 _NEAR = 4.0  # an activation within this factor of the largest number of its type is reported
 _SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
 _NATS = 1.0  # a rounding error above this in a softmax's largest argument is reported
 _TINY = 2.0**-14  # a guard matters only if a guarded number is smaller than this
 _POLES = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow")
 _SHRINKING = ("mul", "div", "pow", "square", "exp", "softmax", "matmul", "bmm", "linear")
+_CARRYING = ("dropout", "clone", "contiguous", "reshape", "to", "float")  # change no number
 _SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
 _NORMS = {"batch_norm": "channels", "instance_norm": "rows", "group_norm": "all", "layer_norm": "last", "rms_norm": ""}
 
@@ -69,17 +69,43 @@ def _comes_near(call: Call) -> Iterator[Finding]:
 
 
 def _all_vanish(call: Call) -> Iterator[Finding]:
-    """Find calls in a forward whose results are so small that all become 0 in the low-precision type."""
-    if not call.inside or call.op not in _SHRINKING:
+    """Find calls in a forward whose results are so small that all become 0 in the low-precision type.
+
+    The finding is made at the call that uses these numbers. If that call adds them to larger ones, so that FP32 loses
+    them too, there is none.
+    """
+    tiny = next((facts.tiny for _, facts in call.inputs if facts.tiny is not None), None)
+    if not call.inside and tiny is None:
         return
-    for tensor, facts in call.outputs:
-        if facts.learned and facts.low:
-            low, high = call.range(tensor)
-            most = max(high, -low)
-            kinds = frozenset(k for k in facts.low if k.vanishes(most))
-            if kinds:
-                what = f"the numbers of {call.op} are at most {number(most)}: all are 0 in {type_names(kinds)}"
-                yield Finding(kinds, what, "scale it later, in FP32 (x.float()), or take BF16 (O4, O5)")
+    made = _tiny(call)
+    if made is None and tiny is not None:
+        if call.op in _CARRYING or is_view(call):
+            made = tiny
+        elif not _absorbs(call, tiny):
+            what = f"the numbers of {tiny.op} are at most {number(tiny.most)}: all are 0 in {type_names(tiny.kinds)}"
+            edit = "scale it later, in FP32 (x.float()), or take BF16 (O4, O5)"
+            yield Finding(tiny.kinds, what, edit, tiny.line, tiny.op)
+    for _, facts in call.outputs:
+        facts.tiny = (tiny or made) if made is not None else None
+
+
+def _tiny(call: Call) -> Tiny | None:
+    """Return the numbers that a call of `_SHRINKING` makes, if all of them become 0 at a level; else None."""
+    if not call.inside or call.op not in _SHRINKING or len(call.outputs) != 1:
+        return None
+    tensor, facts = call.outputs[0]
+    low, high = call.range(tensor) if facts.learned and facts.low else (0.0, 0.0)
+    most = max(high, -low)
+    kinds = frozenset(k for k in facts.low if k.vanishes(most))
+    return Tiny(most, kinds, call.op, call.line) if kinds else None
+
+
+def _absorbs(call: Call, tiny: Tiny) -> bool:
+    """Tell whether `tiny` changes the results of a sum by less than a step of the types in which it is 0."""
+    if call.op not in ("add", "sub") or not call.outputs:
+        return False
+    largest = max(map(abs, call.range(call.outputs[0][0])))
+    return tiny.most < largest * min(kind.step for kind in tiny.kinds)
 
 
 def _mask_fills_a_row(call: Call) -> Iterator[Finding]:

@@ -23,6 +23,8 @@ class Line:
         levels: the levels that would cause it.
         what: the problem, in words.
         edit: a change of user code that avoids it.
+        modules: the names of the modules whose forward runs the line.
+        breaks: whether the problem breaks a training. If not, the line is a note: a level with notes alone is clear.
     """
 
     file: str
@@ -32,6 +34,8 @@ class Line:
     levels: list[str]
     what: str
     edit: str
+    modules: list[str] = field(default_factory=list)
+    breaks: bool = True
 
     @property
     def place(self) -> str:
@@ -53,24 +57,36 @@ class Report:
     lines: list[Line] = field(default_factory=list)
     lost: dict[str, float] = field(default_factory=dict)
 
-    def add(self, place: Place, op: str, levels: Iterable[str], what: str, edit: str) -> None:
-        """Add a line. If the report has a line with this place, operation and edit, add only the levels to it."""
+    def add(
+        self,
+        place: Place,
+        op: str,
+        levels: Iterable[str],
+        what: str,
+        edit: str,
+        *,
+        module: str = "",
+        breaks: bool = True,
+    ) -> None:
+        """Add a line. If the report has a line with this place, operation and edit, add the levels and module to that."""
         key = (place.file, place.line, op, edit)
         found = next((each for each in self.lines if (each.file, each.line, each.op, each.edit) == key), None)
         if found is None:
-            found = Line(place.file, place.line, place.called, op, [], what, edit)
+            found = Line(place.file, place.line, place.called, op, [], what, edit, breaks=breaks)
             self.lines.append(found)
             self.lines.sort(key=lambda each: (each.file, each.line))
+        if module and module not in found.modules:
+            found.modules.append(module)
         found.levels = [level for level in LEVELS if level in found.levels or level in levels]
 
     @property
     def broken(self) -> list[str]:
-        """The levels for which the survey has found a problem."""
-        return [level for level in LEVELS if any(level in line.levels for line in self.lines)]
+        """The levels for which the survey has found a problem that breaks a training."""
+        return [level for level in LEVELS if any(line.breaks and level in line.levels for line in self.lines)]
 
     @property
     def clear(self) -> list[str]:
-        """The levels for which the survey has found no problem."""
+        """The levels for which the survey has found no such problem."""
         return [level for level in LEVELS if level not in self.broken]
 
     def __str__(self) -> str:
@@ -79,7 +95,8 @@ class Report:
     def _text(self) -> Iterator[str]:
         for line in self.lines:
             called = f" (called at {line.called})" if line.called else ""
-            yield f"{line.place}{called}  {line.op}  at {', '.join(line.levels)}"
+            note = "" if line.breaks else ", a note: the training does not break by it"
+            yield f"{line.place}{called}  {line.op}  at {', '.join(line.levels)}{note}"
             yield f"    {line.what}"
             yield f"    edit: {line.edit}"
         yield f"clear: {listed(self.clear)}" if self.clear else "no level is clear"

@@ -206,17 +206,19 @@ def _arrays_fail(call: Call) -> Iterator[Finding]:
 
 
 def _loss_is_coarse(call: Call) -> Iterator[Finding]:
-    """Find a loss that the model itself computes in BF16, so that it has the coarse steps of BF16."""
+    """Find a loss that the model itself computes in BF16, so that it has the coarse steps of BF16.
+
+    This is a note: the gradient of the loss is 1, however the loss is rounded.
+    """
     for tensor, facts in call.outputs if call.op == "output" else ():
         kinds = frozenset(kind for kind in facts.low & CASTING if kind.dtype is torch.bfloat16)
         if kinds and tensor.numel() == 1 and tensor.requires_grad:
             steps = torch.finfo(torch.bfloat16).eps * 2.0 ** math.floor(
                 math.log2(max(*map(abs, call.range(tensor)), 1e-30))
             )
-            what = f"the loss is computed inside of the model: BF16 has steps of {number(steps)} there"
-            yield Finding(
-                kinds, what, "logits.float() before the loss, or the loss outside of the model", facts.line, "loss"
-            )
+            what = f"the loss is computed inside of the model: what is logged has BF16's steps, {number(steps)}"
+            edit = "logits.float() before the loss, or the loss outside of the model"
+            yield Finding(kinds, what, edit, facts.line, "loss", breaks=False)
 
 
 RULES: tuple[Rule, ...] = (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from amp_patch.lab.diagnose.lost_updates import UpdateMeter
 from amp_patch.lab.diagnose.trial_forward import state_restored
-from amp_patch.lab.survey.calls import LOWERING, Call, user_line
+from amp_patch.lab.survey.calls import LOWERING, Call, running_module, user_line
 from amp_patch.lab.survey.kinds import CASTING, Place
 from amp_patch.lab.survey.report import Report
 from amp_patch.lab.survey.rules import RULES, Finding
@@ -23,6 +23,7 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.support.patches import Patches
 
+_SHARE = 0.1  # a larger share of gradients that become 0 in FP16 is reported
 _UNSCALED = "O3"  # the FP16 level with a loss scale of 1
 
 
@@ -40,6 +41,7 @@ class Surveyor:
         self._flushed: dict[tuple[Place, str], Tensor] = {}
         self._meter: UpdateMeter | None = None
         self._optimizer: Any = None
+        self._names: dict[int, str] = {}  # id of a module -> its name
 
     def __enter__(self) -> Surveyor:
         autocast = torch.amp.autocast_mode.autocast
@@ -59,6 +61,7 @@ class Surveyor:
 
     def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
         """Survey the training of `model` too. `trained` has the parameters that an optimizer holds."""
+        self._names |= {id(module): name for name, module in model.named_modules()}
         self._visitor.follow(model, trained)
 
     # Rules.
@@ -76,7 +79,9 @@ class Surveyor:
     def _note(self, call: Call, finding: Finding) -> None:
         levels = [level for kind in finding.kinds for level in kind.levels]
         line = finding.line or call.line
-        self.report.add(line, finding.op or call.op, levels, finding.what, finding.edit)
+        module = running_module(self._names)
+        op = finding.op or call.op
+        self.report.add(line, op, levels, finding.what, finding.edit, module=module, breaks=finding.breaks)
 
     # Gradients.
 
@@ -94,9 +99,11 @@ class Surveyor:
         tensor.register_hook(gradient_arrives)
 
     def _read_gradients(self) -> None:
-        for (line, op), sums in self._flushed.items():
-            total, lost = sums.tolist()
-            if lost > 0.1 * total > 0:
+        # A layer whose gradients are small beside the others' hardly learns in FP32 either: the whole model counts.
+        read = {key: sums.tolist() for key, sums in self._flushed.items()}
+        every, gone = (sum(each[at] for each in read.values()) for at in (0, 1))
+        for (line, op), (total, lost) in read.items():
+            if lost > _SHARE * total > 0 and gone > _SHARE * every:
                 what = (
                     f"{100 * lost / total:.0f} % of the gradient of {op} is below FP16's smallest at a loss scale of 1"
                 )

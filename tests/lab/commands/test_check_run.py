@@ -80,6 +80,12 @@ def test_a_script_without_such_a_line_ends_with_0(tmp_path):
     assert (ran.returncode, "clear: O1, O2, O3, O4, O5, O6 and O7" in ran.stdout) == (0, True), ran.stderr
 
 
+def test_a_script_with_notes_alone_ends_with_0(tmp_path):
+    script = SCRIPT.format(conversion="long", before=".long()").replace(".square().mean()", "")
+    ran = checked(tmp_path, script.replace("  # line 12", ".square().mean()"))
+    assert (ran.returncode, "train.py:12  loss  at O5, O7, a note" in ran.stdout) == (0, True), ran.stderr
+
+
 def test_json_is_all_that_is_printed(tmp_path):
     ran = checked(tmp_path, SCRIPT.format(conversion="long", before=""), "--json")
     told = json.loads(ran.stdout)

@@ -55,10 +55,18 @@ class Trainings:
         compare_folder.keep_outcome(path, run)
 
 
+def surveyed(folder: Path, *modules: str) -> None:
+    """Stand-in for the survey: a line in these modules at O4 and O5."""
+    line = {"file": "net.py", "line": 3, "called": "", "op": "div", "levels": ["O4", "O5"], "what": "", "edit": ""}
+    report = {"lines": [{**line, "modules": modules}] if modules else []}
+    compare_folder.survey_path(folder).write_text(dumps(report))
+
+
 @pytest.fixture(name="faked", autouse=True)
 def faked_fixture(request, monkeypatch, tmp_path):
     if "slow" not in request.keywords:
         monkeypatch.setattr(search, "TurnScheduler", Trainings)
+        monkeypatch.setattr(search, "survey_script", lambda _, args, __: surveyed(args.out))
     Trainings.made, Trainings.told_time, Trainings.cut_at, Trainings.lost_eps = [], [], 0, None
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
@@ -88,6 +96,27 @@ def test_a_search_prints_each_trial_and_the_code_to_paste(capsys):
     assert [made[2] for made in Trainings.made if made[1] == "O0"] == [0, 1, 2]
     assert len(Trainings.made) == 3 * 5
     assert Trainings.told_time == [True, False, False, False], "what a number of steps would take is said once"
+
+
+@pytest.mark.parametrize(("modules", "trials"), [
+    (["2"], ["nothing kept", "kept 2"]),
+    (["0", "2"], ["nothing kept", "kept 0, 2", "kept 0", "kept 2"]),
+    (["3"], ["nothing kept", "kept 3", "kept 0, 1", "kept 0, 1, 2", "kept 2"]),
+    (["gone"], ["nothing kept", "kept 0, 1", "kept 0, 1, 2", "kept 2"]),
+])  # fmt: skip
+def test_a_search_tries_the_modules_of_the_survey_first(modules, trials, capsys, monkeypatch):
+    monkeypatch.setattr(search, "survey_script", lambda _, args, __: surveyed(args.out, *modules))
+    assert run("--level", "O5", "train.py", "--seeds", "2") == 0
+    shown = capsys.readouterr().out
+    assert f"the survey of the first step names lines in {', '.join(modules)}: tried first" in shown
+    assert [line.split(": ")[1] for line in shown.splitlines() if line.startswith("trial")] == trials
+    assert loads(Path("amp_search/search.json").read_text())["kept"] == ["2"]
+
+
+def test_a_search_at_o6_is_not_surveyed(capsys, monkeypatch):
+    monkeypatch.setattr(search, "survey_script", lambda _, args, __: surveyed(args.out, "3"))
+    assert run("--level", "O6", "train.py", "--seeds", "2") == 0
+    assert "survey" not in capsys.readouterr().out
 
 
 def test_a_search_ends_at_once_for_a_cause_that_no_module_removes(capsys):
@@ -170,5 +199,6 @@ def test_a_search_of_an_unedited_script_finds_its_module(tmp_path):
     done = start_script(tmp_path, SCRIPT, "-m", "amp_patch", "search", "--level", "O2", "--seeds", "2")
     assert done.returncode == 0, done.stderr
     assert 'opt_level="O2", keep_fp32=["1"])' in done.stdout, done.stdout
+    assert "the survey of the first step names lines in 1: tried first" in done.stdout
     report = loads((tmp_path / "amp_search" / "search.json").read_text())
     assert report["trials"][0]["kind"] == "differs" and report["trials"][-1]["passes"]

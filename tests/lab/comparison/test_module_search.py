@@ -6,6 +6,7 @@ import math
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -36,9 +37,9 @@ def covers(kept: Kept, name: str) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in kept)
 
 
-def searched(modules: list[str], *needed: str, most: int | None = None) -> module_search.Found:
+def searched(modules: list[str], *needed: str, most: int | None = None, named: Any = ()) -> module_search.Found:
     return module_search.search(
-        lambda kept: trial(kept, all(covers(kept, each) for each in needed)), lambda: modules, most
+        lambda kept: trial(kept, all(covers(kept, each) for each in needed)), lambda: modules, most, lambda: named
     )
 
 
@@ -50,6 +51,25 @@ def test_a_search_finds_one_needed_module_at_any_position(count):
         assert found.answer is not None and found.answer.kept == (name,) and found.complete
         assert len(found.tried) + 1 <= most_trials(count) == int(2 * math.log2(count)) + 3
         assert found.tried[0].kept == () and all(each.kept for each in found.tried[1:])
+
+
+@pytest.mark.parametrize(("needed", "named", "trials"), [
+    (["layer7"], ["layer7"], 2),
+    (["layer7"], ["layer7", "layer9"], 3),
+    (["layer7", "layer9"], ["layer9", "layer7"], 4),
+    (["layer7"], ["layer9"], 8),
+    (["layer7"], [], 7),
+])  # fmt: skip
+def test_the_modules_that_a_survey_names_are_tried_first(needed, named, trials):
+    found = searched([f"layer{i}" for i in range(33)], *needed, named=named)
+    assert {*found.answer.kept} == {*needed} and found.complete
+    assert len(found.tried) == trials
+
+
+def test_a_survey_that_names_every_module_or_another_model_s_is_no_trial():
+    for named in (["a", "b"], ["c"]):
+        found = searched(["a", "b"], "a", named=named)
+        assert [each.kept for each in found.tried] == [(), ("a",)]
 
 
 def test_a_level_that_passes_keeps_no_module():

@@ -357,3 +357,70 @@ def test_an_empty_keep_list_says_why_it_is_empty():
     seen.errors.clear()
     seen.not_finite = NotFinite("head", "pow", "forward", 0, (0.0, 1.0))
     assert seen.summary().endswith("keep_fp32=[]: no module by itself is to stay FP32, see above")
+
+
+class Timed(nn.Module):
+    """A sinusoid of times in front of a layer, beside another layer."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.time, self.head = nn.Linear(4, 8), nn.Linear(1, 8), nn.Linear(8, 4)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x, t):
+        return self.head(self.drop(self.first(x) + self.time(torch.sin(t))))
+
+
+def inputs_of_children(model, given):
+    """The input of each child in a forward, in FP32."""
+    found, handles = {}, []
+    for name, module in model.named_children():
+
+        def note(_, args, name=name):
+            found[name] = args[0].detach().float().clone()
+
+        handles.append(module.register_forward_pre_hook(note))
+    model(*given)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def timed(level, **options):
+    torch.manual_seed(0)
+    model, given = Timed(**options), (torch.randn(8, 4), torch.randint(500, 1000, (8, 1)).float())
+    exact = inputs_of_children(model, given)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level)
+    return model, optimizer, given, exact
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_inspect_compares_inputs_of_modules_to_those_of_an_fp32_copy(level):
+    model, optimizer, given, exact = timed(level)
+    arrives, weights = inputs_of_children(model, given), training.weights(model)
+    with inspect(model, optimizer) as seen:
+        model(*given)
+    assert list(seen.arrived) == ["first", "time", "drop", "head"]
+    for name, error in seen.arrived.items():
+        expected = (arrives[name] - exact[name]).norm() / exact[name].norm()
+        assert error == pytest.approx(expected.item(), rel=1e-3, abs=1e-7), name
+    assert (seen.arrived["time"] > 0.1) == (level == "O5"), "a time above 512 has steps of 4 in BF16"
+    assert seen.errors["time"] < 0.01
+    assert ("from time on, inputs are off" in str(seen)) == (level == "O5")
+    assert ("came in" in str(seen)) == (level == "O5"), "what came in is told where it is more than 5 %"
+    assert training.same(weights, training.weights(model))
+
+
+def test_inspect_says_nothing_of_what_comes_in_where_no_copy_tells_it():
+    for level, options in (("O0", {}), ("O5", {"dropout": 0.5})):
+        model, optimizer, given, _ = timed(level, **options)
+        with inspect(model, optimizer) as seen:
+            model(*given)
+        assert seen.arrived == {} and "came in" not in str(seen)
+        amp.restore()
+    model, optimizer, given, _ = timed("O5")
+    calls = []
+    model.first.register_forward_hook(lambda *_: calls.append(1))
+    with inspect(model, optimizer) as seen:
+        model(*given)
+    assert seen.arrived == {} and calls == [1], "a hook of user code is called by the training alone"

@@ -34,12 +34,12 @@ def made(case, device="cpu"):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_line_is_named_at_the_levels_that_its_comment_has(case, device):
     report = amp.survey(*made(case, device))
-    found: dict[int, set[str]] = {}
+    found: dict[bool, dict[int, set[str]]] = {True: {}, False: {}}
     for line in report.lines:
         assert line.file == inspect.getsourcefile(case)
-        found.setdefault(line.line, set()).update(line.levels)
-    assert found == marked(case), str(report)
-    assert report.clear == [level for level in LEVELS if all(level not in each for each in found.values())]
+        found[line.breaks].setdefault(line.line, set()).update(line.levels)
+    assert found == {True: marked(case), False: marked(case, "notes")}, str(report)
+    assert report.clear == [level for level in LEVELS if all(level not in each for each in marked(case).values())]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -141,6 +141,31 @@ def test_the_report_says_what_it_judges_and_which_levels_are_clear():
     assert "clear: O4, O5, O6 and O7" in text
     assert "It trains nothing" in text
     assert report.broken == ["O1", "O2", "O3"]
+
+
+def test_a_note_does_not_count_as_a_line_that_breaks():
+    report = amp.survey(*made(survey_function_cases.loss_inside))
+    assert (report.broken, report.clear, len(report.lines)) == ([], LEVELS, 1)
+    assert "loss  at O5, O7, a note: the training does not break by it" in str(report)
+
+
+def test_a_line_has_the_modules_whose_forward_it_is():
+    class Unit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            kept = self.layer(x).relu()
+            return kept / (kept.sum(-1, keepdim=True) + 1e-9)
+
+    model = nn.Sequential(nn.Linear(4, 4), Unit(), nn.Sequential(Unit()), nn.Softmax(-1))
+    nn.init.constant_(model[1].layer.bias, -9.0)
+    nn.init.constant_(model[2][0].layer.bias, -9.0)
+    report = amp.survey(model, F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4)))
+    assert [(line.op, line.modules) for line in report.lines] == [("div", ["1", "2.0"])]
+    report = amp.survey(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), F.mse_loss, (1e6 * torch.ones(8, 4),) * 2)
+    assert ["1"] in [line.modules for line in report.lines if line.op == "softmax"]
 
 
 def test_inputs_may_be_a_tensor_or_a_dict():

@@ -1,0 +1,38 @@
+"""The survey of a script's first step, in a process of its own.
+
+A survey inside of O0's run would change it: compiled code would run eagerly, and on a GPU cuDNN chooses algorithms by
+the free memory. O0's numbers, times and memory therefore come from a process that knows no survey.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+
+from amp_patch.lab.commands.compare_child import Child
+from amp_patch.lab.commands.compare_folder import survey_path
+from amp_patch.lab.commands.interrupts import Interrupts
+from amp_patch.lab.comparison.other_work import OtherWork
+from amp_patch.lab.comparison.plan import BASELINE, Plan
+from amp_patch.lab.recording.run import Run, dumps
+from amp_patch.support.files import write_whole
+
+
+def survey_script(plan: Plan, args: argparse.Namespace, interrupts: Interrupts) -> None:
+    """Run the script at O0 until its first step is over, and store the survey of that step in the folder `args.out`.
+
+    A script that fails, or makes no step, stores {"failed": why}.
+
+    Raises:
+        Ended: a signal was received.
+    """
+    path, run = survey_path(args.out), Run(BASELINE)
+    child = Child(plan, args, run, False, OtherWork(), ("survey", ()), path)
+    try:
+        child.train(lambda _: interrupts.check())
+    except BaseException:  # among them Ctrl-C
+        child.kill()
+        raise
+    if not path.exists():
+        with suppress(OSError):  # a full disk: the report has no survey
+            write_whole(path, dumps({"failed": run.error or "it made no step"}) + "\n")

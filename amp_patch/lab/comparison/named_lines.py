@@ -1,0 +1,85 @@
+"""Lines of user code that break a level, from the survey of the script's first step, beside the level's result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from amp_patch.lab.comparison.level_result import LevelResult
+from amp_patch.lab.recording.run import INTERRUPTED, KILLED, OUT_OF_MEMORY
+from amp_patch.lab.survey.report import Line
+from amp_patch.lab.wording import counted, listed
+from amp_patch.policy import OPT_LEVELS
+
+Survey = dict[str, Any]  # the result of `Report.to_json`; or "failed" -> why there is none
+_TOLD = 2  # lines beside a level; the others are counted
+
+
+def ended_badly(level: LevelResult) -> bool:
+    """Return whether the level's result asks for a reason: it failed, diverged, collapsed, is or seems worse."""
+    found = level.finding
+    faults = [run for run in level.failed if run.error_kind not in (INTERRUPTED, KILLED, OUT_OF_MEMORY)]
+    undecided = found.kind == "undecided" and not found.promising
+    return _known_as(level.level, level.dtype) != "" and bool(faults or found.rejected or found.skips or undecided)
+
+
+def named(survey: Survey | None, level: LevelResult) -> list[Line]:
+    """Return the lines of the survey that break the level, one for each edit of a line."""
+    found = {(line.place, line.edit): line for line in reversed(_lines(survey, level.level, level.dtype))}
+    return [*reversed(found.values())]
+
+
+def modules(survey: Survey | None, level: str, dtype: str | None) -> list[str]:
+    """Return the modules of the lines that break a level in this type, each once."""
+    return [*dict.fromkeys(name for line in _lines(survey, level, dtype) for name in line.modules)]
+
+
+def beside(survey: Survey | None, level: LevelResult) -> str:
+    """Return the lines that break a level which ended badly: "train.py:12 (div): 1e-08 is 0 in FP16"; "" without."""
+    lines = named(survey, level) if ended_badly(level) else []
+    if not lines:
+        return ""
+    told = [f"{line.place} ({line.op}): {line.what}" for line in lines[:_TOLD]]
+    more = [f"and {counted(len(lines) - _TOLD, 'more line')}"] if len(lines) > _TOLD else []
+    return "the survey names " + "; ".join(told + more)
+
+
+def edits(survey: Survey | None, levels: Sequence[LevelResult]) -> list[tuple[Line, list[str]]]:
+    """Return the lines that break levels which ended badly, each edit once, with the names of these levels."""
+    found: dict[tuple[str, str], tuple[Line, dict[str, None]]] = {}
+    for level in filter(ended_badly, levels):
+        for line in named(survey, level):
+            found.setdefault((line.place, line.edit), (line, {}))[1][level.name] = None
+    return [(line, [*names]) for line, names in found.values()]
+
+
+def note(survey: Survey | None, levels: Sequence[LevelResult]) -> str:
+    """Return that the survey has failed, or names no line of a level that ended badly; "" if there is neither."""
+    if survey is None:
+        return ""
+    if "failed" in survey:
+        return f"the first step could not be surveyed for lines that break a level: {survey['failed']}"
+    without = [level.name for level in levels if ended_badly(level) and not named(survey, level)]
+    return f"the survey of the first step names no line that breaks {listed(without)}" if without else ""
+
+
+def _lines(survey: Survey | None, level: str, dtype: str | None) -> list[Line]:
+    lines = [] if survey is None else [Line(**each) for each in survey.get("lines", [])]
+    return [line for line in lines if line.breaks and _known_as(level, dtype) in line.levels]
+
+
+def _known_as(level: str, dtype: str | None) -> str:
+    """Return the level as a survey names it: O5 for O2 in BF16, O2 for O2+split; "" for O0 and torch's own."""
+    name = level.partition("+")[0]
+    policy = OPT_LEVELS.get(name)
+    if policy is None or policy.changes_nothing:
+        return ""
+    if dtype is None or str(policy.dtype) == f"torch.{dtype}":
+        return name
+    casts = policy.cast_model_type is None
+    alike = (
+        each
+        for each, other in OPT_LEVELS.items()
+        if str(other.dtype) == f"torch.{dtype}" and (other.cast_model_type is None) == casts
+    )
+    return next(alike, name)

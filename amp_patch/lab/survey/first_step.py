@@ -1,0 +1,82 @@
+"""FirstStep: the survey of a training's first step, which ends the training behind that step."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from amp_patch.lab.survey.report import Report
+from amp_patch.lab.survey.survey import Surveyor
+from amp_patch.training import observers
+from amp_patch.training.innermost import innermost
+from amp_patch.training.observers import Observer
+
+
+class Ended(SystemExit):
+    """The first step is over. Raised by the first forward after it, to end the training."""
+
+
+class FirstStep(Observer):
+    """Surveys the trainings at O0 in its `with` block until each optimizer has made a step, and a forward begins.
+
+    Attributes:
+        entered: what the `with` block has entered, and leaves.
+    """
+
+    def __init__(self) -> None:
+        self._surveyor = Surveyor()
+        self._models: dict[int, nn.Module] = {}
+        self._steps: dict[int, int] = {}
+        self.entered = ExitStack()
+
+    def __enter__(self) -> FirstStep:
+        self.entered.enter_context(self._surveyor)
+        observers.add(self)
+        self.entered.callback(observers.remove, self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.entered.close()
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a step was made."""
+        return any(self._steps.values())
+
+    @property
+    def report(self) -> Report:
+        """The findings. Complete after the `with` block."""
+        return self._surveyor.report
+
+    def training_begun(self, training: Any) -> None:
+        if training is None:
+            return
+        optimizers = [innermost(o) for ref in training.optimizers if (o := ref()) is not None]
+        for optimizer in optimizers:
+            self._steps.setdefault(id(optimizer), 0)
+        held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        for model in (m for ref in training.models if (m := ref()) is not None):
+            if id(model) not in self._models:
+                self._models[id(model)] = model
+                self._surveyor.follow(model, held)
+                self.entered.callback(model.register_forward_pre_hook(self._forward_begins()).remove)
+
+    def _forward_begins(self) -> Any:
+        # A function, not a bound method: a deepcopy of the model would copy the survey along with that.
+        def before(*_: Any) -> None:
+            steps = self._steps.values()
+            if steps and (all(steps) or max(steps) > 1):
+                raise Ended
+
+        return before
+
+    def step_begins(self, optimizer: Any) -> None:
+        if id(optimizer) in self._steps:
+            self._surveyor.step_begins(optimizer)
+
+    def step_ends(self, optimizer: Any) -> None:
+        if id(optimizer) in self._steps:
+            self._steps[id(optimizer)] += 1
+            self._surveyor.step_ends(optimizer)
