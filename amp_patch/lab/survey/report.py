@@ -68,7 +68,7 @@ class Report:
         module: str = "",
         breaks: bool = True,
     ) -> None:
-        """Add a line. If the report has a line with this place, operation and edit, add the levels and module to that."""
+        """Add a line. If the report has a line with this place, operation and edit, add levels and module to that."""
         key = (place.file, place.line, op, edit)
         found = next((each for each in self.lines if (each.file, each.line, each.op, each.edit) == key), None)
         if found is None:

@@ -394,6 +394,7 @@ def timed(level, **options):
     return model, optimizer, given, exact
 
 
+@pytest.mark.filterwarnings("ignore:Timed.forward. argument .t. has whole numbers")  # the table has it, too
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_inspect_compares_inputs_of_modules_to_those_of_an_fp32_copy(level):
     model, optimizer, given, exact = timed(level)
@@ -411,6 +412,7 @@ def test_inspect_compares_inputs_of_modules_to_those_of_an_fp32_copy(level):
     assert training.same(weights, training.weights(model))
 
 
+@pytest.mark.filterwarnings("ignore:Timed.forward. argument .t. has whole numbers")  # the table has it, too
 def test_inspect_says_nothing_of_what_comes_in_where_no_copy_tells_it():
     for level, options in (("O0", {}), ("O5", {"dropout": 0.5})):
         model, optimizer, given, _ = timed(level, **options)
