@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
-import sys
 import threading
 
 import pytest
 import torch
 import training
 from cast_models import CAST, MASTERED, start_kind, values
+from interrupts import Interrupt
 from torch import nn
 from training import DUPLICATES, LEVELS, SGD, convnet, images, linear, masters_of
 
@@ -172,27 +171,10 @@ def test_an_interrupt_at_any_call_leaves_the_copy_whole(event):
     inputs = torch.ones(1, 1)
     with torch.no_grad():
         expected, before = average(inputs), list(average.parameters())
-        at = done = 0
-        while not done:
-            at, count = at + 1, 0
-
-            def look(frame, what, _, at=at):
-                nonlocal count
-                if what == event:
-                    count += 1
-                    if count == at:
-                        raise KeyboardInterrupt
-
-            gc.disable()
-            try:
-                sys.setprofile(look)
-                average(inputs)
-                done = 1
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.setprofile(None)
-                gc.enable()
+        at, came = 0, True
+        while came:
+            at += 1
+            came = bool(Interrupt(at, event)(lambda: average(inputs)).first)
             assert all(mine is known for mine, known in zip(average.parameters(), before, strict=True)), at
             assert torch.equal(average(inputs), expected)
     assert at > 20
