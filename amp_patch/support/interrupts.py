@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from _signal import getsignal  # that of `signal` has a Python frame
+from _signal import getsignal  # type: ignore[import-not-found]  # that of `signal` has a Python frame
 from _thread import interrupt_main, start_new_thread
 from collections.abc import Callable
 from signal import SIGINT, signal
@@ -33,13 +33,13 @@ _installation = Installation()
 
 def whole(function: Function) -> Function:
     """Decorate a function that SIGINT does not interrupt. Functions that it calls are not interrupted either."""
-    _is_whole[function.__code__] = True  # type: ignore[attr-defined]
+    _is_whole[function.__code__] = True
     return function
 
 
 def interruptible(function: Function) -> Function:
     """Decorate a function that runs user code: SIGINT interrupts it, also inside of a `whole` function."""
-    _is_whole[function.__code__] = False  # type: ignore[attr-defined]
+    _is_whole[function.__code__] = False
     return function
 
 
