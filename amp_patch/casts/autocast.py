@@ -15,6 +15,7 @@ from amp_patch.casts.install import install, installed
 from amp_patch.casts.regions import region
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support.compiled import constant_in_traces
+from amp_patch.support.interrupts import whole
 
 
 def disable_casts() -> region:
@@ -66,6 +67,7 @@ class autocast(region):
         super().__init__(autocast_policy(device_type, dtype, enabled), disables_torch_autocast=True)
         self.caches = torch.is_autocast_cache_enabled() if cache_enabled is None else bool(cache_enabled)
 
+    @whole
     def __enter__(self) -> autocast:
         if self.acting is not None:
             if is_dynamo_compiling():

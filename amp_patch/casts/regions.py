@@ -16,11 +16,11 @@ from amp_patch.casts.state import acting_part, current, default_lock, effective_
 from amp_patch.casts.thread_state import Entry, is_running, this_thread
 from amp_patch.casts.traced_regions import enter_trace_of, leave_traced
 from amp_patch.policy import EMULATING, Policy
-from amp_patch.support import blocks
 from amp_patch.support.compiled import Function, wraps
+from amp_patch.support.interrupts import WholeFirst, hold_sigint, interruptible, sigint_handler, whole
 
 
-class region(blocks.Block):
+class region:
     """A part of this thread's calls in which `policy` acts: its casts, if it patches torch's functions.
 
     A context manager and a decorator; entering costs a few microseconds. One object may be entered several times at
@@ -42,8 +42,8 @@ class region(blocks.Block):
             this one.
     """
 
-    # Methods of a subclass, or None. `on_entry(entry)` runs just before the region begins to act. `on_exit(entry)`
-    # undoes it, even if an interrupt (Ctrl-C) has stopped `on_entry` at any line.
+    # Methods of a subclass, or None. `on_entry(entry)` runs just before the region begins to act; `on_exit(entry)`
+    # undoes it.
     on_entry: Any = None
     on_exit: Any = None
 
@@ -62,23 +62,28 @@ class region(blocks.Block):
         self.disables_torch_autocast = casts if disables_torch_autocast is None else disables_torch_autocast
         self.caches = True
         self.call: FrameType | None = None
+        self.entries: dict[Entry, None] = {}  # those of all threads that last, newest last
 
+    @whole
     def __enter__(self) -> Any:
         if is_dynamo_compiling():
             enter_trace_of(self.acting, self.disables_torch_autocast, self.emulated)
             return self
+        if type(sigint_handler()) is not WholeFirst:
+            hold_sigint()
         stack = this_thread.stack
         while stack and _is_over(stack[-1]):
             _leave(stack[-1])
         entry = Entry(self)
-        entry.left = blocks.when_left(self, functools.partial(_leave, entry))
         stack.append(entry)
+        self.entries[entry] = None
         if self.on_entry is not None:
             self.on_entry(entry)
         entry.depth, entry.task, entry.disabled = casts_state.in_use.begin(self.disables_torch_autocast)
         _follow(entry)
         return self
 
+    @whole
     def __exit__(self, *raised: Any) -> None:
         if is_dynamo_compiling():
             leave_traced()
@@ -87,10 +92,9 @@ class region(blocks.Block):
             if entry.region is self:
                 _leave(entry)
                 return
-        self.on_exit_elsewhere()
-
-    def on_exit_elsewhere(self) -> None:
-        """Undo the process-wide part of `on_entry`: `__exit__` was called on a thread that is not in the region."""
+        for entry in list(self.entries)[-1:]:  # a generator was closed on a thread that is not in the region
+            entry.is_over = True  # the thread that is in it leaves it at its next region
+            _leave(entry)
 
     def __call__(self, function: Function) -> Function:
         """Return `function` with its body inside the region; for a generator function, each step of the body."""
@@ -167,19 +171,12 @@ class process_wide_region(region):
                 overrides.remove(entry)
             refresh_default()
 
-    def on_exit_elsewhere(self) -> None:
-        """Remove the region's newest entry from the overrides, unless a `with` statement made it."""
-        # If `left` is not None, a `with` statement made the entry, and the end of that statement removes it.
-        for entry in reversed(overrides):
-            if entry.region is self and entry.left is None:
-                self.on_exit(entry)
-                return
-
 
 def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function`, changed so that a later call on any thread runs under the casts that act here now, if any."""
     within = region(current(), emulated=casts_state.in_use.emulated())
 
+    @interruptible
     def later(*args: Any, **kwargs: Any) -> Any:
         with within:
             return function(*args, **kwargs)
@@ -210,18 +207,18 @@ def _follow(entry: Entry) -> None:
 
 def _is_over(entry: Entry) -> bool:
     """Tell whether the `with` statement of `entry`, or the call around its hooks, has ended without an exit."""
-    left, call = entry.left, entry.region.call
-    return (left is not None and left() is None) or (call is not None and not is_running(call))
+    call = entry.region.call
+    return entry.is_over or (call is not None and not is_running(call))
 
 
-def _leave(entry: Entry, _: Any = None) -> None:
+def _leave(entry: Entry) -> None:
     """Remove `entry` from this thread's regions, and undo its effects.
 
-    An interrupt (Ctrl-C) may come at any line. So the entry is removed from the stack last: after an interrupt, the
-    next call finds it there and does the rest. Any line may also run the garbage collector, which may end another
-    region of the thread. So the innermost region is read again after `_follow`.
+    Any line may run the garbage collector, which may end another region of the thread. So the innermost region is read
+    again after `_follow`.
     """
     stack, on_exit = this_thread.stack, entry.region.on_exit
+    entry.region.entries.pop(entry, None)
     if entry not in stack:  # a generator closed on another thread: undo the process-wide part at once
         if on_exit is not None:
             on_exit(entry)
@@ -238,7 +235,6 @@ def _leave(entry: Entry, _: Any = None) -> None:
     else:
         casts_state.in_use.leave()
     stack.remove(entry)
-    entry.left = None
 
 
 def _innermost_but(entry: Entry, stack: list[Entry]) -> Entry:

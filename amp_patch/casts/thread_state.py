@@ -49,15 +49,14 @@ class Entry:
         depth: the number of torch.autocasts that the thread was in.
         task: torch's number of the backward pass that the thread was in; -1 for none.
         disabled: the device types whose torch.autocast the region has disabled, as returned by the state's `begin`.
-        left: an object of blocks.py that removes the entry if the `with` statement ends without a call of `__exit__`.
-            None: no `with` statement made the entry.
+        is_over: whether another thread has left the region (a generator was closed there).
     """
 
     region: Any
     depth: int = 0
     task: int = -1
     disabled: Any = ()
-    left: Any = None
+    is_over: bool = False
 
 
 @dataclass(slots=True)

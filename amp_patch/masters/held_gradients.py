@@ -23,6 +23,7 @@ from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.multi_tensor import backends
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.support.blocks import without_grad
+from amp_patch.support.interrupts import whole
 
 
 class Gradients(NamedTuple):
@@ -161,11 +162,12 @@ class HalfGradients:
         """Return one gradient of the last backward pass, low-precision or FP32 by now; None if it was freed."""
         return None if self._first is None else self._first()
 
+    @whole
     def give(self, master: Tensor, grad: Any) -> None:
         """Materialize the deferred FP32 gradient of `master` in torch's attribute `grad`; no sync.
 
         If the master has a gradient, because user code has run backward on the master itself, the two are added. The
-        gradient is added only once, also if several threads read it, or a read follows an interrupted one.
+        gradient is added only once, also if several threads read it.
         """
         with self._making:
             if id(master) in self.grads:
@@ -174,32 +176,21 @@ class HalfGradients:
             if made is None:
                 return
             held = grad.__get__(master)
-            if held is not None and held is not made:
-                made = self._made[id(master)] = held.detach() + made
-            grad.__set__(master, made)
+            grad.__set__(master, made if held is None else held.detach() + made)
             self.drop(master)
 
+    @whole
     def replace(self, master: Tensor, grad: Any, value: Tensor | None) -> None:
         """Write `value` into torch's attribute `grad` of `master`, instead of the deferred gradient."""
         with self._making:
-            half, made = self.grads.pop(id(master), None), self._made.pop(id(master), None)
-            try:
-                grad.__set__(master, value)
-            except BaseException:  # torch refuses a value of another shape
-                if half is not None:
-                    self.grads[id(master)] = half
-                if made is not None:
-                    self._made[id(master)] = made
-                raise
-            self.lent.pop(id(master), None)
+            grad.__set__(master, value)  # torch refuses a value of another shape: the deferred gradient stays
+            self.drop(master)
 
     def make(self) -> None:
         """Materialize the FP32 gradients of all masters that have deferred ones, in one pass per factor; no sync."""
         if not torch.is_inference_mode_enabled():
             self._make()
             return
-        # This `with` is outside of `without_grad`: after an interrupt, torch's context manager would restore the state
-        # of autograd at its entry, which inside would be no_grad.
         with torch.inference_mode(False):
             self._make()
 

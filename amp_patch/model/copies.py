@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from amp_patch.masters.masters import link_of, links_of, settle
 from amp_patch.model import incoming
 from amp_patch.model.tensors import was_changed
 from amp_patch.policy import LOW_PRECISION
-from amp_patch.support import blocks
+from amp_patch.support.interrupts import whole
 from amp_patch.support.tensor_content import hook_swaps, release_in_swaps, set_data
 
 Exact = tuple[Tensor, torch.dtype, Tensor | None]  # a parameter, its type, and its master if it has one
@@ -120,7 +120,7 @@ def on_casts(method: Callable[..., Any], types: Mapping[str, torch.dtype], calls
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():  # traced code is never interrupted: no `_cast` block
+        if is_dynamo_compiling():  # it traces no lock
             replaced: list[_Place] = []
             _replace(self, types, replaced)
             try:
@@ -130,25 +130,16 @@ def on_casts(method: Callable[..., Any], types: Mapping[str, torch.dtype], calls
         if getattr(self, "_is_replica", False):  # DataParallel's replica exists only during this call
             _replace(self, types, [])
             return method(self, *args, **kwargs)
-        with _cast(self, types, calls):
-            return method(self, *args, **kwargs)
+        with calls.lock:
+            is_outermost = not calls.replaced
+            try:
+                _replace(self, types, calls.replaced)
+                return method(self, *args, **kwargs)
+            finally:
+                if is_outermost:
+                    _put_back(calls.replaced)
 
     return call
-
-
-@blocks.block
-def _cast(model: nn.Module, types: Mapping[str, torch.dtype], calls: Calls) -> Generator[None, None, None]:
-    with calls.lock:
-        outermost = not calls.replaced
-        try:
-            _replace(model, types, calls.replaced)
-            yield
-        finally:
-            if outermost:
-                try:
-                    _put_back(calls.replaced)
-                finally:
-                    _put_back(calls.replaced)  # again: an interrupt may have ended the first call
 
 
 def _replace(model: nn.Module, types: Mapping[str, torch.dtype], replaced: list[_Place]) -> None:
@@ -172,8 +163,8 @@ def _replace(model: nn.Module, types: Mapping[str, torch.dtype], replaced: list[
                 module.flatten_parameters()
 
 
+@whole
 def _put_back(replaced: list[_Place]) -> None:
     while replaced:
-        places, name, found = replaced[-1]
+        places, name, found = replaced.pop()
         places[name] = found
-        replaced.pop()

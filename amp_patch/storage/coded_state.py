@@ -22,6 +22,7 @@ from amp_patch.masters.recycled_memory import Recycled, holders, lone_holders
 from amp_patch.multi_tensor.checks import BLOCK
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.distributed import local
+from amp_patch.support.interrupts import whole
 
 logger = logging.getLogger("amp_patch")
 
@@ -239,7 +240,7 @@ class Coder:
     Attributes:
         is_up_to_date: False if a large tensor was put into a state since the last `close`.
         has_stepped: whether any step so far had a gradient.
-        stepper: (id of the thread, its `Step`) of the step on stand-ins that is running; else None.
+        stepper: the id of the thread that runs a step on stand-ins; else None.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class Coder:
     ) -> None:
         self.kind, self.state_of, self._in_fp32 = kind, state_of, in_fp32
         self.is_up_to_date = self.has_stepped = self._has_reported = False
-        self.stepper: tuple[int, Any] | None = None
+        self.stepper: int | None = None
         self._opened: list[Coded] = []
         self._lock = RLock()
         self._room = Recycled()  # the FP32 memory of the states that one step decodes
@@ -258,12 +259,10 @@ class Coder:
 
     @property
     def is_stepping(self) -> bool:
-        """Return whether this thread is in a step. If so, ShardState returns plain tensors instead of DTensors.
+        """Return whether this thread is in a step. If so, ShardState returns plain tensors instead of DTensors."""
+        return self.stepper == get_ident()
 
-        After Ctrl-C `stepper` may be left over from a step that has ended; therefore `is_running` is checked too.
-        """
-        return self.stepper is not None and self.stepper[0] == get_ident() and self.stepper[1].is_running
-
+    @whole
     def open(self, coded: Coded) -> Tensor:
         """Return the FP32 value of a state tensor. Until the next `encode`, the codes are stale."""
         with self._lock:
@@ -291,7 +290,7 @@ class Coder:
                     self._hand_out(coded, value, is_lent=True)
 
     def _hand_out(self, coded: Coded, value: Tensor, is_lent: bool) -> None:
-        """List `coded` in `_opened`, then set its value. In the other order Ctrl-C could hide a value from `encode`."""
+        """List `coded` in `_opened`, and set its value."""
         self._opened.append(coded)
         coded.is_lent = is_lent
         coded.value = value
@@ -383,7 +382,7 @@ class Coder:
         """Encode each `Coded.value` that is set, and free it, unless user code references it: then decode into it."""
         with self._lock:
             groups: dict[torch.device, list[Coded]] = {}
-            for coded in dict.fromkeys(self._opened):  # after Ctrl-C in `_hand_out` one may be listed twice
+            for coded in self._opened:
                 if coded.value is not None:
                     groups.setdefault(coded.value.device, []).append(coded)
             for group in groups.values():

@@ -186,14 +186,14 @@ class InCodes(Strategy):
         stands_in = None if step.given else self.steppable(optimizer, coder)
         try:
             if stands_in is not None:
-                step.optimizer, coder.stepper = stands_in.shell, (get_ident(), step)
+                step.optimizer, coder.stepper = stands_in.shell, get_ident()
             result = _strategy(step).run(step, in_fp32)
         finally:
             step.optimizer, coder.stepper = optimizer, None
             if stands_in is not None:
                 stands_in.give_back_attributes()
             coder.follow()
-        if step.is_running:  # not in gradient release, which steps only some parameters here
+        if step.stash.step is step:  # not in gradient release, which steps only some parameters here
             coder.report(optimizer)
         return result
 

@@ -21,18 +21,18 @@ from amp_patch.model import forward as model_forward
 from amp_patch.model.type_errors import explain_types_in_body
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import fsdp
-from amp_patch.support.blocks import Block, when_left
+from amp_patch.support.interrupts import whole
 from amp_patch.training import observers, slips
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Pending, Stash, body_events
 from amp_patch.training.unscale import unscale
 
 
-class ScaledBackward(Block):
+class ScaledBackward:
     """The context manager that `scale_loss` returns. User code runs the backward pass in its body.
 
-    Nothing here syncs with the device. After an exception anywhere in the block, also at the entry of `__exit__`, the
-    gradients of the body are dropped (`abandon`).
+    Nothing here syncs with the device. After an exception anywhere in the block the gradients of the body are dropped
+    (`abandon`).
 
     Args:
         loss: the loss, floating, any shape.
@@ -70,7 +70,6 @@ class ScaledBackward(Block):
         self._had_grad: tuple[list[Tensor], Sequence[int]] | None = None
         self._announced = False  # whether observers were notified of `body_begins`, and not of `body_ends` yet
         self._casts: regions.region | None = None
-        self._exit_watch: Any = None
         # If the loss is scaled, hooks append the gradients of the loss, and of the scaled loss, to these two lists. At
         # the exit they show which of the two losses the body's backward passes went through.
         self._of_loss: list[Tensor] = []
@@ -85,16 +84,24 @@ class ScaledBackward(Block):
             "optimizer) as scaled_loss: scaled_loss.backward()`"
         )
 
+    @whole
     def __enter__(self) -> Tensor:
         if self.loss is None:
             raise RuntimeError("scale_loss: this context manager was entered before; call scale_loss for each backward")
-        self._exit_watch = when_left(self, lambda _: self.close())
+        try:
+            return self._enter()
+        except BaseException:
+            self.close()
+            raise
+
+    def _enter(self) -> Tensor:
         self.now = Pending(self.scaler)
         self.scale, self.checking = self.now.scale, self.now.checking
         self.begin()
         self._casts = regions.process_wide_region(self.stashes[0].policy)
         self._casts.__enter__()
         loss, self.loss = self.loss, None  # without this, `self` would keep the graph of the loss alive
+        assert loss is not None
         observers.tell("loss_scaled", self, loss)
         if self.now.scaling:
             scaled = (loss if loss.dtype is torch.float64 else loss.float()) * self.scale
@@ -105,13 +112,14 @@ class ScaledBackward(Block):
                 first = self.stashes[0].bodies == 1
                 if first and all(stash.bodies == 1 and not stash.neighbours.sharded for stash in self.stashes):
                     self._others = slips.OtherBackwards()
-                    self._hooks.append(self._others)  # before `watch`: `close` removes hooks even after an interrupt
+                    self._hooks.append(self._others)
                     self._others.watch(scaled, self.params())
         else:
             scaled = loss.float() if loss.dtype in LOW_PRECISION else loss
         self._returned = weakref.ref(scaled)
         return scaled
 
+    @whole
     def __exit__(self, raised: Any = None, error: Any = None, *_: Any) -> None:
         try:
             self._leave_casts()
@@ -279,15 +287,12 @@ class ScaledBackward(Block):
             del stash.backward.aside[id(aside.param)]
 
     def close(self) -> None:
-        """End the body. If neither `delay` nor `finish` has handled its gradients, abandon it.
-
-        If an exception interrupts this method, a second call does the rest.
-        """
+        """End the body. If neither `delay` nor `finish` has handled its gradients, abandon it."""
         try:
             self._close()
         finally:
             if self._announced:
-                self._announced = self.begun
+                self._announced = False
                 observers.tell("body_ends", self)
 
     def _leave_casts(self) -> None:
@@ -296,10 +301,10 @@ class ScaledBackward(Block):
             self._casts = None
 
     def _close(self) -> None:
-        if self._casts is not None:
-            self._leave_casts()
+        self._leave_casts()
         if not self.begun:
             return
+        self.begun = False
         while self._hooks:
             self._hooks.pop().remove()
         self._of_loss.clear()
@@ -313,7 +318,6 @@ class ScaledBackward(Block):
             own.body, own.ended = None, body_events.count
             stash.route_grads()
         self.release_other_gradients()
-        self.begun, self._exit_watch = False, None
 
     def note_models(self, stash: Stash) -> None:
         """Store how often `zero_grad()` of this optimizer's models was called, for `forget_cleared`."""

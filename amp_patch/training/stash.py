@@ -241,7 +241,7 @@ class Stash:
     wrapped: bool = False
     two_passes: bool = False
     backward: BackwardState = field(default_factory=BackwardState)
-    step: Any = field(default=None, compare=False)
+    step: object = field(default=None, compare=False)
     fp32_state: list[Tensor] = field(default_factory=list, compare=False)
     neighbours: Neighbours = field(default_factory=Neighbours)
 

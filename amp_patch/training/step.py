@@ -20,9 +20,9 @@ from amp_patch.casts import state as casts_state
 from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.masters.masters import Claim, LinkList, has_gradient, materialize, publish, publish_written, settle
 from amp_patch.support import device_sync
-from amp_patch.support.blocks import Block, when_left
 from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.support.generated_class import Generated, base_class
+from amp_patch.support.interrupts import whole
 from amp_patch.support.patches import Installation, cell_of, is_untouched
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import joints, observers, overflow
@@ -83,14 +83,15 @@ class Whole(Strategy):
 WHOLE = Whole()
 
 
-class Step(Block):
+class Step:
     """One step of one optimizer, between users' pre-hooks and post-hooks: a context manager around a call of `run`.
 
     The entry decides whether the step is skipped, and `run` makes it. The exit rounds the masters in `unpublished` into
     their weights, and clears the gradients of the step.
 
     If an exception ends the block, the exit rounds the masters that the step has written by then, and clears the
-    gradients if there are any such masters. Otherwise weights, masters and gradients stay as they were.
+    gradients if there are any such masters. Otherwise weights, masters and gradients stay as they were. Ctrl-C waits
+    for the end of the entry, of `run` and of the exit.
 
     Args:
         optimizer: the innermost optimizer.
@@ -115,23 +116,25 @@ class Step(Block):
         self.skipped = self.writes = self.stepped = False
         self.overflow: torch.Tensor | None = None
         self.unpublished: LinkList | None = None
-        self._made = self._is_consumed = self._may_skip = False
+        self._made = self._may_skip = False
         self._no_casts: regions.region | None = None
-        self._exit_watch: Any = None
         self._claim: Claim | None = Claim()
         self._claim.links, self._claim.thread = self.links, get_ident()
         with Claim.lock:
             Claim.running.add(self._claim)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the block was entered and has not ended."""
-        return self.stash.step is self
-
+    @whole
     def __enter__(self) -> Step:
+        self.stash.step = self
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _begin(self) -> None:
         optimizer, stash = self.optimizer, self.stash
-        self._exit_watch = when_left(self, lambda _: self._leave_for_good())
-        stash.step = self
         if stash.backward.body is not None or stash.backward.other_open_bodies:
             _refuse_in_body(optimizer, stash)
         if self.args or self.kwargs:
@@ -153,8 +156,8 @@ class Step(Block):
         if casts_state.current() is not None:  # casts must not change the optimizer's own arithmetic
             self._no_casts = regions.region(None)
             self._no_casts.__enter__()
-        return self
 
+    @whole
     def run(self, strategy: Strategy, plain: Plain) -> Any:
         """Make the step with `strategy`, unless the step is skipped; return the result of `step`."""
         if self.skipped:
@@ -165,46 +168,31 @@ class Step(Block):
         self._made = True
         return result
 
+    @whole
     def __exit__(self, *raised: Any) -> None:
-        self.leave()
-
-    def leave(self) -> None:
-        """End the step. If an exception interrupts this method, a second call does what the first has left."""
         stash, optimizer = self.stash, self.optimizer
-        if stash.step is not self:
-            return
-        if self._no_casts is not None:
-            self._no_casts.__exit__(None, None, None)
-            self._no_casts = None
-        if self._made or self.skipped:
-            self._finish()
-        elif self.writes:
-            self.stepped = self.stepped or bool(self.links.versions.written())
-            publish_written(self.links)
-            if self.stepped and not self._is_consumed:
-                consume(stash)
-                self._is_consumed = True
-        if self.overflow is not None:
-            vars(optimizer).pop("grad_scale", None)
-            vars(optimizer).pop("found_inf", None)
-        stash.step = self._exit_watch = self._claim = None
-
-    def _leave_for_good(self) -> None:
-        """Call `leave`, and clear `stash.step` even if that raises: while it is set, no later step is checked."""
         try:
-            self.leave()
+            if self._no_casts is not None:
+                self._no_casts.__exit__()
+            if self._made or self.skipped:
+                self._finish()
+            elif self.writes:
+                is_stepped = self.stepped or bool(self.links.versions.written())
+                publish_written(self.links)
+                if is_stepped:
+                    consume(stash)
         finally:
-            if self.stash.step is self:
-                self.stash.step = None
+            if self.overflow is not None:
+                vars(optimizer).pop("grad_scale", None)
+                vars(optimizer).pop("found_inf", None)
+            stash.step = self._claim = None
 
     def _finish(self) -> None:
         stash = self.stash
-        if self._made and self._may_skip and self.overflow is None and not self._is_consumed:
+        if self._made and self._may_skip and self.overflow is None:
             overflow.note_stepped(self.optimizer, stash)
         casts_state.drop_cache()  # casts may be stale: fully_shard gathers new values under the old version
-        if not self._is_consumed:
-            consume(stash)
-            self._is_consumed = True
+        consume(stash)
         if self._made and self.unpublished is not None:
             publish(self.unpublished)  # if the device has skipped the step, this writes the same values again
         if self._made and not stash.neighbours.has_stepped and not device_sync.is_capturing():
@@ -362,6 +350,7 @@ def _around(whole: Plain, optimizer: Any, stash: Stash, args: tuple[Any, ...], k
     return result
 
 
+@whole
 def prepare(optimizer: Any, stash: Stash, args: Any, kwargs: Any) -> None:
     """Check that a step is possible, and unscale gradients of delayed exits, before users' pre-hooks run; no sync.
 

@@ -46,7 +46,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     stash = stash_of(optimizer)
     if stash is None or not stash.enabled:
         return None
-    if stash.step is not None and thread_state.is_running(stash.step.frame):
+    if isinstance(stash.step, _HookedStep) and thread_state.is_running(stash.step.frame):
         stash.step.depth += 1
         return None
     step = stash.step = _HookedStep(sys._getframe(1))
@@ -69,9 +69,8 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
 @not_traced
 def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
     stash: Stash | None = stash_of(optimizer)
-    if stash is None or stash.step is None:
+    if stash is None or not isinstance(step := stash.step, _HookedStep):
         return
-    step = stash.step
     step.depth -= 1
     if step.depth > 0:
         return

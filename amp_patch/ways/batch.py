@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from operator import itemgetter
 from typing import Any
 
@@ -22,15 +21,6 @@ class NotKnown(Exception):
     """The error for a setting or state that the kernels do not support: the optimizer's own code makes the step."""
 
 
-class BatchState(Enum):
-    """Who steps a batch, and whether it is stepped: an interrupted step goes on from here."""
-
-    NEW = auto()
-    STEPPED = auto()  # a kernel has written masters and weights
-    REFUSED = auto()  # the kernel does not support it, and has written nothing
-    LEFT = auto()  # the optimizer's own code steps it
-
-
 @dataclass
 class Batch:
     """Parameters of one group that one kernel call steps. Their gradients have one dtype; all or none are scaled.
@@ -44,7 +34,6 @@ class Batch:
         first_run: whether the momentum buffers do not exist yet.
         stepped: the tensors that the kernel writes for the masters (`kernel_tensors`).
         seed, draws, starts: the arguments of stochastic rounding, if `stepped` are BF16 weights.
-        version: the version counter of `stepped[0]` before the step.
     """
 
     group: Group
@@ -57,15 +46,12 @@ class Batch:
     seed: int = 0
     draws: Sequence[int] = ()
     starts: Sequence[int] = ()
-    version: int = -1
-    state: BatchState = BatchState.NEW
 
     getter = itemgetter  # getter(name)(state of a master) -> the tensor that the kernel takes
 
     def ready(self) -> Batch:
         """Set `stepped`, `version` and the arguments of stochastic rounding, when the batch is complete; return it."""
         self.stepped, self.seed, self.draws, self.starts = kernel_tensors(self.masters)
-        self.version = self.stepped[0]._version
         return self
 
     def made(self, optimizer: Any, name: str) -> list[Tensor]:
@@ -85,13 +71,3 @@ class Batch:
         low = None if self.draws else self.weights or None
         chance = {"seed": self.seed, "draws": self.draws, "starts": self.starts}
         return {"low": low, "factors": self.factors, **chance}
-
-    @property
-    def is_stepped(self) -> bool:
-        """Return whether a kernel has written the masters.
-
-        If an exception came after the write and before `state` was set, the changed version counter shows it.
-        """
-        if self.state is not BatchState.NEW:
-            return self.state is BatchState.STEPPED
-        return self.stepped[0]._version != self.version

@@ -36,6 +36,7 @@ from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.distributed import is_dtensor, is_zero
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.interrupts import whole
 from amp_patch.support.patches import is_untouched
 from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import Plain, Step, Strategy, plain_step, suiting, trusted_steps
@@ -211,6 +212,7 @@ class _Release(Strategy):
             written.write_back(optimizer)
         return result
 
+    @whole
     def _gradient_is_whole(self, param: Tensor) -> None:
         """Queue `param`, whose gradient autograd has just completed; step the queue if it has `TOGETHER` elements."""
         optimizer = self._optimizer()
@@ -232,6 +234,7 @@ class _Release(Strategy):
             self._task = task
             Variable._execution_engine.queue_callback(self._step_ready)
 
+    @whole
     def _step_ready(self) -> None:
         optimizer = self._optimizer()
         stash = None if optimizer is None else stash_of(optimizer)

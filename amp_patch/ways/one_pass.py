@@ -35,7 +35,7 @@ from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import is_untouched
 from amp_patch.training.stash import Stash
 from amp_patch.training.step import WHOLE, Plain, Step, Strategy
-from amp_patch.ways.batch import Batch, BatchState, Group, NotKnown
+from amp_patch.ways.batch import Batch, Group, NotKnown
 from amp_patch.ways.partial_step import PartialStep
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -111,10 +111,11 @@ def _sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
             found_inf=found_inf,
             **batch.settings,
         )
-    finally:
-        if batch.first_run and not batch.is_stepped:
+    except BaseException:  # the kernel has written nothing
+        if batch.first_run:
             for master in batch.masters:
                 optimizer.state[master].pop("momentum_buffer", None)
+        raise
 
 
 def _fused_sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
@@ -237,27 +238,21 @@ class InOnePass(Strategy):
             WHOLE.run(step, plain)
             return
         step.writes = True
-        counted = counts(optimizer) if batches else []
-        try:
-            _step_all(step, batches, counted, plain)
-        except BaseException:
-            is_left = any(batch.state is BatchState.LEFT for batch in batches)
-            if any(batch.is_stepped for batch in batches) and not is_left:
-                _step_all(step, batches, counted, plain)  # step the rest too: Ctrl-C must not leave half a step
-            raise
+        _step_all(step, batches, counts(optimizer) if batches else [], plain)
 
 
 IN_ONE_PASS = InOnePass()
 
 
 def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain) -> None:
-    """Step the batches that are not stepped yet: by kernels, or by the class's code if the kernels refuse a batch."""
+    """Step the batches: by kernels, or by the optimizer's own code if the kernels refuse a batch."""
     optimizer, links = step.optimizer, step.links
     masters = (master for batch in batches for master in batch.masters)
     left = without_materialized(masters, partial(_run_kernels, step, batches))
     others = None
     if left or sum([len(batch.weights) for batch in batches]) < len(links.params):
-        others = links.without({id(m) for b in batches if b.is_stepped and b.weights for m in b.masters})
+        refused = set(map(id, left))
+        others = links.without({id(m) for b in batches if b.weights and id(b) not in refused for m in b.masters})
         settle(others)
     if not left:
         for group, count in zip(optimizer.param_groups, counted, strict=False):
@@ -272,33 +267,26 @@ def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain
 
 def done(step: Step, left: LinkList | None = None) -> None:
     """Record that the step is made, and that all weights except those of `left` are in sync with their masters."""
-    # Set `stepped` first: after Ctrl-C inside `save` the version counters no longer show that the step is made.
     step.stepped = True
     links = step.links if left is None else step.links.without(set(map(id, left.masters)))
     links.versions.save()
 
 
 def _run_kernels(step: Step, batches: list[Batch]) -> list[Batch]:
-    """Run the kernels on batches not stepped yet. Return the refused batches, whose tensors are unchanged."""
+    """Run the kernels. Return the batches that they refuse, before the first write."""
     optimizer, flag = step.optimizer, step.overflow
     kernel, left = kernel_of(optimizer), []
     for batch in batches:
-        if batch.state is not BatchState.REFUSED and not batch.is_stepped:
-            try:
-                if kernel is None or not _is_ordinary(optimizer, batch.group, flag):
-                    raise NotKnown
-                with torch._C.DisableTorchFunctionSubclass():  # kernels read no values of closed masters, only metadata
-                    kernel(optimizer, batch, None if flag is None else flag.to(batch.grads[0].device))
-            except (NotKnown, TypeError, ValueError):
-                if batch.is_stepped:  # no refusal: a kernel refuses before its first write
-                    raise
-                batch.state = BatchState.REFUSED
-        if batch.state is BatchState.REFUSED:
+        try:
+            if kernel is None or not _is_ordinary(optimizer, batch.group, flag):
+                raise NotKnown
+            with torch._C.DisableTorchFunctionSubclass():  # kernels read no values of closed masters, only metadata
+                kernel(optimizer, batch, None if flag is None else flag.to(batch.grads[0].device))
+        except (NotKnown, TypeError, ValueError):
             left.append(batch)
-        else:
-            if batch.draws and batch.state is BatchState.NEW:
-                note_stepped(batch.masters)
-            batch.state = BatchState.STEPPED
+            continue
+        if batch.draws:
+            note_stepped(batch.masters)
     return left
 
 
@@ -375,7 +363,6 @@ def _step_with_torch(optimizer: Any, batches: list[Batch], plain: Plain) -> None
     chunks = ((group, [b.masters for b in batches if b.group is group]) for group in optimizer.param_groups)
     partial = PartialStep(optimizer, [(group, list(chain(*masters))) for group, masters in chunks], at_once=True)
     for batch in batches:
-        batch.state = BatchState.LEFT
         materialize(batch.masters)
     try:
         plain(partial.shell)

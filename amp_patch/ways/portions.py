@@ -5,7 +5,7 @@ reads them from main memory. A portion fits in the cache, so unscaling, all pass
 
 The optimizer's own code is not modified. It runs on a second object (`PartialStep`) with the optimizer's state, and one
 group with the same settings and fewer parameters. Groups and gradients of the optimizer are not touched, so an
-exception needs no restore. For portions stepped before the exception, `Step.leave` copies the masters back to the
+exception needs no restore. For portions stepped before the exception, the exit of `Step` copies the masters back to the
 weights and clears the gradients.
 
 Portions give the same numbers only if the class steps each parameter independently. This may change with a release of

@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
+from interrupts import send, sent_again_by_the_test
 from torch import Tensor, nn
 from training import iterate
 
@@ -125,16 +127,15 @@ def interrupt(place: int, call: Callable[[], Any]) -> int:
             count += 1
             if count > place:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                send()
         return trace
 
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
+    with suppress(KeyboardInterrupt), sent_again_by_the_test():
+        sys.settrace(trace)
+        try:
+            call()
+        finally:
+            sys.settrace(None)
     return count
 
 

@@ -1,8 +1,10 @@
-"""Exceptions at the n-th call of an iteration, and the state that must be restored after them."""
+"""Ctrl-C at the n-th call of an iteration, and the state that must be restored after it."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -15,6 +17,8 @@ from amp_patch import amp
 from amp_patch.casts import state as casts_state
 from amp_patch.casts import thread_state
 from amp_patch.model import state as model_state
+from amp_patch.support import interrupts
+from amp_patch.support.interrupts import WholeFirst
 
 INPUTS = {
     "first": torch.tensor([[1.0, 2.0, 0.0], [3.0, -1.0, 1.0]]),
@@ -28,46 +32,76 @@ TARGETS = {
 }
 
 
-class Raise:
-    """Calls a function and raises `error` at its `at`-th call of a Python function, whoever's that is.
+class Interrupt:
+    """Calls a function, and sends SIGINT at its `at`-th call of a Python function, whoever's that is.
 
     "call" is where CPython notices a signal on entry; "c_return", the other event, where it does after a call into C.
-    Of several such moments one raises: a second Ctrl-C within the cleaning up of the first is not promised anything.
+    While it waits for the end of a function of ours, it is sent again at each of these moments, not after a time.
 
     Meanwhile the garbage collector rests. It would close what earlier interrupts left behind at calls that are counted;
     and CPython 3.11, where one of these raises, goes on to call a profile function that it has freed.
     """
 
-    def __init__(self, at: int = 0, error: type[BaseException] = KeyboardInterrupt, event: str = "call") -> None:
-        self.at, self.error, self.event = at, error, event
+    def __init__(self, at: int = 0, event: str = "call") -> None:
+        self.at, self.event = at, event
         self.count = 0
-        self.place: tuple[CodeType, ...] = ()  # where it raised, innermost first
+        self.first: tuple[CodeType, ...] = ()  # where the signal came first, innermost first
+        self.place: tuple[CodeType, ...] = ()  # where it raised
         self.raised: BaseException | None = None
 
-    def __call__(self, run: Callable[[], Any]) -> Raise:
+    def __call__(self, run: Callable[[], Any]) -> Interrupt:
         unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None  # what a generator's end swallows
         collects = gc.isenabled()
         gc.disable()
         try:
-            sys.setprofile(self._look)
-            run()
-        except self.error as raised:
+            with sent_again_by_the_test():
+                try:
+                    sys.setprofile(self._look)
+                    run()
+                finally:
+                    sys.setprofile(None)
+        except KeyboardInterrupt as raised:
             self.raised = raised
         finally:
-            sys.setprofile(None)
             sys.unraisablehook = unraisable
             if collects:
                 gc.enable()
-        assert self.raised is None or str(self.raised) == "here", self.raised
         return self
 
     def _look(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != self.event or frame.f_code is Raise.__call__.__code__:
+        if event != self.event or frame.f_code is Interrupt.__call__.__code__:
             return
         self.count += 1
-        if self.count == self.at:
+        if self.at and self.count >= self.at and (self.count == self.at or is_waiting()):
             self.place = tuple(frame.f_code for frame in _outwards(frame))
-            raise self.error("here")
+            self.first = self.first or self.place
+            send()
+
+
+def is_waiting() -> bool:
+    """Whether a SIGINT waits for the end of a function of ours."""
+    handler = signal.getsignal(signal.SIGINT)
+    return isinstance(handler, WholeFirst) and handler.is_waiting
+
+
+def send() -> None:
+    """Send SIGINT, or the one that waits again."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, WholeFirst):
+        handler.is_again = handler.is_waiting
+    signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def sent_again_by_the_test() -> Iterator[None]:
+    """`send` alone sends a waiting signal again, and none waits afterwards."""
+    own, interrupts.start_new_thread = interrupts.start_new_thread, lambda *_: None
+    try:
+        yield
+    finally:
+        interrupts.start_new_thread = own
+        if is_waiting():
+            send()
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import training
 from cast_models import CAST, MASTERED, start_kind, values
-from interrupts import Raise
+from interrupts import Interrupt
 from torch import nn
 from training import DUPLICATES, LEVELS, SGD, convnet, images, linear, masters_of
 
@@ -171,9 +171,9 @@ def test_an_interrupt_at_any_call_leaves_the_copy_whole(event):
     inputs = torch.ones(1, 1)
     with torch.no_grad():
         expected, before = average(inputs), list(average.parameters())
-        calls = Raise(event=event)(lambda: average(inputs)).count
+        calls = Interrupt(event=event)(lambda: average(inputs)).count
         for at in range(1, calls + 1):
-            Raise(at, event=event)(lambda: average(inputs))
+            Interrupt(at, event)(lambda: average(inputs))
             assert all(mine is known for mine, known in zip(average.parameters(), before, strict=True)), at
             assert torch.equal(average(inputs), expected)
     assert calls > 20

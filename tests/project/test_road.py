@@ -14,13 +14,13 @@ from amp_patch import multi_tensor
 
 # (calls, files). Lower them whenever the road gets shorter; to raise one is to make every user's step longer.
 CEILINGS = {
-    "O1": (155, 25),
-    "O2": (198, 28),
-    "O4": (135, 22),
-    "O5": (177, 26),
-    "O5, split": (189, 27),
-    "GAN, O1": (727, 26),
-    "GAN, O2": (732, 33),
+    "O1": (146, 23),
+    "O2": (191, 28),
+    "O4": (124, 19),
+    "O5": (170, 26),
+    "O5, split": (176, 27),
+    "GAN, O1": (694, 24),
+    "GAN, O2": (700, 33),
 }
 
 

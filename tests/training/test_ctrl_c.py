@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import Raise, Training, surroundings
+from interrupts import Interrupt, Training, surroundings
 from torch import Tensor
 
 from amp_patch import amp
@@ -17,30 +17,28 @@ from amp_patch.apex.amp.opt import OptimWrapper
 from amp_patch.training.scaled_backward import ScaledBackward
 
 
-def entry_of(function: Callable[..., Any], run: Callable[[], Any]) -> int:
-    """At which call within `run` the function is called first."""
+def interrupt_at(function: Callable[..., Any], run: Callable[[], Any]) -> Interrupt:
+    """`run`, with Ctrl-C at its first call of the function."""
     seen: list[int] = []
 
-    class Looks(Raise):
+    class Looks(Interrupt):
         def _look(self, frame: FrameType, event: str, argument: Any) -> None:
             super()._look(frame, event, argument)
             if event == "call" and frame.f_code is function.__code__:
                 seen.append(self.count)
 
     Looks()(run)
-    return seen[0]
+    interrupted = Interrupt(seen[0])(run)
+    assert interrupted.first[0] is function.__code__
+    assert interrupted.raised is not None
+    return interrupted
 
 
-@pytest.mark.parametrize("keeps_the_traceback", [False, True])
-def test_ctrl_c_as_scale_loss_closes(keeps_the_traceback):
+def test_ctrl_c_as_scale_loss_closes():
     training, before = Training("O2", cpu_half="emulate"), surroundings()
     for _ in range(2):  # the first two iterations import modules, and remove hooks that look for slips
         training.iteration("first")
-    at = entry_of(ScaledBackward.close, lambda: training.iteration("first"))
-    raised = Raise(at)(lambda: training.iteration("second"))
-    assert raised.place[0] is ScaledBackward.close.__code__
-    if not keeps_the_traceback:  # as a notebook does
-        raised.raised = None
+    _held = interrupt_at(ScaledBackward.__exit__, lambda: training.iteration("first"))
     assert surroundings() == before
     training.iteration("second")
 
@@ -62,26 +60,20 @@ def test_ctrl_c_as_what_apex_has_around_scale_loss_closes(around, monkeypatch):
 
     for _ in range(2):  # a first backward leaves its gradients in low precision, a second adds to them
         run()
-    leave = type(scaling(training.loss("first"))).__exit__
-    raised = Raise(entry_of(leave, run))(run)
-    assert raised.place[0] is leave.__code__
+    _held = interrupt_at(type(scaling(training.loss("first"))).__exit__, run)
     assert surroundings() == before
     training.iteration("second")  # while the traceback is there
 
 
-@pytest.mark.parametrize("keeps_the_traceback", [False, True])
-def test_ctrl_c_at_the_exit_of_a_region_of_the_user(wrappers, keeps_the_traceback):
+def test_ctrl_c_at_the_exit_of_a_region_of_the_user(wrappers):
     region, before = amp.autocast("cpu", torch.float16), surroundings()
 
     def run() -> None:
         with region:
             torch.ones(2, 2) @ torch.ones(2, 2)
+        surroundings()  # calls at which the signal comes again
 
     run()
-    at = entry_of(type(region).leave_block, run)
-    raised = Raise(at)(run)
-    assert raised.place[0] is type(region).leave_block.__code__
-    if not keeps_the_traceback:
-        raised.raised = None
+    _held = interrupt_at(type(region).__exit__, run)
     assert surroundings() == before
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32

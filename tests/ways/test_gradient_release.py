@@ -9,7 +9,7 @@ from typing import Any
 import benchmark_scripts
 import pytest
 import torch
-from interrupts import Raise
+from interrupts import Interrupt
 from released import LEVELS, MAKERS, OPTIM, numbers, start, twice_checkpointed
 from split_masters import loss_of, net
 from torch import Tensor, nn
@@ -284,7 +284,7 @@ def test_an_interrupt_at_any_call_of_a_backward_leaves_each_parameter_stepped_or
         backward(loss_of(model, 0), optimizer)
         optimizer.step()
         before = found(model, optimizer)
-        raised = Raise(at)(lambda: backward(loss_of(model, 1), optimizer))
+        raised = Interrupt(at)(lambda: backward(loss_of(model, 1), optimizer))
         model(torch.ones(1, 16))  # a step whose end was cut off is published
         after = found(model, optimizer)
         amp.restore()
