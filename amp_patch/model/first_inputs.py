@@ -20,6 +20,7 @@ from amp_patch.model.tables import warn_of_tables
 from amp_patch.policy import Policy
 from amp_patch.support.device_sync import is_capturing
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.interrupts import whole
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.support.tree import map_tensors, tensors
 
@@ -32,6 +33,7 @@ _IMAGE_DIMS = 4  # whole numbers in so many dimensions are pixel values, which r
 _SAME_WEIGHTS = {"O2": "O1", "O3": "O1", "O5": "O4", "O7": "O6"}  # levels that cast no inputs of the model
 
 
+@whole  # without this, Ctrl-C at an exit of torch's `no_grad` would leave gradients off
 def look(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], own: ModelState) -> None:
     """Look at the inputs of a call of `model`, one of the first three in training mode or of the first three in eval.
 

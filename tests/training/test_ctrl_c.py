@@ -36,7 +36,7 @@ def interrupt_at(function: Callable[..., Any], run: Callable[[], Any]) -> Interr
 
 def test_ctrl_c_as_scale_loss_closes():
     training, before = Training("O2", cpu_half="emulate"), surroundings()
-    for _ in range(2):  # the first two iterations import modules, and remove hooks that look for slips
+    for _ in range(3):  # the first three iterations import modules, look at inputs, and remove hooks that find slips
         training.iteration("first")
     _held = interrupt_at(ScaledBackward.__exit__, lambda: training.iteration("first"))
     assert surroundings() == before
