@@ -150,7 +150,7 @@ class HalfGradients:
         return found_inf
 
     def norm_of_each(self) -> Tensor:
-        """Return the 2-norm of each gradient times the first factor, if there is one: FP32, on the device; no sync."""
+        """Return the 2-norms of `grads` times the first factor, if there is one: FP32, shape [len(grads)]; no sync."""
         self.clipped = True
         if self.norms is not None and len(self.factors) == self._factors_of_norms:
             return self.norms

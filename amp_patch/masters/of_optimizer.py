@@ -312,7 +312,7 @@ class Masters:
         return part.master
 
     def exchange(self, optimizer: Any, *, shards: bool) -> None:
-        """Replace DTensors in the groups by the masters of their local shards; if `shards`, the reverse; in place."""
+        """Replace DTensors in the groups by their local shards' masters; if `shards`, masters by DTensors; in place."""
         pairs = [(part.shard, part.master) for part in self.parts.values()]
         instead = {id(master): shard for shard, master in pairs} if shards else {id(s): master for s, master in pairs}
         for group in optimizer.param_groups:

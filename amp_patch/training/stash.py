@@ -48,9 +48,9 @@ class Pending:
         self.held_back = self.local = False
 
     def inverse(self) -> Number | None:
-        """Return the factor that unscales the gradients, FP32, shape [].
+        """Return the factor that unscales the gradients: FP32, shape [], if the loss is scaled.
 
-        1.0 if they are not scaled, but checked for overflow. None if they are not checked either.
+        If the loss is not scaled, return 1.0 if gradients are checked for overflow, else None.
         """
         if self.scaling:
             return inverse_of(self.scale)
@@ -156,10 +156,10 @@ class Siblings(list[weakref.ref[Any]]):
 
 @dataclass
 class Neighbours(OfThisProcess):
-    """The objects around an optimizer, and tables of its parameters by their id.
+    """References from an optimizer to other objects of its training, and tables of its parameters by their id.
 
-    References to optimizers, models, modules and wrappers are weak. A copy of the stash gets new neighbours. Only
-    `siblings` and `unowned` are copied with it.
+    References to optimizers, models, modules and wrappers are weak. A copy or a pickle of the stash gets a new object
+    of this class, which has only `siblings` and `unowned` from the original.
 
     Attributes:
         owner: the optimizer itself.
@@ -225,7 +225,7 @@ class Stash:
         backward: the state of the running iteration's backward passes.
         step: the running `Step`, at O0 the `_HookedStep` of `untouched.py`; None between steps.
         fp32_state: the models' parameters whose state stays FP32 where the optimizer's state is in eight bits.
-        neighbours: the objects around the optimizer.
+        neighbours: references to models, sibling optimizers, wrappers and hooks, and tables by id (see `Neighbours`).
     """
 
     policy: Policy
@@ -327,7 +327,7 @@ class Stash:
         self.route_grads()
 
     def route_grads(self) -> None:
-        """Route reads of `param.grad` to the masters' gradients, if those are gathered and no gradient is scaled."""
+        """Set whether `param.grad` is the scaled gradient, the master's, or the last step's: the fields of `GradRoute`."""
         scaled = self.pending is not None or self.backward.body is not None
         for route in self.masters.routes:
             route.to_masters, route.scaled = self.gathered and not scaled, scaled
@@ -340,9 +340,9 @@ class Stash:
             self.backward.aside = {key: aside for key, aside in taken.items() if key in there}
 
     def clear_found(self) -> None:
-        """Clear `found`: the gradients that overflowed were cleared, so the next step is not skipped because of them.
+        """Clear `found`, because the gradients were cleared: the next step is not skipped for an overflow in them.
 
-        With `two_passes` overflows are not forgotten, because the first pass has moved the weights by these gradients.
+        If `two_passes`, leave `found` as it is: the first pass has moved the weights by the gradients that overflowed.
         """
         if not self.two_passes:
             self.found.clear()
