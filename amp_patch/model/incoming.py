@@ -96,7 +96,12 @@ def has_widened(model: nn.Module) -> bool:
 
 
 def wanted_type(param: Tensor, stays: bool, policy: Policy, *, widened: bool) -> torch.dtype:
-    """Return the type of a floating parameter under `policy`.
+    """Return the type that a floating parameter has in a training under `policy`.
+
+    In a cast model this is the model's type, or FP32 if the parameter stays FP32. In any other model it is FP32, with
+    two exceptions for parameters that were low precision before `initialize`. At O1 and O4 such a parameter keeps its
+    type if it is frozen and does not stay FP32; at O0 it keeps its type unless `widened`. A low-precision shard keeps
+    its type at every level.
 
     Args:
         stays: whether the parameter's module stays FP32.
@@ -118,7 +123,7 @@ def wanted_type(param: Tensor, stays: bool, policy: Policy, *, widened: bool) ->
 
 
 def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
-    """Raise if no training under `policy` is possible with a low-precision or quantized parameter of `model`.
+    """Raise if a low-precision or quantized parameter of `model` rules a training under `policy` out.
 
     If BF16 weights become FP16, this reads their values, which syncs.
     """

@@ -74,8 +74,8 @@ def check_methods(models: list[nn.Module], methods: Collection[str]) -> None:
 def check_types(model: nn.Module, policy: Policy, kept: list[nn.Module], *, takes_any: bool) -> None:
     """Raise if a floating parameter of `model` has a type that `initialize` does not take.
 
-    FP64 parameters are taken if they are not cast. FP16 and BF16 ones are taken if `takes_any`; `incoming.check` tests
-    that no value is lost.
+    FP64 parameters are taken if the policy does not cast them. FP16 and BF16 parameters are taken if `takes_any`;
+    `incoming.check` then tests that no value is lost.
     """
     stays = {id(p) for module in kept for p in module.parameters()}
     for name, param in model.named_parameters():
@@ -166,7 +166,7 @@ def cast(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
 
 
 def use_cpu(models: Iterable[nn.Module]) -> bool:
-    """Tell whether any tensor of the models is on a CPU. Models without tensors count, since they may run anywhere."""
+    """Tell whether any tensor of the models is on a CPU. True if they have no tensors, since they may run anywhere."""
     devices = {tensor.device.type for model in models for tensor in (*model.parameters(), *model.buffers())}
     return not devices or "cpu" in devices
 
