@@ -40,7 +40,7 @@ def check(optimizer: Any, stash: Stash) -> None:
 
 
 def _keeps_state(group: dict[str, Any]) -> bool:
-    """Return whether a first step of the group may create state: not the step of SGD without momentum."""
+    """Tell whether the first step of a parameter of `group` may create state. False for SGD without momentum."""
     return "dampening" not in group or group.get("momentum", 0) != 0
 
 

@@ -19,6 +19,8 @@ from amp_patch.supported import reason
 def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module], *_: Any) -> None:
     """Raise ValueError if FSDP gathers a parameter of `models` in another dtype than `policy` wants for it.
 
+    Also raise if `policy` stores masters in a form that is not for shards, or has none in a cast model (O3).
+
     Args:
         kept: the modules that stay FP32.
     """

@@ -258,9 +258,10 @@ def keep_state(optimizer: Any, stash: Stash, kind_of_coder: type[Coder]) -> None
 
 
 def leave_in_fp32(targets: Sequence[Any], params: list[Tensor]) -> None:
-    """Leave the state of these parameters of the models in FP32 in each of a training's optimizers that steps them.
+    """Have the optimizers `targets` leave the state of the models' parameters `params` in FP32.
 
-    An optimizer may get a parameter that none of them holds yet by a later `add_param_group`.
+    Each stash lists the parameters that its optimizer holds, and the parameters that no optimizer holds yet: a later
+    `add_param_group` may add these to any of the optimizers.
     """
     stashes = list(map(known_stash, targets))
     held = [{id(p) for p, _ in s.masters.pairs(o.param_groups)} for o, s in zip(targets, stashes, strict=True)]

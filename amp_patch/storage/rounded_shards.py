@@ -32,7 +32,7 @@ KEY = ("rounded_shards",)  # key of the generated optimizer classes
 def check(optimizer: Any, policy: Policy) -> None:
     """Raise if `policy` asks for stochastic rounding of shards and the (innermost) optimizer is not elementwise.
 
-    Frozen parameters count too, because they may be trained later. With 8-bit state nothing is checked here:
+    Frozen parameters are checked too, because they may be trained later. With 8-bit state nothing is checked here:
     `coded_steps.check` has already made the same check.
     """
     if policy.optimizer_state is None:
@@ -122,7 +122,7 @@ def _gradient(optimizer: Any, stash: Stash, shard: Any) -> Tensor:
 
 
 def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
-    """Defer these BF16 gradients (by master's id) until the step; if gradients cannot be deferred, set FP32 `.grad`."""
+    """Defer the BF16 gradients `grads` (by master's id) until the step, or set FP32 `.grad` if none can be deferred."""
     waiting = stash.masters.waiting
     if waiting is not None and not waiting:
         waiting.hold(grads)
