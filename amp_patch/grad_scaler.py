@@ -365,8 +365,9 @@ class GradScaler(torch.amp.GradScaler):
     def _everywhere(self, found: FoundInf, device: torch.device) -> FoundInf:
         """Return one flag (0 or 1) for all devices, and for all processes of the group: the maximum of `found`.
 
-        Without this, torch's fused Adam would step after overflows on two devices: torch adds up the flags, and Adam
-        skips only if the sum is exactly 1. Processes without gradients take part in the reduction too.
+        With one device and no group, return `found` itself. Without this function, torch's fused Adam would step after
+        overflows on two devices: torch adds up the flags, and Adam skips only if the sum is exactly 1. Processes
+        without gradients take part in the reduction too.
         """
         if self._process_group is None and len(found) < 2:
             return found
@@ -384,7 +385,7 @@ _scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # every enabled scale
 def _has_scaled_loss_of(params: Sequence[Tensor]) -> bool:
     """Tell whether a scaler that has not unscaled or stepped any optimizer has scaled a loss of these parameters.
 
-    A loss that was freed counts as a loss of these parameters.
+    If a loss was freed, its parameters are unknown, and the result is True.
     """
     waiting = [vars(scaler) for scaler in list(_scalers)]
     losses = [of["_loss"] for of in waiting if of["_has_scaled"] and not of["_has_served"] and of["_loss"] is not None]

@@ -40,7 +40,7 @@ from amp_patch.support.patches import Installation, Patches
 # ---------------------------------------------------------------------------------------------------------------------
 # Arithmetic of this CPU
 
-# Linux's names for CPU features with arithmetic of a type. A feature that only converts (f16c) does not count.
+# Linux's names for CPU features with arithmetic of a type. Features that only convert (f16c) are not in the table.
 _FLAGS = {
     torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},

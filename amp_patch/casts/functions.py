@@ -1,4 +1,8 @@
-"""Casts for functions that users write: decorators, registered names, and torch.autograd.Function classes."""
+"""Casts for functions that users write: decorators, registered names, and torch.autograd.Function classes.
+
+The casts of torch's own functions, such as `F.linear`, are elsewhere: oplists.py has the rule of each function,
+rules.py what a rule does, and wrappers.py the wrappers.
+"""
 
 from __future__ import annotations
 

@@ -423,7 +423,7 @@ def _check_places(outs: Mapping[str, Tensors], lists: Mapping[str, Tensors]) -> 
 def _check_apart(outs: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> None:
     """Raise if an output shares memory with another output or with a tensor of `read`. The keys are names of lists."""
 
-    # The number of elements from `data_ptr()` on that belong to `t`. Only the first counts if `t` has gaps.
+    # The number of elements from `data_ptr()` on that certainly belong to `t`: 1 if `t` has gaps.
     def known(t: Tensor) -> int:
         return t.numel() if torch.ops.aten.is_non_overlapping_and_dense(t) else 1
 

@@ -12,7 +12,7 @@ import torch
 
 
 def random_states() -> list[Any]:
-    """Return the states of Python, torch, NumPy (None: not imported) and all GPUs (None: CUDA not initialized)."""
+    """Return the states of the generators of Python, torch, NumPy (None: not imported) and CUDA (None: not used)."""
     numpy: Any = sys.modules.get("numpy")
     of_numpy = None
     if numpy is not None:

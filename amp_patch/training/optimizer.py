@@ -226,8 +226,8 @@ def enter_step(optimizer: Any, stash: Stash) -> None:
 def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     """Undo `enter_training`: gradients, groups, class and stash of `optimizer` are as without amp_patch.
 
-    If `recast_state`, also remove the masters of the parameters, and cast the optimizer's state to the parameters'
-    present dtypes. If it is False, both stay, for the training that the optimizer enters next.
+    If `recast_state`, also remove the parameters' masters, and cast the optimizer's state to the parameters' present
+    dtypes. Otherwise the parameters stay linked to their masters, and the state keeps its dtypes.
     """
     stash = stash_of(optimizer)
     if stash is None:

@@ -73,8 +73,8 @@ def drop_overflowed(optimizer: Any, stash: Stash) -> None:
 def _refuse_in_capture(optimizer: Any, may_skip: bool) -> None:
     """Raise RuntimeError with the way out: during a capture of a CUDA graph the host cannot read an overflow flag.
 
-    `may_skip`: whether the optimizer can skip on the device. If so, it cannot yet in this step, which is the first of a
-    parameter.
+    `may_skip`: whether the optimizer can skip on the device. If so, it only cannot skip this step, because the step is
+    the first of a parameter.
     """
     name = base_class(optimizer).__name__
     if may_skip:

@@ -327,7 +327,7 @@ class Stash:
         self.route_grads()
 
     def route_grads(self) -> None:
-        """Set whether `param.grad` is the scaled gradient, the master's, or the last step's: the fields of `GradRoute`."""
+        """Set which gradient `param.grad` returns (`GradRoute`): the scaled one, the master's, or the last step's."""
         scaled = self.pending is not None or self.backward.body is not None
         for route in self.masters.routes:
             route.to_masters, route.scaled = self.gathered and not scaled, scaled

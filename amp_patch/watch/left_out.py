@@ -37,7 +37,7 @@ _watches = weakref.WeakKeyDictionary[Any, "_Watch"]()
 def watch(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
     """From now on, warn at a step if other code than the optimizers `targets` has written cast weights of `models`.
 
-    The models have just entered `training`, whose optimizers are `targets`. If it casts no weights, do nothing.
+    The models have just entered `training`, whose optimizers are `targets`. If its policy casts no weights, do nothing.
     """
     policy = training.policy
     low, found = policy.cast_model_type, []
