@@ -76,7 +76,7 @@ class NamedLevel(NamedTuple):
         return ", ".join([*told, f"dtype=torch.{dtype}"] if dtype else told)
 
     def policy(self, dtype: torch.dtype | None = None) -> Policy:
-        """Return the level's policy, in `dtype` if the level takes either type.
+        """Return the level's policy: in `dtype` at O1, O2 and O3, which take both types; elsewhere in the level's type.
 
         Raises:
             ValueError: the level does not take the rung.

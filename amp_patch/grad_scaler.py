@@ -436,7 +436,7 @@ def _found(state: dict[str, Any]) -> list[Tensor]:
 
 
 def _first_gradient(optimizer: Any) -> Tensor | None:
-    """Return the first gradient of the optimizer's next step; the parameter's if its master has none yet."""
+    """Return the first gradient for the next step of `optimizer`, a master's or a parameter's; None without any."""
     stash = stash_of(innermost(optimizer))
     groups = innermost(optimizer).param_groups
     if stash is None:

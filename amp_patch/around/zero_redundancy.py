@@ -16,7 +16,11 @@ from amp_patch.supported import reason
 
 
 def check_zero(optimizer: Any, policy: Policy) -> None:
-    """Raise ValueError if a ZeroRedundancyOptimizer steps in backward, or its bucket views contradict `policy`."""
+    """Raise ValueError if a ZeroRedundancyOptimizer cannot train under `policy`; return for any other optimizer.
+
+    It cannot if it steps in backward and the policy unscales or checks gradients; if masters are rounded
+    stochastically; or if its parameters are views into FP32 buckets and masters have no FP32 memory.
+    """
     if not is_zero(optimizer):
         return
     if optimizer._overlap_with_ddp and (policy.checks_gradients or policy.cast_model_type is not None):

@@ -355,7 +355,11 @@ class Graph:
             noted.arguments.clear()
 
     def _total(self, losses: list[Tensor]) -> Tensor:
-        """Return the sum of the losses that called `backward()`, in FP32 or FP64. Raise if one cannot be used."""
+        """Return the sum of the losses that called `backward()`, in FP32 or FP64.
+
+        Raises:
+            RuntimeError: there is no loss, or a loss is no scalar or requires no gradient.
+        """
         if not losses:
             raise RuntimeError(
                 f"{self._name}: the graph has an optimizer, but build calls no loss.backward(); call it there (by the "

@@ -47,7 +47,9 @@ def _forget(param: Tensor) -> None:
 
 
 def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtype], list[Exact]]:
-    """Return (types by name, parameters) of the weights that become FP32 in a copy of `model`; sync them with masters.
+    """Return ({name: type}, [(weight, type, master)]) of the weights that become FP32 in a copy of `model`.
+
+    First sync these weights with their masters.
 
     Args:
         on_demand: whether no optimizer trains the model. If so, its weights stay low precision in a copy, except the

@@ -210,7 +210,7 @@ def buffers_to_widen(models: Iterable[nn.Module], kept: Iterable[nn.Module], pol
 
 
 def widen_buffers(owned: Iterable[Owned]) -> None:
-    """Cast these buffers to FP32, and record their original types; a shared buffer stays shared."""
+    """Cast the buffers `owned` to FP32, and record their original types; a shared buffer stays shared."""
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for module, name in owned:
         buffer = module._buffers[name]

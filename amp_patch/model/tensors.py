@@ -102,7 +102,7 @@ def check_types(model: nn.Module, policy: Policy, kept: list[nn.Module], *, take
 
 
 def check_steps(model: nn.Module, policy: Policy) -> None:
-    """Raise if torch steps parameters in backward, and `policy` needs their gradients later, to unscale or check."""
+    """Raise if an optimizer steps parameters of `model` in backward, before `policy` has their gradients unscaled."""
     if not (policy.checks_gradients or policy.cast_model_type is not None):
         return
     for name, param in model.named_parameters():

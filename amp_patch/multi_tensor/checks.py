@@ -364,7 +364,7 @@ def _is_int64(value: object) -> bool:
 
 
 def _check_halves(halves: TensorList, tensors: Tensors, weights: Tensors) -> None:
-    """Raise if an int16 tensor (a low half) lacks its bfloat16 weight, or a bfloat16 tensor (a weight) has another."""
+    """Raise if an int16 tensor (a low half) has no bfloat16 weight in `weights`, or a bfloat16 tensor has a weight."""
     for i, t in enumerate(tensors):
         if t.dtype == torch.bfloat16 and weights:
             raise TypeError(

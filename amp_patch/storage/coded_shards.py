@@ -53,7 +53,7 @@ class ShardState(CodedState):
         return local(value).detach() if isinstance(value, Tensor) and are_alike(value, self.param) else value
 
     def _whole(self, value: Any) -> Any:
-        """Return `value` as user code reads it: a tensor of the local shard's shape as DTensor, any other value itself."""
+        """Return `value` as user code reads it: as a DTensor if it has the local shard's shape, else `value` itself."""
         if type(value) is not Tensor or value.shape != local(self.param).shape:
             return value
         kind: Any = type(self.param)

@@ -276,7 +276,7 @@ class Coder:
 
     @without_grad
     def open_all(self, states: Iterable[Any]) -> None:
-        """Decode, for a step, every `Coded` of these states whose `value` is not set by an earlier read."""
+        """Decode, for a step, every `Coded` in `states` whose `value` is not set by an earlier read."""
         with self._lock:
             kept = (value for state in states if isinstance(state, CodedState) for value in map(state.kept, state))
             closed = [value for value in kept if type(value) is Coded and value.value is None]
@@ -334,7 +334,7 @@ class Coder:
 
     @without_grad
     def adopt(self, optimizer: Any, params: Iterable[Tensor], *, is_lent: bool) -> None:
-        """Wrap the large FP32 tensors in these parameters' states in `Coded`; the next `encode` encodes them.
+        """Replace the large FP32 tensors in the states of `params` by `Coded` objects; the next `encode` encodes them.
 
         Args:
             is_lent: becomes `Coded.is_lent` of each new `Coded`.

@@ -57,7 +57,7 @@ class Pending:
         return 1.0 if self.checking else None
 
     def has_scale_of(self, scaler: LossScaler) -> bool:
-        """Tell whether `scaler` is certain to have these gradients' scale still, by its counts on the host; no sync."""
+        """Tell whether `scaler` certainly has the scale of these gradients still, by its counts on the host; no sync."""
         moved = scaler.dynamic and self.updates != scaler.updates
         return self.scaler is scaler and not moved and self.edits == scaler.edits
 
@@ -370,7 +370,7 @@ def distinct_pairs(optimizers: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor]]
 
 
 def note_sharing(optimizers: Sequence[Any]) -> None:
-    """Store in each optimizer's stash (`sharing`) which other optimizers of the training hold parameters of it."""
+    """Store in `sharing` of each optimizer's stash the other `optimizers` that hold parameters of that optimizer."""
     held = [
         (optimizer, stash, {id(param) for param, _ in stash.masters.pairs(optimizer.param_groups)})
         for optimizer in optimizers
@@ -382,12 +382,12 @@ def note_sharing(optimizers: Sequence[Any]) -> None:
 
 
 def siblings(stash: Stash) -> list[tuple[Any, Stash]]:
-    """Return (optimizer, stash) for the optimizers that are still in the training, including this one."""
+    """Return (optimizer, stash) for all optimizers that are still in the training, also for the one of `stash`."""
     return _still_in_training(stash.neighbours.siblings)
 
 
 def sharing(stash: Stash) -> list[tuple[Any, Stash]]:
-    """Return (optimizer, stash) for the other optimizers still in the training that hold parameters of this one."""
+    """Return (optimizer, stash) for other optimizers still in the training that share parameters with `stash`'s."""
     return _still_in_training(stash.neighbours.sharing) if stash.neighbours.sharing else []
 
 

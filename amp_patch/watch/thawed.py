@@ -112,10 +112,10 @@ def refuse_thawed(optimizer: Any, stash: Stash) -> None:
 
 
 def watch_unowned(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
-    """Once frozen parameters of `models` that no optimizer holds require a gradient, treat them as unowned.
+    """Treat frozen parameters of `models` that no optimizer holds as unowned, once user code unfreezes them.
 
-    The exit of `scale_loss` then unscales their gradients. A step warns once if it finds such gradients: nothing trains
-    these parameters.
+    The exit of `scale_loss` then unscales the gradients of these parameters. A step warns once if it finds such
+    gradients, because nothing trains the parameters.
 
     Args:
         targets: the optimizers of `training`, which has just been entered.
