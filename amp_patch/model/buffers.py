@@ -106,8 +106,8 @@ def _remember(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -
 def _exact(module: nn.Module, name: str, low: Tensor) -> Tensor:
     """Return the buffer `low` in FP32, with the stored value for each element that nothing has written since the cast.
 
-    Such an element equals the rounded stored value. Version counters cannot tell, because a buffer that is moved to a
-    device, copied, or broadcast by DDP is another tensor with another version.
+    An element that nothing has written equals the rounded stored value. Version counters cannot show writes, because a
+    buffer that is moved to a device, copied, or broadcast by DDP is another tensor with another version.
     """
     kept: Tensor | None = vars(module).get(EXACT, {}).get(name)
     if kept is None or kept.shape != low.shape:

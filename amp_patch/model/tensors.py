@@ -233,7 +233,7 @@ def refuse_changed(model: nn.Module) -> None:
 
 
 def load_masters(model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
-    """Load the values of `state_dict` into the masters of `model`, and replace them by the weights in that dictionary.
+    """Load the values of `state_dict` into the masters of `model`; in `state_dict`, weights then replace these values.
 
     Torch's `load_state_dict` made the dictionary, so it is changed in place. Without the replacement torch would then
     copy the loaded value, rounded to nearest even, over the weight that this function has written. A split master

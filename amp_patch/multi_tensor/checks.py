@@ -84,7 +84,7 @@ def number(name: str, several: bool = False) -> Argument:
 
 
 def floats(*names: str) -> list[Argument]:
-    """Return arguments that are Python floats."""
+    """Return an `Argument` for each of `names`: a Python float, no tensor."""
     return [Argument(name, number=float) for name in names]
 
 

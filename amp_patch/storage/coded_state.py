@@ -327,7 +327,7 @@ class Coder:
 
     @without_grad
     def take(self, optimizer: Any, params: Iterable[Tensor]) -> None:
-        """After a step of `params`, encode the tensors that it has added to their state, and each set `Coded.value`."""
+        """After a step on `params`, encode the tensors that it has added to states, and each set `Coded.value`."""
         with self._lock:
             self.adopt(optimizer, params, is_lent=True)
             self.encode()

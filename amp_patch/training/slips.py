@@ -176,7 +176,7 @@ class OtherBackwards:
             self._handles.pop().remove()
 
     def warn(self) -> None:
-        """Warn if the hooks of `watch` have noted a backward pass: the exit divides its gradients, which are unscaled."""
+        """Warn if the hooks of `watch` have noted a backward pass: the exit divides its gradients by the scale too."""
         if self._found:
             warnings.warn(
                 "scale_loss: a backward pass in the body went past the scaled loss, and the exit divides its gradients "

@@ -43,7 +43,7 @@ class Pending:
         self.scaler = scaler
         self.scaling, self.checking = scaler.scales, scaler.checks
         self.updates, self.edits = scaler.updates, scaler.edits
-        # If the level does not scale, the scaler's scale is still not 1 after loading a checkpoint of one that does.
+        # If the level does not scale, the scaler may have a scale other than 1, from a checkpoint of another level.
         self.scale = scaler.scale_tensor.clone() if scaler.scales else torch.ones_like(scaler.scale_tensor)
         self.held_back = self.local = False
 
@@ -57,7 +57,7 @@ class Pending:
         return 1.0 if self.checking else None
 
     def has_scale_of(self, scaler: LossScaler) -> bool:
-        """Tell whether `scaler` certainly has the scale of these gradients still, by its counts on the host; no sync."""
+        """Tell whether `scaler` certainly has the gradients' scale still, by its counts on the host; no sync."""
         moved = scaler.dynamic and self.updates != scaler.updates
         return self.scaler is scaler and not moved and self.edits == scaler.edits
 
@@ -219,7 +219,7 @@ class Stash:
         gathered: whether a backward has made gradients for this optimizer since the last step.
         bodies: the number of bodies of `scale_loss` that have begun.
         last_skipped: whether the newest step with an outcome known to the host was skipped.
-        device_skips: the later steps, skipped or taken on the device, whose flags the host has not read; newest last.
+        device_skips: the steps after that one, skipped or taken on the device: the host has not read their flags.
         wrapped: whether a wrapper around the optimizer may read gradients after its step.
         two_passes: whether a wrapper such as SAM moves weights between backward and step.
         backward: the state of the running iteration's backward passes.
