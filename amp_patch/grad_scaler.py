@@ -251,7 +251,7 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state; with a hysteresis above 1 also the number of overflows left. Syncs."""
+        """Return torch's state; with a hysteresis above 1 also the number of overflows until the scale falls. Syncs."""
         state = super().state_dict()
         if state and self._hysteresis > 1:
             state["_hysteresis_tracker"] = self._get_hysteresis_tracker()

@@ -57,10 +57,11 @@ def check_group(optimizer: Any, *_: Any) -> None:
 
 
 def repartition(optimizer: Any) -> None:
-    """Put the tensors in the groups of `optimizer` into its partition, and into the inner optimizer's groups.
+    """Partition a ZeroRedundancyOptimizer again, after masters have replaced parameters in its groups, or the reverse.
 
-    Each process keeps its share, because torch partitions by the order and sizes of the parameters: a parameter and its
-    master have the same size.
+    The inner optimizer's groups and state then hold the new tensors. Each process keeps its share, because torch
+    partitions by the order and sizes of the parameters: a parameter and its master have the same size. For any other
+    optimizer do nothing.
     """
     if not is_zero(optimizer) or not hasattr(optimizer, "optim"):
         return

@@ -255,7 +255,11 @@ class _Kernel:
         )
 
     def _type_of(self, given: dict[str, Any]) -> torch.dtype | None:
-        """Return the type to emulate: the one type of all floating arguments, if it is emulated here; else None."""
+        """Return the type in which a call with the arguments `given` is emulated; None: torch's kernel makes the call.
+
+        The call is emulated if all floating arguments are dense CPU tensors of one low-precision type (some ops may mix
+        FP32 ones in, `Product.mixes`), and the type is emulated in the thread's region, or outside regions in backward.
+        """
         low: torch.dtype | None = None
         for name, value in given.items():
             if name == "dtype" and value is not None:  # the user chose the type

@@ -158,7 +158,7 @@ def outside() -> bool:
 
 
 def set_default(policy: Policy | None) -> None:
-    """Make `policy` the process default, whose casts act outside regions. None, or one that casts nothing: no casts."""
+    """Make `policy` the process default: its casts act outside regions. If it is None or casts none, none act there."""
     global _base
     with default_lock:
         acting = acting_part(policy)

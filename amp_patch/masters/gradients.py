@@ -268,7 +268,10 @@ def _values(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def _read(grad: Tensor) -> Tensor:
-    """Return a gradient as dense real values, read-only: `grad` does not change, a sparse one stays uncoalesced."""
+    """Return `grad` as dense real values to be read; `grad` itself does not change.
+
+    For a sparse gradient these are the values of a coalesced copy; for a sharded one the local shard.
+    """
     grad = grad.detach()
     if distributed.is_dtensor(grad):
         grad = distributed.local(grad)

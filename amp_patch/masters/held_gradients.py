@@ -180,7 +180,10 @@ class HalfGradients:
             self.drop(master)
 
     def replace(self, master: Tensor, grad: Any, value: Tensor | None) -> None:
-        """Write `value` into torch's attribute `grad` of `master`, instead of the deferred gradient."""
+        """Write `value` into torch's attribute `grad` of `master`, and drop the deferred gradient.
+
+        If torch refuses `value`, raise torch's error, and keep the deferred gradient.
+        """
         with self._making:
             half, made = self.grads.pop(id(master), None), self._made.pop(id(master), None)
             try:

@@ -74,10 +74,12 @@ def exact_values(model: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 
 def load(model: nn.Module, state: dict[str, Tensor], prefix: str, but: Collection[str]) -> None:
-    """Store the FP32 values that `state` has for low-precision buffers of `model`; torch loads the rounded values.
+    """Store the FP32 values that `state` has for low-precision buffers of `model`.
+
+    Torch's `load_state_dict` loads the rounded values into the buffers themselves.
 
     Args:
-        but: names of buffers that were low precision before `initialize`.
+        but: names of buffers that were low precision before `initialize`. No values are stored for them.
     """
     for name, module, key, buffer in _cast_buffers(model, "", remembered=False):
         value = state.get(prefix + name)

@@ -30,7 +30,7 @@ _buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref
 
 
 def type_of(param: Tensor) -> torch.dtype | None:
-    """Return the original type of `param` if it was low precision, else None."""
+    """Return the type that `param` had before `initialize` if that was low precision, else None."""
     found: torch.dtype | None = _params.get(param)
     return found
 

@@ -87,7 +87,9 @@ def modules_matching(
 
 
 def params_matching(models: list[nn.Module], rules: ParamRule | Iterable[ParamRule], argument: str) -> list[Tensor]:
-    """Return the parameters that the rules of this argument of `initialize` match, also by their modules, each once.
+    """Return the parameters that `rules` match, and all parameters of modules that `rules` match, each once.
+
+    `rules` are the value of the argument named `argument` of `initialize`.
 
     Raises:
         ValueError: a name, class, module or parameter that matches no parameter of `models`.

@@ -24,7 +24,7 @@ from amp_patch.policy import Policy
 
 
 class _Running(threading.local):
-    """The policy of the model whose forward runs on this thread; None outside."""
+    """The policy of the model whose forward runs on this thread; None if no such forward runs."""
 
     def __init__(self) -> None:  # an attribute of the instance, for torch.compile's guards
         self.policy: Policy | None = None

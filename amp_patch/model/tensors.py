@@ -144,7 +144,7 @@ def to_cast(
 
 
 def not_cast_to(model: nn.Module, kept: list[nn.Module], policy: Policy) -> list[nn.Parameter]:
-    """Return the parameters of `model` whose type differs from the one that `policy` wants."""
+    """Return the FP32, FP16 and BF16 parameters of `model` that are not of the type that `policy` wants for them."""
     stays = {id(p) for module in kept for p in module.parameters()}
     widened = incoming.has_widened(model)
     return [
@@ -233,7 +233,7 @@ def refuse_changed(model: nn.Module) -> None:
 
 
 def load_masters(model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
-    """Load the values of `state_dict` into the masters of `model`; in `state_dict`, weights then replace these values.
+    """Load the values of `state_dict` into the masters of `model`, and store the weights in `state_dict` instead.
 
     Torch's `load_state_dict` made the dictionary, so it is changed in place. Without the replacement torch would then
     copy the loaded value, rounded to nearest even, over the weight that this function has written. A split master

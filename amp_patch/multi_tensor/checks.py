@@ -193,7 +193,7 @@ class Contract:
                     self._check_unrecorded(which, scales[i])
 
     def _check_counts(self, wanted: TensorList, counts: Tensors, device: torch.device, flags: Sequence[object]) -> None:
-        """Raise unless the counts are all on the lists' device or all on the CPU; with found_inf, on its device."""
+        """Raise unless the counts are all on the lists' device, or all on the CPU and no found_inf is given."""
         first = counts[0] if counts else None
         where = first.device if isinstance(first, Tensor) and first.device.type == "cpu" else device
         for i, count in enumerate(counts):

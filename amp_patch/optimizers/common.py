@@ -226,7 +226,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but keep the state of low-precision parameters in FP32.
 
-        torch rounds it to the parameters' type, so the exact values are copied again afterwards.
+        torch rounds this state to the parameters' type, so the exact values are copied again afterwards.
         """
         loaded: dict[str, Any] = {}  # the state dict that torch loads, after users' pre-hooks, which may replace it
         handle = self.register_load_state_dict_pre_hook(lambda _, given: loaded.update(given))

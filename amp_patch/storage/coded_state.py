@@ -258,7 +258,7 @@ class Coder:
 
     @property
     def is_stepping(self) -> bool:
-        """Return whether this thread is in a step. If so, ShardState returns plain tensors instead of DTensors.
+        """Tell whether this thread makes a step on stand-ins. If so, ShardState returns plain tensors, else DTensors.
 
         After Ctrl-C `stepper` may be left over from a step that has ended; therefore `is_running` is checked too.
         """

@@ -89,7 +89,10 @@ class CodedBatch(Batch):
     scales: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def getter(self, name: str) -> Callable[[Any], Any]:  # type: ignore[override]
-        """Return a function like `itemgetter(name)` that returns codes, and appends their scales to `self.scales`."""
+        """Return a function that returns a state's tensor `name`, as codes if it has codes.
+
+        Each call appends the scales of the codes, or an empty tensor, to `self.scales[name]`.
+        """
         scales: list[Tensor] = []
         self.scales[name] = scales
         nothing = torch.empty(0, dtype=torch.float32, device=self.masters[0].device)

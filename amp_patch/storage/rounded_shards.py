@@ -72,7 +72,7 @@ class InFp32(Coder):
         return None
 
     def report(self, optimizer: Any) -> None:
-        """Log nothing. The base class warns if no state is in codes, and here none is to be."""
+        """Do nothing. The base class warns if no state is stored as codes, and this class stores none as codes."""
 
 
 class OnMasters(coded_steps.InCodes):

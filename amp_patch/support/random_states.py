@@ -35,7 +35,7 @@ def restore_random_states(found: list[Any]) -> None:
 
 @contextmanager
 def restored_random_states() -> Iterator[list[Any]]:
-    """Yield the states, and restore them at the end of the block."""
+    """Yield the states of the global random generators, and restore these states at the end of the block."""
     found = random_states()
     try:
         yield found

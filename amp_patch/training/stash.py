@@ -348,7 +348,7 @@ class Stash:
             self.found.clear()
 
     def note_found(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Record the overflow flag of gradients of `scaler`'s loss, on the device, for the next step."""
+        """Record for the next step the overflow flag of a backward of `scaler`'s loss; the maximum of several flags."""
         for index, (known, earlier) in enumerate(self.found):
             if known is scaler:
                 self.found[index] = (scaler, torch.maximum(earlier, found_inf.to(earlier.device)))
