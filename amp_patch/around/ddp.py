@@ -43,7 +43,7 @@ _scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
 def check_ddp(
     models: Iterable[nn.Module], policy: Policy, kept: list[nn.Module], retyped: Collection[int], process_group: Any
 ) -> None:
-    """Raise ValueError if a DDP could not reduce gradients after `initialize`, or would reduce only some of a model's.
+    """Raise ValueError if after `initialize` DDP could not reduce gradients, or would reduce only some of a model's.
 
     In the first case an option of the DDP keeps copies of parameters whose dtype changes. In the second, parameters of
     the model are outside of the DDPs in it: after an overflow of their gradients only one process would skip.

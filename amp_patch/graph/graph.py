@@ -293,7 +293,7 @@ class Graph:
         return [stash for stash in found if stash is not None and stash.enabled]
 
     def _parts(self) -> dict[str, Any]:
-        """Return the objects with a state dict by their key in `state_dict`: an object, or a list that is not empty."""
+        """Return {key in `state_dict`: an object that has a state dict, or a list of one or more such objects}."""
         scalers = {id(scaler): scaler for stash in self._stashes() for scaler in stash.scalers}
         parts: dict[str, Any] = {
             **self._modules(),

@@ -162,6 +162,6 @@ _installation = Installation()
 
 
 def forbid_fast_path() -> None:
-    """Disable the fused call of encoder layers in eval mode, which requires one type in all their children."""
+    """Disable torch's fused encoder layers in eval mode until `restore`: they require one type in all children."""
     # `add`, not `install`, because user code may have enabled the fast path again since the last call.
     _installation.add(lambda patches: patches.set(torch.backends.mha, "_is_fastpath_enabled", False))

@@ -22,7 +22,7 @@ from amp_patch.optimizers.common import (
 
 
 def check_unscalable(grads: Tensors) -> None:
-    """Raise if a gradient cannot be unscaled in place."""
+    """Raise if a gradient cannot be unscaled in place, because several of its elements are one place in memory."""
     for grad in grads:
         if 0 in grad.stride() and any(n > 1 and s == 0 for n, s in zip(grad.shape, grad.stride(), strict=True)):
             raise ValueError(

@@ -273,7 +273,7 @@ def leave_in_fp32(targets: Sequence[Any], params: list[Tensor]) -> None:
 
 
 def _stays_fp32(stash: Stash | None, param: Tensor) -> bool:
-    """Return whether `leave_in_fp32` has named this parameter, or the parameter of this master."""
+    """Tell whether `param`, or the parameter whose master it is, was given to `leave_in_fp32`."""
     if stash is None or not stash.fp32_state:
         return False
     named, _ = stash.masters.by_master.get(id(param), (param, None))

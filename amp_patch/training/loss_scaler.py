@@ -125,7 +125,7 @@ class LossScaler:
         self._found_inf.clamp_min_(found_inf.to(self._found_inf.device))
 
     def update(self) -> None:
-        """Update the scale by the overflow flags recorded since the last update, on the device; no sync."""
+        """Update a dynamic scale by the overflow flags recorded since the last update, on the device; no sync."""
         self.updates += 1
         if self.dynamic:
             multi_tensor.update_scale(

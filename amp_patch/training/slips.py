@@ -122,7 +122,7 @@ def _is_scaled_by_scaler(optimizer: Any, stash: Stash) -> bool:
 
 
 def _in_scaler() -> Any:
-    """Return the innermost calling frame that runs a method of GradScaler; None if there is none."""
+    """Return the innermost calling frame that runs a method of GradScaler; None if no calling frame does."""
     asking: Any = sys._getframe(1)
     while asking is not None and asking.f_code.co_filename != _SCALERS_FILE:
         asking = asking.f_back

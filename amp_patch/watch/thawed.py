@@ -92,7 +92,7 @@ def make_masters(optimizer: Any, stash: Stash) -> None:
 
 
 def refuse_thawed(optimizer: Any, stash: Stash) -> None:
-    """Raise if a parameter that was frozen in low precision at `initialize` requires a gradient: it has no FP32 value."""
+    """Raise if a parameter frozen in low precision at `initialize` requires a gradient now: it has no FP32 value."""
     policy = stash.policy
     bare = stash.masters.of_groups(optimizer.param_groups).bare
     thawed = next((p for p in bare if p.requires_grad and incoming.type_of(p) is not None), None)
