@@ -144,7 +144,8 @@ class SharedBackward(ScaledBackward):
     def _bring_back(self, group: list[_Bystander]) -> None:
         """Unscale the gradients that this backward has added to the bystanders of one optimizer, or of no optimizer.
 
-        Then add the gradients that were set aside, unless the optimizer's `zero_grad` was called in the body.
+        Then add the gradients that were set aside, unless the optimizer's `zero_grad` was called in the body. If the
+        optimizer has scaled gradients of a delayed exit, the added gradients are dropped instead of unscaled.
         """
         params, (owner, bodies, cleared) = [bystander.param for bystander in group], group[0][2:]
         if owner is not None and owner.pending is not None:

@@ -242,7 +242,7 @@ def links_of(params: Iterable[Tensor]) -> LinkList:
 
 
 def materialize(masters: Iterable[Tensor]) -> None:
-    """Write the FP32 values of compressed `masters` into their memory, for a step of the optimizer; no sync."""
+    """Write the FP32 values of compressed masters into their memory, for a step; other masters stay. No sync."""
     if closed_master.used:
         closed_master.materialize(masters)
 

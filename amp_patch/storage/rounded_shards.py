@@ -41,7 +41,7 @@ def check(optimizer: Any, policy: Policy) -> None:
 
 
 def check_group(optimizer: Any, stash: Stash, params: list[Tensor]) -> None:
-    """Check the parameters of an added group as `check` does; also raise if one is not sharded along dimension 0."""
+    """Check the parameters of an added group as `check` does; also raise if a rounded one is sharded in another way."""
     policy = stash.policy
     _check("add_param_group", optimizer, policy, params)
     for index, param in enumerate(params):
@@ -152,7 +152,7 @@ def is_for(stash: Stash) -> bool:
 def enter(optimizer: Any, stash: Stash) -> None:
     """Give an optimizer of rounded shards a coder, which stores the state of the local shards.
 
-    A copied optimizer gets new masters first.
+    A copied optimizer gets new masters first. An optimizer without rounded shards is not changed.
     """
     if (form := stash.master_form) is None:
         return

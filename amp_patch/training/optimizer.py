@@ -276,7 +276,7 @@ def state_follows_params(optimizer: Any) -> None:
 def warn_of_small_eps(optimizer: Any) -> None:
     """Warn where a group's `eps` is 0 in the dtype of its low-precision parameters: Adam then divides by 0.
 
-    Optimizers with the attribute `computes_in_fp32` are left out.
+    Optimizers with the attribute `computes_in_fp32` are not checked.
     """
     for index, eps, dtype in lost_eps(optimizer):
         warnings.warn(
