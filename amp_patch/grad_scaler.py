@@ -431,7 +431,7 @@ def _stash(optimizer: Any) -> Any:
 
 
 def _found(state: dict[str, Any]) -> list[Tensor]:
-    """Return the scaler's overflow flags for one optimizer; an empty list if it had no gradients."""
+    """Return the scaler's overflow flags for one optimizer, one flag for each device; [] if it had no gradients."""
     return list(state["found_inf_per_device"].values())
 
 

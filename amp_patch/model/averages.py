@@ -73,7 +73,7 @@ def _lerp(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _foreach_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `original` (`torch._foreach_lerp`), which also blends low-precision tensors into FP32 tensors."""
+    """Return `original` (`torch._foreach_lerp`), extended: low-precision tensors may be blended into FP32 tensors."""
 
     @wraps(original)
     def lerp(self: Any, tensors1: Any, *weight: Any, **weights: Any) -> Any:
