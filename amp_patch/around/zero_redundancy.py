@@ -18,8 +18,9 @@ from amp_patch.supported import reason
 def check_zero(optimizer: Any, policy: Policy) -> None:
     """Raise ValueError if a ZeroRedundancyOptimizer cannot train under `policy`; return for any other optimizer.
 
-    It cannot if it steps in backward and the policy unscales or checks gradients; if masters are rounded
-    stochastically; or if its parameters are views into FP32 buckets and masters have no FP32 memory.
+    It cannot if it steps in backward and the policy checks gradients or casts the model; if masters are rounded
+    stochastically; or if its parameters are views into FP32 buckets, and masters have no FP32 memory or the cast
+    model has no masters.
     """
     if not is_zero(optimizer):
         return

@@ -126,7 +126,7 @@ class ClosedMaster(Master):
 
 
 def weight_is(master: Tensor, param: Tensor | None) -> None:
-    """If `master` is of the class ClosedMaster, make `param` its weight, by a weak reference; None: no weight."""
+    """If `master` is stored in compressed form, make `param` its weight, by a weak reference; None: no weight."""
     if is_closed(master):
         assert isinstance(master, ClosedMaster)
         master.weight = (lambda: None) if param is None else weakref.ref(param)

@@ -60,7 +60,7 @@ def decide(optimizer: Any, stash: Stash, is_capturing: bool, may_skip: bool) -> 
 def drop_overflowed(optimizer: Any, stash: Stash) -> None:
     """Drop the gradients of an optimizer that leaves its training, if they overflowed since its last step. May sync.
 
-    Without this, the optimizer's own step would use them. Gradients without an overflow stay.
+    Without this, the optimizer's own step would use them. If no gradient overflowed, all gradients stay.
     """
     scalers = read_found(stash)
     for scaler in scalers:
