@@ -76,7 +76,7 @@ class NamedLevel(NamedTuple):
         return ", ".join([*told, f"dtype=torch.{dtype}"] if dtype else told)
 
     def policy(self, dtype: torch.dtype | None = None) -> Policy:
-        """Return the level's policy, in `dtype` if the level takes either type.
+        """Return the level's policy: in `dtype` at O1, O2 and O3, which take both types; elsewhere in the level's type.
 
         Raises:
             ValueError: the level does not take the rung.
@@ -245,8 +245,8 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     bfloat16. ``AMP_PATCH_OPTIMIZER_STATE`` ("8bit") replaces `optimizer_state` at every level that takes it, O0
     included. ``AMP_PATCH_ALLOW_BANNED`` ("1", "0") replaces `allow_banned`.
 
-    The variables are read at each call; an empty one counts as not set. If the environment sets O0, all options of the
-    script are dropped. If it sets another level than the script's, an option of the script is dropped if `resolve`
+    The variables are read at each call; an empty one is treated as not set. If the environment sets O0, all options of
+    the script are dropped. If it sets another level than the script's, an option of the script is dropped if `resolve`
     refuses it at that level, or if it would undo the level's casts (patch_torch_functions=False at O1,
     cast_model_type=torch.float32 at O2, torch.float16 at O5). Dropped options are logged.
 
@@ -315,7 +315,7 @@ def _has_formats(level: str) -> bool:
 
 
 def _accepts(level: str, options: dict[str, Any], undone: bool) -> bool:
-    """Tell whether `resolve` accepts the options at the level. If not `undone`, they also must not undo its casts."""
+    """Tell whether `resolve` accepts `options` at `level`, and, unless `undone`, they do not undo the level's casts."""
     try:
         policy = resolve(level, **options)
     except (TypeError, ValueError):

@@ -369,7 +369,7 @@ def restore() -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Undo, at the end of the body, every `initialize` called in it; trainings from before the body go on."""
+    """Undo, at the end of the body, every `initialize` called in the body; earlier trainings are left alone."""
     before, default = [training for training in trainings if training.alive()], casts_state.default()
     try:
         yield

@@ -251,7 +251,7 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state; with a hysteresis above 1 also the number of overflows left. Syncs."""
+        """Return torch's state; with a hysteresis above 1 also the number of overflows until the scale falls. Syncs."""
         state = super().state_dict()
         if state and self._hysteresis > 1:
             state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
@@ -365,8 +365,9 @@ class GradScaler(torch.amp.GradScaler):
     def _everywhere(self, found: FoundInf, device: torch.device) -> FoundInf:
         """Return one flag (0 or 1) for all devices, and for all processes of the group: the maximum of `found`.
 
-        Without this, torch's fused Adam would step after overflows on two devices: torch adds up the flags, and Adam
-        skips only if the sum is exactly 1. Processes without gradients take part in the reduction too.
+        With one device and no group, return `found` itself. Without this function, torch's fused Adam would step after
+        overflows on two devices: torch adds up the flags, and Adam skips only if the sum is exactly 1. Processes
+        without gradients take part in the reduction too.
         """
         if self._process_group is None and len(found) < 2:
             return found
@@ -384,7 +385,7 @@ _scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # every enabled scale
 def _has_scaled_loss_of(params: Sequence[Tensor]) -> bool:
     """Tell whether a scaler that has not unscaled or stepped any optimizer has scaled a loss of these parameters.
 
-    A loss that was freed counts as a loss of these parameters.
+    If a loss was freed, its parameters are unknown, and the result is True.
     """
     waiting = [vars(scaler) for scaler in list(_scalers)]
     losses = [of["_loss"] for of in waiting if of["_has_scaled"] and not of["_has_served"] and of["_loss"] is not None]
@@ -430,12 +431,12 @@ def _stash(optimizer: Any) -> Any:
 
 
 def _found(state: dict[str, Any]) -> list[Tensor]:
-    """Return the scaler's overflow flags for one optimizer; an empty list if it had no gradients."""
+    """Return the scaler's overflow flags for one optimizer, one flag for each device; [] if it had no gradients."""
     return list(state["found_inf_per_device"].values())
 
 
 def _first_gradient(optimizer: Any) -> Tensor | None:
-    """Return the first gradient of the optimizer's next step; the parameter's if its master has none yet."""
+    """Return the first gradient for the next step of `optimizer`, a master's or a parameter's; None without any."""
     stash = stash_of(innermost(optimizer))
     groups = innermost(optimizer).param_groups
     if stash is None:

@@ -1,4 +1,7 @@
-"""Policies of opt levels: one frozen value per level, and the overrides that a caller may pass."""
+"""Policies of opt levels: one frozen value per level, and the overrides that a caller may pass.
+
+To add a level, follow "How to add" of docs/architecture.md.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,7 @@ class Policy:
 
     @property
     def casts_calls(self) -> bool:
-        """True if calls of torch's functions are cast: all of the op lists, or only products."""
+        """True if calls of torch's functions are cast: of all functions on the op lists, or only of products."""
         return self.patch_torch_functions or self.product_format is not None
 
     @property

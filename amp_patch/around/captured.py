@@ -17,8 +17,8 @@ from amp_patch.training.stash import Stash
 def check(optimizer: Any, stash: Stash) -> None:
     """Check a step that is about to be captured; nothing is changed.
 
-    Warn if a scheduler changes the learning rate, but the graph would not read it, because it is a number or CPU
-    tensor.
+    Warn if a group has a scheduler, and its learning rate is a number or a CPU tensor: each replay would use the
+    learning rate of the capture.
 
     Raises:
         RuntimeError: this would be the first step of a parameter. The graph would record the creation of its state, and
@@ -40,7 +40,7 @@ def check(optimizer: Any, stash: Stash) -> None:
 
 
 def _keeps_state(group: dict[str, Any]) -> bool:
-    """Return whether a first step of the group may create state: not the step of SGD without momentum."""
+    """Tell whether the first step of a parameter of `group` may create state. False for SGD without momentum."""
     return "dampening" not in group or group.get("momentum", 0) != 0
 
 

@@ -6,7 +6,7 @@ masters, which each process would update differently. Therefore masters are broa
 broadcast too, because gradients that DDP averages must have the same scale.
 
 After an overflow all processes skip the step: DDP averages gradients before the exit checks them, so each process finds
-the same infinite or NaN elements.
+the same infinite or NaN elements, and `decide` of training/overflow.py skips everywhere.
 
 A DDP that exists before `initialize` (around the model, or inside it) has C++ hooks on the accumulation nodes of the
 weights, and buckets of the old dtype. A cast of the weights removes these nodes, so the DDP gets new hooks and buckets.
@@ -43,7 +43,10 @@ _scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
 def check_ddp(
     models: Iterable[nn.Module], policy: Policy, kept: list[nn.Module], retyped: Collection[int], process_group: Any
 ) -> None:
-    """Raise if a DistributedDataParallel around a model, or inside it, could not reduce its gradients any more.
+    """Raise ValueError if after `initialize` DDP could not reduce gradients, or would reduce only some of a model's.
+
+    In the first case an option of the DDP keeps copies of parameters whose dtype changes. In the second, parameters of
+    the model are outside of the DDPs in it: after an overflow of their gradients only one process would skip.
 
     Args:
         retyped: ids of the parameters whose dtype `initialize` is to change.
@@ -117,7 +120,7 @@ def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
 
 
 def enter_models(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
-    """Make DDP broadcast masters and loss scales with the weights of `models`, if the training has any."""
+    """Make DDP broadcast masters and loss scales with the weights of `models`, if the training has one of the two."""
     if targets and (training.policy.master_weights or training.policy.checks_gradients):
         follow(models, training.scalers)
 

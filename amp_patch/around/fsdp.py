@@ -19,6 +19,8 @@ from amp_patch.supported import reason
 def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module], *_: Any) -> None:
     """Raise ValueError if FSDP gathers a parameter of `models` in another dtype than `policy` wants for it.
 
+    Also raise if `policy` stores masters in a form that is not for shards, or has none in a cast model (O3).
+
     Args:
         kept: the modules that stay FP32.
     """
@@ -110,9 +112,10 @@ def _governed(module: nn.Module, name: str, fsdp: Any) -> Iterator[tuple[str, nn
 
 
 def stay_fp32(kept: Iterable[nn.Module]) -> Callable[[nn.Parameter], torch.dtype | None]:
-    """Return a `MixedPrecisionPolicy(param_dtype_override_fn=)` that gathers the parameters of `kept` uncast.
+    """Return a function for `MixedPrecisionPolicy(param_dtype_override_fn=)`: FSDP gathers parameters of `kept` uncast.
 
-    fully_shard calls the returned function once per parameter, before it replaces the parameter by its shard. The
+    The function receives a parameter, and returns its dtype, or None if the parameter is not in `kept`: the policy's
+    dtype then holds. fully_shard calls it once per parameter, before it replaces the parameter by its shard. The
     function references the parameters weakly.
     """
     params = {id(p): weakref.ref(p) for module in kept for p in module.parameters()}

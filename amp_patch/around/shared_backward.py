@@ -27,7 +27,7 @@ class _Bystander(NamedTuple):
         aside: the gradient that was set aside, or None.
         stash: the stash of the parameter's optimizer, or None if it has no optimizer.
         bodies: the number of `scale_loss` bodies of that optimizer when the gradient was set aside.
-        cleared: the number of its `zero_grad` calls at that time.
+        cleared: the number of `zero_grad` calls of that optimizer when the gradient was set aside.
     """
 
     param: Tensor
@@ -51,10 +51,12 @@ class SharedBackward(ScaledBackward):
         self.siblings: list[Any] = []
 
     def prepare(self) -> None:
-        """Prepare as `ScaledBackward` does; also raise if the backward of an outer body has reached these parameters.
+        """Prepare as `ScaledBackward` does, for a call of `scale_loss` in a training with other optimizers.
 
-        If another optimizer shares parameters with this call's, and its delayed exit has left scaled gradients, these
-        are unscaled now.
+        Also raise if this call is in the body of another `scale_loss` that checks gradients, and that body's backward
+        has left scaled gradients on parameters of this call's optimizers. If an optimizer outside this call shares
+        parameters with one of this call, gradients that its delayed exit has left scaled are unscaled now; raise if
+        `no_sync()` or fully_shard holds these gradients back.
         """
         super().prepare()
         both = zip(self.optimizers, self.stashes, strict=True)
@@ -77,9 +79,9 @@ class SharedBackward(ScaledBackward):
     def claim_other_gradients(self) -> None:
         """Notify the training's other optimizers that they cannot step in this body, and set gradients aside.
 
-        These are the gradients of all parameters that another optimizer or no optimizer holds. They stay aside until
-        `release_other_gradients`. If a parameter has a master, its gradient is on the master already and stays there,
-        except for scaled gradients that a delayed exit has left on the parameter: they are set aside too.
+        If this body checks gradients, the gradients of all parameters that another optimizer or no optimizer holds are
+        set aside until `release_other_gradients`. If a parameter has a master, its gradient is on the master already,
+        and is not set aside, unless it is a scaled gradient that a delayed exit has left on the parameter.
         """
         if not self.checking and not any(stash.policy.master_weights for stash in self.stashes):
             return
@@ -128,7 +130,8 @@ class SharedBackward(ScaledBackward):
     def _drop_strays(self, other: Any, stash: Stash) -> None:
         """Drop the scaled gradients that this backward has left on cast parameters of a sibling; no step uses them.
 
-        Without this, clipping or logging over all parameters of the models would include them.
+        Without this, clipping or logging over all parameters of the models would include them. If the sibling has a
+        running body, or scaled gradients of a delayed exit, do nothing: those gradients are its own.
         """
         if stash.backward.body is not None or stash.pending is not None:
             return
@@ -139,7 +142,11 @@ class SharedBackward(ScaledBackward):
         drop_gradients(stray)
 
     def _bring_back(self, group: list[_Bystander]) -> None:
-        """Unscale what this backward gave the bystanders of one optimizer (or of none), and add what was set aside."""
+        """Unscale the gradients that this backward has added to the bystanders of one optimizer, or of no optimizer.
+
+        Then add the gradients that were set aside, unless the optimizer's `zero_grad` was called in the body. If the
+        optimizer has scaled gradients of a delayed exit, the added gradients are dropped instead of unscaled.
+        """
         params, (owner, bodies, cleared) = [bystander.param for bystander in group], group[0][2:]
         if owner is not None and owner.pending is not None:
             for param in params:
@@ -171,8 +178,8 @@ class SharedBackward(ScaledBackward):
     def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
         """Return `ScaledBackward.parts` for several optimizers.
 
-        Optimizers with gradients of a delayed exit come first. So a parameter that two optimizers hold is in the part
-        whose gradients are still scaled.
+        Optimizers with gradients of a delayed exit come first. So if one of two optimizers that hold a parameter has
+        scaled gradients, the parameter is in the part of that optimizer.
         """
         if len(self.optimizers) == 1:
             return super().parts()
@@ -201,7 +208,7 @@ def _clear_not_finite(grads: Iterable[Tensor]) -> None:
 
 
 def _is_reached(optimizer: Any) -> bool:
-    """Return whether an outer body's backward has left scaled gradients on parameters of this optimizer.
+    """Tell whether an outer body's backward has left scaled gradients on parameters of `optimizer`.
 
     The outer body has set all earlier gradients aside, so any gradient found here is its own.
     """

@@ -71,7 +71,7 @@ def enter_wrappers(optimizer: Any) -> None:
 
 
 def leave(optimizer: Any, stash: Stash) -> None:
-    """Undo `enter_wrappers`: restore the classes of the wrappers, and the model's parameters as keys of their state."""
+    """Undo `enter_wrappers`: restore the wrappers' classes; key the wrappers' state by the model's parameters again."""
     attempt = Attempts()
     for wrapper in [wrapper for ref in stash.neighbours.wrappers if isinstance(wrapper := ref(), Generated)]:
         attempt(generated_class.take, wrapper)

@@ -16,7 +16,12 @@ from amp_patch.supported import reason
 
 
 def check_zero(optimizer: Any, policy: Policy) -> None:
-    """Raise ValueError if a ZeroRedundancyOptimizer steps in backward, or its bucket views contradict `policy`."""
+    """Raise ValueError if a ZeroRedundancyOptimizer cannot train under `policy`; return for any other optimizer.
+
+    It cannot if it steps in backward and the policy checks gradients or casts the model; if masters are rounded
+    stochastically; or if its parameters are views into FP32 buckets, and masters have no FP32 memory or the cast
+    model has no masters.
+    """
     if not is_zero(optimizer):
         return
     if optimizer._overlap_with_ddp and (policy.checks_gradients or policy.cast_model_type is not None):
@@ -53,10 +58,11 @@ def check_group(optimizer: Any, *_: Any) -> None:
 
 
 def repartition(optimizer: Any) -> None:
-    """Put the tensors in the groups of `optimizer` into its partition, and into the inner optimizer's groups.
+    """Partition a ZeroRedundancyOptimizer again, after masters have replaced parameters in its groups, or the reverse.
 
-    Each process keeps its share, because torch partitions by the order and sizes of the parameters: a parameter and its
-    master have the same size.
+    The inner optimizer's groups and state then hold the new tensors. Each process keeps its share, because torch
+    partitions by the order and sizes of the parameters: a parameter and its master have the same size. For any other
+    optimizer do nothing.
     """
     if not is_zero(optimizer) or not hasattr(optimizer, "optim"):
         return

@@ -40,7 +40,7 @@ from amp_patch.support.patches import Installation, Patches
 # ---------------------------------------------------------------------------------------------------------------------
 # Arithmetic of this CPU
 
-# Linux's names for CPU features with arithmetic of a type. A feature that only converts (f16c) does not count.
+# Linux's names for CPU features with arithmetic of a type. Features that only convert (f16c) are not in the table.
 _FLAGS = {
     torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
@@ -255,7 +255,11 @@ class _Kernel:
         )
 
     def _type_of(self, given: dict[str, Any]) -> torch.dtype | None:
-        """Return the type to emulate: the one type of all floating arguments, if it is emulated here; else None."""
+        """Return the type in which a call with the arguments `given` is emulated; None: torch's kernel makes the call.
+
+        The call is emulated if all floating arguments are dense CPU tensors of one low-precision type (some ops may mix
+        FP32 ones in, `Product.mixes`), and the type is emulated in the thread's region, or outside regions in backward.
+        """
         low: torch.dtype | None = None
         for name, value in given.items():
             if name == "dtype" and value is not None:  # the user chose the type

@@ -98,7 +98,7 @@ def _casts_of(policy: Policy) -> Policy:
 
 
 def start_late() -> None:
-    """Apply the casts to the rest of this thread's trace, whose code has just installed them."""
+    """Apply the casts to the rest of this thread's trace: the traced code has just installed the casts."""
     if _attached:
         _start(sys.modules[_DYNAMO].InstructionTranslator.current_tx())
 

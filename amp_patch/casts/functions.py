@@ -1,4 +1,8 @@
-"""Casts for functions that users write: decorators, registered names, and torch.autograd.Function classes."""
+"""Casts for functions that users write: decorators, registered names, and torch.autograd.Function classes.
+
+The casts of torch's own functions, such as `F.linear`, are elsewhere: oplists.py has the rule of each function,
+rules.py what a rule does, and wrappers.py the wrappers.
+"""
 
 from __future__ import annotations
 
@@ -243,7 +247,7 @@ def _device_types() -> list[str]:
 
 
 def _call_under(casts: _Casts, outside: _Casts, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function(*args, **kwargs)` under exactly these casts. `outside`: the casts that act at the call."""
+    """Call `function(*args, **kwargs)` under `casts` and no others. `outside`: the casts that act on the caller."""
     # Nested `with` statements instead of contextlib.ExitStack, which Dynamo traces only from torch 2.9 on.
     for kind in {*casts.native, *outside.native}:
         dtype = casts.native.get(kind)

@@ -119,7 +119,7 @@ def _replace_listed(patches: Patches, op_lists: str) -> None:
 
 
 def _listed() -> held_names.Replaced:
-    """Return the functions of the op lists, and the wrappers that replace them now."""
+    """Return {id(function): (function, wrapper)} for the functions of the op lists that are replaced now."""
     found = [place for place in places() if not place.registered]
     return {id(place.wrapped.original): (place.wrapped.original, place.wrapper) for place in found}
 

@@ -39,7 +39,7 @@ class MixedOperands(TorchFunctionMode):
         self._policy = replace(policy, patch_torch_functions=True)  # as at O1; the rule of products reads it
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`, by its rule if its tensors differ in type."""
+        """Call `function`: by its rule if the tensors of the call have several floating types, otherwise unchanged."""
         kwargs = kwargs or {}
         rule = _rules().get(function)
         if rule is not None and kwargs.get("out") is None:

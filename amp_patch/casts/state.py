@@ -69,10 +69,10 @@ class PythonState:
         return depth, task, disabled
 
     def end(self, disabled: Any, depth: int) -> None:
-        """Enable torch.autocast again for the device types that `begin` disabled at `depth`.
+        """Enable torch.autocast again for the device types `disabled`; `begin` has returned `disabled` and `depth`.
 
-        If the thread is now in more or fewer torch.autocasts than `depth`, change nothing: either the disabled one has
-        ended, or an inner one has not ended yet.
+        If the thread is now in more or fewer torch.autocasts than `depth`, change nothing: either the torch.autocast
+        that `begin` disabled has ended, or an inner one has not ended yet.
         """
         if native_depth() == depth:
             for kind in disabled:
@@ -82,7 +82,7 @@ class PythonState:
         """Make a region this thread's innermost one: `acting` acts, and casts of weights are cached if `caches`.
 
         While a torch.autocast is enabled, or the thread is in more than `depth` torch.autocasts, no policy acts.
-        Products of type `emulated` are emulated there too, because emulation casts nothing.
+        Products of type `emulated` are emulated even then, because emulation casts nothing.
         """
         this_thread.inside, this_thread.acting, this_thread.caches = True, acting, caches
         this_thread.emulated = emulated
@@ -158,7 +158,7 @@ def outside() -> bool:
 
 
 def set_default(policy: Policy | None) -> None:
-    """Make `policy` the process default, whose casts act outside regions. None, or one that casts nothing: no casts."""
+    """Make `policy` the process default: its casts act outside regions. If it is None or casts none, none act there."""
     global _base
     with default_lock:
         acting = acting_part(policy)

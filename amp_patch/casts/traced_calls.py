@@ -94,7 +94,7 @@ def method_of(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def operator_of(function: Any, name: str) -> Callable[..., Any]:
-    """Return `function` of Python's `operator` module as a function called `name`, its method in torch.Tensor."""
+    """Return `function`, of Python's module `operator`, as a traceable one named `name` as torch.Tensor's method."""
 
     def call(*args: Any) -> Any:
         return function(*args)

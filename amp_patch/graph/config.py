@@ -67,10 +67,10 @@ class GraphConfig:
     ) -> None:
         """Set the arguments of `torch.compile`, by which `build` is compiled.
 
-        If neither `mode` nor `options` is given, the backend is "inductor", the graph's modules are on a CUDA device,
-        and gradients are not accumulated, the mode is "reduce-overhead", which records CUDA graphs. This also holds if
-        `compile` is not called. `fullgraph=True` makes a graph break in `build` an error. `disable=True` and
-        `backend="eager"` run without the compiler, for debugging.
+        The default mode is "reduce-overhead", which records CUDA graphs, if the backend is "inductor", `options` is not
+        given, the graph's modules are on a CUDA device and gradients are not accumulated. Otherwise it is torch's. This
+        also holds if `compile` is not called. `fullgraph=True` makes a graph break in `build` an error. `disable=True`
+        and `backend="eager"` run without the compiler, for debugging.
         """
         self.check_open("compile")
         given = {"mode": mode, "dynamic": dynamic, "options": options}

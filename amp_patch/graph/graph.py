@@ -293,7 +293,7 @@ class Graph:
         return [stash for stash in found if stash is not None and stash.enabled]
 
     def _parts(self) -> dict[str, Any]:
-        """Return the objects with a state dict by their key in `state_dict`: an object, or a list that is not empty."""
+        """Return {key in `state_dict`: an object that has a state dict, or a list of one or more such objects}."""
         scalers = {id(scaler): scaler for stash in self._stashes() for scaler in stash.scalers}
         parts: dict[str, Any] = {
             **self._modules(),
@@ -355,7 +355,11 @@ class Graph:
             noted.arguments.clear()
 
     def _total(self, losses: list[Tensor]) -> Tensor:
-        """Return the sum of the losses that called `backward()`, in FP32 or FP64. Raise if one cannot be used."""
+        """Return the sum of the losses that called `backward()`, in FP32 or FP64.
+
+        Raises:
+            RuntimeError: there is no loss, or a loss is no scalar or requires no gradient.
+        """
         if not losses:
             raise RuntimeError(
                 f"{self._name}: the graph has an optimizer, but build calls no loss.backward(); call it there (by the "

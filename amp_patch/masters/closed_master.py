@@ -63,7 +63,7 @@ class Form:
         """Raise if the masters cannot be written now, for example in the capture of a CUDA graph."""
 
     def note_part(self, part: Tensor, whole: Tensor) -> None:
-        """Record that `part` is the local shard of parameter `whole`: stochastic rounding numbers both alike."""
+        """Record that `part` is the local shard of parameter `whole`: both have one number in stochastic rounding."""
 
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
         """Store the start value of `master`: `value` (FP32, the strides of weight `param`); None: the weight itself."""
@@ -74,7 +74,7 @@ class Form:
         raise NotImplementedError
 
     def write(self, masters: list[tuple[Tensor, ClosedMaster, Tensor]]) -> None:
-        """Store each (weight, master, value): write the value into weight and low half, or round it to the weight."""
+        """Store each (weight, master, value): split the value into weight and low half, or round it into the weight."""
         raise NotImplementedError
 
 
@@ -126,7 +126,7 @@ class ClosedMaster(Master):
 
 
 def weight_is(master: Tensor, param: Tensor | None) -> None:
-    """If `master` is closed, make `param` its weight, by a weak reference; None: it has no weight."""
+    """If `master` is stored in compressed form, make `param` its weight, by a weak reference; None: no weight."""
     if is_closed(master):
         assert isinstance(master, ClosedMaster)
         master.weight = (lambda: None) if param is None else weakref.ref(param)
@@ -376,9 +376,10 @@ class _ByForm:
 
 @without_grad
 def drop_joined(masters: Iterable[Tensor]) -> None:
-    """Free the memory of open masters, for example after a change of the weight. Writes not stored yet are lost.
+    """Close open masters without storing them, for example after a change of the weight: unstored writes are lost.
 
-    If another tensor references the memory, the stored value is written into it instead.
+    Memory that another tensor references stays allocated, and is joined with the weight again: it gets the value that
+    is stored in the weight (and low half).
     """
     follow(release(masters))
 
@@ -424,7 +425,7 @@ def _is_alike(tensor: Tensor, param: Tensor) -> bool:
 
 
 def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a copy with the strides and device of `param` if these differ."""
+    """Return `tensor` if its strides and device are those of `param`, or its shape is not; else a copy with them."""
     if _is_alike(tensor, param) or tensor.shape != param.shape:
         return tensor
     return torch.empty_like(param, dtype=tensor.dtype, requires_grad=False).copy_(tensor)

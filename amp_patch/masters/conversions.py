@@ -28,7 +28,7 @@ def refuse_conversions(has_master: Callable[[Tensor], Any]) -> None:
 
 
 def _refuses(module: nn.Module) -> bool:
-    """Tell whether `module` is a model of `initialize`, whose generated class checks conversions itself."""
+    """Tell whether `module` refuses conversions itself: the generated class of a model of `initialize` does."""
     return isinstance(module, Generated) and getattr(type(module), _NAME) is not getattr(module._amp_base, _NAME)
 
 

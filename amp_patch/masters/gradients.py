@@ -238,7 +238,7 @@ def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
 
 
 def _sparse(like: Tensor, values: Tensor) -> Tensor:
-    """Return a sparse tensor with the indices of `like`, which is coalesced, and these values.
+    """Return a sparse tensor with the indices of `like`, which is coalesced, and the values `values`.
 
     Not by `torch.sparse_coo_tensor`: in torch 2.11 it warns that it checks nothing, even if checks are turned off.
     """
@@ -268,7 +268,10 @@ def _values(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def _read(grad: Tensor) -> Tensor:
-    """Return a gradient as dense real values, read-only: `grad` does not change, a sparse one stays uncoalesced."""
+    """Return `grad` as dense real values to be read; `grad` itself does not change.
+
+    For a sparse gradient these are the values of a coalesced copy; for a sharded one the local shard.
+    """
     grad = grad.detach()
     if distributed.is_dtensor(grad):
         grad = distributed.local(grad)
@@ -281,7 +284,7 @@ def _read(grad: Tensor) -> Tensor:
 def _sum(earlier: Tensor, new: Tensor) -> Tensor:
     """Return the sum of two gradients, one of them sparse.
 
-    Torch adds a sparse tensor only to a dense one on its left, and no FP16 sparse ones on a CPU.
+    Torch adds a sparse tensor only to a dense one on its left, and does not add two sparse FP16 tensors on a CPU.
     """
     if earlier.is_sparse and new.is_sparse:
         return (earlier.float() + new.float()).to(new.dtype) if new.dtype in LOW_PRECISION else earlier + new

@@ -151,7 +151,7 @@ class HalfGradients:
         return found_inf
 
     def norm_of_each(self) -> Tensor:
-        """Return the 2-norm of each gradient times the first factor, if there is one: FP32, on the device; no sync."""
+        """Return the 2-norms of `grads` times the first factor, if there is one: FP32, shape [len(grads)]; no sync."""
         self.clipped = True
         if self.norms is not None and len(self.factors) == self._factors_of_norms:
             return self.norms
@@ -181,7 +181,10 @@ class HalfGradients:
 
     @whole
     def replace(self, master: Tensor, grad: Any, value: Tensor | None) -> None:
-        """Write `value` into torch's attribute `grad` of `master`, instead of the deferred gradient."""
+        """Write `value` into torch's attribute `grad` of `master`, and drop the deferred gradient.
+
+        If torch refuses `value`, raise torch's error, and keep the deferred gradient.
+        """
         with self._making:
             grad.__set__(master, value)  # torch refuses a value of another shape: the deferred gradient stays
             self.drop(master)

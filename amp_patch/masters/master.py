@@ -61,9 +61,9 @@ class Master(nn.Parameter):
         self.grad = None
 
     def materialize_grad(self) -> None:
-        """Make the deferred low-precision gradient the FP32 gradient of this master; no sync.
+        """Make the deferred low-precision gradient the FP32 gradient of this master, if there is one; no sync.
 
-        If a backward pass through the master itself has left a gradient, add the two.
+        If a backward pass through the master itself has left a gradient too, the FP32 gradient is the sum of the two.
         """
         if self.waiting:
             self.waiting.give(self, GRAD)

@@ -156,7 +156,7 @@ def has_gradient(master: Tensor) -> bool:
 
 
 def add_gradients(masters: Sequence[Tensor]) -> None:
-    """Add deferred gradients to the gradients that a backward pass through a master itself has left; no sync."""
+    """Where backward through a master itself has left a gradient, add the deferred one, if there is one; no sync."""
     for index in with_gradient([*masters]):
         if isinstance(master := masters[index], Master):
             master.materialize_grad()
@@ -242,7 +242,7 @@ def links_of(params: Iterable[Tensor]) -> LinkList:
 
 
 def materialize(masters: Iterable[Tensor]) -> None:
-    """Write the FP32 values of compressed `masters` into their memory, for a step of the optimizer; no sync."""
+    """Write the FP32 values of compressed masters into their memory, for a step; other masters stay. No sync."""
     if closed_master.used:
         closed_master.materialize(masters)
 

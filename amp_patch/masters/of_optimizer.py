@@ -40,11 +40,11 @@ class GroupParams:
         pairs: (param, master), in the order of the groups.
         params, masters: the two columns of `pairs`.
         distinct: `pairs`, each parameter once; distinct_params: its first column.
-        low, linked_masters: the two columns of the entries of `distinct` whose master is another tensor.
+        low, linked_masters: the parameters of `distinct` with a separate master, and their masters.
         bare: the low-precision parameters of `distinct` that have no master.
 
     Args:
-        parts: the ids of sharded parameters whose local shard has a master.
+        parts: the ids of sharded parameters whose local shard has a master. They are not in `bare`.
     """
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]], parts: Container[int] = ()) -> None:
@@ -201,9 +201,9 @@ class Masters:
             whole.versions.save()  # `close` has also rounded edits into the parameters that were not copied back
 
     def adopt(self) -> None:
-        """Write edits of weights by user code into their masters, in place; no sync.
+        """Write edits of weights by user code into masters that user code has not written itself, in place; no sync.
 
-        Call this before masters are copied: a copy of a master alone would lack its weight's edits.
+        Call this before masters are copied: a copy of a master alone would lack the edits of the weight.
         """
         settle(LinkList((param, link) for param, link in self.links if not link.version.written()))
 
@@ -254,9 +254,9 @@ class Masters:
         """Put masters into one of the optimizer's groups, in place.
 
         A parameter with its id in `about_to_be_cast` gives its FP32 storage to its master; the caller then gives the
-        parameter a low-precision one. If a parameter is float16 or bfloat16 already, its master is the one that it has,
-        or an FP32 copy. If it is frozen without a master, or quantized, it gets none. The optimizer's state and an
-        existing gradient move to the master.
+        parameter a low-precision one. If a parameter is float16 or bfloat16 already, its master is the one that another
+        optimizer has made, else an FP32 copy. If it is frozen without a master, or quantized, it gets none. The
+        optimizer's state and an existing gradient move to the master.
 
         With a `form`, each copy is compressed before the next is made, so that only one of them has FP32 memory at a
         time. A sharded parameter (DTensor) stays in the group then, and its local shard gets a master of that form.
@@ -312,7 +312,7 @@ class Masters:
         return part.master
 
     def exchange(self, optimizer: Any, *, shards: bool) -> None:
-        """Replace DTensors in the groups by the masters of their local shards; if `shards`, the reverse; in place."""
+        """Replace DTensors in the groups by their local shards' masters; if `shards`, masters by DTensors; in place."""
         pairs = [(part.shard, part.master) for part in self.parts.values()]
         instead = {id(master): shard for shard, master in pairs} if shards else {id(s): master for s, master in pairs}
         for group in optimizer.param_groups:

@@ -53,9 +53,10 @@ def _replace(patches: Patches) -> None:
 
 
 def _lerp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method `original` (`lerp` or `lerp_`) that also mixes FP32 with low precision, and promotes as `add`.
+    """Return the method `original`, `lerp` or `lerp_`, extended: one operand may be FP32 and the other low precision.
 
-    `lerp_` mixes them only if the tensor that it writes is FP32.
+    The result of `lerp` is then FP32, as of `add`. `lerp_` writes its first operand: if that is low precision, torch
+    raises as without this.
     """
 
     @wraps(original)
@@ -72,7 +73,7 @@ def _lerp(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _foreach_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `original` (`torch._foreach_lerp`), which also blends low-precision tensors into FP32 tensors."""
+    """Return `original` (`torch._foreach_lerp`), extended: low-precision tensors may be blended into FP32 tensors."""
 
     @wraps(original)
     def lerp(self: Any, tensors1: Any, *weight: Any, **weights: Any) -> Any:

@@ -26,7 +26,7 @@ EXACT = "_amp_exact"  # attribute of a module: name of a buffer -> its FP32 valu
 def are_all_that(module: nn.Module, low: bool = False) -> bool:
     """Tell whether `module` has FP32 buffers and no parameters at all: a rotary table, a window, a filter.
 
-    With `low`, low-precision buffers count too.
+    If `low`, FP16 and BF16 buffers are allowed as FP32 ones are; otherwise a module with such a buffer gives False.
 
     False for a container that is never called itself, because other modules read its buffers. False for a ScriptModule,
     because its class cannot be replaced.
@@ -55,7 +55,7 @@ def cast(owned: Iterable[Owned], dtype: torch.dtype) -> None:
 
 
 def uncast(model: nn.Module, but: Collection[str] = ()) -> None:
-    """Undo `cast` for all low-precision buffers of `model` but the names in `but`, and free the stored values."""
+    """Undo `cast` for all low-precision buffers of `model`, except buffers named in `but`; free the stored values."""
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for path, module in model.named_modules():
         for name in _low(module):
@@ -74,10 +74,12 @@ def exact_values(model: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 
 def load(model: nn.Module, state: dict[str, Tensor], prefix: str, but: Collection[str]) -> None:
-    """Store the FP32 values that `state` has for low-precision buffers of `model`; torch loads the rounded values.
+    """Store the FP32 values that `state` has for low-precision buffers of `model`.
+
+    Torch's `load_state_dict` loads the rounded values into the buffers themselves.
 
     Args:
-        but: names of buffers that were low precision before `initialize`.
+        but: names of buffers that were low precision before `initialize`. No values are stored for them.
     """
     for name, module, key, buffer in _cast_buffers(model, "", remembered=False):
         value = state.get(prefix + name)
@@ -94,7 +96,7 @@ def _cast_buffers(model: nn.Module, prefix: str, remembered: bool) -> Iterator[t
 
 
 def _remember(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -> None:
-    """Store the FP32 `value` of the buffer `name`, if a cast to `dtype` would round it. Syncs."""
+    """Store the FP32 `value` of the buffer `name` if a cast to `dtype` rounds it, else drop the stored one. Syncs."""
     value = value.detach()
     if value.is_meta or not torch.equal(value, value.to(dtype).float()):
         vars(module).setdefault(EXACT, {})[name] = value
@@ -106,8 +108,8 @@ def _remember(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -
 def _exact(module: nn.Module, name: str, low: Tensor) -> Tensor:
     """Return the buffer `low` in FP32, with the stored value for each element that nothing has written since the cast.
 
-    Such an element equals the rounded stored value. Version counters cannot tell, because a buffer that is moved to a
-    device, copied, or broadcast by DDP is another tensor with another version.
+    An element that nothing has written equals the rounded stored value. Version counters cannot show writes, because a
+    buffer that is moved to a device, copied, or broadcast by DDP is another tensor with another version.
     """
     kept: Tensor | None = vars(module).get(EXACT, {}).get(name)
     if kept is None or kept.shape != low.shape:
@@ -148,7 +150,10 @@ class WrittenBuffers:
         return [self._state(module(), name) for _, module, name in self.owned]
 
     def after(self, before: list[tuple[Tensor | None, int]]) -> bool:
-        """Drop the buffers that a forward has not written; after two forwards warn of the rest, and return False."""
+        """Drop the buffers that a forward has not written; after two forwards warn of the buffers that are left.
+
+        Return whether the next forward is to be compared too: False after two, or if no buffer is left.
+        """
         now = self.before()
         self.owned = [
             owned

@@ -47,7 +47,9 @@ def _forget(param: Tensor) -> None:
 
 
 def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtype], list[Exact]]:
-    """Return (types by name, parameters) of the weights that become FP32 in a copy of `model`; sync them with masters.
+    """Return ({name: type}, [(weight, type, master)]) of the weights that become FP32 in a copy of `model`.
+
+    First sync these weights with their masters.
 
     Args:
         on_demand: whether no optimizer trains the model. If so, its weights stay low precision in a copy, except the
@@ -70,7 +72,8 @@ def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtyp
 def widen(weights: Collection[Exact], types: dict[str, torch.dtype]) -> None:
     """Make a copied model's weights FP32 in place: each gets the value and memory of the copy of its master.
 
-    If the optimizer was copied with the model, and before it, the weights stay low precision: `types` is cleared.
+    If the optimizer was copied with the model, and before the model, the weights stay low precision, as a copied
+    optimizer requires: `types` is cleared.
     """
     hook_swaps()
     if any(param in _trained for param, _, _ in weights):
@@ -84,10 +87,10 @@ def widen(weights: Collection[Exact], types: dict[str, torch.dtype]) -> None:
 
 
 def narrow(params: Iterable[Tensor]) -> list[Tensor]:
-    """Undo `widen` in place for the models of these parameters, which a copied optimizer holds.
+    """Undo `widen` in place for the models that have any of `params`, the parameters of a copied optimizer.
 
     Returns:
-        All parameters of these models that were narrowed.
+        The parameters of these models that were FP32 by `widen`, and are low precision now.
     """
     narrowed = []
     hook_swaps()

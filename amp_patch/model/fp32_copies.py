@@ -126,7 +126,7 @@ def _unshield(plain: nn.Module) -> None:
 
 
 def _is_known_by_its_class(module: nn.Module) -> bool:
-    """Tell whether tools need the module's exact class: torch's layers (quantization, fx), parametrized, scripted."""
+    """Tell whether tools test for the class of `module`: True for torch's layers, parametrized and scripted modules."""
     own = type(module).__module__.partition(".")[0] == "torch" and next(module.children(), None) is None
     return own or parametrize.is_parametrized(module) or isinstance(module, torch.jit.ScriptModule)
 

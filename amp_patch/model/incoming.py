@@ -30,7 +30,7 @@ _buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref
 
 
 def type_of(param: Tensor) -> torch.dtype | None:
-    """Return the original type of `param` if it was low precision, else None."""
+    """Return the type that `param` had before `initialize` if that was low precision, else None."""
     found: torch.dtype | None = _params.get(param)
     return found
 
@@ -96,7 +96,12 @@ def has_widened(model: nn.Module) -> bool:
 
 
 def wanted_type(param: Tensor, stays: bool, policy: Policy, *, widened: bool) -> torch.dtype:
-    """Return the type of a floating parameter under `policy`.
+    """Return the type that a floating parameter has in a training under `policy`.
+
+    In a cast model this is the model's type, or FP32 if the parameter stays FP32. In any other model it is FP32, with
+    two exceptions for parameters that were low precision before `initialize`. At O1 and O4 such a parameter keeps its
+    type if it is frozen and does not stay FP32; at O0 it keeps its type unless `widened`. A low-precision shard keeps
+    its type at every level.
 
     Args:
         stays: whether the parameter's module stays FP32.
@@ -118,7 +123,7 @@ def wanted_type(param: Tensor, stays: bool, policy: Policy, *, widened: bool) ->
 
 
 def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
-    """Raise if no training under `policy` is possible with a low-precision or quantized parameter of `model`.
+    """Raise if a low-precision or quantized parameter of `model` rules a training under `policy` out.
 
     If BF16 weights become FP16, this reads their values, which syncs.
     """
@@ -206,7 +211,7 @@ def buffers_to_widen(models: Iterable[nn.Module], kept: Iterable[nn.Module], pol
 
 
 def widen_buffers(owned: Iterable[Owned]) -> None:
-    """Cast these buffers to FP32, and record their original types; a shared buffer stays shared."""
+    """Cast the buffers `owned` to FP32, and record their original types; a shared buffer stays shared."""
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for module, name in owned:
         buffer = module._buffers[name]

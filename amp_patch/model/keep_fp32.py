@@ -104,7 +104,9 @@ def modules_matching(
 
 
 def params_matching(models: list[nn.Module], rules: ParamRule | Iterable[ParamRule], argument: str) -> list[Tensor]:
-    """Return the parameters that the rules of this argument of `initialize` match, also by their modules, each once.
+    """Return the parameters that `rules` match, and all parameters of modules that `rules` match, each once.
+
+    `rules` are the value of the argument named `argument` of `initialize`.
 
     Raises:
         ValueError: a name, class, module or parameter that matches no parameter of `models`.
@@ -177,6 +179,6 @@ _installation = Installation()
 
 
 def forbid_fast_path() -> None:
-    """Disable the fused call of encoder layers in eval mode, which requires one type in all their children."""
+    """Disable torch's fused encoder layers in eval mode until `restore`: they require one type in all children."""
     # `add`, not `install`, because user code may have enabled the fast path again since the last call.
     _installation.add(lambda patches: patches.set(torch.backends.mha, "_is_fastpath_enabled", False))

@@ -81,7 +81,10 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def enter_high(models: list[nn.Module], policy: Policy, kept: Kept) -> None:
-    """Mark `kept` to stay 16-bit in `models`, which have just entered a training of `policy`; clear earlier marks."""
+    """Mark `kept` to stay 16-bit in `models`, which have just entered a training of `policy`; clear earlier marks.
+
+    If the policy has no product format, change nothing: no product is FP8 or FP4.
+    """
     if policy.product_format is None:
         return
     sharded = fsdp.fsdp_modules(models)

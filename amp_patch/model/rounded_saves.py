@@ -23,11 +23,13 @@ _MERGES = ("merge_and_unload", "merge_adapter")
 
 
 def warning_methods(base: type, methods: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Return overrides that warn first, of methods of `base` that round weights (PEFT's merges, transformers' save).
+    """Return {name: override} for methods of `base` that round weights: PEFT's merges, and transformers' save.
+
+    Each override warns, then calls the original method.
 
     Args:
         base: the user's class.
-        methods: its own methods, by name.
+        methods: the own methods of `base`, by name.
     """
     found = {name: _warning(methods[name], _of_merge(name)) for name in _MERGES if name in methods}
     if hasattr(base, "get_base_model"):  # PeftModel, whose __getattr__ reaches these methods of its tuner

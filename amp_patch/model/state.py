@@ -1,7 +1,8 @@
 """`ModelState`, what amp_patch stores with a model of a training, and the policy of the model whose forward runs now.
 
-A checkpoint has nothing of this file. `AmpModel.state_dict` (forward.py) returns the model's FP32 values, and
-`amp.state_dict` (frontend.py) returns the loss scales.
+A checkpoint has nothing of this file. `AmpModel.state_dict` (forward.py) returns the model's FP32 values,
+`optimizer.state_dict()` the optimizer's state (torch's method; for state in 8 bits `overrides` of
+storage/coded_steps.py), and `amp.state_dict` (frontend.py) the loss scales.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from amp_patch.policy import Policy
 
 
 class _Running(threading.local):
-    """The policy of the model whose forward runs on this thread; None outside."""
+    """The policy of the model whose forward runs on this thread; None if no such forward runs."""
 
     def __init__(self) -> None:  # an attribute of the instance, for torch.compile's guards
         self.policy: Policy | None = None
@@ -52,7 +53,7 @@ class ModelState:
         modules: the modules inside the model at `initialize`; empty for a copy.
         high: names of weights whose products stay 16-bit when other products are FP8 or FP4.
         wide: for a copy, its FP32 weights by name, and the types that they are cast to during calls.
-        calls: the running calls of a copy.
+        calls: for a copy, the lock around its calls, and the weights that the running call has replaced by casts.
         region: the region around the model's forward; made at the first call, and again after a change of `policy`.
         looks: the number of forwards whose inputs are still looked at (first_inputs.py), in eval and in training mode.
         masks: positions and names of arguments of forward that were additive masks; their casts saturate.

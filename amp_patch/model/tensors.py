@@ -74,8 +74,8 @@ def check_methods(models: list[nn.Module], methods: Collection[str]) -> None:
 def check_types(model: nn.Module, policy: Policy, kept: list[nn.Module], *, takes_any: bool) -> None:
     """Raise if a floating parameter of `model` has a type that `initialize` does not take.
 
-    FP64 parameters are taken if they are not cast. FP16 and BF16 ones are taken if `takes_any`; `incoming.check` tests
-    that no value is lost.
+    FP64 parameters are taken if the policy does not cast them. FP16 and BF16 parameters are taken if `takes_any`;
+    `incoming.check` then tests that no value is lost.
     """
     stays = {id(p) for module in kept for p in module.parameters()}
     for name, param in model.named_parameters():
@@ -102,7 +102,7 @@ def check_types(model: nn.Module, policy: Policy, kept: list[nn.Module], *, take
 
 
 def check_steps(model: nn.Module, policy: Policy) -> None:
-    """Raise if torch steps parameters in backward, and `policy` needs their gradients later, to unscale or check."""
+    """Raise if an optimizer steps parameters of `model` in backward, before `policy` has their gradients unscaled."""
     if not (policy.checks_gradients or policy.cast_model_type is not None):
         return
     for name, param in model.named_parameters():
@@ -144,7 +144,7 @@ def to_cast(
 
 
 def not_cast_to(model: nn.Module, kept: list[nn.Module], policy: Policy) -> list[nn.Parameter]:
-    """Return the parameters of `model` whose type differs from the one that `policy` wants."""
+    """Return the FP32, FP16 and BF16 parameters of `model` that are not of the type that `policy` wants for them."""
     stays = {id(p) for module in kept for p in module.parameters()}
     widened = incoming.has_widened(model)
     return [
@@ -166,7 +166,7 @@ def cast(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
 
 
 def use_cpu(models: Iterable[nn.Module]) -> bool:
-    """Tell whether any tensor of the models is on a CPU. Models without tensors count, since they may run anywhere."""
+    """Tell whether any tensor of the models is on a CPU. True if they have no tensors, since they may run anywhere."""
     devices = {tensor.device.type for model in models for tensor in (*model.parameters(), *model.buffers())}
     return not devices or "cpu" in devices
 
@@ -233,7 +233,7 @@ def refuse_changed(model: nn.Module) -> None:
 
 
 def load_masters(model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
-    """Load the values of `state_dict` into the masters of `model`, and replace them by the weights in that dictionary.
+    """Load the values of `state_dict` into the masters of `model`, and store the weights in `state_dict` instead.
 
     Torch's `load_state_dict` made the dictionary, so it is changed in place. Without the replacement torch would then
     copy the loaded value, rounded to nearest even, over the weight that this function has written. A split master

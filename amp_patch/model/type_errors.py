@@ -66,7 +66,10 @@ def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Poli
 
 
 def explain_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
-    """If `error` of the forward of `model` is about types, raise it again with the line, opt level and way out."""
+    """If `error` of the forward of `model` is about types, raise it again with the line, opt level and way out.
+
+    Otherwise return, so that the caller raises `error` unchanged.
+    """
     if policy.cast_model_type is not None:
         if fsdp.is_fsdp(model) and (is_about_types(error) or _names_integers(error)):
             return
@@ -77,7 +80,7 @@ def explain_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_cl
 
 
 def explain_types_in_body(policy: Policy, error: RuntimeError) -> None:
-    """If `error` of a body of `scale_loss` is about types, raise it again with the line, opt level and way out."""
+    """If `error` of a body of `scale_loss` is about types, raise it with line, opt level and way out; else return."""
     part = ""
     if policy.cast_model_type is not None and is_about_types(error):
         part = (
@@ -120,7 +123,7 @@ def _advice(policy: Policy, error: RuntimeError) -> str | None:
 
 
 def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
-    """If user code has changed the type of weights since `initialize`, raise `error` with their names."""
+    """If user code has changed the type of weights since `initialize`, raise `error` with their names; else return."""
     norms = bool(policy.keep_batchnorm_fp32)
     kept = (m for m in model.modules() if isinstance(m, kept_class) or (norms and is_batch_norm(m)))
     stay = {id(inner) for module in kept for inner in module.modules()}
@@ -146,7 +149,7 @@ def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError,
 
 
 def _refuse_new_modules(model: nn.Module, policy: Policy, error: RuntimeError, names: list[str]) -> None:
-    """If tensors in `names` belong to modules that were added since `initialize`, raise `error` with these modules."""
+    """If tensors in `names` are in modules added since `initialize`, raise `error` with the modules; else return."""
     known = vars(model)["_amp"].modules
     new = [path for path, module in model.named_modules() if module not in known] if known else []
     outermost = [path for path in new if path.rpartition(".")[0] not in new]
@@ -161,7 +164,7 @@ def _refuse_new_modules(model: nn.Module, policy: Policy, error: RuntimeError, n
 
 
 def _refuse_integers(model: nn.Module, error: RuntimeError) -> None:
-    """If `error` is about integers meeting floats, raise it with the way out: it is the script's error at any level."""
+    """If `error` is about integers with floats, an error of the script at any level, raise it with the way out."""
     if _names_integers(error) and error.__cause__ is None:  # else an inner model has explained it
         raise RuntimeError(
             f"{error}\nIn {_place(model, error)} integers meet floats, which fails in FP32 too: the cause is the "
@@ -194,7 +197,11 @@ def _place(model: nn.Module, error: RuntimeError) -> str:
 
 
 def advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with advice added to a dtype error, if it is called outside of the model's forward."""
+    """Return `function`, a method of a cast model: outside of a forward, its errors about types get advice added.
+
+    If a subscriber of `method_subscribers` returns True, the method is called again instead. Inside a forward errors
+    pass unchanged: `explain_types` adds the advice.
+    """
 
     @wraps(function)
     def advised(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -195,7 +195,7 @@ def multi_tensor_adopt(params: Tensors, masters: Tensors) -> None:
     """Copy user edits of low-precision weights into their FP32 masters.
 
     For each element: ``master = param if master.to(param.dtype) != param else master``. So an element that was not
-    edited keeps its FP32 value. A NaN in a parameter counts as an edit. ``masters`` are float32, written in place.
+    edited keeps its FP32 value. A NaN in a parameter is treated as an edit. ``masters`` are float32, written in place.
     """
     run(_ADOPT, plain.adopt, (params, masters), ())
 

@@ -77,7 +77,7 @@ def extension() -> ModuleType | None:
 
 
 def backend() -> str:
-    """Return ``"cpp"`` or ``"torch"``, the backend for devices that the extension is built for."""
+    """Return ``"cpp"`` or ``"torch"``, the backend for devices that the extension is built for; others use torch."""
     return "torch" if active is None else "cpp"
 
 
@@ -104,7 +104,7 @@ def use_backend(name: str) -> Iterator[None]:
 def run(contract: Contract, in_torch: Callable[..., Any], lists: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
     """Call the extension's kernel if it is built for the tensors' device; otherwise call `in_torch`.
 
-    Both take the lists, then the arguments.
+    The kernel and `in_torch` take the lists, then the arguments.
 
     Raises:
         ValueError, TypeError: the call breaks the contract. Nothing was written.
@@ -115,7 +115,7 @@ def run(contract: Contract, in_torch: Callable[..., Any], lists: tuple[Any, ...]
         return _plainly(in_torch, *lists, *arguments)
     try:
         return getattr(kernels, contract.op)(*lists, *arguments)
-    # Both are raised before the first write. TypeError is pybind11's: an argument is no tensor or no number.
+    # Both errors come before the first write. TypeError is pybind11's: an argument is no tensor or no number.
     except (kernels.Refused, TypeError):
         device = contract.check(lists, arguments)
         if device.type in kernels.devices and (device.type == "cpu" or not contract.has_codes(lists)):

@@ -84,7 +84,7 @@ def number(name: str, several: bool = False) -> Argument:
 
 
 def floats(*names: str) -> list[Argument]:
-    """Return arguments that are Python floats."""
+    """Return an `Argument` for each of `names`: a Python float, no tensor."""
     return [Argument(name, number=float) for name in names]
 
 
@@ -193,7 +193,7 @@ class Contract:
                     self._check_unrecorded(which, scales[i])
 
     def _check_counts(self, wanted: TensorList, counts: Tensors, device: torch.device, flags: Sequence[object]) -> None:
-        """Raise unless the counts are all on the lists' device or all on the CPU; with found_inf, on its device."""
+        """Raise unless the counts are all on the lists' device, or all on the CPU and no found_inf is given."""
         first = counts[0] if counts else None
         where = first.device if isinstance(first, Tensor) and first.device.type == "cpu" else device
         for i, count in enumerate(counts):
@@ -364,7 +364,7 @@ def _is_int64(value: object) -> bool:
 
 
 def _check_halves(halves: TensorList, tensors: Tensors, weights: Tensors) -> None:
-    """Raise if an int16 tensor (a low half) lacks its bfloat16 weight, or a bfloat16 tensor (a weight) has another."""
+    """Raise if an int16 tensor (a low half) has no bfloat16 weight in `weights`, or a bfloat16 tensor has a weight."""
     for i, t in enumerate(tensors):
         if t.dtype == torch.bfloat16 and weights:
             raise TypeError(
@@ -423,7 +423,7 @@ def _check_places(outs: Mapping[str, Tensors], lists: Mapping[str, Tensors]) -> 
 def _check_apart(outs: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> None:
     """Raise if an output shares memory with another output or with a tensor of `read`. The keys are names of lists."""
 
-    # The number of elements from `data_ptr()` on that belong to `t`. Only the first counts if `t` has gaps.
+    # The number of elements from `data_ptr()` on that certainly belong to `t`: 1 if `t` has gaps.
     def known(t: Tensor) -> int:
         return t.numel() if torch.ops.aten.is_non_overlapping_and_dense(t) else 1
 

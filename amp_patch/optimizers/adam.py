@@ -22,7 +22,7 @@ from amp_patch.optimizers.common import (
 
 
 def check_unscalable(grads: Tensors) -> None:
-    """Raise if a gradient cannot be unscaled in place."""
+    """Raise if a gradient cannot be unscaled in place, because several of its elements are one place in memory."""
     for grad in grads:
         if 0 in grad.stride() and any(n > 1 and s == 0 for n, s in zip(grad.shape, grad.stride(), strict=True)):
             raise ValueError(
@@ -100,7 +100,10 @@ class FusedAdam(FusedOptimizer):
             numbers_to_device(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, also a state of torch.optim.Adam or AdamW, which has a step count for each parameter."""
+        """Load as torch does, also a state of torch.optim.Adam or AdamW.
+
+        Such a state has a count of steps for each parameter. The group gets the largest of its parameters' counts.
+        """
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             steps = [self.state[p]["step"] for p in group["params"] if "step" in self.state.get(p, ())]

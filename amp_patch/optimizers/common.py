@@ -94,7 +94,7 @@ def descend(params: list[Tensor], updates: list[Tensor], lr: Number) -> None:
 
 
 def bias_corrections(betas: tuple[float, float], step: int, on: bool) -> tuple[float, float]:
-    """Return the divisors of the running averages after `step` steps: `1 - beta ** step`, or 1."""
+    """Return the divisors of the running averages after `step` steps: `1 - beta ** step`; if not `on`, 1 for both."""
     return (1 - betas[0] ** step, 1 - betas[1] ** step) if on else (1.0, 1.0)
 
 
@@ -226,7 +226,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but keep the state of low-precision parameters in FP32.
 
-        torch rounds it to the parameters' type, so the exact values are copied again afterwards.
+        torch rounds this state to the parameters' type, so the exact values are copied again afterwards.
         """
         loaded: dict[str, Any] = {}  # the state dict that torch loads, after users' pre-hooks, which may replace it
         handle = self.register_load_state_dict_pre_hook(lambda _, given: loaded.update(given))

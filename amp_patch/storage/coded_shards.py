@@ -53,7 +53,7 @@ class ShardState(CodedState):
         return local(value).detach() if isinstance(value, Tensor) and are_alike(value, self.param) else value
 
     def _whole(self, value: Any) -> Any:
-        """Return the stored `value` as user code reads it: a tensor of the local shard's shape as a DTensor."""
+        """Return `value` as user code reads it: as a DTensor if it has the local shard's shape, else `value` itself."""
         if type(value) is not Tensor or value.shape != local(self.param).shape:
             return value
         kind: Any = type(self.param)
@@ -104,7 +104,7 @@ def of_parts(optimizer: Any, coder: Coder) -> PartialStep | None:
     `optimizer`.
 
     Return None if no parameter with a gradient is sharded, or if a gradient has other placements than its parameter, as
-    tensor parallelism may leave it. All processes get the same answer.
+    tensor parallelism may leave it. All processes get a step, or all get None.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     sharded = [param for param in params if is_dtensor(param) and has_gradient(param)]

@@ -259,7 +259,7 @@ class Coder:
 
     @property
     def is_stepping(self) -> bool:
-        """Return whether this thread is in a step. If so, ShardState returns plain tensors instead of DTensors."""
+        """Tell whether this thread makes a step on stand-ins. If so, ShardState returns plain tensors, else DTensors."""
         return self.stepper == get_ident()
 
     @whole
@@ -275,7 +275,7 @@ class Coder:
 
     @without_grad
     def open_all(self, states: Iterable[Any]) -> None:
-        """Decode, for a step, every `Coded` of these states whose `value` is not set by an earlier read."""
+        """Decode, for a step, every `Coded` in `states` whose `value` is not set by an earlier read."""
         with self._lock:
             kept = (value for state in states if isinstance(state, CodedState) for value in map(state.kept, state))
             closed = [value for value in kept if type(value) is Coded and value.value is None]
@@ -326,14 +326,14 @@ class Coder:
 
     @without_grad
     def take(self, optimizer: Any, params: Iterable[Tensor]) -> None:
-        """After a step of `params`, encode the tensors that it has added to their state, and each set `Coded.value`."""
+        """After a step on `params`, encode the tensors that it has added to states, and each set `Coded.value`."""
         with self._lock:
             self.adopt(optimizer, params, is_lent=True)
             self.encode()
 
     @without_grad
     def adopt(self, optimizer: Any, params: Iterable[Tensor], *, is_lent: bool) -> None:
-        """Wrap the large FP32 tensors in these parameters' states in `Coded`; the next `encode` encodes them.
+        """Replace the large FP32 tensors in the states of `params` by `Coded` objects; the next `encode` encodes them.
 
         Args:
             is_lent: becomes `Coded.is_lent` of each new `Coded`.

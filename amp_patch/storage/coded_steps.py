@@ -89,7 +89,10 @@ class CodedBatch(Batch):
     scales: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def getter(self, name: str) -> Callable[[Any], Any]:  # type: ignore[override]
-        """Return a function like `itemgetter(name)` that returns codes, and appends their scales to `self.scales`."""
+        """Return a function that returns a state's tensor `name`, as codes if it has codes.
+
+        Each call appends the scales of the codes, or an empty tensor, to `self.scales[name]`.
+        """
         scales: list[Tensor] = []
         self.scales[name] = scales
         nothing = torch.empty(0, dtype=torch.float32, device=self.masters[0].device)
@@ -258,9 +261,10 @@ def keep_state(optimizer: Any, stash: Stash, kind_of_coder: type[Coder]) -> None
 
 
 def leave_in_fp32(targets: Sequence[Any], params: list[Tensor]) -> None:
-    """Leave the state of these parameters of the models in FP32 in each of a training's optimizers that steps them.
+    """Have the optimizers `targets` leave the state of the models' parameters `params` in FP32.
 
-    An optimizer may get a parameter that none of them holds yet by a later `add_param_group`.
+    Each stash lists the parameters that its optimizer holds, and the parameters that no optimizer holds yet: a later
+    `add_param_group` may add these to any of the optimizers.
     """
     stashes = list(map(known_stash, targets))
     held = [{id(p) for p, _ in s.masters.pairs(o.param_groups)} for o, s in zip(targets, stashes, strict=True)]
@@ -269,7 +273,7 @@ def leave_in_fp32(targets: Sequence[Any], params: list[Tensor]) -> None:
 
 
 def _stays_fp32(stash: Stash | None, param: Tensor) -> bool:
-    """Return whether `leave_in_fp32` has named this parameter, or the parameter of this master."""
+    """Tell whether `param`, or the parameter whose master it is, was given to `leave_in_fp32`."""
     if stash is None or not stash.fp32_state:
         return False
     named, _ = stash.masters.by_master.get(id(param), (param, None))

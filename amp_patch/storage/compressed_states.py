@@ -83,7 +83,7 @@ def _with_values(state_dict: Any, made: Callable[[Any], Any], caller: str) -> di
 
 
 def _changed(states: dict[Any, Any], made: Callable[[Any], Any]) -> dict[Any, Any]:
-    """Return the states that have an entry for which `made` returns another one, with the new entries."""
+    """Return {key: state with each entry replaced by `made(entry)`} for the states in which `made` changes an entry."""
     found: dict[Any, Any] = {}
     for key, state in states.items():
         if isinstance(state, dict):

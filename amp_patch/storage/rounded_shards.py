@@ -32,7 +32,7 @@ KEY = ("rounded_shards",)  # key of the generated optimizer classes
 def check(optimizer: Any, policy: Policy) -> None:
     """Raise if `policy` asks for stochastic rounding of shards and the (innermost) optimizer is not elementwise.
 
-    Frozen parameters count too, because they may be trained later. With 8-bit state nothing is checked here:
+    Frozen parameters are checked too, because they may be trained later. With 8-bit state nothing is checked here:
     `coded_steps.check` has already made the same check.
     """
     if policy.optimizer_state is None:
@@ -41,7 +41,7 @@ def check(optimizer: Any, policy: Policy) -> None:
 
 
 def check_group(optimizer: Any, stash: Stash, params: list[Tensor]) -> None:
-    """Check the parameters of an added group as `check` does; also raise if one is not sharded along dimension 0."""
+    """Check the parameters of an added group as `check` does; also raise if a rounded one is sharded in another way."""
     policy = stash.policy
     _check("add_param_group", optimizer, policy, params)
     for index, param in enumerate(params):
@@ -72,7 +72,7 @@ class InFp32(Coder):
         return None
 
     def report(self, optimizer: Any) -> None:
-        """Log nothing. The base class warns if no state is in codes, and here none is to be."""
+        """Do nothing. The base class warns if no state is stored as codes, and this class stores none as codes."""
 
 
 class OnMasters(coded_steps.InCodes):
@@ -122,7 +122,7 @@ def _gradient(optimizer: Any, stash: Stash, shard: Any) -> Tensor:
 
 
 def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
-    """Defer these BF16 gradients (by master's id) until the step; if gradients cannot be deferred, set FP32 `.grad`."""
+    """Defer the BF16 gradients `grads` (by master's id) until the step, or set FP32 `.grad` if none can be deferred."""
     waiting = stash.masters.waiting
     if waiting is not None and not waiting:
         waiting.hold(grads)
@@ -152,7 +152,7 @@ def is_for(stash: Stash) -> bool:
 def enter(optimizer: Any, stash: Stash) -> None:
     """Give an optimizer of rounded shards a coder, which stores the state of the local shards.
 
-    A copied optimizer gets new masters first.
+    A copied optimizer gets new masters first. An optimizer without rounded shards is not changed.
     """
     if (form := stash.master_form) is None:
         return

@@ -109,5 +109,5 @@ def is_zero(optimizer: Any) -> bool:
 
 
 def stateful(optimizer: Any) -> Any:
-    """Return the optimizer that keeps the state of `optimizer`'s parameters: itself, or the one inside."""
+    """Return the optimizer that keeps the state: the one inside a ZeroRedundancyOptimizer, else `optimizer` itself."""
     return optimizer.optim if is_zero(optimizer) and hasattr(optimizer, "optim") else optimizer

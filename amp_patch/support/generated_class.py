@@ -45,7 +45,7 @@ class Generated:
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        """Return methods made for this base and key, in addition to the mixin's own."""
+        """Return {name: method} made for `base` and `key`, in addition to the mixin's own methods."""
         return {}
 
 

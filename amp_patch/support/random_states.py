@@ -12,7 +12,7 @@ import torch
 
 
 def random_states() -> list[Any]:
-    """Return the states of Python, torch, NumPy (None: not imported) and all GPUs (None: CUDA not initialized)."""
+    """Return the states of the generators of Python, torch, NumPy (None: not imported) and CUDA (None: not used)."""
     numpy: Any = sys.modules.get("numpy")
     of_numpy = None
     if numpy is not None:
@@ -35,7 +35,7 @@ def restore_random_states(found: list[Any]) -> None:
 
 @contextmanager
 def restored_random_states() -> Iterator[list[Any]]:
-    """Yield the states, and restore them at the end of the block."""
+    """Yield the states of the global random generators, and restore these states at the end of the block."""
     found = random_states()
     try:
         yield found

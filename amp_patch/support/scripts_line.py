@@ -14,7 +14,7 @@ _RUNNERS = ("runpy", "importlib", "contextlib")
 
 
 def stacklevel() -> int:
-    """Return the `stacklevel` for `warnings.warn` in the caller: the innermost frame outside torch and amp_patch."""
+    """Return the `stacklevel` by which the caller's warning names the innermost line outside torch and amp_patch."""
     frame, level = sys._getframe(1), 1
     while _package(frame) in _NOT_THE_USERS and frame.f_back is not None:
         frame, level = frame.f_back, level + 1

@@ -30,7 +30,7 @@ _KINDS = ("register_prehook", "register_hook")
 
 
 class _Moved:
-    """The hooks of a dropped node, as one hook of the new node.
+    """The hooks of a dropped AccumulateGrad node, as one hook of the new node.
 
     Users' handles remove hooks from the dictionary `hooks`, so each call reads it again.
     """

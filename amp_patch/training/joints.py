@@ -19,7 +19,8 @@ from amp_patch.policy import Policy
 # A value of Policy.master_weights -> a function that receives `LossScaler.beside`, and returns the compressed form of
 # the masters, or None for plain FP32.
 forms: dict[Any, Callable[[dict[str, Any]], Form | None]] = {}
-# Each function receives a policy, and returns the objects to save with its first loss scale, by name in the state dict.
+# Each function receives a policy, and returns {name in the state dict: object}: the objects whose state is saved with
+# the first loss scale of a training of that policy.
 beside_scale: list[Callable[[Policy], dict[str, Any]]] = []
 # Modules that store an optimizer's state in another form than FP32 tensors, for example in eight bits. In each,
 # `is_for(stash)` tells whether it stores this optimizer's state, `overrides(base)` returns methods for the optimizer's
@@ -33,7 +34,7 @@ ways: list[Any] = []  # strategies (step.py); an optimizer gets the first that s
 # Surroundings ---------------------------------------------------------------------------------------------------------
 
 # Each function receives (models, policy, modules that stay FP32, ids of the parameters whose dtype will change,
-# process_group). If a feature cannot work with them, the function raises before `initialize` changes anything.
+# process_group). If a feature cannot work with these models, the function raises before `initialize` changes anything.
 check_models: list[Callable[[list[nn.Module], Policy, list[nn.Module], set[int], Any], None]] = []
 enter_models: list[Callable[[Any, list[nn.Module], list[Any]], None]] = []  # (training, models, targets), last call
 retyped: list[Callable[[Collection[int]], None]] = []  # ids of the parameters whose dtype has changed

@@ -83,7 +83,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, policy: Policy, *, loss_id: int, verbosity: int) -> LossScaler:
-        """Make the scaler of one loss from a policy."""
+        """Make the scaler of loss `loss_id` in a training under `policy`; only scaler 0 gets objects in `beside`."""
         names = ("min_loss_scale", "max_loss_scale", "init_scale", "growth_factor", "backoff_factor", "growth_interval")
         options = {name: getattr(policy, name) for name in (*names, "skip_nonfinite")}
         scaler = cls(policy.loss_scale, loss_id=loss_id, verbosity=verbosity, **options)
@@ -125,7 +125,7 @@ class LossScaler:
         self._found_inf.clamp_min_(found_inf.to(self._found_inf.device))
 
     def update(self) -> None:
-        """Update the scale by the overflow flags recorded since the last update, on the device; no sync."""
+        """Update a dynamic scale by the overflow flags recorded since the last update, on the device; no sync."""
         self.updates += 1
         if self.dynamic:
             multi_tensor.update_scale(

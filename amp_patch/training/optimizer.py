@@ -130,7 +130,12 @@ def _strategy_of(base: Any) -> Strategy:
 
 
 def check_optimizer(optimizer: Any, policy: Policy) -> None:
-    """Raise if `initialize` cannot take this innermost optimizer: no optimizer, no `__dict__`, or a refused LBFGS."""
+    """Raise if `initialize` cannot take the innermost optimizer `optimizer`; change nothing.
+
+    Raises:
+        TypeError: the object has no `step` and `param_groups`, or no `__dict__`.
+        ValueError: it is an LBFGS, and the policy checks gradients or has masters; or a guest (joints.py) refuses it.
+    """
     name = type(optimizer).__name__
     if not (callable(getattr(optimizer, "step", None)) and isinstance(getattr(optimizer, "param_groups", None), list)):
         raise TypeError(
@@ -203,7 +208,11 @@ def _lead_scheduler(optimizer: Any) -> None:
 
 
 def enter_step(optimizer: Any, stash: Stash) -> None:
-    """Bind `stash` to `optimizer` and install the step. If a strategy takes low-precision gradients, defer these."""
+    """Bind `stash` to `optimizer`, and make the calls of `optimizer.step` run `Step`.
+
+    If the policy has masters and a strategy takes deferred gradients, gradients are deferred from now on. Otherwise
+    each exit of `scale_loss` makes them FP32.
+    """
     stash.neighbours.owner = weakref.ref(optimizer)
     joints.tell(joints.enter_optimizer, optimizer, stash)
     if stash.policy.master_weights and any(way.knows(optimizer, stash) for way in joints.ways):
@@ -215,7 +224,11 @@ def enter_step(optimizer: Any, stash: Stash) -> None:
 
 
 def restore(optimizer: Any, *, recast_state: bool = True) -> None:
-    """Undo `enter_training`. With `recast_state`, cast the optimizer's state to the parameters' present dtypes."""
+    """Undo `enter_training`: gradients, groups, class and stash of `optimizer` are as without amp_patch.
+
+    If `recast_state`, also remove the parameters' masters, and cast the optimizer's state to the parameters' present
+    dtypes. Otherwise the parameters stay linked to their masters, and the state keeps its dtypes.
+    """
     stash = stash_of(optimizer)
     if stash is None:
         return
@@ -263,7 +276,7 @@ def state_follows_params(optimizer: Any) -> None:
 def warn_of_small_eps(optimizer: Any) -> None:
     """Warn where a group's `eps` is 0 in the dtype of its low-precision parameters: Adam then divides by 0.
 
-    Optimizers with the attribute `computes_in_fp32` are left out.
+    Optimizers with the attribute `computes_in_fp32` are not checked.
     """
     for index, eps, dtype in lost_eps(optimizer):
         warnings.warn(

@@ -58,9 +58,9 @@ def decide(optimizer: Any, stash: Stash, is_capturing: bool, may_skip: bool) -> 
 
 
 def drop_overflowed(optimizer: Any, stash: Stash) -> None:
-    """Drop gradients that overflowed, when an optimizer leaves its training before their step. May sync.
+    """Drop the gradients of an optimizer that leaves its training, if they overflowed since its last step. May sync.
 
-    Without this, the optimizer's own step would use them.
+    Without this, the optimizer's own step would use them. If no gradient overflowed, all gradients stay.
     """
     scalers = read_found(stash)
     for scaler in scalers:
@@ -71,7 +71,11 @@ def drop_overflowed(optimizer: Any, stash: Stash) -> None:
 
 
 def _refuse_in_capture(optimizer: Any, may_skip: bool) -> None:
-    """Raise RuntimeError with the way out: during a capture of a CUDA graph the host cannot read an overflow flag."""
+    """Raise RuntimeError with the way out: during a capture of a CUDA graph the host cannot read an overflow flag.
+
+    `may_skip`: whether the optimizer can skip on the device. If so, it only cannot skip this step, because the step is
+    the first of a parameter.
+    """
     name = base_class(optimizer).__name__
     if may_skip:
         way_out = "let it take a step that is not skipped, of all its parameters, before the capture"
@@ -87,7 +91,7 @@ def _refuse_in_capture(optimizer: Any, may_skip: bool) -> None:
 
 
 def culprits(optimizer: Any) -> str:
-    """Return the names of the parameters whose gradients are not finite. Syncs with the device."""
+    """Return a text with the names of the parameters whose gradients are not finite, at most eight. Syncs."""
     stash = known_stash(optimizer)
     lines = []
     sharded = False
@@ -107,7 +111,7 @@ def culprits(optimizer: Any) -> str:
 
 
 def read_found(stash: Stash) -> list[LossScaler]:
-    """Return the scalers whose losses overflowed since the last step; for all others call `stepped`. Syncs."""
+    """Return the scalers whose losses overflowed since the last step; call `stepped` of all other scalers. Syncs."""
     flags = [found_inf for _, found_inf in stash.found]
     if len(flags) > 1:  # one sync for all
         flags = torch.stack([found_inf.to(flags[0].device) for found_inf in flags]).tolist()
@@ -133,6 +137,7 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
     """Tell whether the optimizer can skip on the device, and all overflow flags are on one asynchronous device.
 
     If so, the optimizer gets the flag as torch.amp.GradScaler passes it, and the host reads the outcome later.
+    Otherwise the host reads the flags before the step.
     """
     able = getattr(optimizer, "skips_on_device", None)
     if able is None:  # not by `getattr`, which would call `SupportsScaling` in each step
@@ -145,7 +150,7 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
 
 
 def note_stepped(optimizer: Any, stash: Stash) -> None:
-    """Store the number of state entries of each stepped master: `_knows_of_each` finds by it that a step was taken."""
+    """Store for each stepped master the number of its state entries: `_knows_of_each` finds by it that it stepped."""
     stepped = stash.neighbours.stepped
     for group in optimizer.param_groups:
         for master in group["params"]:

@@ -122,7 +122,7 @@ def _is_scaled_by_scaler(optimizer: Any, stash: Stash) -> bool:
 
 
 def _in_scaler() -> Any:
-    """Return the innermost calling frame that runs a method of GradScaler; None if there is none."""
+    """Return the innermost calling frame that runs a method of GradScaler; None if no calling frame does."""
     asking: Any = sys._getframe(1)
     while asking is not None and asking.f_code.co_filename != _SCALERS_FILE:
         asking = asking.f_back
@@ -176,7 +176,7 @@ class OtherBackwards:
             self._handles.pop().remove()
 
     def warn(self) -> None:
-        """Warn if the hooks of `watch` have noted a backward pass: the exit divides its unscaled gradients too."""
+        """Warn if the hooks of `watch` have noted a backward pass: the exit divides its gradients by the scale too."""
         if self._found:
             warnings.warn(
                 "scale_loss: a backward pass in the body went past the scaled loss, and the exit divides its gradients "
@@ -204,9 +204,9 @@ class TooLate:
 
 
 def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: list[Tensor]) -> None:
-    """Warn once if the loss depends on no parameter of `optimizers`, and other parameters have gradients.
+    """Warn once if the loss depends on no parameter of `optimizers`, but has made gradients of other parameters.
 
-    Gradients of inputs alone do not count, because an attack on a frozen model needs them.
+    If it has made gradients of inputs alone, do not warn: an attack on a frozen model needs them.
     """
     stashes = [known_stash(optimizer) for optimizer in optimizers]
     owns = [stash.backward for stash in stashes]
@@ -275,7 +275,8 @@ class SupportsScaling:
     """The descriptor of `_step_supports_amp_scaling`, which torch's `GradScaler.step` reads before anything else.
 
     The read raises if the GradScaler would unscale gradients that `scale_loss` has unscaled, or would leave gradients
-    on a cast model's weights, where the step on the masters does not find them.
+    on a cast model's weights, where the step on the masters does not find them. Otherwise it returns the attribute's
+    value without amp_patch: whether the optimizer's own step unscales, and skips after an overflow.
     """
 
     NAME = "_step_supports_amp_scaling"
@@ -298,7 +299,10 @@ class SupportsScaling:
 
 
 def _check_scaler(optimizer: Any, scaler: Any) -> None:
-    """Raise if torch's own `scaler.step(optimizer)` would unscale gradients twice, or not move them to masters."""
+    """Raise if torch's own `scaler.step(optimizer)` would unscale gradients twice, or not move them to masters.
+
+    Return if `scaler` is of a class of amp_patch, or if the optimizer is in no training.
+    """
     stash = stash_of(optimizer)
     if stash is None or not stash.enabled or any(c.__module__.startswith("amp_patch") for c in type(scaler).__mro__):
         return

@@ -43,21 +43,21 @@ class Pending:
         self.scaler = scaler
         self.scaling, self.checking = scaler.scales, scaler.checks
         self.updates, self.edits = scaler.updates, scaler.edits
-        # If the level does not scale, the scaler's scale is still not 1 after loading a checkpoint of one that does.
+        # If the level does not scale, the scaler may have a scale other than 1, from a checkpoint of another level.
         self.scale = scaler.scale_tensor.clone() if scaler.scales else torch.ones_like(scaler.scale_tensor)
         self.held_back = self.local = False
 
     def inverse(self) -> Number | None:
-        """Return the factor that unscales the gradients, FP32, shape [].
+        """Return the factor that unscales the gradients: FP32, shape [], if the loss is scaled.
 
-        1.0 if they are not scaled, but checked for overflow. None if they are not checked either.
+        If the loss is not scaled, return 1.0 if gradients are checked for overflow, else None.
         """
         if self.scaling:
             return inverse_of(self.scale)
         return 1.0 if self.checking else None
 
     def has_scale_of(self, scaler: LossScaler) -> bool:
-        """Tell whether `scaler` is certain to have these gradients' scale still, by its counts on the host; no sync."""
+        """Tell whether `scaler` certainly has the gradients' scale still, by its counts on the host; no sync."""
         moved = scaler.dynamic and self.updates != scaler.updates
         return self.scaler is scaler and not moved and self.edits == scaler.edits
 
@@ -156,10 +156,10 @@ class Siblings(list[weakref.ref[Any]]):
 
 @dataclass
 class Neighbours(OfThisProcess):
-    """The objects around an optimizer, and tables of its parameters by their id.
+    """References from an optimizer to other objects of its training, and tables of its parameters by their id.
 
-    References to optimizers, models, modules and wrappers are weak. A copy of the stash gets new neighbours. Only
-    `siblings` and `unowned` are copied with it.
+    References to optimizers, models, modules and wrappers are weak. A copy or a pickle of the stash gets a new object
+    of this class, which has only `siblings` and `unowned` from the original.
 
     Attributes:
         owner: the optimizer itself.
@@ -219,13 +219,13 @@ class Stash:
         gathered: whether a backward has made gradients for this optimizer since the last step.
         bodies: the number of bodies of `scale_loss` that have begun.
         last_skipped: whether the newest step with an outcome known to the host was skipped.
-        device_skips: the later steps, skipped or taken on the device, whose flags the host has not read; newest last.
+        device_skips: the steps after that one, skipped or taken on the device: the host has not read their flags.
         wrapped: whether a wrapper around the optimizer may read gradients after its step.
         two_passes: whether a wrapper such as SAM moves weights between backward and step.
         backward: the state of the running iteration's backward passes.
         step: the running `Step`, at O0 the `_HookedStep` of `untouched.py`; None between steps.
         fp32_state: the models' parameters whose state stays FP32 where the optimizer's state is in eight bits.
-        neighbours: the objects around the optimizer.
+        neighbours: references to models, sibling optimizers, wrappers and hooks, and tables by id (see `Neighbours`).
     """
 
     policy: Policy
@@ -327,7 +327,7 @@ class Stash:
         self.route_grads()
 
     def route_grads(self) -> None:
-        """Route reads of `param.grad` to the masters' gradients, if those are gathered and no gradient is scaled."""
+        """Set which gradient `param.grad` returns (`GradRoute`): the scaled one, the master's, or the last step's."""
         scaled = self.pending is not None or self.backward.body is not None
         for route in self.masters.routes:
             route.to_masters, route.scaled = self.gathered and not scaled, scaled
@@ -340,15 +340,15 @@ class Stash:
             self.backward.aside = {key: aside for key, aside in taken.items() if key in there}
 
     def clear_found(self) -> None:
-        """Clear `found`: the gradients that overflowed were cleared, so the next step is not skipped because of them.
+        """Clear `found`, because the gradients were cleared: the next step is not skipped for an overflow in them.
 
-        With `two_passes` overflows are not forgotten, because the first pass has moved the weights by these gradients.
+        If `two_passes`, leave `found` as it is: the first pass has moved the weights by the gradients that overflowed.
         """
         if not self.two_passes:
             self.found.clear()
 
     def note_found(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Record the overflow flag of gradients of `scaler`'s loss, on the device, for the next step."""
+        """Record for the next step the overflow flag of a backward of `scaler`'s loss; the maximum of several flags."""
         for index, (known, earlier) in enumerate(self.found):
             if known is scaler:
                 self.found[index] = (scaler, torch.maximum(earlier, found_inf.to(earlier.device)))
@@ -370,7 +370,7 @@ def distinct_pairs(optimizers: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor]]
 
 
 def note_sharing(optimizers: Sequence[Any]) -> None:
-    """Store in each optimizer's stash (`sharing`) which other optimizers of the training hold parameters of it."""
+    """Store in `sharing` of each optimizer's stash the other `optimizers` that hold parameters of that optimizer."""
     held = [
         (optimizer, stash, {id(param) for param, _ in stash.masters.pairs(optimizer.param_groups)})
         for optimizer in optimizers
@@ -382,12 +382,12 @@ def note_sharing(optimizers: Sequence[Any]) -> None:
 
 
 def siblings(stash: Stash) -> list[tuple[Any, Stash]]:
-    """Return (optimizer, stash) for the optimizers that are still in the training, including this one."""
+    """Return (optimizer, stash) for all optimizers that are still in the training, also for the one of `stash`."""
     return _still_in_training(stash.neighbours.siblings)
 
 
 def sharing(stash: Stash) -> list[tuple[Any, Stash]]:
-    """Return (optimizer, stash) for the other optimizers still in the training that hold parameters of this one."""
+    """Return (optimizer, stash) for other optimizers still in the training that share parameters with `stash`'s."""
     return _still_in_training(stash.neighbours.sharing) if stash.neighbours.sharing else []
 
 

@@ -199,7 +199,7 @@ class Step:
             stash.neighbours.has_stepped = True
 
     def take_closure(self) -> Any:
-        """Remove the arguments of the step; return the result of a `ClosureAlreadyRun` among them, else None."""
+        """Drop the user's arguments: the inner step gets none. Return a `ClosureAlreadyRun`'s result, or None."""
         closure = self._closure()
         self.args, self.kwargs, self.given = (), {}, False
         return closure.result if isinstance(closure, ClosureAlreadyRun) else None

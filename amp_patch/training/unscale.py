@@ -120,9 +120,10 @@ def _add(found: FoundInf, more: FoundInf) -> None:
 def _leave_in_low_precision(
     optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Number | None
 ) -> tuple[FoundInf, Sequence[tuple[Tensor, Tensor]]]:
-    """If an optimizer's strategy takes low-precision gradients, only check its gradients for overflow.
+    """Defer the gradients of each optimizer whose strategy takes deferred gradients, and check them for overflow.
 
-    The step then unscales them. Gradients that a wrapper or another optimizer reads too are not deferred like this.
+    The step then unscales them. All other gradients are left to the caller to unscale, also the gradients of an
+    optimizer whose gradients a wrapper or another optimizer reads.
 
     Returns:
         The overflow flag of each device, as `gather` returns it, and the pairs whose gradients are not deferred.

@@ -35,7 +35,10 @@ _watches = weakref.WeakKeyDictionary[Any, "_Watch"]()
 
 
 def watch(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
-    """At each step, look for writes into cast weights of `models`, which have just entered a training of `targets`."""
+    """From now on, warn at a step if other code than the optimizers `targets` has written cast weights of `models`.
+
+    The models have just entered `training`, whose optimizers are `targets`. If its policy casts no weights, do nothing.
+    """
     policy = training.policy
     low, found = policy.cast_model_type, []
     if low is None:
@@ -113,8 +116,9 @@ def _warn_if_left_out(optimizer: Any) -> None:
 class _Watch:
     """Detection of averages: modules whose weights are written between the steps of an optimizer.
 
-    One write may be a load or an initialization. Weights count as an average if they were written before two successive
-    steps, and are close to other weights of the models. A frozen module that is loaded before each step is not close.
+    One write may be a load or an initialization. So weights are taken for an average if they were written before two
+    successive steps, and are close to other weights of the models. A frozen module that is loaded before each step is
+    not close.
     """
 
     def __init__(self, models: list[nn.Module], weights: list[nn.Parameter]) -> None:
@@ -124,7 +128,10 @@ class _Watch:
         self.looks_left = 4  # how many more times values may be compared, since each time syncs with the device
 
     def look(self) -> list[str]:
-        """Return the names of modules that are averages: all weights were written before this step and the last one."""
+        """Return the names of the modules that are averages: weights written before this step and before the last one.
+
+        While a CUDA graph is captured, return no name.
+        """
         if is_capturing():
             return []
         weights = [weight for ref in self.weights if (weight := ref()) is not None]
@@ -144,7 +151,10 @@ class _Watch:
 
 
 def _state_of(weights: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
-    """Return id -> (version counter, data pointer); a write changes the former, `param.data = value` the latter."""
+    """Return id of weight -> (version counter, data pointer).
+
+    A write into the weight changes the counter, an assignment `weight.data = value` changes the pointer.
+    """
     return {id(w): (0 if w.is_inference() else w._version, w.data_ptr()) for w in weights}
 
 
@@ -153,7 +163,10 @@ def _sample(weight: Tensor) -> tuple[torch.Size, Tensor]:
 
 
 def _is_average(weights: list[tuple[torch.Size, Tensor]], others: list[tuple[torch.Size, Tensor]]) -> bool:
-    """Return whether each sample in `weights` is close to one in `others`, and they are not all exact copies."""
+    """Tell whether each of `weights` is close to one of `others`, and at least one of them is no exact copy.
+
+    Both lists have (shape, the first 256 elements) for each parameter, as `_sample` returns them.
+    """
     distances = [
         min(
             (float((one - other).norm() / other.norm().clamp(min=1e-9)) for s, other in others if s == shape),

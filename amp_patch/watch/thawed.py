@@ -27,7 +27,7 @@ from amp_patch.training.training import Training, all_optimizers
 def watch(optimizer: Any, stash: Stash) -> None:
     """Call `make_masters` before each backward and `refuse_thawed` before each step of `optimizer`; idempotent.
 
-    The calls begin when its groups first hold a low-precision parameter without a master.
+    The calls begin when the optimizer's groups first hold a low-precision parameter without a master.
     """
     if stash.policy.master_weights or stash.policy.patch_torch_functions:
         stash.masters.found_bare = partial(_subscribe, stash.neighbours)  # the whole stash would make a cycle
@@ -72,10 +72,10 @@ def _load_in_fp32(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def make_masters(optimizer: Any, stash: Stash) -> None:
-    """Make masters for low-precision parameters that have been unfrozen.
+    """Make masters for low-precision parameters of `optimizer` that have been unfrozen, if the level has masters.
 
     Raises:
-        RuntimeError: as `refuse_thawed`, if the level has no masters.
+        RuntimeError: the level has no masters, and `refuse_thawed` raises.
     """
     bare = stash.masters.of_groups(optimizer.param_groups).bare
     if not any(param.requires_grad for param in bare):
@@ -92,7 +92,7 @@ def make_masters(optimizer: Any, stash: Stash) -> None:
 
 
 def refuse_thawed(optimizer: Any, stash: Stash) -> None:
-    """Raise if a parameter that came frozen in low precision requires a gradient, and has no FP32 value to train."""
+    """Raise if a parameter frozen in low precision at `initialize` requires a gradient now: it has no FP32 value."""
     policy = stash.policy
     bare = stash.masters.of_groups(optimizer.param_groups).bare
     thawed = next((p for p in bare if p.requires_grad and incoming.type_of(p) is not None), None)
@@ -112,10 +112,10 @@ def refuse_thawed(optimizer: Any, stash: Stash) -> None:
 
 
 def watch_unowned(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
-    """Once frozen parameters of `models` that no optimizer holds require a gradient, treat them as unowned.
+    """Treat frozen parameters of `models` that no optimizer holds as unowned, once user code unfreezes them.
 
-    The exit of `scale_loss` then unscales their gradients. A step warns once if it finds such gradients: nothing trains
-    these parameters.
+    The exit of `scale_loss` then unscales the gradients of these parameters. A step warns once if it finds such
+    gradients, because nothing trains the parameters.
 
     Args:
         targets: the optimizers of `training`, which has just been entered.

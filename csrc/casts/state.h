@@ -105,7 +105,7 @@ inline c10::DispatchKeySet native_on() {
 
 // Tells whether a policy that began at this depth, in this pass of autograd, still acts. It does not if a
 // torch.autocast was entered inside its region, because the innermost of the two decides. A disabled torch.autocast
-// that backward enters does not count.
+// that backward enters is ignored.
 inline bool holds(int depth, int task) {
   if (!native_on().empty()) return false;
   if (native_depth() <= depth) return true;

@@ -183,8 +183,8 @@ int set_attribute(PyObject* self, PyObject* name, PyObject* value) {
   return PyObject_SetAttr(wrapper(self)->reference, name, value);
 }
 
-// Getters of `__doc__` and `__module__`. Without them a lookup finds the type's attributes, which every type has, and
-// `get_attribute` does not read the reference.
+// Getters of `__doc__` and `__module__`: they read the reference, the Python wrapper. Without them `get_attribute`
+// finds the type's own attributes of these names, which every type has, and does not read the reference.
 PyObject* of_reference(PyObject* self, void* name) {
   return PyObject_GetAttrString(wrapper(self)->reference, static_cast<const char*>(name));
 }

@@ -13,7 +13,7 @@
 namespace amp_patch {
 
 // Tells whether this CPU has arithmetic for `type`, on vectors or on tiles: for FP16 AVX512-FP16, AMX-FP16 or ARM's
-// FEAT_FP16; for BF16 AVX512-BF16, AMX-BF16 or ARM's FEAT_BF16. Conversions (F16C) do not count.
+// FEAT_FP16; for BF16 AVX512-BF16, AMX-BF16 or ARM's FEAT_BF16. A CPU that only converts the type (F16C) has none.
 inline bool cpu_has(at::ScalarType type) {
   const bool fp16 = type == at::ScalarType::Half;
 #if defined(__x86_64__) || defined(__i386__)

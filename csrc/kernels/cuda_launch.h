@@ -59,9 +59,9 @@ struct Extent {
   int chunk;
 };
 
-// Calls launch(arguments, buffer, extent) until all rows are covered. Usually one call is enough. A capture with very
-// many rows takes several, and so do rows with more blocks than a grid. If all rows are empty, there is no call. The
-// rows are in `buffer`; if that is null, they are in the arguments, which take at most kMostBytes.
+// Calls launch(arguments, buffer, extent) until all rows are covered. Usually one call is enough. Several are made in a
+// capture with very many rows, and for rows with more blocks than a grid takes. If all rows are empty, there is no
+// call. A launch finds its rows in `buffer`; if that is null, in `arguments`, which take at most kMostBytes.
 template <int kMostBytes, class R, class Launch>
 void launch_rows(std::vector<R> rows, c10::Device device, cudaStream_t stream, const Launch& launch) {
   constexpr int64_t few = Arguments<R, kFewBytes>::capacity, many = Arguments<R, kMostBytes>::capacity;
@@ -70,7 +70,8 @@ void launch_rows(std::vector<R> rows, c10::Device device, cudaStream_t stream, c
   const auto extent = [&](int64_t count, int64_t blocks) {
     return Extent{static_cast<int>(count), blocks, static_cast<int>(chunk)};
   };
-  // Both call write(where), which writes the rows there and returns the number of their blocks, and launch this number.
+  // from_arguments and from_buffer call write(where), which writes the rows to `where` and returns the number of blocks
+  // that the rows need. Then they launch that many blocks.
   const auto from_arguments = [&](auto arguments, int64_t count, const auto& write) {
     static_assert(std::is_trivially_copyable_v<decltype(arguments)> && sizeof(arguments) <= arguments.bytes);
     const int64_t blocks = write(arguments.rows);

@@ -58,9 +58,9 @@ bool may_stand(const at::Tensor& param, const at::Tensor& grad, const at::Tensor
          master.requires_grad() == param.requires_grad() && !grad_of(master).defined();
 }
 
-// Removes the gradients of the parameters (list of tensors) and returns {id(master): gradient}, in their order. Returns
-// None, with nothing changed, if a gradient may not be deferred for its master (other list), or if other code
-// references it: that code could write it, or see it change.
+// Removes the gradients of `params` (list of tensors) and returns {id(master): gradient}, in their order; `masters` has
+// the master of each. Returns None, with nothing changed, if a gradient may not be deferred (may_stand), or if other
+// code references it: that code could write the gradient, or see it change.
 py::object take_half_gradients(const py::list& params, const py::list& masters) {
   const Py_ssize_t n = PyList_GET_SIZE(params.ptr());
   TORCH_CHECK_VALUE(PyList_GET_SIZE(masters.ptr()) == n, "take_half_gradients: lists of different lengths");

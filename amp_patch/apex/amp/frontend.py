@@ -262,7 +262,7 @@ def _without_contradictions(opt_level: str, options: dict[str, Any], patched_typ
 
 
 def _resolved(opt_level: str, options: dict[str, Any], moves: dict[str, Any]) -> Policy:
-    """Return the policy of a level with these options and Apex's op lists. The environment overrides both."""
+    """Return the policy of a level with `options` and Apex's op lists. The environment overrides level and options."""
     opt_level, given = overridden(opt_level, Options(**options))
     policy = replace(resolve(opt_level, given), op_lists="apex", **moves)
     if given.cast_model_type is False:

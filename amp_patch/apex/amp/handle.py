@@ -213,7 +213,7 @@ class NoOpHandle:
 
 
 def _enabled(optimizers: Any) -> bool:
-    """Return `opt_properties.enabled` of the optimizers' training; of the newest training if they have none."""
+    """Return `opt_properties.enabled` of the training of `optimizers`, or of the newest one if they are in none."""
     found = (stash_of(innermost(optimizer)) for optimizer in as_list(optimizers) if optimizer is not None)
     stashes = [stash for stash in found if stash is not None]
     newest = [getattr(_amp_state, "opt_properties", None)] if not stashes else []

@@ -187,7 +187,7 @@ class FusedLayerNormAffineFunction(_Function):
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
-    """The same, in the weight's type."""
+    """As FusedLayerNormAffineFunction, but the result has the weight's type."""
 
     @staticmethod
     def forward(
@@ -224,7 +224,7 @@ class FusedRMSNormAffineFunction(_Function):
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
-    """The same, in the weight's type."""
+    """As FusedRMSNormAffineFunction, but the result has the weight's type."""
 
     @staticmethod
     def forward(

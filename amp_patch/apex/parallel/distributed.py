@@ -169,7 +169,7 @@ class DistributedDataParallel(TorchDDP):
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Reduce gradients again from the next forward on, including those that have added up on this rank."""
+        """Reduce gradients again from the next forward on, also the gradients that have added up on this rank."""
         self.require_backward_grad_sync = True
 
 
