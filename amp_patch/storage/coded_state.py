@@ -259,7 +259,7 @@ class Coder:
 
     @property
     def is_stepping(self) -> bool:
-        """Tell whether this thread makes a step on stand-ins. If so, ShardState returns plain tensors, else DTensors."""
+        """Tell whether this thread steps stand-ins. If so, ShardState returns plain tensors, not DTensors."""
         return self.stepper == get_ident()
 
     @whole
