@@ -149,7 +149,10 @@ def _in_words(level: LevelResult, runs: Sequence[Run], what: str) -> str:
 
 
 def _smooth(several: Sequence[Sequence[float]], longest: int | None = None) -> _Curves:
-    """Return running means of the losses over a 25th of the steps; None for a window with a loss that is not finite."""
+    """Return running means of each run's losses, over windows of a 25th of the steps.
+
+    A mean is None if the run ended inside its window, or if a loss in it is not finite.
+    """
     longest = longest or max(map(len, several))
     window = max(1, longest // 25)
     steps = [int(step) for step in thin(range(window, longest + 1))]
