@@ -39,14 +39,18 @@ class Updates:
     step: int = 0
 
     def lost(self, module: str = "") -> float | None:
-        """Return the share of lost updates, of all or of one module or parameter; None if there were no updates."""
+        """Return (number of lost updates) / (number of updates), over all parameters; None if there were no updates.
+
+        With `module`, the name of a module or parameter, only its updates count.
+        """
         return share_lost([self], module)
 
 
 def share_lost(several: Iterable[Updates], module: str = "", dtype: str | None = None) -> float | None:
-    """Return the share of lost updates, as `Updates.lost`, over several `Updates` together.
+    """Return (number of lost updates) / (number of updates) over several `Updates`; None if there were no updates.
 
-    With `dtype`, only `Updates` of that low-precision type count.
+    With `module`, the name of a module or parameter, only its updates count. With `dtype`, only `Updates` of that
+    low-precision type count.
     """
     found = [
         count
@@ -95,7 +99,7 @@ class UpdateMeter:
 
     @torch.no_grad()
     def _values(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, sample of FP32 values) of each weight that is low precision, or would be at another level."""
+        """Yield (name, sample of FP32 values) of each parameter that is in low precision, or would be at some level."""
         stash = stash_of(self._optimizer)
         for name, param, master in _named(self._optimizer, stash, self._names):
             if master.dtype is not torch.float32 or master.layout is not torch.strided:
