@@ -334,7 +334,7 @@ class Natives(Names):
 
 
 class Imported(Natives):
-    """The uses of `Natives` in imports that bind the name itself; `import torch.cuda.amp` binds only "torch"."""
+    """The uses of `Natives` in imports that bind the name itself: not in `import torch.cuda.amp`, which binds torch."""
 
     def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
         for clause in _imported(tree):

@@ -13,7 +13,7 @@ from amp_patch.lab.text_table import in_columns
 from amp_patch.lab.wording import figure, level_name, listed
 
 _FIRST = 8  # the batch of the first trial: it fits for most models, and batch norm has enough samples
-_GROWTH = 8  # a trial has at most this many times the best batch, until three trials show that memory is linear in it
+_GROWTH = 8  # a trial has at most this many times the best batch, until three trials show memory linear in the batch
 _STRAIGHT = 0.01  # a line that misses a third trial by less than this share of its memory range is trusted
 _MOST = 16  # the most trials of a level
 

@@ -57,7 +57,7 @@ def what_memory(comparison: Comparison) -> str:
 
 
 def why(comparison: Comparison) -> str:
-    """Return the reason of the recommendation."""
+    """Return the reason of the recommendation in a sentence; if there is none, why there is nothing to compare."""
     found, base = comparison.recommendation, comparison.baseline
     if found is None or base is None:
         return _capital(comparison.why_nothing())  # without the errors, which the table has
@@ -117,7 +117,10 @@ def how_sure(comparison: Comparison) -> str:
 
 
 def _of_the_loss(comparison: Comparison, best: LevelResult, base: LevelResult) -> str:
-    """Return how certain the finding about the loss is."""
+    """Return sentences on how certain the finding about the loss is, as a gap with its interval.
+
+    They also say how far the baseline's seeds lie apart.
+    """
     width = relative_size(max(base.finite.values()), min(base.finite.values()))
     apart = f"{base.name}'s own seeds lie {width} apart in {comparison.metric_in_words}"
     gap, found = best.finding.gap, best.finding

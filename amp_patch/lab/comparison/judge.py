@@ -30,7 +30,7 @@ COLLAPSED_RANGES, COLLAPSED_SHARE = 10, 0.5
 # If a metric is logged once, its value at the start of the training is unknown. This share of the baseline's mean then
 # replaces COLLAPSED_SHARE of the improvement.
 _COLLAPSED_BY = 0.1
-_CURVE = 10  # fewer losses of the baseline give no bound on a run, if there is one seed
+_CURVE = 10  # with one seed, a baseline with fewer losses than this gives no bound beyond which a run has collapsed
 
 
 class Terms(NamedTuple):

@@ -272,7 +272,7 @@ def _distance(first: _Forward, second: _Forward, targets: Tensor | None, band: f
 
 
 def _nats(first: Tensor, second: Tensor, targets: Tensor | None, band: float) -> tuple[float, float, float]:
-    """Return `nats`, `largest_nats` and `outside` of `OutputDistance`."""
+    """Return (`nats`, `largest_nats`, `outside`) of `OutputDistance`, from the logits at the two levels."""
     logs = first.log_softmax(-1)
     change = second.log_softmax(-1) - logs
     weights = logs.exp()

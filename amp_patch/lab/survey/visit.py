@@ -347,7 +347,7 @@ class Visitor(TorchFunctionMode):
         return found
 
     def _try(self, call: Call) -> None:
-        """Call the function again for each kind of levels, with the arguments' types there, and store torch's errors."""
+        """Call the function again for each kind of levels, with the arguments' types there, and store the errors."""
         if call.rule in _SERVED or call.op in _UNTRIED or _is_random(call.op) or (call.in_place and not call.low()):
             return
         for kind in KINDS:

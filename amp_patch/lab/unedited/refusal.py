@@ -55,7 +55,10 @@ def _lightnings_lines() -> str:
 
 
 def where() -> str:
-    """Return " (train.py, line 31)": the innermost line outside of installed packages and amp_patch; "" if none."""
+    """Return " (train.py, line 31)": the innermost running line outside of installed packages and amp_patch.
+
+    "" if there is none.
+    """
     found = next(filter(None, (place(frame, frame.f_lineno) for frame in frames())), None)
     return "" if found is None else f" ({found})"
 
