@@ -139,7 +139,7 @@ def machine_in(folder: Path) -> dict[str, str] | None:
 
 
 def runs_in(folder: Path, plan: Plan) -> list[Run]:
-    """Return the runs that have a record, sorted by seed: those of the plan, and those that `TurnScheduler` added."""
+    """Return the runs that have a record in the folder, sorted by seed: runs of the plan, and of levels added to it."""
     more = [level for level in (NATIVE, *OPT_LEVELS) if level not in plan.levels]
     runs = [*plan.runs(), *(Run(level, seed) for level in more for seed in range(plan.seeds))]
     found = [run for run in runs if _read(run, record_of(folder, run))]

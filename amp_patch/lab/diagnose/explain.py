@@ -301,8 +301,8 @@ class _TypeLog(CallLog):
     def _note_products(self, index: int, op: str, args: Any, kwargs: Any, result: Any) -> None:
         """Record the matrix products of call `index`, in place of those that its inner calls have recorded.
 
-        Without this, a product would count once for the outer and once for the inner call. If no product of the call
-        itself is found, those of the inner calls stay.
+        Without this, a product would count twice. If no product of the call itself is found, those of the inner calls
+        stay.
         """
         with torch._C.DisableTorchFunction():
             found = products.of_call(self.calls[index].module, op, args, kwargs, result)

@@ -103,9 +103,9 @@ def _has_low_precision(model: nn.Module) -> bool:
 def _gradients(
     model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any, params: list[nn.Parameter], scale: float
 ) -> list[Tensor]:
-    """Return the gradients of `scale` times the loss, as a list of tensors, without adding them to `.grad`.
+    """Return the gradients of `scale` times the loss, as a list of tensors. They are not added to `.grad`.
 
-    Parameters on which the loss does not depend are left out. Of a sparse gradient the list has the values.
+    Parameters on which the loss does not depend have no gradient in the list. A sparse gradient is given by its values.
     """
     *inputs, targets = batch
     with state_restored(model), regions.process_wide_region(policy_of(model)):
