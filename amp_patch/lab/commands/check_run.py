@@ -25,9 +25,9 @@ class _Ended(SystemExit):
 
 
 class _FirstStep(Observer):
-    """Observer that surveys the script in its `with` block, and ends the script by `_Ended` after its first step.
+    """Observer that surveys the script in its `with` block, and ends it by `_Ended` after the first step.
 
-    The first step is over at the first forward after every optimizer has stepped, or after one has stepped twice.
+    The script ends at the first forward after each optimizer has stepped, or after one optimizer has stepped twice.
     """
 
     def __init__(self) -> None:

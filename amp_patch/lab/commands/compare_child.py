@@ -42,8 +42,7 @@ class Child:
     Args:
         in_turns: whether the process hands its turns on. If not, its first turn lasts until it ends.
         load: measures other work on the machine while the process trains.
-        more: (the name of the run's log and record, further arguments of the script). With None the files are named by
-            level and seed, and there are no further arguments.
+        more: a name for the files of the run, and further arguments of the script.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ class Finding(NamedTuple):
         kinds: the kinds of levels that would cause it.
         what: the problem, in words.
         edit: a change of user code that avoids it.
-        line: the line of user code that causes it; None for the line of the call.
-        op: the operation at fault; "" for the call's function.
+        line: the line of user code, if it is not the call's own.
+        op: the operation at fault, if it is not the call's function.
     """
 
     kinds: Kinds

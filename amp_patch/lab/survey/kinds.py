@@ -126,11 +126,7 @@ NOTHING = Facts()
 
 
 def cast(tensor: Tensor, facts: Facts, name: str) -> Facts:
-    """Return the facts of a tensor after a cast model has cast it as an input or a buffer.
-
-    Its type is then low precision at the levels that cast models; at the others `facts` stay. `name` is the tensor's
-    name for messages.
-    """
+    """Return the facts that a tensor has after a cast model has cast it, as an input or a buffer."""
     if tensor.dtype is not torch.float32:
         return facts
     values = dict(facts.values)

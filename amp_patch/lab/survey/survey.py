@@ -58,7 +58,7 @@ class Surveyor:
         self._read_gradients()
 
     def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
-        """Apply the rules to the calls of `model` too. `trained` has the parameters that an optimizer holds."""
+        """Survey the training of `model` too. `trained` has the parameters that an optimizer holds."""
         self._visitor.follow(model, trained)
 
     # Rules.
