@@ -224,8 +224,8 @@ class TurnScheduler:
     def _more_levels(self, run: Run, native: bool = False) -> set[str]:
         """Return the names of the levels that the plan lacks, as the events of `run` show; an empty set in a search.
 
-        If the script uses torch's mixed precision (`native`, or as the run recorded), that is NATIVE. If the script's
-        weights are in low precision, and no level of the plan has masters for their type, a level with such masters.
+        The set has NATIVE, if the script uses torch's mixed precision (`native`, or as the run recorded). It has a
+        level with masters, if the script's weights are in low precision and no level of the plan has masters for them.
         """
         if self._plan.keep is not None:
             return set()

@@ -67,7 +67,7 @@ class Gap:
     def is_slight(self) -> bool:
         """Whether the whole interval is worse than the margin, but not the whole of it worse than `worse_from`.
 
-        False if there is no interval.
+        The level is then surely worse, but by little of what the training improved. False if there is no interval.
         """
         return self.told is None and self._least > self.margin
 

@@ -70,10 +70,10 @@ def with_masters(dtype: str) -> str:
 
 
 def _safe(dtype: str) -> tuple[str, list[str], list[str]]:
-    """Return the names of levels and rungs whose weights of this type lose no updates.
+    """Return the names of a level and of its rungs whose weights of type `dtype` lose no updates, as three values.
 
-    First the level with masters; then a list of its rungs that store the same numbers as masters do, in fewer bytes;
-    then a list of its rungs that round stochastically, and so keep the updates on average.
+    The first is the level with masters. The second is a list of its rungs that store the same numbers as masters do, in
+    fewer bytes. The third is a list of its rungs that round stochastically, and so keep the updates on average.
     """
     level = with_masters(dtype)
     same: list[str] = []

@@ -69,8 +69,8 @@ def standing(level: LevelResult, base: LevelResult, *, alone: bool, min_gain: fl
     """Return the name of the first rule that holds for the level: objections come first, then gains.
 
     Args:
-        alone: whether no level besides the baseline keeps FP32 weights or masters. If not, a level without them (O3)
-            has the standing "no FP32 weights"; otherwise it can have a gain.
+        alone: True if no level besides the baseline keeps FP32 weights or masters: a level without them (O3) can then
+            have a gain. If False, such a level has the standing "no FP32 weights" instead of a gain.
         so_far: if the level has run with one seed, and is no worse than the margin allows, judge it by that seed. Then
             "better" is the last gain, because chance can cause it, and saved memory is a gain at an unclear speed too.
     """

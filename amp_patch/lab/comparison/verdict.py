@@ -191,10 +191,11 @@ def margin_in_words(gap: Gap) -> str:
 
 
 def _caught_up(found: Finding, level: LevelResult, base: LevelResult) -> str:
-    """Say how much faster a worse level is than the baseline to the same result, for the end of a sentence.
+    """Return, for the end of a sentence, how much faster a worse level is than the baseline to the same result.
 
-    The baseline had the level's final result after some of its steps (`Finding.reached`). Only these steps count for
-    its time. Return "" if the level is not faster per step, or if no curve shows when the baseline had that result.
+    It is (speedup per step) * (steps after which the baseline had the level's final result) / (all steps), by
+    `Finding.reached`. Return "" if the level is not faster per step, or if no curve shows when the baseline had that
+    result.
     """
     if found.reached is None or found.better or level.speedup is None or level.speedup.pace != "faster":
         return ""

@@ -96,7 +96,7 @@ class Run:
         loss_types: the types of "bfloat16" and "float16" that represent every loss exactly. If there is one, the loss
             was rounded to it before it was recorded, as in a model that returns its loss. None if it is not known.
         objectives: the largest number of sets of optimizers that had losses in one step; 2 in a GAN.
-        seconds: the time of a step; NaN if the step was inspected.
+        seconds: the time of a step; NaN if the step was inspected, or measured for `activations`.
         parts: name in PARTS -> the seconds of that part of each step.
         scale: the loss scale of the step's gradients (of loss_id 0 if there are several).
         skipped: whether an overflow made the optimizer skip the step.

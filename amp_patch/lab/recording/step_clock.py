@@ -39,7 +39,7 @@ class StepClock:
             self.restart()
 
     def restart(self) -> None:
-        """Count the time from the end of the last part until now to no step."""
+        """Exclude the time from the end of the last counted part until now from the times of all steps."""
         self._last = self._now()
 
     def take_step(self) -> Step:
@@ -113,7 +113,7 @@ class StepClock:
         return event
 
     def _mark(self, part: str) -> None:
-        """Count the time since the last call of `_mark` or `restart` to `part` of the step, one of `PARTS`."""
+        """Add the time since the last call of `_mark` or `restart` to `part` of the step, one of `PARTS`."""
         now = self._now()
         self.step.spans.append((part, self._last, now))
         self._last = now

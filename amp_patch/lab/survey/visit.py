@@ -292,7 +292,7 @@ class Visitor(TorchFunctionMode):
         return not names.search(linecache.getline(call.line.file, call.line.line))
 
     def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
-        """Return (args, kwargs, changed): a call's arguments as at `kind`, detached, and whether FP32's are others."""
+        """Return (args, kwargs, changed): the call's arguments at `kind`, detached; whether one differs from FP32's."""
         changed = False
 
         def one(tensor: Tensor) -> Tensor:
@@ -325,7 +325,7 @@ class Visitor(TorchFunctionMode):
         return args, kwargs, changed
 
     def _values(self, call: Call, made: list[Tensor], low: Kinds) -> dict[Kind, list[Tensor]]:
-        """Return kind -> results there of a call that depends on no parameter; no kind with arguments as in FP32."""
+        """Return kind -> results of a call without learned inputs, for kinds where its arguments differ from FP32's."""
         found: dict[Kind, list[Tensor]] = {}
         for kind in KINDS:
             args, kwargs, changed = self._at(call, kind, low)
@@ -347,7 +347,7 @@ class Visitor(TorchFunctionMode):
         return found
 
     def _try(self, call: Call) -> None:
-        """Call the function again for each kind of levels, with the arguments' types there, and store the errors."""
+        """Call the function again for each kind of levels, with arguments in that kind's types, and store errors."""
         if call.rule in _SERVED or call.op in _UNTRIED or _is_random(call.op) or (call.in_place and not call.low()):
             return
         for kind in KINDS:
@@ -382,7 +382,7 @@ class Visitor(TorchFunctionMode):
         return any(finite_range(tensor)[0] < -_LARGE for tensor in given)
 
     def _mask_at(self, call: Call, low: Kinds) -> tuple[Kinds, Kinds]:
-        """Return two sets of kinds, for a mask's number below the type's range: where it stays finite, where -inf."""
+        """Return (kinds at which a mask's number below the type's range stays finite, kinds at which it is -inf)."""
         finite, infinite = set[Kind](), set[Kind]()
         if any(number == _FLOAT32.min for number in call.scalars()) and self._follows_a_tensor(call):
             finite |= low

@@ -287,7 +287,7 @@ class UneditedScript(Observer):
         self._initialize(model, own)
 
     def _initialize(self, model: nn.Module, optimizers: list[Any]) -> None:
-        """Initialize `model`, and again the earlier models of its optimizers; one training keeps its loss scale."""
+        """Initialize `model`, and earlier models of its optimizers again. If these are one training, keep its scale."""
         for optimizer in optimizers:
             refuse_lbfgs(innermost(optimizer))
         refuse_copies_of_shared(model, self._policy)
