@@ -51,7 +51,7 @@ def relative_size(figure: float, base: float) -> str:
 
 
 def signed_percent(result: float | None, base: float | None) -> str:
-    """Return the distance of a mean from the baseline's, for a column: "+0.30 %"; "" if one of them is None."""
+    """Return how far `result` is from `base`, in per cent of `base`: "+0.30 %"; "" if one of them is None."""
     if result is None or base is None:
         return ""
     if result == base:
@@ -111,7 +111,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def lacks(dtype: str, levels: Sequence[str]) -> str:
-    """Return the sentence that this CPU has no arithmetic for the type of `levels`, and how fast these are here."""
+    """Return a sentence for levels whose type `dtype` has no arithmetic on this CPU: how fast they are here."""
     kind, s = type_name(dtype), "s" if len(levels) == 1 else ""
     does = f"{listed(levels)} compute{s} in FP32 and round{s} to {kind}, at FP32's speed at best"
     return f"this CPU has no {kind} arithmetic: {does}, and {'is' if s else 'are'} faster on one that has it"

@@ -155,7 +155,10 @@ def _announce_processes(patches: Patches, on_process: Callable[[str], None]) -> 
 
 
 def _caller(*beyond: str) -> str:
-    """Return the name of the calling module: the first on the stack that is neither this one nor in `beyond`."""
+    """Return the name of the module that called: the innermost on the stack that is neither this nor in `beyond`.
+
+    "" if there is none.
+    """
     frame = sys._getframe(1)
     while frame is not None and _is_of(frame.f_globals.get("__name__") or "", (__name__, *beyond)):
         frame = frame.f_back  # type: ignore[assignment]

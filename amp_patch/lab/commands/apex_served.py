@@ -87,17 +87,17 @@ def _attribute(found: Any, parts: list[str]) -> Any:
 
 
 def _declares(found: Any, name: str) -> bool:
-    """Return whether the class of `found` has or annotates an attribute, even if `found` itself has none yet."""
+    """Return whether the class of `found` defines or annotates the attribute, which `found` itself may not have yet."""
     kind = found if isinstance(found, type) else type(found)
     return hasattr(kind, name) or any(name in inspect.get_annotations(base) for base in kind.__mro__)
 
 
 @cache
 def _differences() -> tuple[dict[str, str], dict[int, str]]:
-    """Return how each object that amp_patch serves under a name of Apex differs from Apex's (`apex_surface.ROWS`).
+    """Return two dicts with the differences in words between amp_patch's objects and Apex's (`apex_surface.ROWS`).
 
-    There are two dicts: name -> difference, and id of the served function or class -> difference. The second one knows
-    a function under a name that has no row, such as its import in another module of Apex.
+    The first dict has a full name of Apex -> the difference, "" if there is none. The second has the id of a function
+    or class of amp_patch -> the difference, for names without a row, such as an import in another module of Apex.
     """
     by_name, by_id = {}, {}
     for row in apex_surface.ROWS:
@@ -110,7 +110,13 @@ def _differences() -> tuple[dict[str, str], dict[int, str]]:
 
 @dataclass
 class Finding:
-    """A name that the checked files use: its status in amp_patch, a note on it, and the places of use."""
+    """A name that the checked files use.
+
+    Attributes:
+        status: SERVED, DIFFERS or MISSING.
+        note: the difference from Apex, or for a missing name what replaces it, in words; "" if there is neither.
+        places: where the files use it, as "train.py:3".
+    """
 
     name: str
     status: str
@@ -119,7 +125,7 @@ class Finding:
 
 
 def finding(name: str, places: list[str]) -> Finding:
-    """Return the status of a name of Apex, with its difference or, if it is missing, where to find it today."""
+    """Return the `Finding` of a name of Apex, which the files use at `places`."""
     try:
         found = resolve(name.removesuffix(".*"))
     except AttributeError:

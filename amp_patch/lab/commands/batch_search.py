@@ -68,10 +68,10 @@ def run(args: argparse.Namespace, plan: Plan, interrupts: Interrupts) -> int:
 
 
 def _limit(args: argparse.Namespace) -> int:
-    """Return the memory limit of a batch in bytes.
+    """Return the memory limit of a batch in bytes: the size given as --batch-search; for "free" a GPU's free memory.
 
     Raises:
-        ValueError: an option is missing, or its value is no size.
+        ValueError: --batch-flag is missing, or --batch-search is no size, or is "free" without a GPU.
     """
     if not args.batch_flag:
         raise ValueError(
@@ -119,7 +119,11 @@ class _Trials:
         self.refusal: str | None = None
 
     def run(self, batch: int) -> tuple[Trial, str | None]:
-        """Train for a few steps with this batch. Return the trial, and the type that the run recorded for its level."""
+        """Train for a few steps with this batch.
+
+        Return the trial, with the run's memory and speed or its error, and the level's low-precision type as the run
+        recorded it ("bfloat16"; None at O0).
+        """
         run = self._train(batch)
         memory = measures.memory_bytes(run) if run.error is None else None
         error = None if run.error is None else run.error_in_full

@@ -79,12 +79,12 @@ def check(args: argparse.Namespace) -> None:
 
 @dataclass
 class Native(Finding):
-    """One name of torch's mixed precision.
+    """One name of torch's mixed precision that the checked files use.
 
     Attributes:
-        becomes: the name in amp_patch; None if torch's own name keeps being used.
-        imported: the places that import the name itself, such as `from torch.amp import autocast`.
-        in_full: the places that write out the name from `torch` on, such as `torch.amp.autocast`.
+        becomes: the name of amp_patch that replaces it; None if the script has to go on using torch's.
+        imported: the places that import the name itself, as `from torch.amp import autocast` does.
+        in_full: the places that write the name with its module, as `torch.amp.autocast`.
     """
 
     becomes: str | None
@@ -118,9 +118,10 @@ def _ours(name: str) -> str:
 
 
 def read(paths: list[Path], kind: type[Names] | None = None) -> tuple[dict[str, list[str]], list[str]]:
-    """Return a dict from each name in use to its places ("train.py:3"), and a message for each unreadable file.
+    """Return a dict from each name that the files use to its places ("train.py:3"), and a list of errors.
 
-    The class `kind` recognises the names; None means Apex's names (`Names`).
+    An error is the message for a file that cannot be read or parsed. The class `kind` recognises the names; with None
+    these are Apex's names (`Names`).
     """
     uses: dict[str, list[str]] = {}
     errors = []
@@ -235,7 +236,7 @@ class Names:
 
     @staticmethod
     def own() -> set[str]:
-        """List the names of attributes that are recognised on any object, not only on Apex's."""
+        """Return the names of attributes that are recognised on any object, not only on an object of Apex."""
         return _optimizers_own()
 
     @staticmethod
@@ -333,7 +334,7 @@ class Natives(Names):
 
 
 class Imported(Natives):
-    """The uses of `Natives` in imports that bind the name itself; `import torch.cuda.amp` binds only "torch"."""
+    """The uses of `Natives` in imports that bind the name itself: not in `import torch.cuda.amp`, which binds torch."""
 
     def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
         for clause in _imported(tree):
@@ -369,7 +370,10 @@ def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
 
 
 def report(findings: list[Finding], errors: list[str], quiet: bool = False) -> Iterator[str]:
-    """Yield the report on Apex, missing names first. If there are no names, `quiet` omits "no names of Apex"."""
+    """Yield the lines of the report on Apex: missing names first, then names with differences, then the others.
+
+    If there are no names, the report is "no names of Apex", or with `quiet` nothing.
+    """
     column = _column(findings)
     for status in MISSING, DIFFERS, SERVED:
         for found in findings:
@@ -408,7 +412,7 @@ def native_report(natives: list[Native]) -> Iterator[str]:
 
 
 def _column(findings: Sequence[Finding]) -> int:
-    """Return the width of the names' column, at most 42: a few long names would push all places to the right."""
+    """Return the width of the column of names: the longest, but at most 42, so that the places of use start near."""
     return min(max((len(found.name) for found in findings), default=0), 42)
 
 

@@ -35,8 +35,8 @@ class Trained:
         scripts: the files that hold an optimizer, a call of `backward` or an import of a training loop.
         optimizers: class name of torch.optim -> places that construct it.
         losses: places that call `backward`.
-        refused: reason why `compare` would refuse the script -> places.
-        loops: owners of training loops that the files import, such as "Lightning's".
+        refused: reason why `compare` would refuse the script -> places of the calls that cause the refusal.
+        loops: the libraries with a training loop that the files import, as "Lightning's".
         of_ours: whether the files import amp_patch or Apex.
     """
 
@@ -48,12 +48,16 @@ class Trained:
     of_ours: bool = False
 
     def size(self) -> int:
-        """Count the parts of a training that were found so far."""
+        """Return how many places of optimizers, losses and training loops were found so far."""
         return len(self.losses) + sum(map(len, self.optimizers.values())) + len(self.loops)
 
 
 def trained(trees: Iterable[tuple[str, ast.AST]]) -> Trained:
-    """Search files, or notebook cells, for a training. `trees` has a prefix for places and a syntax tree of each."""
+    """Search files, or cells of notebooks, for the parts of a training.
+
+    Args:
+        trees: (prefix of its places, such as "train.py:", its syntax tree) of each file or cell.
+    """
     found = Trained([], {}, [], {}, [])
     for prefix, tree in trees:
         before, names = found.size(), _bound(tree, found)
@@ -67,9 +71,10 @@ def trained(trees: Iterable[tuple[str, ast.AST]]) -> Trained:
 
 
 def _bound(tree: ast.AST, found: Trained) -> dict[str, str]:
-    """Return name -> full name of all imports in `tree`.
+    """Return name that an import in `tree` binds -> full name: {"optim": "torch.optim"} for `from torch import optim`.
 
-    Record in `found` the owners of training loops that are imported, and whether amp_patch or Apex is.
+    Add the imported libraries with a training loop to `found.loops`. If amp_patch or Apex is imported, set
+    `found.of_ours`.
     """
     names: dict[str, str] = {}
     for node in ast.walk(tree):

@@ -75,9 +75,10 @@ def _checked(args: argparse.Namespace) -> Plan:
 def _measure(
     plan: Plan, args: argparse.Namespace, interrupts: Interrupts, found: list[Run]
 ) -> tuple[list[Run], int, int, OtherWork]:
-    """Make the runs. Return them, their planned number, the exit status of an interrupt (else 0), and other work.
+    """Train the runs of the plan that are not in `found` as finished.
 
-    Other work is the measured load of other processes on the machine.
+    Return (all runs, their planned number, the exit status if a signal interrupted them or else 0, the measured load
+    of other work on the machine).
     """
     scheduler = TurnScheduler(plan, args, interrupts, found)
     cut = scheduler.train()

@@ -104,16 +104,16 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def defaults(declare: Callable[[argparse.ArgumentParser], None] = add_arguments) -> dict[str, Any]:
-    """Return the default arguments of `compare`, or of the command whose arguments `declare` declares."""
+    """Return name -> default value of the arguments of `compare`, or of the command whose `declare` is passed."""
     parser = argparse.ArgumentParser()
     declare(parser)
     return {**vars(parser.parse_args([])), "arguments": []}
 
 
 def again(args: argparse.Namespace) -> str:
-    """Return the end of a shell command that compares the same script again: options, script, the script's arguments.
+    """Return the shell arguments of a `compare` of the same script: options, script, the script's arguments.
 
-    Levels, seeds and options with their default value are left out.
+    Levels, seeds and options with their default value are left out: the caller puts levels and seeds in front.
     """
     options = []
     for name, usual in defaults().items():

@@ -98,10 +98,14 @@ class Child:
         self._is_waiting = False
 
     def train(self, look: Callable[[Run], Any], turn: bytes = TURN) -> dict[str, Any] | None:
-        """Let the process train, and return its message when it hands the turn on, or None when it has ended.
+        """Let the process train until it hands its turn on or ends.
 
-        `look` is called repeatedly with the run so far. An exception of `look` leaves the process running. `turn` is
-        the byte that wakes a waiting process: `TURN` for one turn, `LAST` to train to its end.
+        Return the message with which it hands the turn on, or None if it has ended.
+
+        Args:
+            look: called repeatedly with `self.run`, which has the events so far. If it raises, the process runs on.
+            turn: the byte that is sent to wake the process: `TURN` for one turn, `LAST` to train to its end. A process
+                that has just started does not wait, and gets no byte.
         """
         self._load.watch(self.pid)
         if self._is_waiting and self._socket is not None:
@@ -165,7 +169,7 @@ class Child:
                 self._process.send_signal(number)
 
     def _read_message(self, seconds: float) -> dict[str, Any] | None:
-        """Return a parsed line from the socket, or None if no whole line arrives within `seconds`."""
+        """Return the process's message, parsed from JSON; None if no whole line arrives within `seconds`."""
         if self._socket is None:
             self._has_ended(seconds)
             return None
@@ -207,7 +211,10 @@ class Child:
         return self._steps is not None and self.run.steps >= self._steps
 
     def _trains_past_its_steps(self) -> bool:
-        """Return whether the process is still running `_GRACE` seconds after the steps asked for."""
+        """Return whether the run took its last requested step more than `_GRACE` seconds ago.
+
+        False if the script decides the number of steps. The caller has found that the process still runs.
+        """
         if self._enough_since is None and self._has_enough():
             self._enough_since = time.monotonic()
         return self._enough_since is not None and time.monotonic() - self._enough_since > _GRACE
@@ -228,7 +235,7 @@ class Child:
 
 
 def was_out_of_memory(run: Run) -> bool:
-    """Return whether the run ended for lack of memory, or by SIGKILL, which the system sends if memory runs out."""
+    """Return whether the run failed for lack of memory: by its error, or by SIGKILL, the system's signal for that."""
     return run.error_kind in (OUT_OF_MEMORY, KILLED)
 
 

@@ -99,9 +99,9 @@ def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Name
 
 
 def _with_more_seeds(asked: dict[str, Any], seeds: int | None) -> dict[str, Any]:
-    """Return `asked` with its number of seeds raised to `seeds`, if that is larger.
+    """Return the arguments `asked` with the number of seeds raised to `seeds`; `asked` itself if that is no raise.
 
-    --quick means one seed. It is then replaced by --levels with the levels of --quick.
+    --quick means one seed, so a raise replaces it by --levels with the levels of --quick.
     """
     quick, before = asked.get("quick"), asked.get("seeds")
     if seeds is None or seeds <= (1 if quick else SEEDS if before is None else before):
@@ -120,9 +120,10 @@ def asked_in(folder: Path, defaults: dict[str, Any]) -> argparse.Namespace:
 
 
 def keep_machine(folder: Path, told: dict[str, str]) -> dict[str, str]:
-    """Store the description of the machine in the folder, and return it.
+    """Store `told`, the machine's description by `machine()`, in the folder of a comparison, and return it.
 
-    If `told` has no load of other work, the load that an earlier call stored is added to it.
+    If `told` has no "load" (a warning about other work on the machine), the result and the folder get the one that an
+    earlier call stored, if there is one. If the folder cannot be read or written, nothing is stored.
     """
     try:
         kept = _told(folder)
@@ -140,7 +141,7 @@ def machine_in(folder: Path) -> dict[str, str] | None:
 
 
 def runs_in(folder: Path, plan: Plan) -> list[Run]:
-    """Return the runs that have a record, sorted by seed: those of the plan, and those that `TurnScheduler` added."""
+    """Return the runs that have a record in the folder, sorted by seed: runs of the plan, and of levels added to it."""
     more = [level for level in (NATIVE, *OPT_LEVELS) if level not in plan.levels]
     runs = [*plan.runs(), *(Run(level, seed) for level in more for seed in range(plan.seeds))]
     found = [run for run in runs if _read(run, record_of(folder, run))]
@@ -184,7 +185,10 @@ def keep_outcome(record: Path, run: Run) -> None:
 
 
 def add_events(run: Run, recorded: bytes) -> bytes:
-    """Add the events in the complete lines of `recorded` to the run. Return the bytes of the incomplete last line."""
+    """Add the events in the complete lines of `recorded`, bytes of a record, to the run.
+
+    Return the bytes of an incomplete last line, for the start of the next call's `recorded`; else b"".
+    """
     *lines, rest = recorded.split(b"\n")
     for line in filter(None, lines):
         with suppress(json.JSONDecodeError):  # a line that a full disk has cut off
@@ -217,7 +221,7 @@ def _told(folder: Path) -> dict[str, Any]:
 
 
 def _surroundings(args: argparse.Namespace) -> dict[str, str]:
-    """Return the surroundings that all runs of a comparison must share."""
+    """Return {name: value} of what all runs of a comparison must share, such as {"torch": "2.9.0"}, in words."""
     arithmetic = [name for name in ("bfloat16", "float16") if has_arithmetic(getattr(torch, name))]
     return {
         "the script": f"{args.script} (sha256 {_digest(args)[:12]})",
@@ -230,7 +234,10 @@ def _surroundings(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _digest(args: argparse.Namespace) -> str:
-    """Return a digest of the script, or of the Python files of a folder, without imported modules."""
+    """Return the SHA-256 of the script, or of all Python files in it if it is a folder; "unknown" if it is not found.
+
+    Modules that the script imports are not part of it.
+    """
     path = _path(args)
     if path is None:
         return "unknown"

@@ -31,7 +31,10 @@ def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def shares_port(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the environment has a MASTER_PORT for a group of one rank: all runs would listen on that port."""
+    """Return whether the environment has a MASTER_PORT for a group of one rank.
+
+    If so, all runs of a comparison would listen on that port at once.
+    """
     return bool(environment.get(_PORT)) and _number(environment.get("WORLD_SIZE")) == 1
 
 

@@ -33,9 +33,9 @@ class Progress:
 
     Args:
         runs: the runs to make; the list may grow.
-        steps: the number of steps of a run, if it is known.
-        finished: the number of runs that earlier calls finished.
-        tells_time: whether to print the time of a step and of all runs.
+        steps: the number of steps after which each run is ended; None if the script decides.
+        finished: the number of runs that earlier calls of `compare` in this folder finished.
+        tells_time: whether to print the expected times, of a step and of all runs.
         clock: returns seconds.
     """
 
@@ -70,9 +70,9 @@ class Progress:
         self.say(line + (known if self._runs else ""))
 
     def show(self, run: Run) -> None:
-        """In a terminal, update the line of the run that trains; elsewhere, print that line every half minute.
+        """In a terminal, update the line of `run`, which trains now; elsewhere, print that line every half minute.
 
-        The expected time of all runs is printed once.
+        As soon as the time of all runs can be estimated, it is printed once.
         """
         self._times.look(run)
         self._tell_rate(run)
@@ -96,9 +96,10 @@ class Progress:
         return ", ".join([*parts, f"{run.level} seed {run.seed}", f"step {run.steps}{of}", *figures])
 
     def end(self, run: Run) -> None:
-        """Print the result of an ended run. If an earlier run had the same error, name that run, not the error.
+        """Print the loss and time of an ended run, or its error.
 
-        For a refused run nothing is printed: the caller prints the reason.
+        If an earlier run had the same error, print "failed as O1 seed 0 did". If the run was refused (`Run.refused`),
+        print nothing: the caller prints the reason.
         """
         self._ended += 1
         self._times.end(run)
@@ -130,13 +131,16 @@ class Progress:
         return [] if left is None else [f"{about(left)} left"]
 
     def _bar(self) -> str:
-        """Return "[####............]": the elapsed share of the time, or of the runs if the time is unknown."""
+        """Return "[####............]": the elapsed share of the expected time; if unknown, the share of ended runs."""
         spent, left = self._clock() - self._begun, self._times.left()
         share = self._ended / max(1, len(self._runs)) if left is None else spent / (spent + left) if spent else 0.0
         return f"[{'#' * int(_BAR * share):.<{_BAR}}]"
 
     def _tell_rate(self, run: Run) -> None:
-        """If the number of steps is unknown, print once the time of a step, and a number of steps to choose."""
+        """If it is unknown how many steps a run takes, print once the time of a step. Otherwise print nothing.
+
+        The line also has a value for `--steps`, with the expected time of all runs.
+        """
         if self._rate_told or self._steps is not None or run.steps < _FIRST:
             return
         a_step = self._times.seconds_a_step(run)

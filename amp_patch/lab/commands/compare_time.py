@@ -46,10 +46,10 @@ class _Timed:
         return (self.last_at - self.first_at) / steps if steps >= _STEPS else None
 
     def whole(self, steps: int, end: float) -> float | None:
-        """Return the seconds of the whole run; None if too few steps were timed.
+        """Measure or estimate the seconds of the whole run.
 
-        If the run has ended, they are measured. If not, they are estimated: the time of `steps` steps, and `end`
-        seconds from the last step to the end of the process.
+        If the run has ended, they were measured. Otherwise they are estimated: the time of `steps` steps, and `end`
+        seconds from the last step to the end of the process. None if too few steps were timed for an estimate.
         """
         if self.ended:
             return self.spent
@@ -75,13 +75,19 @@ class RunTimes:
 
     @property
     def steps(self) -> int | None:
-        """The expected steps of a run: those of the longest run without error, else the requested number, else None."""
+        """The expected number of steps of a run; None if it is unknown.
+
+        If a run has ended without error, it is the number of steps of the longest one, else the requested number.
+        """
         taken = [timed.run.steps for timed in self._timed if timed.ended and timed.run.error is None]
         return max(taken, default=self._asked)
 
     @property
     def only_level(self) -> str | None:
-        """The level of all begun runs, if all have one level and runs of other levels have not begun; else None."""
+        """If all runs that have begun are of one level, and runs of other levels are still to begin, that level.
+
+        None if two levels have begun, if none has, or if all runs are of one level.
+        """
         begun = {timed.level for timed in self._timed}
         others = {run.level for run in self._runs if self._of(run) is None} - begun
         return next(iter(begun)) if others and len(begun) == 1 else None
@@ -133,14 +139,14 @@ class RunTimes:
         return left + sum(map(statistics.mean, known)) if all(known) else None
 
     def seconds_a_step(self, run: Run) -> float | None:
-        """Return the mean seconds of a step of a run; None if too few steps were observed."""
+        """Return the mean seconds of a step of `run`; None if too few of its steps were timed."""
         timed = self._of(run)
         return None if timed is None else timed.seconds_a_step
 
     def total_of(self, steps: int) -> float | None:
-        """Return the seconds of all runs with `steps` steps each; None if they are unknown.
+        """Estimate the seconds of all runs if each takes `steps` steps; None if no run has enough timed steps.
 
-        A level with too few timed steps is expected to take the mean time of the other levels.
+        A level with too few timed steps is expected to take the mean time of the other levels' runs.
         """
         of_level: dict[str, list[float]] = {}
         for timed in self._timed:
@@ -153,7 +159,7 @@ class RunTimes:
         return sum(statistics.mean(of_level.get(self._level_of(run), [mean])) for run in self._runs)
 
     def total(self) -> float | None:
-        """Return the seconds from the start of the first run to the end of the last."""
+        """Estimate the seconds from the start of the first run to the end of the last; None if `left` returns None."""
         left = self.left()
         return None if left is None else self._since - self._begun + left
 

@@ -48,7 +48,7 @@ def package_in_words(package: Path | None = None, installed: list[Installed] | N
 
 
 def extension_in_words(package: Path | None = None) -> str:
-    """Return the path of the extension; in a clone, also whether a source file is newer than it."""
+    """Return the path of the compiled extension; in a clone also whether a source file is newer. "none" without one."""
     package = _own() if package is None else package
     file = next(iter(sorted(each for each in package.glob("_C.*") if each.suffix in (".so", ".pyd"))), None)
     if file is None:

@@ -47,10 +47,12 @@ def report(args: argparse.Namespace) -> None:
 def comparison_of(
     args: argparse.Namespace, plan: Plan, runs: Sequence[Run], asked: int, told: dict[str, str]
 ) -> Comparison:
-    """Return the comparison of the runs of a plan.
+    """Make a `Comparison` of the runs that `compare` has made, or read from its folder.
 
     Args:
-        asked: the planned number of runs.
+        args: the arguments of `compare`, for the commands that the report prints.
+        runs: the runs, finished or not.
+        asked: the planned number of runs; a larger number than that of `runs` is reported as missing runs.
         told: the description of the machine from `machine()`.
     """
     script = ["-m", args.script] if args.module else [args.script]
@@ -92,7 +94,7 @@ def print_any_letter() -> None:
 
 
 def _write(comparison: Comparison, folder: Path) -> tuple[OSError | None, str]:
-    """Write the report. Return (None, path of the page), or (error, the error in words) if writing failed."""
+    """Write the report into `folder`. Return (None, path of the page); if writing failed, (error, its message)."""
     try:
         return None, str(page.write(comparison, folder))
     except OSError as error:

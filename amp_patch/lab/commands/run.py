@@ -121,7 +121,7 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
 
 @contextmanager
 def as_asked(by: str) -> Iterator[None]:
-    """Train the body by `at_asked_level`, and print the summary of `RunSummary` at the end."""
+    """Train the models and optimizers of the body by `at_asked_level`, and then print the line of `RunSummary`."""
     with told(), at_asked_level(by):
         yield
 

@@ -87,7 +87,11 @@ class RunSummary(Observer):
             self._look(changes=not stash.policy.changes_nothing)
 
     def _look(self, *, changes: bool) -> None:
-        """Measure memory after one of the first steps. If the level changes nothing (O0), leave activations out."""
+        """Measure the bytes of weights, masters, gradients and state, after one of the first steps.
+
+        With `changes`, also count the bytes that autograd saves in the step after the `_WEIGHED`-th. Without it, the
+        level changes nothing (O0), and the summary compares no activations.
+        """
         if self._weighed is not None:
             event = self._weighed.leave()
             if event["activations"] is not None and self._weighed.in_fp32 is not None:
@@ -115,7 +119,7 @@ class RunSummary(Observer):
             tell(f"amp_patch:{who} {line}")
 
     def line(self) -> str | None:
-        """Return the summary line, without the names of amp_patch and the process; None if no step was made."""
+        """Return the summary line without its prefix "amp_patch:"; None if no step was made."""
         if not self._steps:
             return None
         for training in self._trainings:

@@ -105,11 +105,11 @@ class _Cut(Exception):
 class _Trials:
     """The trials of a search: each trains the script at one level with some modules kept, in its own folder.
 
-    The folder of the first trial has O0's runs too.
+    The first trial also trains at O0. The other folders get copies of O0's runs.
 
     Attributes:
-        level: the name of the level.
-        interrupts: a signal that it has received ends the runs.
+        level: the name of the level that is searched.
+        interrupts: the receiver of signals: the first signal ends the runs.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -129,7 +129,9 @@ class _Trials:
         self.interrupts = Interrupts()
 
     def run(self, kept: Kept) -> Trial:
-        """Train with the modules `kept` in higher precision, and judge the runs. Finished runs are not trained again.
+        """Train the level with the modules `kept` in higher precision, and compare it with O0.
+
+        Runs that a resumed search has finished are not trained again. A line with the result is printed.
 
         Raises:
             ComparisonRefused, ScriptFailed: from `TurnScheduler.train`.
@@ -150,7 +152,7 @@ class _Trials:
         return done
 
     def modules(self) -> list[str]:
-        """Return the names of the script's modules, which the runs of the last trial have recorded."""
+        """Return the names of the modules of the script's models, as the last trial's runs recorded them, each once."""
         return [*dict.fromkeys(name for run in self._runs if run.level != BASELINE for name in run.modules)]
 
     def named(self) -> list[str]:
@@ -174,7 +176,11 @@ class _Trials:
         return names
 
     def _folder(self, args: argparse.Namespace, plan: Plan) -> list[Run]:
-        """Prepare the folder of a trial. Return the runs that it has already: O0's, and those of a resumed trial."""
+        """Prepare the folder of a trial, and return the runs that need no training.
+
+        These are O0's, copied from the first trial's folder, and, if the search is resumed with the same modules kept,
+        the level's runs that the folder has.
+        """
         record = args.out / "kept.json"
         kept = dumps([self.level, *(plan.keep or ())])
         resumable = record.exists() and record.read_text() == kept and self._args.resume is not None

@@ -72,7 +72,9 @@ class TurnClient:
         self._patches.remove()
 
     def between_steps(self) -> None:
-        """Hand the turn on, and wait for the next one, if this one was long enough.
+        """If this turn has lasted half a second, hand it on and wait for the next one. Otherwise do nothing.
+
+        A process that keeps its turn, or has its last turn, never waits here.
 
         Raises:
             SystemExit: `compare` has ended, so there are no more turns.
@@ -94,13 +96,13 @@ class TurnClient:
                 self.kept_for, self._kept_at = why, self._steps()
 
     def note(self) -> str | None:
-        """Return the note for the report of a run that kept its turn; None for other runs."""
+        """Return a note for the report, if this run kept its turn and took steps after that; None otherwise."""
         if self.kept_for is None or self._steps() == self._kept_at:
             return None
         return f"the script {self.kept_for}: from the first time on it ran to its end, while the other levels waited"
 
     def write_begins(self, *paths: Any) -> None:
-        """Receive paths that are about to be written. If another run may write one of them too, keep the turn."""
+        """Receive paths that are about to be written. If another run may read or write one of them, keep the turn."""
         if self.kept_for is None and os.getpid() == self._process and any(map(self._is_shared, paths)):
             self.keep("writes files")
 
@@ -113,7 +115,10 @@ class TurnClient:
         self._ours.add(os.path.abspath(os.fsdecode(path)))
 
     def _wait(self) -> bool:
-        """Hand the turn on, and wait for the next one; return False if `compare` has closed the socket."""
+        """Hand the turn on, and wait for the next one. Return True, or False if `compare` has closed the socket.
+
+        If the script itself has closed the socket, the process keeps its turn.
+        """
         try:
             if os.fstat(self._socket.fileno()).st_ino != self._inode:
                 raise OSError("the script has closed the socket, and opened something else by its number")

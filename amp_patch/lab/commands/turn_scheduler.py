@@ -61,7 +61,8 @@ class TurnScheduler:
     Args:
         interrupts: the signals that end the runs.
         found: runs of an earlier `compare` in this folder; those that have finished are not made again.
-        tells_time: whether to print the time of a step, and of a number of steps. A search prints them once.
+        tells_time: whether to print the expected times, of a step and of all runs. A search has a scheduler for each
+            trial, and sets this for the first trial only.
 
     Attributes:
         runs: the runs of the plan. If the script uses torch's mixed precision, a run of it as it is (NATIVE) is added
@@ -98,9 +99,10 @@ class TurnScheduler:
         self._alive: list[Child] = []
 
     def train(self) -> int:
-        """Make the runs; return the exit status of an interrupt, else 0.
+        """Train the runs of the plan that are not finished.
 
-        After an interrupt `runs` has the runs that ended or took steps.
+        Return 0; if a signal interrupted the runs, the exit status for that signal. `runs` then has only the runs that
+        failed or took a step.
 
         Raises:
             ComparisonRefused: the script cannot be compared.
@@ -140,7 +142,10 @@ class TurnScheduler:
                 self._progress.end(child.run)
 
     def _all_failed(self, seed: int) -> bool:
-        """Return whether `seed` is the first and failed at each level by an error of the script: others would too."""
+        """Return whether `seed` is 0, and its run failed at each level by an error of the script.
+
+        If so, the runs of all other seeds would fail too, and `train` leaves them out.
+        """
         return seed == 0 and all(_failed_by_itself(run) for run in self.runs if run.seed == seed)
 
     def _look(self, run: Run) -> None:
@@ -174,9 +179,10 @@ class TurnScheduler:
         return child
 
     def _use_message(self, message: dict[str, Any], child: Child) -> None:
-        """Add the runs that the message of a finished turn requires. At the first message, end the turns if necessary.
+        """Add the runs that a message requires, by which the process of `child` hands its turn on (`_more_levels`).
 
-        Without turns each run ends before the next begins: on CUDA, or if the memory is too small for all levels.
+        The first message also decides whether the runs take turns. If the script uses CUDA, or if the memory is too
+        small for all levels of a seed at once, each run ends before the next begins.
         """
         self._add_runs(child.run, native=message["native"])
         if not self._memory_checked:
@@ -205,7 +211,7 @@ class TurnScheduler:
             raise ComparisonRefused(run.error)  # any other level and seed would be refused alike
 
     def _add_runs(self, run: Run, native: bool = False) -> None:
-        """Add runs of the levels that this run requires in addition (`_more_levels`), for its seed and later ones."""
+        """Add runs of each level in `_more_levels` that was not added yet, with the seed of `run` and later seeds."""
         for level in self._more_levels(run, native=native) - self._added:
             self._added.add(level)
             added = [Run(level, seed) for seed in range(run.seed, self._plan.seeds)]
@@ -216,10 +222,10 @@ class TurnScheduler:
             self._queue.append(added[0])
 
     def _more_levels(self, run: Run, native: bool = False) -> set[str]:
-        """Return the levels to add for a run.
+        """Return the names of the levels that the plan lacks, as the events of `run` show; an empty set in a search.
 
-        These are NATIVE, if the script uses torch's mixed precision, and a level with masters, if the script's weights
-        are in low precision and no level of the plan has masters for their type.
+        The set has NATIVE, if the script uses torch's mixed precision (`native`, or as the run recorded). It has a
+        level with masters, if the script's weights are in low precision and no level of the plan has masters for them.
         """
         if self._plan.keep is not None:
             return set()
@@ -232,5 +238,5 @@ def _has_failed(run: Run) -> bool:
 
 
 def _failed_by_itself(run: Run) -> bool:
-    """Return whether the run failed for another reason than lack of memory or a signal, and so would fail again."""
+    """Return whether an error of the script ended the run: not lack of memory, and no signal. It would fail again."""
     return run.error is not None and run.error_kind in ("", EXITED)

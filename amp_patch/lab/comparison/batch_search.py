@@ -13,7 +13,7 @@ from amp_patch.lab.text_table import in_columns
 from amp_patch.lab.wording import figure, level_name, listed
 
 _FIRST = 8  # the batch of the first trial: it fits for most models, and batch norm has enough samples
-_GROWTH = 8  # a trial has at most this many times the best batch, until three trials show that memory is linear in it
+_GROWTH = 8  # a trial has at most this many times the best batch, until three trials show memory linear in the batch
 _STRAIGHT = 0.01  # a line that misses a third trial by less than this share of its memory range is trusted
 _MOST = 16  # the most trials of a level
 
@@ -42,8 +42,8 @@ class Trial:
     Attributes:
         batch: the value of the script's batch flag.
         memory: bytes, by `measures.memory_bytes`; None if the run failed.
-        samples: the samples of one step, over all its micro-batches; 0 if unknown.
-        samples_per_second: the rate over the few steps of the run; None if unknown.
+        samples: the number of samples of one step, over all its micro-batches; 0 if unknown.
+        samples_per_second: the number of samples per second, over the few steps of the run; None if unknown.
         error: the reason why the run has no figures; None if it has.
         ran_out: whether the run failed because memory ran out.
         given: the sizes of the model's first tensor if the batch dimension is unknown (`samples` then counts
@@ -127,14 +127,17 @@ class Search:
 
     @property
     def rate(self) -> float | None:
-        """Samples per second of the best trial; None if unknown."""
+        """The number of samples per second of the best trial, counted in dimension `batch_dim`; None if unknown."""
         best = self.best
         if best is None or best.samples_per_second is None or not best.samples:
             return None
         return best.samples_per_second * self._samples(best) / best.samples
 
     def following(self) -> int | None:
-        """Return the batch to try next; None if another trial would not change the answer, or a run has failed."""
+        """Return the batch to try next; None if the search has ended.
+
+        It has ended if the answer is known, if a run failed other than by lack of memory, or after `_MOST` trials.
+        """
         best, over = self.best, self.over
         if len(self.tried) >= _MOST or any(t.error is not None and not t.ran_out for t in self.tried):
             return None
@@ -155,7 +158,10 @@ class Search:
         return min(guess, top if over is None or over.memory is not None else (best.batch + over.batch) // 2)
 
     def next_memory(self) -> int | None:
-        """Return the memory of the next larger batch, by the line through two trials; None if there is no line."""
+        """Estimate the bytes of the batch one larger than the best, by the line through two trials.
+
+        None if no batch fits, or if there is no line (`_line`).
+        """
         return None if self.best is None or self._line is None else self._line.memory_at(self.best.batch + 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,9 +185,10 @@ class Search:
 
     @property
     def _line(self) -> _Line | None:
-        """The line through the best trial and the next larger one, or else the next smaller one.
+        """The line through the best trial and the trial with the next larger batch, of the trials with a known memory.
 
-        None if fewer than two trials have a known memory, or if the larger batch does not take more memory.
+        If no trial with a larger batch has a known memory, the line goes through the next smaller one. None if no batch
+        fits, if fewer than two trials have a known memory, or if the larger batch does not take more memory.
         """
         known = sorted((t for t in self.tried if t.memory is not None), key=lambda t: t.batch)
         if self.best is None or len(known) < 2:
@@ -215,14 +222,17 @@ class Search:
 
     @property
     def _data_ended(self) -> bool:
-        """Whether the data ran out: the best trial got fewer samples per unit of batch than the smallest trial."""
+        """Whether the script's data has fewer samples than the best trial's batch asked for.
+
+        This is so if its number of samples, divided by its batch, is below that of the trial with the smallest batch.
+        """
         first, best = min(self.tried, key=lambda t: t.batch), self.best
         if best is None or len({self._samples(t) for t in self.tried if t.memory is not None}) == 1:
             return False  # no dimension changes with the batch, so `samples` does not count the batch
         return self._samples(best) * first.batch < self._samples(first) * best.batch
 
     def _samples(self, trial: Trial) -> int:
-        """Return the samples of a step of this trial, counted in dimension `batch_dim` of the model's first tensor."""
+        """Return the number of samples in a step of this trial, counted in dimension `batch_dim`."""
         dim = self.batch_dim
         if not dim or len(trial.given) <= dim:
             return trial.samples
@@ -254,7 +264,7 @@ class _Line:
 
 
 def lines(searches: Sequence[Search], flag: str) -> list[str]:
-    """Return the lines of the table for a terminal, followed by remarks: problems, and how sure each answer is."""
+    """Return the lines of the table for a terminal, followed by remarks: problems, and how each answer was found."""
     limit = searches[0].limit
     unit = _unit(limit)
     rows = [("level", "batch", f"memory, {unit}", "samples/s")]
@@ -301,12 +311,13 @@ def _sure(searches: Sequence[Search]) -> list[str]:
 def search(
     level: str, limit: int, trial: Callable[[int], tuple[Trial, str | None]], near: Search | None = None
 ) -> Search:
-    """Try batches until the largest that fits is known.
+    """Try batches until the largest that fits is known, or until the search must end (`Search.following`).
 
     Args:
         level, limit: the attributes of `Search`.
         trial: runs the script with a batch, and returns the trial and the level's low-precision type.
-        near: the finished search of another level. The first trial has half of the largest batch found there.
+        near: the finished search of another level. The first trial has half of the largest batch found there. If it is
+            None or found no batch, the first trial has a batch of `_FIRST`.
     """
     first = _FIRST if near is None or near.best is None else max(1, near.best.batch // 2)
     found = Search(level, None, limit, [], first)

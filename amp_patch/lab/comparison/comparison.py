@@ -33,11 +33,11 @@ class Comparison:
         runs: the runs, in the order of the levels that were asked for.
         metric: "loss", or a name given to `amp.log`.
         maximize: whether more of the metric is better.
-        asked_steps: the number of steps that the caller asked of each run, if it asked.
+        asked_steps: the number of steps that the caller asked of each run; None if the script decided.
         machine: the hardware and versions, as `machine()` returns them.
         again: the shell arguments of the `compare` that made the comparison, without levels and seeds; "" if no
             command made it.
-        asked_runs: the number of runs that the caller asked for, if it asked.
+        asked_runs: the number of runs that the caller asked for; None if that is not known.
         min_gain: the share of the baseline's memory that a level must save to be recommended for its memory.
         margin: a level counts as good if it is worse by at most this share of the baseline's result.
         command: the arguments of `python -m amp_patch run` for the same training; "" if it was no script.
@@ -73,13 +73,16 @@ class Comparison:
 
     @property
     def cut(self) -> int:
-        """The number of runs that are missing or were interrupted, of those asked for."""
+        """How many of the requested runs (`asked_runs`) are missing or were interrupted; 0 if `asked_runs` is None."""
         ended = sum(run.error_kind != INTERRUPTED for run in self.runs)
         return 0 if self.asked_runs is None else max(0, self.asked_runs - ended)
 
     @cached_property
     def steps(self) -> int:
-        """The number of steps that every successful run trained: losses are compared over these."""
+        """The number of steps that all successful runs have in common: losses are compared over these.
+
+        Runs whose last loss is not finite do not shorten it.
+        """
         return measures.common_steps([run for run in self.runs if went_well(run)])
 
     @cached_property
@@ -171,9 +174,10 @@ class Comparison:
 
     @property
     def seeds_to_tell(self) -> int | None:
-        """The number of seeds, in all, that would decide the levels that the recommendation depends on.
+        """The estimated number of seeds, in all, that would decide the levels that the recommendation depends on.
 
-        None if they are decided already, or if more than `_MOST_TO_TELL` seeds would be needed.
+        None if these levels are decided already, if no number is known for one of them, or if more than
+        `_MOST_TO_TELL` seeds would be needed.
         """
         found = self.recommendation
         if found is None:
@@ -221,14 +225,18 @@ class Comparison:
 
     @property
     def losing_note(self) -> str:
-        """The share of updates that a script with low-precision weights loses, without a full stop; else ""."""
+        """A warning, without a full stop, that the script's own low-precision weights lose many of their updates.
+
+        "" if the script's weights are FP32, or if few updates are lost or their number is unknown.
+        """
         return "" if self.baseline is None else lost_without_masters.by_script(self.baseline, self.levels)
 
     @property
     def kernels_note(self) -> str:
-        """A warning that the speedups are misleading, because the script is slow on this CPU; else "".
+        """A warning that the speedups are misleading, because the script itself is slow on this CPU; else "".
 
-        It is slow if its own weights have a low-precision type for which the CPU has no arithmetic.
+        The script is slow if its own weights have a low-precision type for which the CPU has no arithmetic. A level is
+        then faster only because it avoids torch's slow kernels.
         """
         base = self._base
         runs = [run for run in base.runs if run.weights_type and run.device == "cpu"] if base is not None else []
@@ -242,9 +250,10 @@ class Comparison:
 
     @property
     def to_be_sure(self) -> str:
-        """The command that runs more seeds of the levels that one seed recommends or leaves undecided.
+        """If the baseline has one seed, the shell command that compares with more seeds.
 
-        "" if the baseline has more seeds, or if there is no command or no such level.
+        It names the recommended level, or the undecided levels if the baseline is recommended. "" if the baseline has
+        more seeds, if no command made the comparison, or if there is no such level.
         """
         found, base = self.recommendation, self.baseline
         if not self.again or found is None or base is None or len(base.finite) > 1:
@@ -274,7 +283,7 @@ class Comparison:
 
     @cached_property
     def notes(self) -> list[str]:
-        """Remarks on the runs: notes that the runs recorded, and differences between runs that limit the comparison."""
+        """Lines of text: notes that the runs recorded, and facts that limit the comparison, as missing runs or load."""
         notes: dict[str, list[str]] = {}
         well = [run for run in self.runs if went_well(run)]
         for run in well:
@@ -306,7 +315,11 @@ class Comparison:
 
     @property
     def _rounded_losses(self) -> list[str]:
-        """One line per level whose losses were recorded in a low-precision type: the distance of adjacent losses."""
+        """A line of text for each level whose losses were recorded in a low-precision type.
+
+        It has the type, and the distance of adjacent numbers of that type near the mean loss, in per cent of the loss:
+        smaller differences are invisible.
+        """
         lines = []
         for level in self._groups:
             dtype = measures.loss_type(level.runs)
@@ -317,7 +330,7 @@ class Comparison:
 
     @property
     def lack_note(self) -> str:
-        """The levels whose type has no arithmetic on this CPU, without a full stop; "" if there are none."""
+        """A warning, without a full stop, that this CPU has no arithmetic for the type of some levels; else ""."""
         levels: dict[str, list[str]] = {}
         for level in self._groups:
             if level.runs and level.dtype is not None and all(run.device == "cpu" for run in level.runs):
@@ -369,7 +382,10 @@ class Comparison:
 
     @cached_property
     def _groups(self) -> list[LevelResult]:
-        """The levels with their runs and results. A run that failed before its dtype was known joins its level's."""
+        """The levels with their runs and results, without figures and findings.
+
+        A run that failed before its dtype was known counts for the dtype of the level's other runs.
+        """
         keys: dict[tuple[str, str | None], list[Run]] = {}
         of_level: dict[str, tuple[str, str | None]] = {}
         for run in sorted(self.runs, key=lambda run: run.dtype is None):
@@ -394,7 +410,10 @@ class Comparison:
 
     @staticmethod
     def _same_level(levels: list[LevelResult], wanted: LevelResult | None) -> LevelResult | None:
-        """Find in `levels` the level and dtype of `wanted`. The found object may have more figures than `wanted`."""
+        """Return the element of `levels` with the level and dtype of `wanted`; None if `wanted` is None.
+
+        `wanted` has no figures yet (`_groups`); the element of `levels` has them.
+        """
         if wanted is None:
             return None
         return next(each for each in levels if (each.level, each.dtype) == (wanted.level, wanted.dtype))

@@ -24,7 +24,7 @@ class Reached(NamedTuple):
 
 
 def reached(base: Sequence[Run], metric: str, result: float, steps: int, sign: int) -> Reached | None:
-    """Find the step after which the baseline's mean curve had `result`.
+    """Find the step after which the baseline had `result`, by its mean curve.
 
     The curve of a run is its loss as a running mean over a tenth of the steps (as the result of a run is), or the
     values that it logged. The mean over the seeds is used.
@@ -36,8 +36,8 @@ def reached(base: Sequence[Run], metric: str, result: float, steps: int, sign: i
         sign: 1 if more of the metric is worse, -1 if less is.
 
     Returns:
-        None if the baseline ends no better than `result`, if the metric was logged fewer than three times or at
-        different steps by each run, or if a value is not finite.
+        The step. None if the baseline ends worse than `result`, if the curve has fewer than three points, if the runs
+        logged the metric at different steps, or if a value is not finite.
     """
     curve = _of_loss(base, steps) if metric == measures.LOSS else _logged(base, metric)
     if len(curve) < 3 or not all(math.isfinite(value) for _, value in curve):

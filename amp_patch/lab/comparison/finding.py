@@ -99,7 +99,10 @@ class Finding:
 
     @property
     def promising(self) -> bool:
-        """Whether there is no interval yet (one seed), and the gap is not worse than the margin allows."""
+        """Whether the level is undecided for lack of an interval (one seed), with a gap no worse than `worse_from`.
+
+        Such a level can be recommended "so far" (`recommend`).
+        """
         gap = self.gap
         if self.kind != "undecided" or gap is None or gap.low is not None:
             return False

@@ -65,12 +65,15 @@ class Gap:
 
     @property
     def is_slight(self) -> bool:
-        """Whether the whole interval is beyond the margin, but not beyond `worse_from`."""
+        """Whether the whole interval is worse than the margin, but not the whole of it worse than `worse_from`.
+
+        The level is then surely worse, but by little of what the training improved. False if there is no interval.
+        """
         return self.told is None and self._least > self.margin
 
     @property
     def is_loss(self) -> bool:
-        """Whether the whole interval is on the worse side of 0."""
+        """Whether the whole interval is on the worse side of 0; False if there is no interval."""
         return self._least > 0
 
     def share(self, value: float | None) -> float | None:
@@ -88,7 +91,7 @@ class Gap:
 
     @property
     def _least(self) -> float:
-        """The end of the interval on the better side; 0 if there is no interval."""
+        """The end of the interval on the better side, with the sign that is positive for worse; 0 without interval."""
         return min(self.sign * (self.low or 0.0), self.sign * (self.high or 0.0))
 
 
@@ -120,9 +123,10 @@ def gap(
 
 
 def _more(found: Gap, differences: Sequence[float]) -> int | None:
-    """Return how many more seeds would decide: the interval then excludes the limit next to the mean.
+    """Estimate how many more seeds would make the interval decide, if the differences keep their mean and spread.
 
-    The limit is `worse_from` for a mean beyond it, else the margin. None if more than `_MOST_MORE` would be needed.
+    It decides if it is so narrow that it excludes the limit next to the mean: `worse_from` if the mean is worse than
+    that, else the margin. None if more than `_MOST_MORE` seeds would be needed.
     """
     worse = found.sign * found.mean
     distance = abs(worse - (found.margin if worse <= found.worse_from else found.worse_from))

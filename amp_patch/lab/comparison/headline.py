@@ -59,7 +59,7 @@ def what_memory(comparison: Comparison) -> str:
 
 
 def why(comparison: Comparison) -> str:
-    """Return the reason of the recommendation."""
+    """Return the reason of the recommendation in a sentence; if there is none, why there is nothing to compare."""
     found, base = comparison.recommendation, comparison.baseline
     if found is None or base is None:
         return _capital(comparison.why_nothing())  # without the errors, which the table has
@@ -94,7 +94,10 @@ def _result(comparison: Comparison, best: LevelResult, base: LevelResult) -> str
 
 
 def how_sure(comparison: Comparison) -> str:
-    """Return sentences on how far the seeds and the machine support the recommendation."""
+    """Return sentences on how certain the recommendation is: the steps, the seeds, the interval, other work.
+
+    "" if there is no recommendation.
+    """
     best, base = comparison.recommended, comparison.baseline
     if best is None or base is None:
         return ""
@@ -116,7 +119,10 @@ def how_sure(comparison: Comparison) -> str:
 
 
 def _of_the_loss(comparison: Comparison, best: LevelResult, base: LevelResult) -> str:
-    """Return how certain the finding about the loss is."""
+    """Return sentences on how certain the finding about the loss is, as a gap with its interval.
+
+    They also say how far the baseline's seeds lie apart.
+    """
     width = relative_size(max(base.finite.values()), min(base.finite.values()))
     apart = f"{base.name}'s own seeds lie {width} apart in {comparison.metric_in_words}"
     gap, found = best.finding.gap, best.finding
@@ -142,7 +148,7 @@ def what_breaks(comparison: Comparison) -> str:
 
 
 def epoch(comparison: Comparison) -> str:
-    """Return "41 s at O0, 29 s at O5 BF16": the time of an epoch at each level; "" if it is unknown."""
+    """Return "41 s at O0, 29 s at O5 BF16": the time of an epoch at the levels where it is known; "" if at none."""
     known = [(level.name, level.epoch_seconds) for level in comparison.levels if level.epoch_seconds]
     return ", ".join(f"{clock_time(seconds)} at {name}" for name, seconds in known)
 
@@ -170,7 +176,10 @@ def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
 
 
 def why_failed(level: LevelResult) -> str:
-    """Return the error of the level's first failed run with its place, shortened to one line."""
+    """Return the error of the level's first failed run with its place, shortened to one line.
+
+    The caller has found that a run of the level failed.
+    """
     return level.failed[0].error_in_short
 
 
@@ -193,7 +202,10 @@ _ROWS = {
 
 
 def outcome(level: LevelResult, comparison: Comparison) -> str:
-    """Return two or three words that say whether a level is the one to use, or why not."""
+    """Return two or three words on a level: "use this", "failed", "as good, slower", "the baseline".
+
+    "" if there is no recommendation, because there is nothing to compare the level with.
+    """
     advice, base = comparison.recommendation, comparison.baseline
     if not level.runs:
         return "failed"

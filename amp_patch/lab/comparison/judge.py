@@ -1,4 +1,7 @@
-"""The test of a level against the baseline. `Comparison.test` describes it in words."""
+"""The test of a level against the baseline, which decides its `Finding`. verdict.py puts the finding into words.
+
+`Comparison.test` describes the test in words.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ COLLAPSED_RANGES, COLLAPSED_SHARE = 10, 0.5
 # If a metric is logged once, its value at the start of the training is unknown. This share of the baseline's mean then
 # replaces COLLAPSED_SHARE of the improvement.
 _COLLAPSED_BY = 0.1
-_CURVE = 10  # fewer losses of the baseline give no bound on a run, if there is one seed
+_CURVE = 10  # with one seed, a baseline with fewer losses than this gives no bound beyond which a run has collapsed
 
 
 class Terms(NamedTuple):
@@ -104,10 +107,11 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
 
 
 def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:
-    """Decide by the gap if its interval decides, else by the range of the baseline's seeds.
+    """Return `found` with its kind: by the interval of the gap `apart` if that decides, else by the range of seeds.
 
-    If the runs have decorrelated or the gap is slight (`by_range`), more seeds would not make the gap decide, so the
-    range decides finally. Otherwise the range decides until more seeds are run.
+    The range is that of the baseline's results over its seeds. If the runs have decorrelated or the gap is slight
+    (`by_range`), more seeds would not make the interval decide: the kind is then "within", "differs", "no worse" or
+    "undecided". Otherwise more seeds may decide, and a level inside the range is "so far" as good.
     """
     if apart.told is not None:
         return replace(found, kind="within" if apart.told == "as good" else "differs", better=apart.told == "better")
@@ -128,6 +132,8 @@ def has_no_spread(base: LevelResult) -> bool:
 
 def _collapsed(level: LevelResult, base: LevelResult, metric: str, sign: int) -> Collapse | None:
     """Find the runs of a level whose results are finite, but worse than chance or rounding explains.
+
+    None if there are no such runs, or if the baseline gives no bound.
 
     Args:
         sign: 1 if more of the metric is worse, -1 if less is.
@@ -152,9 +158,10 @@ def _collapsed(level: LevelResult, base: LevelResult, metric: str, sign: int) ->
 
 
 def _gained(base: LevelResult, metric: str, sign: int) -> float | None:
-    """Return the improvement from the start of the baseline's training to its worst seed's result.
+    """Return how much better the metric was at the end of the baseline's training than at its start.
 
-    None if no run knows its value at the start.
+    The start is the median over the seeds, the end the result of the worst seed. Negative if the training made the
+    metric worse. None if the metric at the start is unknown for all runs.
     """
     starts = [run.loss[:1] if metric == LOSS else _first_logged(run, metric) for run in base.runs]
     known = [sign * value for start in starts for value in start if math.isfinite(value)]

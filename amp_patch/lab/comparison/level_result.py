@@ -132,7 +132,10 @@ class LevelResult:
 
 
 def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
-    """Return the level with step times, memory and skipped steps, and with their ratios to the baseline `base`."""
+    """Return a copy of the level with its step times, memory and skipped steps, and their ratios to the baseline.
+
+    Ratios stay None if `base` is None. For an emulated level, times and memory stay None too.
+    """
     runs = level.runs
     step = median(median(measures.step_times(run)) for run in runs)
     found: dict[str, Any] = {
@@ -192,16 +195,19 @@ def same_losses(run: Run, other: Run) -> bool:
 
 
 def seeds_change_nothing(base: LevelResult) -> bool:
-    """Return whether two runs or more gave the same losses to the bit: the script does not use its seeds."""
+    """Return whether all seeds gave the same losses to the bit, so that the script does not use its seeds.
+
+    False with one run.
+    """
     return len(base.runs) > 1 and len(set(base.final)) == 1 and all(same_losses(run, base.runs[0]) for run in base.runs)
 
 
 def saved_memory(level: LevelResult, base: LevelResult) -> float:
-    """Return the smallest share of the baseline's memory that the level saves, over all runs.
+    """Return the share of the baseline's memory that the level saves at least: 0.3 is 30 % less.
 
-    The largest run of the level is subtracted from the smallest of the baseline, so the share is below 0 if any run
-    of the level takes more. Memory is the training's own, since that of Python and torch does not grow with the model.
-    If the memory of a run is unknown, the share is that of the tensors between steps (`bytes_ratio`).
+    It is (smallest of the baseline's runs - largest of the level's runs) / largest of the baseline's runs, of
+    `measures.memory_bytes`: negative if any run of the level takes more. If the memory of a run is unknown, it is
+    1 - `bytes_ratio`, of the tensors between steps; if that is unknown too, 0.
     """
     sizes = [[measures.memory_bytes(run) for run in each.runs] for each in (level, base)]
     ours, theirs = ([size for size in each if size is not None] for each in sizes)
@@ -230,6 +236,6 @@ def level_dict(level: LevelResult) -> dict[str, Any]:
 
 
 def _ratio(ours: Iterable[int | None], theirs: Iterable[int | None]) -> float | None:
-    """Return the median of `ours` over the median of `theirs`, of the known sizes; None if a median is unknown or 0."""
+    """Return median(ours) / median(theirs), over the sizes that are not None; None if a median is unknown or 0."""
     one, other = median(ours), median(theirs)
     return one / other if one is not None and other else None

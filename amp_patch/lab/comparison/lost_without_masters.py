@@ -18,14 +18,16 @@ FEW = 0.25
 
 
 def lost_by_weights(share: float | None) -> str:
-    """Say what a level without masters loses: "its weights lose 89 % of their updates"; "" below FEW."""
+    """Return "its weights lose 89 % of their updates" for a share of 0.89; "" for None or below FEW."""
     return "" if share is None or share < FEW else f"its weights lose {whole_percent(share)} of their updates"
 
 
 def by_script(base: LevelResult, levels: Iterable[LevelResult]) -> str:
-    """Say what a script with low-precision weights loses: "your script loses 81 % of its updates: ..."; "" below FEW.
+    """Return "your script loses 81 % of its updates: ...", if the script's own weights are in low precision.
 
-    The share is measured on the FP32 values of a level. The script's own weights no longer have the lost updates."""
+    "" if they are FP32, or if the share is unknown or below FEW. The share is measured at a level with FP32 masters:
+    the script's own weights cannot show it, because they do not contain the updates that they lost.
+    """
     kind = next((run.weights_type for run in base.runs if run.weights_type), "")
     known = (level.lost_updates for level in levels if level.dtype == kind and level.lost_updates is not None)
     share = next(known, 0.0) if kind else 0.0
@@ -36,10 +38,12 @@ def by_script(base: LevelResult, levels: Iterable[LevelResult]) -> str:
 
 
 def notes(levels: Iterable[LevelResult], by_script: str = "") -> list[str]:
-    """Write a line for each low-precision type: the updates lost without masters, and the levels that lose none.
+    """Return a line for each low-precision type of a level: the share of updates that weights without masters lose.
+
+    If the share is at least FEW, the line also names the levels and rungs that lose none.
 
     Args:
-        by_script: the result of the function of this name; it comes first.
+        by_script: a line to put first, from the function of this name; "" for none.
     """
     found: dict[str, LevelResult] = {}
     for level in levels:
@@ -66,10 +70,10 @@ def with_masters(dtype: str) -> str:
 
 
 def _safe(dtype: str) -> tuple[str, list[str], list[str]]:
-    """Return the level with masters for weights of this type, and two lists of the level's rungs.
+    """Return the names of a level and of its rungs whose weights of type `dtype` lose no updates, as three values.
 
-    Rungs of the first list store the same numbers as masters do. Rungs of the second list round stochastically, so that
-    they are right on average.
+    The first is the level with masters. The second is a list of its rungs that store the same numbers as masters do, in
+    fewer bytes. The third is a list of its rungs that round stochastically, and so keep the updates on average.
     """
     level = with_masters(dtype)
     same: list[str] = []

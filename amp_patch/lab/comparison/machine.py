@@ -29,7 +29,7 @@ class ProductTime(NamedTuple):
 
 
 def machine(load: OtherWork | None = None) -> dict[str, str]:
-    """Describe the machine of this process.
+    """Return a description of this process's machine: name such as "cpu", "threads" or "gpu" -> words.
 
     Initializes CUDA if there is a device, and times products of matrices.
 
@@ -52,12 +52,16 @@ def machine(load: OtherWork | None = None) -> dict[str, str]:
 
 
 def lacking() -> list[str]:
-    """List the low-precision types that this CPU has no arithmetic for."""
+    """Return the names of the low-precision types ("bfloat16") that this CPU has no arithmetic for."""
     return [name for name in ("bfloat16", "float16") if not has_arithmetic(getattr(torch, name))]
 
 
 def low_precision() -> dict[str, str]:
-    """Describe FP16 and BF16 on this machine. Times products of matrices: up to a second if they are slow."""
+    """Return {"bfloat16": how fast its products are here, in words, "float16": likewise}.
+
+    With a GPU, also "tensor_cores": the types that all GPUs have them for. Times products of matrices: up to a second
+    if they are slow.
+    """
     found = {"bfloat16": products_in_words(torch.bfloat16), "float16": products_in_words(torch.float16)}
     capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     if capabilities:
@@ -67,9 +71,10 @@ def low_precision() -> dict[str, str]:
 
 
 def time_of_products(dtype: torch.dtype, emulated: bool = False) -> ProductTime:
-    """Time a matrix product of this type relative to FP32's, several times, on one thread of this CPU.
+    """Measure (time of a matrix product of this type) / (time in FP32) several times, on one thread of this CPU.
 
-    The product is torch's own, or `emulated` as in casts/cpu_half.py. Other work on the machine widens the range.
+    The product is torch's own. With `emulated` it is computed in FP32 and rounded, as in casts/cpu_half.py. Other work
+    on the machine widens the range of the result.
     """
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(_SIZE, _SIZE, generator=generator, dtype=torch.float32, device="cpu")
@@ -107,7 +112,7 @@ def products_in_words(dtype: torch.dtype) -> str:
 
 
 def _in_words(time: ProductTime) -> str:
-    """Return "1.1x", or "30x to 399x" if the measurements differ: a single one would depend on the machine's load."""
+    """Return "1.1x", the median; "30x to 399x" if the slowest measurement takes `_STEADY` times the fastest or more."""
     low, median, high = (f"{wording.short(value)}x" for value in time)
     return median if time.high < _STEADY * time.low else f"{low} to {high}"
 

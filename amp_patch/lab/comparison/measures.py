@@ -98,19 +98,20 @@ def median(values: Iterable[float | None]) -> float | None:
 
 
 def warm(values: Sequence[T]) -> Sequence[T]:
-    """Return the values without the first tenth of the steps (one step at least), which warm up."""
+    """Return `values`, one for each step, without the first tenth (at least one): the steps that warm up."""
     return values[max(1, len(values) // 10) :]
 
 
 def step_times(run: Run) -> list[float]:
-    """Return the seconds of each step of the run that was measured, without the steps that warm up."""
+    """Return the seconds of each step of the run, without the steps that warm up and inspected ones (NaN)."""
     return [seconds for seconds in warm(run.seconds) if math.isfinite(seconds) and seconds > 0]
 
 
 def part_ms(runs: Sequence[Run], step_ms: float | None) -> dict[str, float]:
-    """Divide `step_ms` among the parts of a step (PARTS), in proportion to the parts' medians over the `warm` steps.
+    """Return {name of a part of a step (PARTS): its milliseconds}, which add up to `step_ms`.
 
-    Return {name of a part: milliseconds}.
+    They are in proportion to the parts' medians over the `warm` steps. All are 0 if `step_ms` is None or no time is
+    known.
     """
     medians = dict.fromkeys(PARTS, 0.0)
     for run in runs:
@@ -121,7 +122,10 @@ def part_ms(runs: Sequence[Run], step_ms: float | None) -> dict[str, float]:
 
 
 def samples_per_second(run: Run) -> float | None:
-    """Return the median samples per second of the measured steps after warm-up; None if the batch is unknown."""
+    """Return (number of samples in a step) / (its seconds): the median over the timed steps after warm-up.
+
+    None if no number of samples or no time is known.
+    """
     pairs = zip(warm(run.samples), warm(run.seconds), strict=False)
     return median(samples / time for samples, time in pairs if samples > 0 and math.isfinite(time) and time > 0)
 
@@ -147,9 +151,10 @@ def speedup(pairs: Sequence[tuple[Run, Run]]) -> Ratio | None:
 
 
 def loss_type(runs: Sequence[Run]) -> str | None:
-    """Return the type to which all losses of the runs were rounded: "bfloat16" or "float16"; None for FP32.
+    """Return the type that represents all losses of the runs exactly: "bfloat16" or "float16"; None for FP32.
 
-    With fewer than `_ROUNDED` distinct losses the type is unknown, and the result is None.
+    The losses were then rounded to that type before they were recorded. With fewer than `_ROUNDED` distinct losses this
+    is unknown, and the result is None.
     """
     several = {loss for run in runs for loss in run.loss if math.isfinite(loss) and loss}
     if len(several) < _ROUNDED:
@@ -183,10 +188,10 @@ def errors(looks: Iterable[Look]) -> dict[str, float]:
 
 
 def memory_bytes(run: Run) -> int | None:
-    """Return the largest memory of a training; None if it is not known.
+    """Return the peak memory of a training in bytes; None if it is not known.
 
-    On CUDA it is the largest amount allocated. On a CPU it is the sum of the tensors between steps and the
-    activations: the size of the process includes libraries, data, and memory that the allocator does not free.
+    On CUDA it is the peak of the allocated bytes. On a CPU it is `held_bytes` plus the activations. The size of the
+    process is not used there: it includes libraries, data, and memory that the allocator does not free.
     """
     if run.device == "cuda":
         return run.peak_memory
@@ -194,10 +199,11 @@ def memory_bytes(run: Run) -> int | None:
 
 
 def batch_in_memory_of(runs: Sequence[Run], others: Sequence[Run]) -> tuple[int, int] | None:
-    """Return the batch of `others`, and the batch that `runs` could take in the memory of `others`, if it is larger.
+    """Return (number of samples in a batch of `others`, estimated number with which `runs` takes the same memory).
 
-    The estimate divides the activations of a step by its samples. The result is None if the second batch is not larger,
-    if a figure is not known, and on CUDA, whose peak has other parts.
+    The estimate is (memory of `others` - `held_bytes` of `runs`) / (activations of `runs` for each sample). None if it
+    is not larger than the first number, if the batches of `runs` and `others` differ, if a figure is not known, and on
+    CUDA, whose peak has other parts.
     """
     held, activations = median(map(held_bytes, runs)), median(run.activations for run in runs)
     samples, before = median(map(batch, runs)), median(map(batch, others))

@@ -46,7 +46,10 @@ class Trial:
 
     @property
     def hopeless(self) -> str:
-        """The reason why this trial fails, and why any other set of kept modules would fail too; "" if one may pass."""
+        """If any other set of kept modules would fail as this trial does, the reason in words; "" if one may pass.
+
+        This is so if O0 itself has no figures, if the optimizer's eps is 0 in FP16, or if the results decide nothing.
+        """
         if self.level is None:
             return self.why if self.without_base else ""
         found = self.level.finding
@@ -93,7 +96,7 @@ def most_trials(modules: int) -> int:
 
 
 def trial_of(kept: Kept, comparison: Comparison) -> Trial:
-    """Return the trial of the set `kept`, from a finished comparison of O0 and the level with these modules kept."""
+    """Make a `Trial` from a finished comparison of O0 and the level with the modules `kept` in higher precision."""
     base = comparison.baseline
     others = [level for level in comparison.levels if level is not base]
     if base is None or base.level != BASELINE or len(others) != 1 or not others[0].runs:
@@ -197,9 +200,9 @@ def line(number: int, each: Trial) -> str:
 
 
 def _named(names: Kept, most: int = 6) -> str:
-    """List up to `most` names. A longer list becomes its count, its first and its last names.
+    """Return the names as text, up to `most`. A longer list becomes its length, its first two and last three names.
 
-    The sets that a search tries differ at their end.
+    The last names are shown, because the sets that a search tries differ at their end.
     """
     if len(names) <= most:
         return ", ".join(names)

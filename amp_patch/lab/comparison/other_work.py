@@ -1,4 +1,4 @@
-"""Measure the time of the cores that other work took while a training ran."""
+"""Measure how much of the cores' time other processes took while a training ran: they make its speed look too low."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OtherWork:
         self._seconds = self._taken = self._crowded = 0.0
 
     def watch(self, pid: int) -> None:
-        """Count this process and its children as the training, from now on."""
+        """Count the process `pid` and its children as the training from now on; all other processes are other work."""
         self._pid = pid
         self._last = self._reading()
 

@@ -97,7 +97,7 @@ def _about(comparison: Comparison) -> str:
 
 
 def _finished_seeds(comparison: Comparison) -> int:
-    """Return the number of seeds without a missing or interrupted run."""
+    """Return how many seeds have all their runs, none of them interrupted, and at least one with a loss."""
     of_seed: dict[int, list[Run]] = {}
     for run in comparison.runs:
         of_seed.setdefault(run.seed, []).append(run)

@@ -61,7 +61,10 @@ def losses(comparison: Comparison) -> list[Picture]:
 
 
 def scales(comparison: Comparison) -> list[Picture]:
-    """Return the loss scale over time and the skipped steps, a line for each seed, of levels that scale the loss."""
+    """Return a picture for each level that scales the loss: its loss scale over the steps, a line for each seed.
+
+    Marks at the foot show the skipped steps.
+    """
     pictures = []
     for level in comparison.levels:
         runs = [run for run in level.all_runs if run.scale]
@@ -149,7 +152,10 @@ def _in_words(level: LevelResult, runs: Sequence[Run], what: str) -> str:
 
 
 def _smooth(several: Sequence[Sequence[float]], longest: int | None = None) -> _Curves:
-    """Return running means of the losses over a 25th of the steps; None for a window with a loss that is not finite."""
+    """Return running means of each run's losses, over windows of a 25th of the steps.
+
+    A mean is None if the run ended inside its window, or if a loss in it is not finite.
+    """
     longest = longest or max(map(len, several))
     window = max(1, longest // 25)
     steps = [int(step) for step in thin(range(window, longest + 1))]
@@ -168,7 +174,10 @@ def _less(value: _Value, other: _Value) -> _Value:
 
 
 def _stairs(values: Sequence[float]) -> list[tuple[float, float | None]]:
-    """Return (step, exponent) at the ends and at each change of the value; None for a value without a logarithm."""
+    """Return the points (step, log2 of the value) of a step curve: at its ends, and two at each change of the value.
+
+    The logarithm is None for 0, negative and non-finite values.
+    """
     places = [i for i in range(len(values)) if i == 0 or i == len(values) - 1 or values[i] != values[i - 1]]
     points: list[tuple[float, float | None]] = []
     for place in map(int, thin(places)):

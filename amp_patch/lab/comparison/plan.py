@@ -100,7 +100,10 @@ class Plan:
             raise ValueError(f"compare: seeds is {self.seeds}; wanted at most {_MOST_SEEDS} repetitions")
 
     def runs(self) -> list[Run]:
-        """Return the runs: all levels of a seed, then the next seed, so that load on the machine slows all levels."""
+        """Return the runs in order: all levels with seed 0, then with seed 1, and so on.
+
+        A load on the machine that lasts for some time then slows all levels, not one.
+        """
         return [Run(level, seed) for seed in range(self.seeds) for level in self.levels]
 
     def type_of(self, level: str) -> str | None:
@@ -112,7 +115,10 @@ class Plan:
         return self.dtype if self.dtype is not None and own == "float16" else own
 
     def has_masters(self, dtype: str) -> bool:
-        """Return whether a level of the plan has FP32 masters of weights of this type; True for "" (FP32 weights)."""
+        """Return whether a level of the plan has FP32 masters for weights of `dtype` ("bfloat16").
+
+        True for "", which means that the script's weights are FP32 and need no such level.
+        """
         kept = [level for level in self.levels if OPT_LEVELS[named_level(level).level].master_weights]
         return not dtype or any(self.type_of(level) == dtype for level in kept)
 
@@ -134,9 +140,9 @@ def variables(level: str, dtype: str | None = None) -> str:
 
 
 def keep_variable(level: str) -> str:
-    """Return the environment variable that lists the modules a level keeps.
+    """Return the name of the environment variable that lists the modules to keep in higher precision at a level.
 
-    AMP_PATCH_KEEP_FP32, or at O6 and O7 AMP_PATCH_KEEP_HIGH.
+    It is AMP_PATCH_KEEP_FP32, or at O6 and O7 AMP_PATCH_KEEP_HIGH.
     """
     return KEEP_FP32 if OPT_LEVELS[named_level(level).level].product_format is None else KEEP_HIGH
 
@@ -153,7 +159,7 @@ def progress_line(run: Run, asked_steps: int | None) -> str:
 
 
 def newest_figures(run: Run) -> tuple[str, str]:
-    """Format the latest loss, and the median milliseconds of the latest steps; both "" before the first step."""
+    """Return the latest loss and the median milliseconds of the last 20 steps, both as text; "" if unknown."""
     if not run.steps:
         return "", ""
     times = [seconds for seconds in run.seconds[-20:] if not math.isnan(seconds)]  # NaN: an inspected step

@@ -23,7 +23,10 @@ def tree(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Return the CPU time of the `tree`, including ended children; None without /proc, or if `pid` has ended."""
+    """Return the CPU seconds of `pid` and its descendants, ended ones included.
+
+    None without /proc, or if `pid` has ended.
+    """
     ticks = 0
     for each in tree(pid):
         try:
@@ -39,7 +42,10 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def busy_seconds() -> float | None:
-    """Return how long the cores that this process may use have worked, for any process; None without /proc."""
+    """Return the seconds that the cores of this process's affinity have worked since boot, in sum over the cores.
+
+    Work for any process counts. None without /proc.
+    """
     try:
         lines = (_PROC / "stat").read_text().splitlines()
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
@@ -52,12 +58,12 @@ def busy_seconds() -> float | None:
 
 
 def private_bytes(pid: int) -> int:
-    """Return the anonymous memory of the `tree`, with shared pages counted once; 0 without /proc."""
+    """Return the bytes of anonymous memory of `pid` and its descendants, shared pages counted once; 0 without /proc."""
     return sum(listed_bytes(_PROC / str(each) / "smaps_rollup", "Pss_Anon") or 0 for each in tree(pid))
 
 
 def free_bytes() -> int | None:
-    """Return the free memory of the system, or of the container if that is less; None if neither is known."""
+    """Return the free bytes of memory: of the system, or of the container if it has fewer; None if neither is known."""
     available = listed_bytes(_PROC / "meminfo", "MemAvailable")
     found = [] if available is None else [available]
     with suppress(OSError, ValueError):  # ValueError: the limit is "max"

@@ -43,9 +43,9 @@ class Recommendation:
 
     Attributes:
         level: the recommended level; the baseline if no other level gains anything.
-        because: if a level is recommended, {its standing, one of GAINS: [the level]}. If the baseline is recommended,
-            {a standing, one of _OF_OTHERS: the other levels with this standing}.
-        sure: whether every level is decided.
+        because: if a level other than the baseline is recommended, {its standing, one of GAINS: [the level]}. If the
+            baseline is recommended, {a standing, one of _OF_OTHERS: the other levels with this standing}.
+        sure: whether no level is "undecided" or "unjudged" (`Finding.kind`), emulated levels aside.
         so_far: whether the recommendation rests on one seed, which cannot tell chance from a difference.
         what: the name of the compared metric, for the texts.
         standings: (level, dtype) -> `standing`, for every level except the baseline.
@@ -69,9 +69,10 @@ def standing(level: LevelResult, base: LevelResult, *, alone: bool, min_gain: fl
     """Return the name of the first rule that holds for the level: objections come first, then gains.
 
     Args:
-        alone: whether no other level keeps FP32 weights. A level without them (O3) is usable only then.
-        so_far: judge by one seed. "better" is then the last gain, because chance can cause it, and an unclear speed
-            does not count against saved memory.
+        alone: True if no level besides the baseline keeps FP32 weights or masters: a level without them (O3) can then
+            have a gain. If False, such a level has the standing "no FP32 weights" instead of a gain.
+        so_far: if the level has run with one seed, and is no worse than the margin allows, judge it by that seed. Then
+            "better" is the last gain, because chance can cause it, and saved memory is a gain at an unclear speed too.
     """
     found, speed = level.finding, level.speedup
     so_far = so_far and found.promising
@@ -105,8 +106,10 @@ def recommend(
     """Recommend a level.
 
     The level with the strongest standing in GAINS is taken: a surely better result, then much more speed, then less
-    memory, then a little more speed. If no level has such a standing, one seed decides; there a better result is the
-    weakest gain. If no level gains by one seed either, the baseline is recommended, with the standings of the others.
+    memory, then a little more speed. If no level has such a standing, the standings are taken again with `so_far`. A
+    level that has run with one seed, with a result that is not worse than the margin allows, is then judged by that
+    seed. A better result is the weakest gain there, because chance can cause it. If no level gains then either, the
+    baseline is recommended, with the first round's standings of the other levels.
 
     Args:
         min_gain: the share of memory (`saved_memory`) that a level must save to be recommended for its memory. A level
@@ -130,9 +133,10 @@ def recommend(
 
 
 def _best(levels: Sequence[LevelResult], gain: str) -> LevelResult:
-    """Return the best of `levels`, which all have this gain: the smallest for "smaller", the fastest for a speed.
+    """Return the best of `levels`, which all have the standing `gain`, one of GAINS.
 
-    For "better" it is the smallest of the levels whose results are within the margin of the best result.
+    For "smaller" it is the level with the least memory, for "faster" and "a little faster" the fastest. For "better" it
+    is the level with the least memory among those whose result is within the margin of the best result.
     """
     if gain == "smaller":
         return min(levels, key=_size)
@@ -201,7 +205,7 @@ def speed_in_words(level: LevelResult) -> str:
 
 
 def memory_in_words(level: LevelResult) -> str:
-    """Return the memory relative to the baseline's; "" if it is not known."""
+    """Return "12 % less memory", relative to the baseline's; "" if it is not known."""
     if level.memory is None:
         return ""
     percent = round(100 * (level.memory - 1))
@@ -210,7 +214,10 @@ def memory_in_words(level: LevelResult) -> str:
 
 
 def _may_cost(speed: Ratio | None) -> float:
-    """Return the share of time that a level may cost: by its slowest seed if its speed is not clear, else 0."""
+    """Return how much longer a step may take than the baseline's, as a share: 0.05 is 5 % longer.
+
+    If the speed is "not clear" (`Ratio.pace`), the slowest seed gives the share. Otherwise it is 0.
+    """
     return 1 / speed.low - 1 if speed is not None and speed.pace == "not clear" else 0.0
 
 
@@ -237,7 +244,10 @@ def of_others(found: Recommendation, base: LevelResult) -> str:
 
 
 def _with_promise(level: LevelResult, base: LevelResult, why: str, found: Recommendation) -> str:
-    """Return the level's name. If its saved memory costs time, or if it is undecided, add its gains and costs."""
+    """Return the level's name, with its gains and costs in brackets if they matter for its standing `why`.
+
+    They do for a smaller level whose speed is lower or not clear, and for an undecided or unjudged one.
+    """
     speed, gap, said = level.speedup, level.finding.gap, []
     if why == "slower" and speed is not None:
         said = [memory_beside(level), f"but {times(1 / speed.median)[0]}x slower"]

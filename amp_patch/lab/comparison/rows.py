@@ -94,7 +94,10 @@ def _memory(level: LevelResult, state: str, most: float) -> str:
 
 
 def _parts(level: LevelResult, state: str, most: float) -> str:
-    """Return the parts of the memory bar as SVG: a colour per kind of tensor, then on CUDA the rest of the peak."""
+    """Return SVG rectangles that cover the memory bar from the left: one for each kind of tensor, in its colour.
+
+    On CUDA the rest of the peak stays uncovered.
+    """
     sizes = {kind: measures.median(getattr(run, kind) for run in level.runs) or 0 for kind in measures.KINDS}
     whole = level.memory_bytes if level.memory_ratio is not None else sum(sizes.values()) - sizes["activations"]
     if not whole or not level.memory:
@@ -116,7 +119,10 @@ def _bar(part: float, state: str, colour: str) -> str:
 
 
 def _number(end: float, value: float, state: str, most: float) -> str:
-    """Return the value as text right of its bar, or right of the baseline's line if that would cross the text."""
+    """Return the value as SVG text, right of the bar that ends at `end`.
+
+    If the line at the baseline's value would cross the text there, it stands right of that line.
+    """
     bold = ' font-weight="700"' if state == "best" else ""
     strikes = end < 1 and (1 - end) * _BAR / most < _NUMBER
     return text(share(_BAR * (1.0 if strikes else end) / most), 4.5, f"{wording.ratio(value)}x", more=f' dx="7"{bold}')
@@ -159,10 +165,11 @@ def _gap(comparison: Comparison, level: LevelResult, reach: float | None) -> str
 
 
 def _reach(comparison: Comparison) -> float | None:
-    """Return the end of the axis of gaps: three margins, or the end of the farthest interval of a usable level.
+    """Return the largest gap on the axis of gaps, which goes from minus this to plus this; None without a baseline.
 
-    The gap of a rejected level may lie beyond that end, and is then a number at the edge. If the axis included it, all
-    other gaps would be drawn as one dot.
+    It is three margins, or a little more than the farthest interval of a level that is not rejected, whichever is more.
+    The gap of a rejected level may be larger, and is then a number at the edge. If the axis included it, all other gaps
+    would be drawn as one dot.
     """
     gaps = [(level, level.finding.gap) for level in comparison.levels if level.finding.gap is not None]
     if comparison.baseline is None:
@@ -184,7 +191,7 @@ def _place(value: float, reach: float) -> float:
 
 
 def _in_percent(comparison: Comparison) -> bool:
-    """Return whether gaps are shares of the baseline's result, which must not be 0."""
+    """Return whether gaps are drawn as shares of the baseline's result: not if that is 0 or there is no baseline."""
     return comparison.baseline is not None and bool(comparison.baseline.mean)
 
 

@@ -122,7 +122,10 @@ def _times(comparison: Comparison) -> Table | None:
 
 
 def _memory(comparison: Comparison) -> Table | None:
-    """Return a table of each level's memory: weights, masters and so on, and on CUDA the peak; means over the seeds."""
+    """Return a table of each level's memory by kind of tensor, and on CUDA its peak: means over the seeds.
+
+    None if no memory is known.
+    """
     levels = [level for level in comparison.levels if level.runs]
     kinds = [{kind: _mean([getattr(run, kind) for run in level.runs]) for kind in measures.KINDS} for level in levels]
     peaks = [_mean([run.peak_memory for run in level.runs if run.device == "cuda"]) for level in levels]
@@ -188,7 +191,10 @@ def _errors(looks: Sequence[Look]) -> Table | None:
 
 
 def _lost(looks: Sequence[Look]) -> Table | None:
-    """Return the table of parameters whose gradients lose most in FP16: the largest shares of all inspected steps."""
+    """Return the table of the parameters whose gradients lose the largest share of their numbers in FP16.
+
+    A share is the largest of all inspected steps. None if no gradient loses any.
+    """
     none = [0.0, 0.0, 0.0]
     shares: dict[str, list[float]] = {}
     for look in looks:

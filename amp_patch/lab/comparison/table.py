@@ -93,7 +93,11 @@ def _gaps(comparison: Comparison) -> list[str]:
 
 
 def _told(level: LevelResult) -> str:
-    """Return the decision of the gap ("as good", "worse", ...), or how many more seeds would decide: "3 more"."""
+    """Return a cell on what decides about the level: the decision of the interval ("as good", "worse", "better").
+
+    "by range" if the range of the baseline's seeds decides, "rounded" if the gap is within the rounding of the losses.
+    If nothing decides yet, how many more seeds would ("3 more"), or "not yet".
+    """
     found, gap = level.finding, level.finding.gap
     if gap is None or found.by_range:
         return "by range"
@@ -238,7 +242,10 @@ def _with_range(values: list[float]) -> str:
 
 
 def _against(level: LevelResult, base: LevelResult | None) -> str:
-    """Return the distance of the mean from the baseline's."""
+    """Return how far the level's mean result is from the baseline's: "+0.30%".
+
+    "" if there is no gap, or if a result of the level is not finite.
+    """
     gap = level.finding.gap
     if base is None or gap is None or len(level.finite) < len(level.runs):
         return ""

@@ -1,4 +1,4 @@
-"""Verdicts: the findings of levels in words."""
+"""Verdicts: the findings of levels in words. judge.py tests the levels, and so decides the findings."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ UNJUDGED = (
 
 
 def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric: str) -> Verdict:
-    """Put the finding of a level into words.
+    """Put the finding of a level, which `judge` has made, into words.
 
     Args:
         base: the baseline; None if no level has figures.
+        found: the finding.
         metric: "loss", or a name given to `amp.log`.
     """
     failed, cut = failures_in_words(level), failures_in_words(level, short=True)
@@ -71,10 +72,13 @@ def failures_in_words(level: LevelResult, *, short: bool = False) -> str:
 
 
 def more_seeds(base: LevelResult, undecided: Sequence[LevelResult] = ()) -> str:
-    """Say what to do if the seeds do not decide.
+    """Return the advice for a comparison whose seeds do not decide: "run 4 more seeds".
+
+    If the script does not use its seeds, the advice is to let it use them.
 
     Args:
-        undecided: the levels that need a decision; if empty, the advice has no number of seeds.
+        undecided: the levels that the seeds are to decide. If it is empty, or if the number of seeds for one of them
+            is unknown, the advice has no number.
     """
     if seeds_change_nothing(base):
         return "let the script use the seeds"
@@ -96,7 +100,11 @@ def _mean_and_spread(base: LevelResult) -> str:
 
 
 def _accuracy(found: Finding, level: LevelResult, base: LevelResult, figure: str) -> str:
-    """Put the accuracy of a level into words, if no run of the level has diverged or collapsed."""
+    """Put the accuracy of a level into words.
+
+    `verdict` uses the result only if no run of the level has diverged or collapsed: otherwise the words for these runs
+    stand in its place.
+    """
     gap = found.gap
     if gap is None:
         return f"no seed of it has a result of {base.name}'s to compare with"
@@ -139,7 +147,7 @@ def _beside_the_range(found: Finding, gap: Gap, base: LevelResult, figure: str) 
 
 
 def _what_it_tells(found: Finding, gap: Gap) -> str:
-    """Put into words what a gap shows, if its interval does not decide whether the level is as good."""
+    """Put into words what a gap shows whose interval does not decide, or is missing (`Gap.told` is None)."""
     if gap.decorrelated:
         said = "the runs have decorrelated, it tells no more than the spread"
         return said if found.kind != "undecided" else f"{said}; {_more_in_words(gap)}"
@@ -150,7 +158,7 @@ def _what_it_tells(found: Finding, gap: Gap) -> str:
 
 
 def _more_in_words(gap: Gap) -> str:
-    """Format the seeds that would decide: "4 more seeds would tell"."""
+    """Return "4 more seeds would tell", or "run more seeds" if the number is unknown."""
     return "run more seeds" if gap.more_seeds is None else f"{counted(gap.more_seeds, 'more seed')} would tell"
 
 
@@ -183,9 +191,11 @@ def margin_in_words(gap: Gap) -> str:
 
 
 def _caught_up(found: Finding, level: LevelResult, base: LevelResult) -> str:
-    """Say how much of a worse level's speedup is left if the baseline stops at the level's final result.
+    """Return, for the end of a sentence, how much faster a worse level is than the baseline to the same result.
 
-    Return "" if the level is not faster per step, or if no curve shows when the baseline had that result.
+    It is (speedup per step) * (steps after which the baseline had the level's final result) / (all steps), by
+    `Finding.reached`. Return "" if the level is not faster per step, or if no curve shows when the baseline had that
+    result.
     """
     if found.reached is None or found.better or level.speedup is None or level.speedup.pace != "faster":
         return ""
@@ -248,7 +258,7 @@ def _cost(level: LevelResult, base: LevelResult) -> str:
 
 
 def memory_beside(level: LevelResult) -> str:
-    """Format the memory relative to the baseline's: "0.58 of its memory"; "" if it is unknown."""
+    """Return the level's memory relative to the baseline's: "0.58 of its memory"; "" if it is unknown."""
     memory = level.memory
     if memory is None:
         return ""

@@ -49,11 +49,11 @@ class CallLog(TorchFunctionMode):
         return func
 
     def passes_over(self, func: Any) -> bool:
-        """Return whether calls of this function are left out of the log."""
+        """Return whether the call of `func` that begins now is left out of the log."""
         return False
 
     def log(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call the function, log the call, and return the result."""
+        """Call `func(*args, **kwargs)`, log the call, and return its result."""
         raise NotImplementedError
 
     def forward_begins(self, frame: Frame, args: Any, kwargs: Any) -> None:

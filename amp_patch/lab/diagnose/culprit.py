@@ -51,10 +51,10 @@ class StepLog:
     outside: set[int]
 
     def backward_culprit(self) -> Call | None:
-        """Return the call whose backward was the first to make non-finite numbers from finite ones.
+        """Return the call whose backward was the first to make non-finite numbers from finite ones; None without one.
 
-        Backward runs through the calls from the last to the first. If that call is a cast, and the call that used its
-        result is in the same module, the user of the result is returned instead.
+        Backward runs through the calls from the last to the first. If the call found is a cast, and a call in the same
+        module has used the result of the cast, that other call is returned.
         """
         users: dict[int, list[Call]] = {}
         # The last call that made a tensor is its maker: an autograd function is logged after the calls inside of it.
@@ -90,9 +90,10 @@ class StepLog:
         return not others or others[0] is call
 
     def forward_culprit(self) -> Call | None:
-        """Return the first call that made non-finite numbers from finite ones.
+        """Return the first call that made non-finite numbers from finite ones; None without one.
 
-        If that call is a cast, and the call that made its input is in the same module, the maker is returned instead.
+        If the call found is a cast, and a call in the same module has made the input of the cast, that other call is
+        returned.
         """
         made_by: dict[int, Call] = {}
         for call in self.calls:
@@ -108,10 +109,11 @@ class StepLog:
         return None
 
     def touching(self, call: Call, direction: str) -> list[str | None]:
-        """Return the modules through which the non-finite numbers of `call` pass, its own first.
+        """Return the names of the modules through which the non-finite numbers of `call` pass, its own first.
 
-        "forward": the modules of the calls that use its result. "backward": the modules of the calls that made its
-        inputs, and so received its non-finite gradients. The search continues through casts.
+        With the `direction` "forward" these are the modules of the calls that use its result. With "backward" they are
+        the modules of the calls that made its inputs, and so received its non-finite gradients. A cast among these
+        calls passes the numbers on, so the search goes on with the calls beyond it.
         """
         touching = [call.module]
         if direction == "forward":

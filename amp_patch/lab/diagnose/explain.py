@@ -117,7 +117,10 @@ class _AtNextForward:
 
 
 class _Printing:
-    """The forward hook that ends the log of an `_AtNextForward`, and prints it."""
+    """The forward hook that ends the log which `_AtNextForward` has started, and prints its explanation on rank 0.
+
+    If the forward raised an exception, nothing is printed.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.type_log = model, _TypeLog(model)
@@ -208,7 +211,7 @@ class _TypeLog(CallLog):
         return result
 
     def _frame(self, place: install.Place) -> Any:
-        """Return the frame that replaces a wrapper; it is a static or class method if the wrapper is one."""
+        """Return the frame that replaces O1's wrapper at `place`; a static or class method if the wrapper is one."""
         wrapper, original = place.wrapper, place.wrapped.original
         call = wrapper.__func__ if isinstance(wrapper, (staticmethod, classmethod)) else wrapper
         function = original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
@@ -232,7 +235,7 @@ class _TypeLog(CallLog):
         return staticmethod(frame) if isinstance(wrapper, staticmethod) else frame
 
     def _follow(self, place: install.Place, rule: Rule, policy: Policy, function: Any, args: Any, kwargs: Any) -> Any:
-        """Call `function` by its rule, as the wrapper does (see rules.py), and log the call."""
+        """Call `function` by its rule, as the wrapper that the frame replaces does (see rules.py), and log the call."""
         index = self._begin(_address_at(place), (args, kwargs))
 
         @functools.wraps(function)
@@ -284,7 +287,7 @@ class _TypeLog(CallLog):
         return casting
 
     def _kept_by(self) -> str | None:
-        """Return why the running module stays FP32; None if it does not."""
+        """Return why the module whose forward is running stays FP32 ("keep_fp32"); None if it does not stay FP32."""
         names = ["", *(frame.name for frame in self.running)]
         return next((why for name in names if (why := self.explanation.kept.get(name)) is not None), None)
 
@@ -296,7 +299,11 @@ class _TypeLog(CallLog):
         return len(self.calls) - 1
 
     def _note_products(self, index: int, op: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the matrix products of a call instead of those of its inner calls, which would count twice."""
+        """Record the matrix products of call `index`, in place of those that its inner calls have recorded.
+
+        Without this, a product would count twice. If no product of the call itself is found, those of the inner calls
+        stay.
+        """
         with torch._C.DisableTorchFunction():
             found = products.of_call(self.calls[index].module, op, args, kwargs, result)
             self.explanation.on_gpu |= any(tensor.is_cuda for tensor in tree.tensors(result))
@@ -371,7 +378,7 @@ def _address(function: Any) -> str:
 
 
 def _kept(model: nn.Module, policy: Policy | None) -> dict[str, str]:
-    """Return name -> reason, for each outermost module that stays FP32."""
+    """Return name -> reason ("keep_fp32") for each module that stays FP32, without the modules inside of these."""
     found: dict[str, str] = {}
     inner: set[int] = set()
     for name, module in model.named_modules():

@@ -92,7 +92,10 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
 
 
 def _has_low_precision(model: nn.Module) -> bool:
-    """Return whether an uninitialized model computes in low precision: by its weights, or in an autocast block."""
+    """Return whether a model that never went through `initialize` computes in low precision.
+
+    It does if its weights are in low precision, or inside of an autocast block.
+    """
     casts = casts_state.current() is not None or any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
     return casts or any(param.dtype in LOW_PRECISION for param in model.parameters())
 
@@ -100,7 +103,10 @@ def _has_low_precision(model: nn.Module) -> bool:
 def _gradients(
     model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any, params: list[nn.Parameter], scale: float
 ) -> list[Tensor]:
-    """Return the gradients of the scaled loss for the `params` that have one; for a sparse gradient, its values."""
+    """Return the gradients of `scale` times the loss, as a list of tensors. They are not added to `.grad`.
+
+    Parameters on which the loss does not depend have no gradient in the list. A sparse gradient is given by its values.
+    """
     *inputs, targets = batch
     with state_restored(model), regions.process_wide_region(policy_of(model)):
         loss = loss_fn(model(*inputs), targets)
@@ -123,9 +129,9 @@ def _gradients(
 
 
 def _last(holds: Callable[[int], bool], first: int, last: int) -> int:
-    """Return the largest number from `first` to `last` with `holds` true, by bisection.
+    """Return the largest number from `first` to `last` for which `holds` returns True, by bisection.
 
-    `holds` must be true for `first`, and false from some number on.
+    `holds` must return True for `first`. If it returns False for a number, it must do so for all larger numbers.
     """
     while first < last:
         middle = (first + last + 1) // 2

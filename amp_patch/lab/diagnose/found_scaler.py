@@ -19,8 +19,9 @@ class FoundScaler(Observer):
     Args:
         scaler: the scaler to ask for the scale. With None, each loss has the scale of the scaler that scaled it.
         targets: the optimizers; a call of a scaler for another optimizer is ignored.
-        begins: called before a scaler unscales or steps a target; the argument is whether it steps.
-        ends: called after that; the argument is True after a step, taken or skipped.
+        begins: called before a scaler unscales or steps a target: with False if it unscales, with True if it steps.
+        ends: called after a scaler has unscaled or stepped a target: with True after a step, taken or skipped;
+            otherwise with False.
 
     Attributes:
         scaler: the scaler that was passed, or else the last one found.
@@ -36,7 +37,10 @@ class FoundScaler(Observer):
         self._backward_scale: Tensor | None = None  # the scale of the running backward pass
 
     def scale(self) -> Tensor | None:
-        """Return the factor of the gradients in the running backward pass; None if no scaler has scaled its loss."""
+        """Return the loss scale by which the gradients of the running backward pass are too large.
+
+        It is a tensor of one element. None if no scaler has scaled the loss of that pass.
+        """
         if not self._given:
             return self._backward_scale
         if isinstance(self.scaler, torch.amp.GradScaler) and self.scaler.is_enabled():

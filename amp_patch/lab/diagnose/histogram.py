@@ -51,7 +51,10 @@ class Histogram:
 
     @torch.no_grad()
     def add(self, values: Tensor, factor: float | Tensor = 1.0) -> None:
-        """Count the numbers of a real floating tensor times `factor` (a number, or a tensor of one element)."""
+        """Count the numbers of `values`, a real floating tensor, after multiplying each by `factor`.
+
+        `factor` is a number, or a tensor of one element. Does not sync.
+        """
         values = values.detach().reshape(-1)
         if values.dtype is torch.float64:
             limits = torch.finfo(torch.float32)
@@ -146,7 +149,10 @@ class Histogram:
         return _share(slots, (sum(c) for e, c in slots.items() if e > high), slots.get(high, [0])[-1])
 
     def best_scale(self, dtype: torch.dtype = torch.float16) -> float:
-        """Return the largest power of two that makes no number infinite in `dtype`; 1 without finite numbers but 0."""
+        """Return the largest power of two by which all finite numbers can be multiplied without overflow in `dtype`.
+
+        1 if there are no finite numbers other than 0.
+        """
         slots = self._read()[1]
         if not slots:
             return 1.0

@@ -172,7 +172,10 @@ class _NumberLog(CallLog):
         return result
 
     def _key(self, tensor: Tensor, new: bool = False) -> int:
-        """Return the tensor's key in the log. The key is new if a call has made the tensor (`new`) or written to it."""
+        """Return the tensor's key in the log, the index of its values.
+
+        The tensor gets a new key if a call has just made it (`new`), or has written to it since it got its last key.
+        """
         key, version = self.keys.get(tensor, (None, 0))
         changed = key is not None and version != _version(tensor)  # for example by a write through a view
         if new or changed or key is None:
@@ -222,7 +225,10 @@ class _NumberLog(CallLog):
             self.calls.append(Call(self.module_name(), op, given, [key], harmless=changed))
 
     def _factor(self) -> float | Tensor:
-        """Return the factor that unscales the gradients of the running backward pass."""
+        """Return the factor that unscales the gradients of the running backward pass, and store the scale in `scale`.
+
+        The factor is 1 / loss scale, or 1.0 if the loss is not scaled.
+        """
         scale = self.found.scale()
         if scale is None:
             bodies = (stash.backward.body for stash in map(stash_of, self.targets) if stash is not None)
@@ -304,7 +310,10 @@ class _NumberLog(CallLog):
         self.seen.step += 1
 
     def read_updates(self) -> None:
-        """Read from the devices how many updates were made, and how many would be lost. Syncs once per device."""
+        """Read from the devices how many sampled updates were made, and how many of them low precision would lose.
+
+        The numbers go into `seen.updates`. Syncs once for each device.
+        """
         with _unlogged():
             for device in {count.device for count in self.updates.values()}:
                 names = [name for name, count in self.updates.items() if count.device == device]
@@ -359,7 +368,10 @@ class _NumberLog(CallLog):
         )
 
     def _remedy(self, modules: list[str | None]) -> tuple[str, ...]:
-        """Return names of modules for `keep_fp32=`, so that the numbers passed between `modules` are FP32."""
+        """Return the names of modules for `keep_fp32=` with which the numbers passed between `modules` would be FP32.
+
+        The tuple is empty if no module inside the model would do, or if all computation was FP32 already.
+        """
         if self.seen.all_fp32:
             return ()
         kept = [_plain(name) for name, module in self.model.named_modules() if isinstance(module, KeptModule)]
@@ -407,7 +419,10 @@ def _given(value: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def _range(tensor: Tensor) -> Tensor:
-    """Return the lowest and the highest value, shape [2]. Both are NaN if a value is, and 0 if the tensor is empty."""
+    """Return the tensor's lowest and highest value as a tensor of shape [2].
+
+    If one value is NaN, both are NaN. If the tensor is empty, both are 0.
+    """
     values = _values(tensor.detach())
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())

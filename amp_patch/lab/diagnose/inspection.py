@@ -132,7 +132,7 @@ class Inspection:
         return min((seen.best_scale() for seen in self.gradients.values() if seen.counts), default=1.0)
 
     def summary(self, rows: int = 5) -> str:
-        """Return the text that `print(seen)` shows. `rows` limits each table to its worst rows; names are in full."""
+        """Return the text that `print(seen)` shows. Each table has at most `rows` rows, the worst ones."""
         return as_text(self._parts(rows))
 
     __str__ = summary
@@ -180,7 +180,10 @@ class Inspection:
         return Table(pairs, (("module", "made", "came in"),), _ERRORS, numbers=True)
 
     def _advice(self, direction: str) -> str:
-        """Return the advice against a non-finite number if keeping modules in FP32 would not help."""
+        """Return the advice against a non-finite number for which no module can be kept in FP32 (an empty `remedy`).
+
+        `direction` is that of `NotFinite`.
+        """
         if self.all_fp32:
             return "FP32 made it: no other type helps"
         if self.for_fp16:
@@ -200,7 +203,11 @@ class Inspection:
         return f"{kept}: every number is finite, every output that was compared is within 5% of FP32's, and {gradients}"
 
     def _losses(self, best: float, rows: int | None) -> Table:
-        """Return the table of parameters whose gradients FP16 partly loses, with the shares flushed and overflowed."""
+        """Return the table of the parameters of whose gradients FP16 would lose numbers, the worst first.
+
+        Its columns are the shares of numbers that flush to 0, and that overflow: at the loss scale in use, at 1, and at
+        `best`.
+        """
         scales = (self.scale, 1.0, best)
         shares = {
             name: [seen.flushed(scale) for scale in scales] + [seen.overflowed(scale) for scale in scales]
@@ -220,6 +227,9 @@ class Inspection:
         return Table(cells[:rows], (("module", "lost"),), title, numbers=True)
 
     def _lost(self, name: str) -> bool:
-        """Return whether a parameter's gradient is all 0, although the gradient of its module's output is not."""
+        """Return whether all numbers of a parameter's gradient were 0, and the gradient of its module's output was not.
+
+        The gradient was then lost between the two.
+        """
         seen, output = self.gradients[name], self.activation_gradients.get(name.rpartition(".")[0])
         return output is not None and bool(output.counts) and 0 < seen.zeros == seen.total

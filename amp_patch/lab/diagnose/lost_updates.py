@@ -39,14 +39,18 @@ class Updates:
     step: int = 0
 
     def lost(self, module: str = "") -> float | None:
-        """Return the share of lost updates, of all or of one module or parameter; None if there were no updates."""
+        """Return (number of lost updates) / (number of updates), over all parameters; None if there were no updates.
+
+        With `module`, the name of a module or parameter, only its updates count.
+        """
         return share_lost([self], module)
 
 
 def share_lost(several: Iterable[Updates], module: str = "", dtype: str | None = None) -> float | None:
-    """Return the share of lost updates, as `Updates.lost`, over several `Updates` together.
+    """Return (number of lost updates) / (number of updates) over several `Updates`; None if there were no updates.
 
-    With `dtype`, only `Updates` of that low-precision type count.
+    With `module`, the name of a module or parameter, only its updates count. With `dtype`, only `Updates` of that
+    low-precision type count.
     """
     found = [
         count
@@ -82,11 +86,14 @@ class UpdateMeter:
         self._before = dict(self._values())
 
     def counts(self) -> dict[str, Tensor]:
-        """Return name -> the two counts of `Updates.counts` as a tensor on the parameter's device. Does not sync."""
+        """Return name of a parameter -> its two counts, as in `Updates.counts`: an int64 tensor [2] on its device.
+
+        Does not sync.
+        """
         return self.counts_in((self.dtype,))[self.dtype]
 
     def counts_in(self, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, dict[str, Tensor]]:
-        """Return `counts` for each of several low-precision types."""
+        """Return low-precision type -> the result of `counts` for that type, for each of `dtypes`. Does not sync."""
         found: dict[torch.dtype, dict[str, Tensor]] = {dtype: {} for dtype in dtypes}
         for name, value in self._values():
             for dtype in dtypes if name in self._before else ():
@@ -95,7 +102,7 @@ class UpdateMeter:
 
     @torch.no_grad()
     def _values(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, sample of FP32 values) of each weight that is low precision, or would be at another level."""
+        """Yield (name, sample of FP32 values) of each parameter that is in low precision, or would be at some level."""
         stash = stash_of(self._optimizer)
         for name, param, master in _named(self._optimizer, stash, self._names):
             if master.dtype is not torch.float32 or master.layout is not torch.strided:

@@ -70,9 +70,10 @@ def distance(tensors: list[Tensor], exact: list[Tensor]) -> Tensor:
 
 
 def _in_fp32(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> list[Tensor] | None:
-    """Return the module's outputs for FP32 arguments, with masters as parameters and FP32 copies of its buffers.
+    """Run the module's forward again in FP32, and return the floating tensors of its output.
 
-    None if the module cannot be computed in FP32, or draws random numbers.
+    The arguments, parameters and buffers are FP32 copies; a parameter that has a master is replaced by the master. None
+    if the module cannot be computed in FP32, or draws random numbers.
     """
     tensors: dict[str, Tensor] = {}
     for name, param in _WithoutHooks(module).named_parameters():

@@ -18,7 +18,7 @@ _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
 def type_inside(op: str, args: Any, kwargs: Any, result: Any) -> torch.dtype | None:
-    """Return the type that torch.autocast made a function compute in; None if it is off or has cast nothing.
+    """Return the type to which torch.autocast has cast a function's arguments; None if it is off or has cast none.
 
     The caller must have disabled torch function modes.
 
@@ -47,7 +47,10 @@ def state() -> str:
 
 @functools.cache
 def _is_autocast(op: str, device: str) -> bool:
-    """Return whether torch has an autocast kernel for the operator, or `op` is a function that calls such operators."""
+    """Return whether torch.autocast may cast the arguments of `op` on this device.
+
+    It may if torch has an autocast kernel for the operator, or if `op` is a function that calls such operators.
+    """
     if op in _COMPOSITES:
         return True
     packet = getattr(torch.ops.aten, op, None)

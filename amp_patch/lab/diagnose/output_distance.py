@@ -176,7 +176,8 @@ def _named(level: str) -> NamedLevel:
 class _Forward:
     """One forward of a copy of the model at a level.
 
-    If `beside` is another forward, the outputs of the modules are compared with its outputs, and not stored.
+    Without `beside` the outputs of all modules are stored. If `beside` is another forward, each module's output is
+    compared with the output of the same module there, and not stored.
 
     Attributes:
         asked: the level as passed by the caller.
@@ -233,7 +234,10 @@ class _Forward:
 
 
 def _squares(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-    """Return the squared distance of two lists of tensors, and the squared norm of `first`: FP64, [2], on the CPU."""
+    """Return (sum of (second - first)**2, sum of first**2) over two lists of tensors: FP64, shape [2], on the CPU.
+
+    Equal infinities have the distance 0. Infinities and NaNs of `first` are left out of the second sum.
+    """
     total = torch.zeros(2, dtype=torch.float64, device="cpu")
     for one, other in zip(first, second, strict=True):
         apart = other.double() - one.double()
@@ -268,7 +272,7 @@ def _distance(first: _Forward, second: _Forward, targets: Tensor | None, band: f
 
 
 def _nats(first: Tensor, second: Tensor, targets: Tensor | None, band: float) -> tuple[float, float, float]:
-    """Return `nats`, `largest_nats` and `outside` of `OutputDistance`."""
+    """Return (`nats`, `largest_nats`, `outside`) of `OutputDistance`, from the logits at the two levels."""
     logs = first.log_softmax(-1)
     change = second.log_softmax(-1) - logs
     weights = logs.exp()

@@ -18,7 +18,10 @@ _Found = tuple[_Sizes, int, int]  # sizes, multiply-adds, rows
 
 
 def of_call(module: str, op: str, args: Any, kwargs: Any, result: Any) -> list[Product]:
-    """Return the matrix products in one call of the torch function named `op`; most functions compute none."""
+    """Return the matrix products in one call of the torch function `op`; an empty list if it computes none.
+
+    `module` is the name of the calling module, `result` what the call returned.
+    """
     find = _FUNCTIONS.get(op.strip("_"))
     first = result[0] if isinstance(result, tuple) and result else result
     if find is None or not isinstance(first, Tensor):
@@ -31,7 +34,10 @@ def of_call(module: str, op: str, args: Any, kwargs: Any, result: Any) -> list[P
 
 
 def of_module(name: str, module: nn.Module, args: Any, result: Any) -> list[Product]:
-    """Return the matrix products in one call of a linear layer, a convolution, an RNN or an attention; else none."""
+    """Return the matrix products in one call of a linear layer, a convolution, an RNN or an attention.
+
+    For any other module the list is empty.
+    """
     first = result[0] if isinstance(result, tuple) and result else result
     given = args[0] if args else None
     if not isinstance(first, Tensor) or not isinstance(given, Tensor) or not given.is_floating_point():

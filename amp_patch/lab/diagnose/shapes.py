@@ -88,7 +88,10 @@ def advice(products: Iterable[Product]) -> list[str]:
 
 
 def _odd_sizes(product: Product) -> list[tuple[str, int]]:
-    """Return (name, value) of the sizes of a low-precision product that are no multiples of 8, from `_SMALLEST` on."""
+    """Return (name, value) of each size of `product` that is at least `_SMALLEST` and no multiple of 8.
+
+    The list is empty if the product is not in low precision.
+    """
     return [(what, s) for what, s in product.sizes if product.low and s % MULTIPLE and s >= _SMALLEST]
 
 

@@ -100,7 +100,7 @@ class SavedBytes:
 
 
 class _Saved(NamedTuple):
-    """The packed form of a saved tensor, with its version when it was saved."""
+    """A saved tensor as the pack hook returns it, with its version counter when it was saved."""
 
     tensor: Tensor
     version: int
@@ -155,7 +155,7 @@ class WeighedStep:
 
     @property
     def in_fp32(self) -> int | None:
-        """Return the bytes of the activations if low precision were FP32; None if they are not known."""
+        """The peak of the saved bytes if low-precision tensors were FP32; None if it is not known."""
         return self._bytes.peak_in_fp32
 
     def abandon(self) -> None:
@@ -202,7 +202,10 @@ class WeighedStep:
         self._push(_MarkedAs(pack, pack_and_see), unpack)
 
     def _see_and_wrap(self, wrap: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `wrap`, but counting its argument first: outputs that a selective checkpoint wraps reach no hook."""
+        """Return a function that counts its argument, and then calls `wrap`.
+
+        `wrap` is torch's, for outputs that a selective checkpoint keeps: no saved-tensor hook receives these.
+        """
 
         def see_and_wrap(value: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(value, Tensor):
@@ -212,7 +215,10 @@ class WeighedStep:
         return see_and_wrap
 
     def _before(self, disable: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `disable`, but ending the count first: torch.func refuses to run under saved-tensor hooks."""
+        """Return a function that ends the count, and then calls `disable`, by which torch.func disables hooks.
+
+        Without this, torch.func would refuse to run under this count's saved-tensor hooks.
+        """
 
         def leave_and_disable(*args: Any, **kwargs: Any) -> Any:
             self.abandon()
@@ -226,7 +232,10 @@ class WeighedStep:
 
 
 class _MarkedAs:
-    """A pack hook that calls `call`, with the attributes of `pack`: torch 2.15 knows a checkpoint's hook by its own."""
+    """A pack hook that calls `call`, and has the attributes of `pack`, the hook that it replaces.
+
+    Torch 2.15 recognises the hook of a checkpoint by such attributes.
+    """
 
     def __init__(self, pack: Any, call: Callable[[Tensor], Any]) -> None:
         self._pack, self._call = pack, call
@@ -239,7 +248,10 @@ class _MarkedAs:
 
 
 def _unpack(saved: _Saved) -> Tensor:
-    """Return the saved tensor; raise if code has written to it since, which torch does not check under hooks."""
+    """Return the saved tensor. If code has written to it since it was saved, raise torch's RuntimeError for that.
+
+    Under saved-tensor hooks torch itself does not check this.
+    """
     if saved.tensor._version != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -256,5 +268,5 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _top() -> Any:
-    """Return the innermost (pack, unpack) on this thread; None if there is none."""
+    """Return the innermost saved-tensor hooks of this thread, as (pack, unpack); None if there are none."""
     return _torch._top_saved_tensors_default_hooks(True)

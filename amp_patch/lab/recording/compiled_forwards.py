@@ -65,7 +65,10 @@ def _patch_dynamo() -> None:
 
 
 def _replace_call(model: nn.Module) -> None:
-    """Replace the `_compiled_call_impl` that `model.compile()` has set, until the last listener is removed."""
+    """Replace the compiled call that `model.compile()` has stored by one that notifies listeners first.
+
+    The replacement ends when the last listener is removed.
+    """
     compiled = model._compiled_call_impl
     if compiled is None or isinstance(compiled, CompiledForward):
         return

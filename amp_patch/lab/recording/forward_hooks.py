@@ -28,7 +28,7 @@ class ForwardHooks:
         compiled_forwards.add(self._compiled_begins)
 
     def add(self, models: Iterable[nn.Module]) -> None:
-        """Register a hook on each of these models that has none of this object yet."""
+        """Register a hook on each of these models, unless this object has registered one on it already."""
         for model in models:
             compiled_forwards.watch(model)
             if not self._is_hooked(model):
@@ -50,7 +50,7 @@ class ForwardHooks:
         self._begins(model, args, kwargs, True)
 
     def _compiled_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Notify of the call of a compiled model, if it is a trained model or contains one."""
+        """Call `begins` for the call of a compiled model, if it is a hooked model or contains one; else do nothing."""
         if model not in self._hooked_inside:
             # `model` may be hooked itself, or be around a hooked one: DistributedDataParallel, a module with the loss.
             self._hooked_inside[model] = next((weakref.ref(m) for m in model.modules() if self._is_hooked(m)), None)

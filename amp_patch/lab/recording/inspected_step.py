@@ -80,5 +80,8 @@ def _mode_stack() -> list[Any]:
 
 
 def _is_default_device(mode: Any) -> bool:
-    """Tell whether `mode` is the mode of torch.set_default_device, which torch keeps below others."""
+    """Tell whether `mode` is the mode of torch.set_default_device, which torch keeps below all other modes.
+
+    It stays entered for a whole program, so an inspection may begin above it.
+    """
     return type(mode).__module__ == "torch.utils._device"

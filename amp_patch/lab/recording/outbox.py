@@ -20,7 +20,12 @@ _FLUSH_EVENTS, _FLUSH_SECONDS = 50, 0.5
 
 
 class UnreadEvent:
-    """An event whose numbers (`values`) are not read yet, some on a device. `make` builds it from them."""
+    """An event whose numbers are not read yet.
+
+    Args:
+        values: the numbers, some of them in tensors of one element on a device.
+        make: returns the event; called with the numbers of `values`, in the same order, once they are on the host.
+    """
 
     def __init__(self, values: list[Tensor | float], make: Callable[[list[float]], Event]) -> None:
         self.values = values
@@ -48,7 +53,7 @@ class UnreadBatch:
         return all(numbers.here() for numbers in self._arriving.values())
 
     def read(self) -> Iterator[Event]:
-        """Yield the events; sync with the devices if numbers have not arrived."""
+        """Yield the events, made from their numbers. If numbers have not arrived, sync with their devices first."""
         landed = {device: iter(numbers.read()) for device, numbers in self._arriving.items()}
         for event in self.events:
             yield event.make([_read(value, landed) for value in event.values])
@@ -82,7 +87,11 @@ class Outbox:
     def flush(self, step: int, wait: bool = False) -> None:
         """Start copies of the queued events' numbers to the host, and pass events to the sinks, in order.
 
-        An event is passed if its numbers have arrived. With `wait`, all events are passed, which syncs.
+        An event is passed if its numbers, and those of all earlier events, have arrived. Otherwise it waits for a later
+        call. With `wait`, all events are passed, which syncs.
+
+        Args:
+            step: the number of steps so far, for the warning about a sink that cannot write.
         """
         self._flushed = time.monotonic()
         if self._queue:
@@ -98,7 +107,7 @@ class Outbox:
         self._each_sink(step, "close")
 
     def _each_sink(self, step: int, name: str, *args: Any) -> None:
-        """Call the method of all sinks that have it. If one raises an OSError, remove that sink, with a warning."""
+        """Call the method `name` of each sink that has it. If it raises an OSError, warn, and remove that sink."""
         for sink in list(self._sinks):
             try:
                 if callable(method := getattr(sink, name, None)):

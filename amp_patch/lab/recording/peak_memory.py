@@ -26,17 +26,17 @@ class PeakMemory:
         _measuring.add(self)
 
     def pause(self) -> None:
-        """Leave what runs until `resume` out of the peak."""
+        """Exclude the memory that is in use until `resume` from the peak."""
         self.bank()
         self._paused = True
 
     def resume(self) -> None:
-        """Restart the measurement from the present size."""
+        """Continue the measurement. The peak before `pause` is kept."""
         _reset()
         self._paused = False
 
     def bank(self) -> None:
-        """Store the peak until now: user code may reset the allocator's peak."""
+        """Store the peak until now. Without this, it is lost if user code resets the allocator's peak."""
         if self._paused:
             return
         for kind in ("cpu", "cuda"):
@@ -54,7 +54,10 @@ class PeakMemory:
         return None if now is None or self._resident is None else max(0, now - self._resident)
 
     def read(self, device: str) -> int | None:
-        """Return the peak in bytes: of allocated memory on "cuda", of the process's growth on "cpu"; else None."""
+        """Return the peak in bytes: for "cuda" of the allocated memory, for "cpu" of the process's growth.
+
+        None if the system does not report it, or for another `device`.
+        """
         self.bank()
         return self._banked.get(device)
 
@@ -100,7 +103,10 @@ def _reset() -> None:
 
 
 def listed_bytes(path: Path, name: str) -> int | None:
-    """Return a size that Linux lists in a file, as "VmRSS:  123 kB", in bytes; None if the file lacks it."""
+    """Return in bytes the size `name` that Linux lists in the file `path`, as "VmRSS:  123 kB".
+
+    None if the file has no such line, or does not exist.
+    """
     try:
         lines = path.read_text().splitlines()
     except OSError:

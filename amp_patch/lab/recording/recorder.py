@@ -215,7 +215,7 @@ class Recorder(Observer):
         self._outbox.put({"event": "end", **sizes, "peak_memory": peak})
 
     def close(self, *events: Event) -> None:
-        """Send these last events to the sinks, after the "end", and close them. Does nothing in a fork."""
+        """Send `events` to the sinks, after the "end" event, and close the sinks. Does nothing in a fork."""
         if os.getpid() != self.process:
             return
         try:
@@ -357,7 +357,10 @@ class Recorder(Observer):
             self._end_step(stepped, enabled_stash(stepped), skipped)
 
     def _records(self, optimizer: Any) -> bool:
-        """Tell whether a GradScaler's optimizer is recorded: without `initialize`, only the first one is."""
+        """Tell whether the steps of `optimizer`, which a GradScaler steps, are recorded.
+
+        If no training went through `initialize`, they are. Otherwise only those of optimizers in such a training are.
+        """
         if (stash := enabled_stash(optimizer)) is not None:
             self._adopt_earlier(stash)
         elif not (self._adopted or self._device):

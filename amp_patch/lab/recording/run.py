@@ -83,7 +83,8 @@ class Run:
         weights_type: at O0, the low-precision type of most weights that the script's optimizer steps without masters,
             for example "bfloat16". "" at other levels, and if most weights are FP32.
         device: the device of the model's first parameter, "cpu" or "cuda".
-        lost_eps: the optimizer's eps (Adam's), if it is 0 in the type of its parameters, so that Adam divides by 0.
+        lost_eps: the optimizer's eps (Adam's), if it is 0 in the type of its parameters, so that Adam divides by 0;
+            otherwise None.
         error: the reason for a run without figures, or with fewer than requested, in one line; None if there is none.
         error_kind: INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED, or "" for any other error, and for none.
         error_where: the script's line that raised the error, "train.py, line 31"; "" if it is not known.
@@ -95,14 +96,14 @@ class Run:
         loss_types: the types of "bfloat16" and "float16" that represent every loss exactly. If there is one, the loss
             was rounded to it before it was recorded, as in a model that returns its loss. None if it is not known.
         objectives: the largest number of sets of optimizers that had losses in one step; 2 in a GAN.
-        seconds: the time of a step.
-        parts: name in PARTS -> the part of that time.
+        seconds: the time of a step; NaN if the step was inspected, or measured for `activations`.
+        parts: name in PARTS -> the seconds of that part of each step.
         scale: the loss scale of the step's gradients (of loss_id 0 if there are several).
         skipped: whether an overflow made the optimizer skip the step.
         samples: the size of the model's first input tensor in its first dimension (or in `batch_dim` of the recorder),
             summed over the micro-batches; 0 if unknown.
         given: the shape of that tensor in the first step.
-        epoch_samples: the samples of an epoch, if the script iterates a DataLoader of known length; else 0.
+        epoch_samples: the number of samples in an epoch, if the script iterates a DataLoader of known length; else 0.
         weights, masters, gradients, state: the bytes of the model's parameters, of the masters that have memory of
             their own, of all gradients at the end of a step's backward, and of the optimizer's state.
         activations: the peak of the bytes that autograd saved for the backward of one step (the third, or the last of
@@ -185,15 +186,19 @@ class Run:
 
     @property
     def overflows(self) -> list[Look]:
-        """The last looks of the run, as far back as each saw a number that is not finite.
+        """The looks after the last one that saw only finite numbers: each of these saw a number that is not finite.
 
-        Looks before the last finite one do not count: a dynamic loss scale starts too high, overflows and backs off.
+        Earlier looks at overflows are left out, because the training has recovered from these: a dynamic loss scale
+        starts too high, overflows and backs off.
         """
         return self.looks[self._last_finite + 1 :]
 
     @property
     def keep_fp32(self) -> list[str]:
-        """The modules that looks advise to keep in FP32, each once. Looks at overflows that ended do not count."""
+        """The names of the modules that looks advise to keep in FP32, each once.
+
+        The advice of a look at an overflow that has ended (one that is not in `overflows`) is left out.
+        """
         until = self._last_finite
         lasting = [look for i, look in enumerate(self.looks) if i > until or look.not_finite is None]
         return [*dict.fromkeys(name for look in lasting for name in look.keep_fp32)]
@@ -258,7 +263,7 @@ class Run:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Run:
-        """Make a run from the result of `to_dict`, also after a round trip through JSON."""
+        """Make a run from the result of `to_dict`, as it is or written to JSON and read back."""
         values = dict(values)
         values["looks"] = [Look(**look) for look in values.get("looks", [])]
         values["updates"] = [Updates(**each) for each in values.get("updates", [])]

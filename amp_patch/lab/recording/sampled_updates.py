@@ -25,10 +25,11 @@ class SampledUpdates:
 
     @eager_only
     def step_ended(self, optimizer: Any, steps: int) -> list[UnreadEvent]:
-        """Return the "updates" events of the `steps`-th step, which has ended. Prepare for the next, if it is sampled.
+        """Return the "updates" events of the `steps`-th step, which has ended.
 
         The list is empty if the step was not sampled. Otherwise it has one event, in the training's low-precision type,
-        or, if the training has none, one for BF16 and one for FP16. Does not sync.
+        or, if the training has none, one for BF16 and one for FP16. If the next step is to be sampled, the weights are
+        sampled now. Does not sync.
         """
         meter, of = self._meter, None if self._of is None else self._of()
         self._meter = self._of = None

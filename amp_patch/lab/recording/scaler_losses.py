@@ -14,10 +14,10 @@ class _ScaledLoss(NamedTuple):
     """A loss that a scaler has scaled.
 
     Attributes:
-        source: the loss itself, for the case that user code gives it to `scale_loss` too.
+        source: the loss itself, so that `forget` finds it if user code also gives it to `scale_loss`.
         value: a copy of the loss, before it was scaled.
         scale: the tensor by which the scaler multiplied the loss.
-        samples: the samples of the forward before it.
+        samples: the number of samples in the batch of the forward before it; 0 if unknown.
     """
 
     source: weakref.ref[Tensor]
@@ -33,7 +33,10 @@ class ScalerLosses:
         self._of_scaler: dict[int, list[_ScaledLoss]] = {}  # id of a scaler -> its losses
 
     def add(self, scaler: Any, loss: Tensor, scale: Tensor, samples: int) -> None:
-        """Store a copy of the unscaled loss that was given to `scaler.scale`, the scale, and the forward's samples."""
+        """Store a copy of `loss`, the unscaled loss that was given to `scaler.scale`, with `scale` and `samples`.
+
+        `samples` is the number of samples in the batch of the forward before it.
+        """
         found = _ScaledLoss(weakref.ref(loss), single_value(loss), scale, samples)
         self._of_scaler.setdefault(id(scaler), []).append(found)
 
@@ -42,7 +45,7 @@ class ScalerLosses:
         return bool(self._of_scaler.get(id(scaler)))
 
     def forget(self, loss: Tensor) -> int | None:
-        """Drop what was stored of this loss. Return the samples of its forward, or None if no scaler has scaled it."""
+        """Drop the record of this loss, and return its number of samples; None if no scaler has scaled it."""
         samples = None
         for losses in self._of_scaler.values():
             for found in [each for each in losses if each.source() is loss]:
@@ -51,7 +54,7 @@ class ScalerLosses:
         return samples
 
     def take(self, scaler: Any) -> list[_ScaledLoss]:
-        """Remove and return the scaler's losses."""
+        """Remove and return the losses that the scaler has scaled since it last stepped an optimizer."""
         return self._of_scaler.pop(id(scaler), [])
 
 

@@ -39,7 +39,10 @@ class SingleSteps:
         return self._look is not None
 
     def forward_begins(self, args: Any, kwargs: Any) -> None:
-        """If the running step's saved bytes are counted, exclude the inputs of its forward from the count."""
+        """If the bytes that autograd saves in the running step are counted, exclude the inputs of its forward.
+
+        Otherwise do nothing.
+        """
         if isinstance(self._look, WeighedStep):
             self._look.leave_out_inputs(args, kwargs)
 
@@ -49,7 +52,11 @@ class SingleSteps:
 
     @eager_only
     def inspect(self, model: nn.Module, optimizer: Any, steps: int, peak: PeakMemory) -> None:
-        """Inspect the step that begins now. Until it ends `peak` is paused: the inspection's tensors would count."""
+        """Inspect the step that begins now, which is the one after `steps` steps.
+
+        Until it ends, `peak` is paused: otherwise the peak memory would include the inspection's tensors. If the step
+        cannot be inspected, pass a "note" with the reason to `put`.
+        """
         peak.pause()
         try:
             self._look, self._peak = InspectedStep(model, optimizer, steps), peak
@@ -58,13 +65,20 @@ class SingleSteps:
             self._put({"event": "note", "text": str(error)})
 
     def weigh(self, at_rest: Callable[[], Iterable[Tensor]], steps: int, cuda: torch.device | None) -> None:
-        """Count the bytes that autograd saves in the step that begins now, if `weigh_after` steps are before it."""
+        """Count the bytes that autograd saves in the step that begins now, if it is the one to count.
+
+        It is if `steps`, the number of steps before it, is `weigh_after`. Otherwise do nothing.
+
+        Args:
+            at_rest: returns the tensors to leave out: those that live between steps.
+            cuda: the device whose allocated memory is measured too; None without CUDA.
+        """
         if steps == self._weigh_after:
             self._look = WeighedStep(at_rest(), steps, cuda)
 
     @eager_only
     def end(self) -> None:
-        """End the running look, if any, after its step, and pass its event to `put`."""
+        """End the running look after its step, and pass its event to `put`. Without a running look, do nothing."""
         look, self._look = self._look, None
         if look is None:
             return

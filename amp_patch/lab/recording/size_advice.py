@@ -38,7 +38,11 @@ class SizeAdvice:
 
     @eager_only
     def forward_begins(self, model: nn.Module) -> None:
-        """Hook the modules of `model` for the forward that begins, if it is the first. Not called for compiled code."""
+        """If this is the first forward of `model`, hook its modules until the forward ends.
+
+        Do nothing if a hook would cost a recompilation, or while the forward of another model is hooked. Not called for
+        compiled code.
+        """
         if model in self._seen or self._handles:
             return
         modules = [*model.named_modules()]
@@ -70,6 +74,6 @@ class SizeAdvice:
 
 
 def _hooks_cost(module: nn.Module) -> bool:
-    """Tell whether a hook would make torch recompile the module, or refuse the hook."""
+    """Tell whether a hook on this module would make torch recompile it, or would be refused by torch."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
     return compiled or isinstance(module, torch.jit.ScriptModule)

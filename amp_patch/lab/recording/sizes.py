@@ -39,11 +39,17 @@ class Sizes:
         self.in_fp32 = {"weights": 0, "gradients": 0, "state": 0}
 
     def lost_eps(self) -> float | None:
-        """Return an optimizer's eps that is 0 in the type of its parameters, so that Adam divides by 0; else None."""
+        """Return the eps of an optimizer, if it is 0 in the type of its parameters, so that Adam divides by 0.
+
+        None if no optimizer has such an eps.
+        """
         return next((eps for optimizer in self._optimizers() for _, eps, _ in lost_eps(optimizer)), None)
 
     def low_type(self) -> str:
-        """Return the type of most of the optimizers' parameters, if it is low-precision ("bfloat16"), else ""."""
+        """Return the type that most elements of the optimizers' parameters have, if it is low-precision ("bfloat16").
+
+        Otherwise return "".
+        """
         counts: dict[str, int] = {}
         params = [p for each in self._optimizers() for group in each.param_groups for p in group["params"]]
         for param in params:  # not the models' parameters: no optimizer steps a frozen weight
@@ -82,7 +88,10 @@ class Sizes:
 
     @eager_only
     def measure_gradients(self) -> None:
-        """Measure the gradients that parameters and masters have now; keep the largest measurement."""
+        """Measure the bytes of the gradients that parameters and masters have now, deferred ones included.
+
+        `bytes["gradients"]` is the largest measurement so far.
+        """
         tensors = {id(t): t for pair in self._pairs() for t in pair}.values()
         waiting = {id(w): w for t in tensors if isinstance(t, Master) and (w := t.waiting)}
         grads = [grad for table in waiting.values() for grad in table.tensors()]
@@ -99,7 +108,10 @@ class Sizes:
         ]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (param, master) for the models' and the optimizers' parameters; (param, param) without a master."""
+        """Return (param, its master) for all parameters of the models and the optimizers.
+
+        A parameter without a master gives (param, param).
+        """
         pairs = [
             pair
             for optimizer in self._optimizers()

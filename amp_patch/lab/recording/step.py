@@ -19,12 +19,14 @@ _NAN = float("nan")
 
 
 class Body(NamedTuple):
-    """One body of `scale_loss`: its loss and scale (tensors of one element), and the samples of the forward before it.
+    """One body of `scale_loss`, or one loss that a GradScaler has scaled.
 
     Attributes:
+        loss, scale: tensors of one element: a copy of the unscaled loss, and the loss scale.
         key: identifies the loss of the body: micro-batches of one loss have one key. It includes the optimizers, since
             a GAN's two losses may have one loss_id.
         optimizers: the ids of the optimizers that were passed to `scale_loss`.
+        samples: the number of samples in the batch of the forward before the body; 0 if unknown.
     """
 
     loss: Tensor
@@ -36,7 +38,10 @@ class Body(NamedTuple):
 
     @classmethod
     def of(cls, body: ScaledBackward, loss: Tensor, samples: int) -> Body:
-        """Return the body of a `scale_loss` that has ended; `loss` is a copy of its unscaled loss."""
+        """Make the record of a `scale_loss` that has ended.
+
+        `loss` is a copy of its unscaled loss, `samples` the number of samples in the batch of the forward before it.
+        """
         optimizers = tuple(map(id, body.optimizers))
         key = (id(body.scaler), *sorted(optimizers))
         return cls(loss, body.scale, body.scaler.loss_id, key, optimizers, samples)
@@ -47,11 +52,14 @@ class Step:
     """Observations since the last step ended.
 
     Attributes:
-        spans: (part, its start, its end). Start and end are seconds, or CUDA events.
+        spans: (name of a part of the step, one of `PARTS`; its start; its end). Start and end are seconds, or CUDA
+            events.
         bodies: bodies of `scale_loss` that ended without an exception.
         forward_seen: whether a model's forward began.
-        first: the id of the model whose forward began first. Forwards inside of that one do not count.
-        unclaimed_samples: the samples of the newest forward, until a loss claims them.
+        first: the id of the model whose forward began the newest "forward" part. Forwards of other models in that part,
+            for example inside of it, are not forwards of the step.
+        unclaimed_samples: the number of samples in the newest forward's batch, until `claim_samples` gives it to a
+            loss; then 0.
         others: how many steps were taken by optimizers other than the lead (see `Recorder`).
     """
 
@@ -63,19 +71,29 @@ class Step:
     others: int = 0
 
     def claim_samples(self) -> int:
-        """Return the samples of the newest forward, for its loss. The next loss without a forward gets 0."""
+        """Return the number of samples in the newest forward's batch, for the loss that follows it, and set it to 0.
+
+        A second loss after the same forward therefore gets 0, and the samples count once.
+        """
         samples, self.unclaimed_samples = self.unclaimed_samples, 0
         return samples
 
     def unread_event(self, optimizer: Any, skipped: Tensor | float, inspected: bool) -> UnreadEvent:
-        """Make the "step" event. `skipped`: whether the optimizer skipped; a tensor if only the device knows."""
+        """Make the "step" event of the step that `optimizer` ends.
+
+        `skipped` is 1 if the optimizer skipped it, else 0: a number, or a tensor if only the device knows. `inspected`
+        steps get NaN as times.
+        """
         # The training waits for this call, so it only collects tensors. `_event` computes the rest later.
         bodies = self.bodies
         values = [skipped, *(body.loss for body in bodies), *(body.scale for body in bodies)]
         return UnreadEvent(values, partial(self._event, id(optimizer), inspected))
 
     def _event(self, optimizer: int, inspected: bool, values: list[float]) -> Event:
-        """Make the event of the optimizer with this id. `values`: the skip flag, the bodies' losses, their scales."""
+        """Make the "step" event, after `values` were read: the skip flag, then the bodies' losses, then their scales.
+
+        `optimizer` is the id of the optimizer that ended the step.
+        """
         bodies = self.bodies
         skipped, given, scales = values[0], values[1 : len(bodies) + 1], values[len(bodies) + 1 :]
         losses: dict[tuple[int, ...], list[float]] = {}  # key of a loss -> the values of its micro-batches
@@ -104,7 +122,7 @@ class Step:
 
 
 def _is_exact(loss: float, dtype: str) -> bool:
-    """Tell whether the type represents the number exactly; infinities and NaNs count as exact."""
+    """Tell whether `dtype` ("float16", "bfloat16") represents the loss exactly; infinities and NaNs count as exact."""
     if not math.isfinite(loss):
         return True
     try:
@@ -117,7 +135,7 @@ def _is_exact(loss: float, dtype: str) -> bool:
 
 
 def single_value(loss: Tensor) -> Tensor:
-    """Return a copy of the loss; the mean if it has several elements."""
+    """Return a detached copy of the loss as a tensor of one element: the mean in FP64 if it has several."""
     value = distributed.local(loss.detach())
     return value.clone() if value.numel() == 1 else value.double().mean()
 

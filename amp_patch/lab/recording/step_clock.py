@@ -39,7 +39,7 @@ class StepClock:
             self.restart()
 
     def restart(self) -> None:
-        """Exclude the time since the end of the last counted part from all steps."""
+        """Exclude the time from the end of the last counted part until now from the times of all steps."""
         self._last = self._now()
 
     def take_step(self) -> Step:
@@ -48,9 +48,10 @@ class StepClock:
         return step
 
     def forward_begins(self, model: nn.Module) -> bool:
-        """Note the beginning of a forward. Return whether it counts as one of the step.
+        """Note the beginning of a forward, and return whether it is a forward of the step, whose input has the samples.
 
-        A forward inside of another one, or one that a checkpoint recomputes in backward, does not count.
+        True if `model` is the one whose forward began the running "forward" part of the step. False for other models,
+        inside of that one or called after it, and for a forward that a checkpoint recomputes in backward.
         """
         # No hook notifies of the end of a GradScaler's backward. It has ended at the latest when a forward begins.
         if not self._open_bodies and torch._C._current_graph_task_id() == -1:
@@ -83,7 +84,7 @@ class StepClock:
             self._phase = "backward"
 
     def backward_ends(self) -> None:
-        """Note the end of a backward, if one is running."""
+        """Note the end of a backward. If none is running, do nothing."""
         if self._phase == "backward":
             self._mark("backward")
             self._phase = _IDLE
@@ -104,7 +105,7 @@ class StepClock:
         return "forward" if self.step.forward_seen else "data"
 
     def _now(self) -> Any:
-        """Return seconds; for a training on CUDA, an event recorded on its stream. No sync."""
+        """Return the host's time in seconds, or for a training on CUDA an event recorded on its stream. No sync."""
         if self.cuda is None:
             return clock()
         event = torch.cuda.Event(enable_timing=True)
@@ -112,7 +113,7 @@ class StepClock:
         return event
 
     def _mark(self, part: str) -> None:
-        """Count the time since the last call of `_mark` or `restart` as this part of the step."""
+        """Add the time since the last call of `_mark` or `restart` to `part` of the step, one of `PARTS`."""
         now = self._now()
         self.step.spans.append((part, self._last, now))
         self._last = now

@@ -28,7 +28,7 @@ _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rdiv": "div", "rtrue
 
 
 def op_of(func: Any) -> tuple[str, bool]:
-    """Return the plain name of a function ("div" for `Tensor.__rtruediv__`), and whether its operands are swapped."""
+    """Return (plain name of a function, whether its operands are swapped): ("div", True) for `Tensor.__rtruediv__`."""
     name = getattr(func, "__name__", "").strip("_")
     if name in _REFLECTED:
         return _REFLECTED[name], True
@@ -79,7 +79,7 @@ class Call:
             the call.
         inside: whether a model's forward is running.
         plain: whether the call is in a region in which O1 and O4 cast nothing.
-        asked: the line of the torch.autocast around the call that asks for FP32; None without one.
+        asked: the line of user code of the torch.autocast around the call, if it asks for FP32; else None.
         errors: kind of levels -> the error that torch raises if the arguments have the types of that kind.
         in_place: whether it writes into its first argument.
         written: if it writes into a tensor of the model that no optimizer holds: the name of that tensor, and a copy of
@@ -121,7 +121,7 @@ class Call:
         return any(facts.learned for _, facts in self.inputs)
 
     def scalars(self) -> Iterator[float]:
-        """Yield the finite Python numbers among its arguments, but no integers up to 2**16, which are axes or sizes."""
+        """Yield the finite Python numbers among its arguments. Integers up to 2**16 are left out, as axes or sizes."""
         for value in (*self.args, *self.kwargs.values()):
             if isinstance(value, float) and math.isfinite(value):
                 yield value
@@ -129,7 +129,7 @@ class Call:
                 yield float(value)
 
     def low(self, at: int = 0) -> Kinds:
-        """Return the kinds of levels at which its input number `at` has the low-precision type."""
+        """Return the kinds of levels at which `inputs[at]` has the low-precision type; none if it has no such input."""
         return self.inputs[at][1].low if at < len(self.inputs) else frozenset()
 
     def range(self, tensor: Tensor) -> tuple[float, float]:
@@ -140,7 +140,7 @@ class Call:
 
 
 def finite_range(tensor: Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest finite number of a tensor, or zeros if none is finite. Syncs."""
+    """Return the lowest and the highest finite number of a tensor, or (0.0, 0.0) if none is finite. Syncs."""
     tensor = tensor.detach()
     if not tensor.numel():
         return 0.0, 0.0

@@ -69,8 +69,8 @@ class Guard:
 
     Attributes:
         number: the number.
-        kinds: the levels at which it rounds to 0.
-        line: the line of user code.
+        kinds: the kinds of levels at which it rounds to 0.
+        line: the line of user code that adds it.
     """
 
     number: float
@@ -162,6 +162,9 @@ def cast(tensor: Tensor, facts: Facts, name: str, *, is_input: bool = False) -> 
 
 
 def uncast(facts: Facts) -> Facts:
-    """Return the facts that a tensor has after a cast to FP32: as output of a cast model, or input of a kept module."""
+    """Return the facts of a tensor after a cast to FP32, as the output of a cast model or the input of a kept module.
+
+    Its type is then FP32 at the levels that cast models; its numbers stay rounded.
+    """
     values = {kind: value.float() if kind.casts else value for kind, value in facts.values.items()}
     return replace(facts, low=facts.low - CASTING, values=values)

@@ -133,9 +133,9 @@ def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
 
 
 def _scores(call: Call) -> tuple[Tensor, Facts, int] | None:
-    """Return the argument of a softmax, or the mask of an attention, with its facts and the softmax's dimension.
+    """Return (scores, their facts, dimension over which they become probabilities) of a softmax or an attention.
 
-    None if the call is neither.
+    The scores are the argument of the softmax, or the mask of the attention. None for any other call.
     """
     if call.op in ("softmax", "log_softmax") and call.inputs:
         dim = _dim_of(call)
@@ -154,9 +154,10 @@ def _dim_of(call: Call) -> Any:
 
 
 def _guards_vanish(call: Call) -> Iterator[Finding]:
-    """Find divisions, logarithms, roots and negative powers whose input becomes 0, because it or its guard rounds to 0.
+    """Find divisions by, and logarithms, roots and negative powers of, numbers that a level rounds to 0.
 
-    A guard is a Python number that was added to keep the input away from 0. This rule also records the guards.
+    A guard is a Python number that was added to keep such numbers away from 0: if it rounds to 0, they may be 0 too.
+    This rule also records the guards.
     """
     for _, facts in call.outputs:
         guard = _guard(call, facts.low)

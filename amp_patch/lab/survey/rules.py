@@ -46,7 +46,10 @@ def _angles_move(call: Call) -> Iterator[Finding]:
 
 
 def _moved(tensor: Tensor, facts: Facts) -> dict[Kind, Tensor]:
-    """Return kind of levels -> the change of each number of a tensor by the rounding at these levels."""
+    """Return kind of levels -> a tensor of the changes of `tensor` by the rounding at these levels.
+
+    Learned tensors that are FP32 at a kind are left out there, because their rounded numbers are not known.
+    """
     found = {}
     for kind in facts.rounded:
         value = facts.values.get(kind)
@@ -94,7 +97,7 @@ def _comparisons_change(call: Call) -> Iterator[Finding]:
 
 
 def _compares_otherwise(call: Call, kind: Kind) -> bool:
-    """Return whether a comparison has another result if its operands are rounded as at this kind of levels."""
+    """Return whether a comparison (`x == y`) has another result than in FP32, if `kind` rounds its operands."""
     known = {id(tensor): facts.values.get(kind, tensor) for tensor, facts in call.inputs}
     args = [known.get(id(each), each) for each in call.args]
     return not torch.equal(call.func(*args, **call.kwargs), call.result)
@@ -165,7 +168,7 @@ def _fails(call: Call) -> Iterator[Finding]:
 
 
 def _asked_for_fp32(call: Call) -> Iterator[Finding]:
-    """Find a torch.autocast or a custom_fwd that asks for FP32, but whose tensors have low precision at a level."""
+    """Find a torch.autocast or a custom_fwd that asks for FP32, but computes with low-precision tensors at a level."""
     kinds = frozenset[Kind]().union(*(facts.low for _, facts in call.inputs)) if call.inputs else frozenset()
     edit = "x.float() there, or keep_fp32= for its module"
     if call.op == "custom_fwd" and (kinds := kinds & CASTING):

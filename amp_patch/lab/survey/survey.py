@@ -112,7 +112,10 @@ class Surveyor:
     # Updates.
 
     def step_begins(self, optimizer: Any) -> None:
-        """Store samples of the weights before the first step, and pause the survey while the optimizer computes."""
+        """Before the first step, store samples of the weights, and pause the survey while the optimizer computes.
+
+        Before later steps do nothing.
+        """
         if self._meter is None and self._visitor.active:
             names = {id(p): name for model in self._visitor.models for name, p in model.named_parameters()}
             self._visitor.active = False
@@ -267,7 +270,10 @@ def _copied(value: Any) -> Any:
 
 
 def _takes_two(loss_fn: Any) -> bool:
-    """Return whether `loss_fn` takes targets too, since it cannot be called with the model's output alone."""
+    """Return whether `loss_fn` takes the targets too: it cannot be called with one argument, the model's output.
+
+    True for a builtin without a signature.
+    """
     try:
         inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).bind(None)
     except TypeError:

@@ -74,7 +74,7 @@ class Visitor(TorchFunctionMode):
     # Models.
 
     def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
-        """Follow the forwards of a model; `trained` are the parameters that an optimizer holds."""
+        """Follow the forwards of a model. `trained` has the parameters that an optimizer holds."""
         self.models.append(model)
         self.stack.enter_context(eagerly())
         kept = kept_modules([model], OPT_LEVELS["O2"], ())
@@ -248,7 +248,7 @@ class Visitor(TorchFunctionMode):
         return found
 
     def _low(self, call: Call) -> Kinds:
-        """Return the kinds of levels at which the call's result has the low-precision type."""
+        """Return the kinds of levels at which the result of the call has the low-precision type of the kind."""
         if call.op in _CONVERTS or isinstance(call.kwargs.get("dtype"), torch.dtype):
             return self._converted(call)
         return frozenset(kind for kind in KINDS if self._is_low(call, kind))
@@ -269,7 +269,7 @@ class Visitor(TorchFunctionMode):
         return all(voters)
 
     def _converted(self, call: Call) -> Kinds:
-        """Return `_low` for a conversion such as `x.to(...)`, or for a function with a `dtype=` argument."""
+        """Return the result of `_low` for a conversion such as `x.to(...)`, or for a call with a `dtype=` argument."""
         given = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.dtype)]
         if call.op == "type_as" or (call.op == "to" and len(call.inputs) > 1):
             return call.low(1)
@@ -285,14 +285,14 @@ class Visitor(TorchFunctionMode):
         return (call.op in _CONVERTS or "dtype" in call.kwargs) and not self._converted(call)
 
     def _follows_a_tensor(self, call: Call) -> bool:
-        """Return whether the call's FP32 is the dtype of a tensor, as in `x.to(y.dtype)`: its source line decides."""
+        """Return whether the call's dtype is read from a tensor, as in `x.to(y.dtype)`: its line then names no FP32."""
         if self._read is None:
             return False
         names = _NAMES_FLOAT32.get(call.op, _NAMES_FLOAT32[""])
         return not names.search(linecache.getline(call.line.file, call.line.line))
 
     def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
-        """Return (args, kwargs) of a call as they would be at `kind`, detached, and whether they differ from FP32's."""
+        """Return (args, kwargs, changed): the call's arguments at `kind`, detached; whether one differs from FP32's."""
         changed = False
 
         def one(tensor: Tensor) -> Tensor:
@@ -325,7 +325,7 @@ class Visitor(TorchFunctionMode):
         return args, kwargs, changed
 
     def _values(self, call: Call, made: list[Tensor], low: Kinds) -> dict[Kind, list[Tensor]]:
-        """Return kind -> results of a call that depends on no parameter, for kinds at which its arguments change."""
+        """Return kind -> results of a call without learned inputs, for kinds where its arguments differ from FP32's."""
         found: dict[Kind, list[Tensor]] = {}
         for kind in KINDS:
             args, kwargs, changed = self._at(call, kind, low)
@@ -347,7 +347,7 @@ class Visitor(TorchFunctionMode):
         return found
 
     def _try(self, call: Call) -> None:
-        """Call the function with its arguments in their types at each kind of levels, and store torch's errors."""
+        """Call the function again for each kind of levels, with arguments in that kind's types, and store errors."""
         if call.rule in _SERVED or call.op in _UNTRIED or _is_random(call.op) or (call.in_place and not call.low()):
             return
         for kind in KINDS:
@@ -382,7 +382,7 @@ class Visitor(TorchFunctionMode):
         return any(finite_range(tensor)[0] < -_LARGE for tensor in given)
 
     def _mask_at(self, call: Call, low: Kinds) -> tuple[Kinds, Kinds]:
-        """Return the kinds at which a mask too low for the type stays finite, and the kinds at which it is -inf."""
+        """Return (kinds at which a mask's number below the type's range stays finite, kinds at which it is -inf)."""
         finite, infinite = set[Kind](), set[Kind]()
         if any(number == _FLOAT32.min for number in call.scalars()) and self._follows_a_tensor(call):
             finite |= low

@@ -13,7 +13,7 @@ from amp_patch.support.patches import Patches
 
 
 def install_arrays(patches: Patches, dtype: torch.dtype, applies: Callable[[], bool]) -> None:
-    """Make `Tensor.numpy`, and `numpy.asarray`, which calls it, return FP32 arrays for tensors of `dtype`.
+    """Make `Tensor.numpy` return FP32 arrays for tensors of `dtype`, and `numpy.asarray` too, which calls it.
 
     NumPy has no bfloat16, and in an array of float16 the script's own sums would overflow. The array is a copy: a
     write to it does not change the tensor. A float16 tensor that the script itself has cast becomes an FP32 array too,

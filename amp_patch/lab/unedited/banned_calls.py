@@ -1,6 +1,7 @@
 """Banned functions (binary_cross_entropy) in unedited scripts: they run in FP32, with a message.
 
-None of them has a safe low-precision form.
+The logarithms of low-precision probabilities overflow. A script that calls `initialize` gets an error for such a call,
+unless it passes `allow_banned=True`.
 """
 
 from __future__ import annotations

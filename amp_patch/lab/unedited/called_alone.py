@@ -57,7 +57,7 @@ class CalledAlone:
         patches.apply(lambda: method_subscribers.append(self._method), lambda: method_subscribers.remove(self._method))
 
     def methods_of(self, models: list[nn.Module]) -> tuple[str, ...]:
-        """Return the methods of these models that needed casts, for `initialize(methods=...)`."""
+        """Return the names of the methods of these models that needed casts, for `initialize(methods=...)`."""
         return tuple(dict.fromkeys(name for model in models for name in self._methods.get(model, ())))
 
     def _method(self, model: nn.Module, name: str) -> bool:
@@ -92,9 +92,9 @@ class CalledAlone:
             return call()
 
     def _model_around(self, part: nn.Module, error: RuntimeError) -> nn.Module | None:
-        """Return the cast model that contains `part`, if the direct call of `part` failed on types; None otherwise.
+        """Return the cast model that contains `part`, if `error` shows that the direct call of `part` failed on types.
 
-        While a method of that model runs, the result is None: `_method` repeats the whole method instead.
+        None otherwise, and while a method of that model runs: `_method` then repeats the whole method.
         """
         if running.policy is not None or policy_of(part) is not None or not is_about_types(error):
             return None
@@ -107,12 +107,19 @@ class CalledAlone:
         return None
 
     def _casts_of(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context for the forward of `model`: `MixedOperands` if it has failed without it."""
+        """Return the context in which to run the forward of `model`.
+
+        It is `MixedOperands`, which casts mixed calls as at O1, if a forward of `model` has failed without that;
+        otherwise it does nothing.
+        """
         policy = policy_of(model) if model in self._mixing else None
         return _NOTHING if policy is None or policy.cast_model_type is None else MixedOperands(policy)
 
     def _mixes(self, model: nn.Module, error: RuntimeError) -> bool:
-        """If `error` is the first error about types in a cast model, record and report it. Return whether it is."""
+        """Return whether `error` is the first error about types in the forward of a cast model.
+
+        If so, the model's mixed calls are cast from now on, and a message says so.
+        """
         policy = policy_of(model)
         if policy is None or policy.cast_model_type is None or model in self._mixing or not is_about_types(error):
             return False

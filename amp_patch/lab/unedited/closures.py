@@ -11,7 +11,7 @@ from amp_patch.support.generated_class import base_class
 
 
 def refuse_lbfgs(optimizer: Any) -> None:
-    """Refuse LBFGS, which calls its closure several times in one step."""
+    """Raise ScriptRefused if the optimizer is LBFGS, which calls its closure several times in one step."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ScriptRefused(
             "LBFGS evaluates its closure several times inside of step()",
@@ -20,9 +20,9 @@ def refuse_lbfgs(optimizer: Any) -> None:
 
 
 def refuse_unknown_use(optimizer: Any) -> None:
-    """Refuse an optimizer unless it is known to call its closure once, at the beginning of `step()`.
+    """Raise ScriptRefused for an optimizer that may call its closure other than once, at the beginning of `step()`.
 
-    All optimizers of torch except LBFGS call it like that.
+    All optimizers of torch except LBFGS call it once at the beginning. It is unknown for all others.
     """
     refuse_lbfgs(optimizer)
     base = base_class(optimizer)

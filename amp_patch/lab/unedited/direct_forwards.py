@@ -40,7 +40,7 @@ class DirectForwards:
         self._patches = Patches()
 
     def install(self, patches: Patches) -> None:
-        """Record each module that registers a parameter, until `patches` are removed."""
+        """Record each module that registers a parameter, for `watch`, until `patches` are removed."""
         self._patches = patches
         patches.set(nn.Module, "register_parameter", self._registering(nn.Module.register_parameter))
         patches.on_remove(self._wrapped.clear)

@@ -1,6 +1,8 @@
-"""Exports of a model in training by an unedited script: torch receives an FP32 copy of the model's own class.
+"""Exports, by an unedited script, of a model in training.
 
-Without this, `torch.jit.script` would compile the class's source, which does not expect low-precision weights, and
+Torch receives an FP32 copy of the model, of the script's own class, without the class that amp_patch generates.
+
+Without this copy, `torch.jit.script` would compile the class's source, which does not expect low-precision weights, and
 `torch.export` and `torch.package` would store these weights. A model that is exported before its training begins is
 not copied.
 """
@@ -25,7 +27,8 @@ class Exports:
 
     Args:
         models: returns the models that are trained at a level now.
-        plainly: returns a context in which the script's classes have their own `forward`.
+        plainly: returns a context in which the script's classes have their own `forward`, not the wrapper of
+            `DirectForwards`: `torch.jit.script` compiles the function that it finds.
     """
 
     def __init__(
@@ -53,7 +56,10 @@ class Exports:
         when_imported("torch.onnx", install_late)
 
     def _exporting(self, original: Callable[..., Any], place: int, named: str) -> Callable[..., Any]:
-        """Wrap `original`, which exports its argument at index `place`, or with the name `named`."""
+        """Return a function that copies the module to export, and calls torch's `original` with the copy.
+
+        The module is the argument at index `place`, or with the keyword `named`.
+        """
 
         @functools.wraps(original)
         def export(*args: Any, **kwargs: Any) -> Any:

@@ -29,10 +29,10 @@ class HandmadeSteps:
         self._before: list[tuple[Tensor, Tensor]] = []  # leaf, its value at the last backward
 
     def backward_begins(self, reach: Reach) -> None:
-        """Receive the leaves of a backward pass that begins now.
+        """Receive the leaves of a backward pass that begins now, and compare them with the last backward's.
 
         Raises:
-            ScriptRefused: since the last backward the script has changed one of its parameters, as an optimizer would.
+            ScriptRefused: the script has changed an nn.Parameter since the last backward, as an optimizer would.
         """
         self.backwards += 1
         for leaf, value in self._before:
@@ -44,7 +44,7 @@ class HandmadeSteps:
         self._before = [(leaf, leaf.detach().clone()) for leaf in leaves[:_LOOKED_AT]]
 
     def refused(self, *, line: bool) -> ScriptRefused:
-        """Return the refusal, which shows how to construct an optimizer."""
+        """Return the error, whose message shows how to construct an optimizer; with `line`, also the running line."""
         return ScriptRefused(
             f"it made no optimizer of torch.optim in this process{', and updates its weights by hand' * self._seen}",
             line=line,

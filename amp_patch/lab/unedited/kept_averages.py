@@ -15,14 +15,18 @@ class KeptAverages:
 
     Args:
         policy: the policy of the script's trainings.
-        say: called with a message for each average, once.
+        say: called once for each average, with a message.
     """
 
     def __init__(self, policy: Policy, say: Callable[[str], None]) -> None:
         self._policy, self._say, self._said = policy, say, set[str]()
 
     def rule(self, models: list[nn.Module], trained: Iterable[Tensor]) -> Callable[[str, nn.Module], bool]:
-        """Return the rule for `initialize(keep_fp32=...)`: it is True for a module that averages `trained` weights."""
+        """Return the function for `initialize(keep_fp32=...)`, which decides for each module whether it stays FP32.
+
+        It returns True for a module that averages `trained` weights. At a level that casts no model it returns False
+        for all. A message names each average.
+        """
         if self._policy.cast_model_type is None:
             return lambda *_: False
         kept = averages_in(models, {id(param) for param in trained})

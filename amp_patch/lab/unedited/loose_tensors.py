@@ -22,9 +22,9 @@ class LooseTensors(nn.Module):
 def steps_loose_tensors(optimizer: Any) -> bool:
     """Return whether no module with a forward owns a tensor of `optimizer`.
 
-    If one does, its call begins the level. A module without a forward, for example an agent that holds its networks and
-    a temperature, is never called and does not count. The search visits all objects of the process, so call this only
-    at an optimizer's first backward.
+    If a module with a forward owns one, the call of that module begins the level. A module without a forward, for
+    example an agent that holds its networks and a temperature, is never called, and is ignored here. The search visits
+    all objects of the process, so call this only at an optimizer's first backward.
     """
     own = {id(param) for group in innermost(optimizer).param_groups for param in group["params"]}
     for found in gc.get_objects():
@@ -48,6 +48,7 @@ def unscaled(reach: Reach, held: Container[int], models: list[nn.Module], optimi
     receive a gradient that is too large by the scale.
 
     Args:
+        reach: the leaves that the backward reaches.
         held: ids of the parameters that optimizers hold.
         models: the models that are trained at a level.
         optimizers: the optimizers of the running `scale_loss`.

@@ -23,7 +23,8 @@ class NativePrecision:
     An autocast that compiled code enters cannot be disabled.
 
     Args:
-        kept: do not disable them. A scaled loss then references the unscaled loss and the scale, for `before_scaling`.
+        kept: do not disable the autocasts and GradScalers. A loss that a GradScaler has scaled then references the
+            unscaled loss and the scale, for `before_scaling`.
         applies: returns whether the script is trained at a level now. If not, autocasts and GradScalers are torch's.
 
     Attributes:
@@ -78,12 +79,15 @@ class NativePrecision:
         return __init__
 
     def note_scaled(self, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
-        """Store the unscaled loss and the scale with a loss that a kept GradScaler has scaled."""
+        """Store `loss`, which a GradScaler has multiplied by `scale`, with the result `scaled`, for `before_scaling`.
+
+        If the script's GradScalers are disabled, do nothing.
+        """
         if self.kept and self._applies():
             setattr(scaled, _SCALED, (loss, scale))
 
 
 def before_scaling(loss: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the unscaled loss and the scale of a GradScaler. If none has scaled `loss`, return `loss` and None."""
+    """Return (unscaled loss, scale) of a loss that a GradScaler has scaled; for any other loss, (`loss`, None)."""
     found: tuple[Tensor, Tensor | None] = vars(loss).get(_SCALED, (loss, None))
     return found

@@ -118,8 +118,8 @@ class Pickles:
     def _noted(self) -> Iterator[None]:
         """Record the modules and optimizers that are unpickled in the body. Loads of several threads may overlap.
 
-        `__setstate__` is replaced in the body only. Trainings at O0 replace `Optimizer.__setstate__` too, until
-        `restore`; if the replacements overlapped for longer, the undo of one would remove the other.
+        `__setstate__` is replaced in the body only. Trainings at O0 also replace `Optimizer.__setstate__`, until
+        `restore`. If this replacement lasted longer than the body, undoing one of the two could remove the other.
         """
         with self._lock:
             self._loads += 1
@@ -161,9 +161,10 @@ class _Loading(threading.local):
 
 
 def _pickler_of(models: list[nn.Module]) -> Any:
-    """Return a subclass of Python's pickler that replaces each object by its plain form.
+    """Return a subclass of Python's pickler that replaces each object by its plain form (`PlainForms`).
 
-    It is a class because torch.save derives another from it. The pickler in C has no method `save` to override.
+    The result is a class, because torch.save derives another class from it. It derives from the pickler in Python,
+    because the one in C has no method `save` to override.
 
     Args:
         models: the models of the trainings.
@@ -181,9 +182,10 @@ def _pickler_of(models: list[nn.Module]) -> Any:
 
 
 class PlainForms:
-    """The plain forms of objects that belong to trainings.
+    """The plain forms of objects that belong to trainings: of the script's own classes, with FP32 values.
 
-    Each is made once and referenced here: pickle identifies objects by id, and an id may not be reused during a dump.
+    Each plain form is made once and referenced here: pickle identifies objects by id, and an id may not be reused
+    during a dump.
     """
 
     def __init__(self, models: list[nn.Module]) -> None:
@@ -281,7 +283,11 @@ def _has_stash(obj: Any) -> bool:
 
 
 def _widened(param: Any, state: Any) -> Any:
-    """Return a parameter's optimizer state in FP32. Without masters, it has the low-precision type of the parameter."""
+    """Return the optimizer's state of `param`, with FP32 copies of its low-precision tensors.
+
+    Without masters an optimizer makes its state in the low-precision type of the parameter. The state of a parameter
+    that is FP32, that was in low precision before `initialize`, or that is quantized, is returned as it is.
+    """
     if not (isinstance(state, dict) and isinstance(param, Tensor) and param.dtype in LOW_PRECISION):
         return state
     if is_quantized(param) or incoming.type_of(param) is not None:
@@ -314,7 +320,11 @@ class _Nowhere:
 
 
 def _holds_ours(obj: Any, models: list[nn.Module]) -> bool:
-    """Return whether `obj` holds an object that `initialize` has changed. For speed, the pickler in C searches."""
+    """Return whether `obj` is or contains, at any depth, an object that `initialize` has changed.
+
+    The pickler in C visits the contents, because a search in Python would be slower. If it raises, the result is False:
+    the script's own pickling raises the same error.
+    """
     try:
         _Looking(models).dump(obj)
     except _Found:

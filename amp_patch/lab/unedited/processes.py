@@ -44,7 +44,7 @@ class Processes:
         patches.set(kind, "start", start)
 
     def refused(self) -> ScriptRefused:
-        """Return the refusal of a script that has constructed no optimizer but has started processes."""
+        """Return the error for a script that has constructed no optimizer, but has started processes that may train."""
         return ScriptRefused(
             f"it made no optimizer of torch.optim in this process, and it started {self.started} more, whose steps are "
             "not seen here",
@@ -55,10 +55,10 @@ class Processes:
 
 
 def refuse_copies_of_shared(model: nn.Module, policy: Policy) -> None:
-    """Refuse a level that would train a private copy of weights that processes share (`share_memory()`).
+    """Raise ScriptRefused if processes share the weights (`share_memory()`) and the level would train a private copy.
 
     A level with masters in FP32 is accepted. The master takes over the weight's FP32 memory, so the optimizers of all
-    processes step the same master, and each process rounds it into its own low-precision weight.
+    processes step the same master, and each process rounds the master into its own low-precision weight.
     """
     own = policy.cast_model_type is not None and (not policy.master_weights or policy.closes_masters)
     if own and any(map(_is_shared, model.parameters())):

@@ -15,7 +15,7 @@ class Reach(NamedTuple):
     """The tensors whose `.grad` a backward pass adds to.
 
     Attributes:
-        leaves: id -> tensor.
+        leaves: id of a tensor -> that tensor.
         whole: False if `leaves` may be incomplete, because a reentrant checkpoint hides some.
     """
 
@@ -24,7 +24,7 @@ class Reach(NamedTuple):
 
 
 def reach_of(loss: Tensor, inputs: Any = None) -> Reach:
-    """Return the tensors that get gradients from `loss.backward(inputs=inputs)`. Walks the graph once, on the host."""
+    """Return the tensors to whose `.grad` `loss.backward(inputs=inputs)` adds. Walks the graph once, on the host."""
     if inputs is not None:
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         return Reach({id(tensor): tensor for tensor in given if isinstance(tensor, Tensor)}, True)

@@ -24,14 +24,14 @@ class ScriptRefused(SystemExit):
 
     Args:
         why: the reason, a sentence without a full stop.
-        hint: another change that the script needs, printed after the lines.
+        hint: another change that the script needs, printed after the lines if `lines` is None; "" for none.
         line: whether to name the line of the script that is running now.
         lines: the lines to add; None means the calls of `initialize` and `scale_loss`, "" means none.
         then: the instruction in front of the lines.
 
     Attributes:
         why: the reason, with the script's line.
-        way_out: the rest of the message if `lines` was given; otherwise empty.
+        way_out: if `lines` was given, the end of the message with the lines to add; otherwise "".
     """
 
     def __init__(
@@ -55,7 +55,10 @@ def _lightnings_lines() -> str:
 
 
 def where() -> str:
-    """Return " (train.py, line 31)": the innermost line outside of installed packages and amp_patch; "" if none."""
+    """Return " (train.py, line 31)": the innermost running line outside of installed packages and amp_patch.
+
+    "" if there is none.
+    """
     found = next(filter(None, (place(frame, frame.f_lineno) for frame in frames())), None)
     return "" if found is None else f" ({found})"
 

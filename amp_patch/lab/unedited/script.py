@@ -202,7 +202,7 @@ class UneditedScript(Observer):
         return add_param_group
 
     def _optimizers(self) -> dict[int, Any]:
-        """Return the id of each innermost optimizer -> that optimizer, or the wrapper around it (SAM)."""
+        """Return id of each innermost optimizer -> that optimizer, or the wrapper around it (SAM), if it has one."""
         found: dict[int, Any] = {}
         for ref in self._optimizers_made:
             if (optimizer := ref()) is not None:
@@ -287,7 +287,7 @@ class UneditedScript(Observer):
         self._initialize(model, own)
 
     def _initialize(self, model: nn.Module, optimizers: list[Any]) -> None:
-        """Initialize `model` and, again, the earlier models that share an optimizer with it. The loss scale is kept."""
+        """Initialize `model`, and earlier models of its optimizers again. If these are one training, keep its scale."""
         for optimizer in optimizers:
             refuse_lbfgs(innermost(optimizer))
         refuse_copies_of_shared(model, self._policy)
@@ -366,7 +366,7 @@ class UneditedScript(Observer):
         return Reach({id(leaf): leaf for leaf in found}, reach.whole)
 
     def _optimizers_behind(self, reach: Reach) -> list[Any]:
-        """Return the optimizers that hold leaves of `reach`; none if the script turns out to import amp_patch.
+        """Return the optimizers that hold leaves of `reach`: all if it is not `whole`; none if amp_patch is imported.
 
         Raises:
             ScriptRefused: one of them holds parameters of a module that was never initialized.
@@ -382,7 +382,7 @@ class UneditedScript(Observer):
         return []
 
     def _take_or_refuse(self, optimizer: Any) -> None:
-        """Begin a training of an optimizer that has none, if it holds tensors of no module. The tensors are not cast.
+        """If an optimizer with tensors of no module has no training, begin one, which does not cast the tensors.
 
         Raises:
             ScriptRefused: the optimizer holds parameters of a module, or no model has been initialized yet.
@@ -442,7 +442,7 @@ def _alive(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
 
 
 def _as_type_of(grad_tensors: Any, loss: Tensor) -> Any:
-    """Return the initial gradients of a backward pass in the type of the scaled loss."""
+    """Return the initial gradients of a backward pass (None, a tensor or a list) in the type of the scaled loss."""
     if isinstance(grad_tensors, Tensor):
         return grad_tensors.to(loss.dtype)
     return [_as_type_of(each, loss) for each in grad_tensors] if isinstance(grad_tensors, list | tuple) else None

@@ -9,7 +9,10 @@ _OURS = ("amp_patch", "apex")
 
 
 def imports_us(main: Any) -> bool:
-    """Return whether the script imports amp_patch or Apex, at top level or in a function: it then has its own level."""
+    """Return whether the script, the module `main`, imports amp_patch or Apex, at top level or in a function.
+
+    Such a script chooses its level itself, and is not trained by `UneditedScript`.
+    """
     for value in vars(main).values() if main is not None else ():
         home = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", "")
         if isinstance(home, str) and home.partition(".")[0] in _OURS:

@@ -79,7 +79,11 @@ _torchs = _TorchAutocasts()
 
 
 def _emulating_region(autocast: Any) -> casts_autocast.autocast | None:
-    """Return the region to enter instead of a torch.autocast; None if its type is not FP16 or FP16 is not emulated."""
+    """Return the amp_patch.autocast to enter instead of a torch.autocast that computes in FP16 on the CPU.
+
+    None if torch's own is to be entered: for another type or device, if this CPU needs no emulation of FP16, and in
+    compiled code.
+    """
     fp16 = Policy("O1", dtype=torch.float16, patch_torch_functions=True)
     if (
         _torchs.compiled

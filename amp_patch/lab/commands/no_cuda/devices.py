@@ -15,7 +15,7 @@ from amp_patch.support.patches import Patches
 
 
 def is_cuda(device: Any) -> bool:
-    """Return whether `device` means CUDA: "cuda:1", torch.device("cuda"), or an index."""
+    """Return whether `device` means CUDA: as "cuda:1", torch.device("cuda"), or an index such as 0."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):

@@ -118,12 +118,12 @@ def _rng_state() -> torch.Tensor:
 
 
 def _held(*_: Any, **__: Any) -> int:
-    """Return the bytes by which this process has grown since `install`."""
+    """Return the bytes by which this process has grown since `install`; 0 if the system does not report its size."""
     return _or_warn(None if peak is None else peak.held())
 
 
 def _most_held(*_: Any, **__: Any) -> int:
-    """Return the largest `_held` since `install`, or since the script's last reset of the peak."""
+    """Return the largest growth of this process in bytes, since `install` or the script's last reset of the peak."""
     return _or_warn(None if peak is None else peak.read("cpu"))
 
 
@@ -144,7 +144,10 @@ def _warn_that_memory_is_unknown() -> None:
 
 
 def _memory_stats(*_: Any, **__: Any) -> Counter[str]:
-    """Return torch.cuda's memory statistics. A statistic without a counterpart on a CPU is 0, as in any Counter."""
+    """Return the growth of this process in bytes under the names of torch.cuda.memory_stats().
+
+    A statistic that a CPU does not have is absent. Reading it gives 0, because the result is a Counter.
+    """
     told = Counter[str]()
     for kind in ("allocated", "active", "reserved"):
         told[f"{kind}_bytes.all.current"], told[f"{kind}_bytes.all.peak"] = _held(), _most_held()
