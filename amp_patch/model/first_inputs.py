@@ -28,7 +28,7 @@ from amp_patch.support.tree import map_tensors, tensors
 _Given = tuple[tuple[int | str, ...], str, Tensor]
 
 _TABLES = "tables of the model"  # what `ModelState.told` has beside the names of arguments
-_MASKED = -1e30  # numbers below are a mask's
+_MASKED = -1e8  # numbers below are a mask's
 _IMAGE_DIMS = 4  # whole numbers in so many dimensions are pixel values, which rounding does not harm
 _SAME_WEIGHTS = {"O2": "O1", "O3": "O1", "O5": "O4", "O7": "O6"}  # levels that cast no inputs of the model
 
@@ -108,7 +108,8 @@ def _is_readable(x: Tensor) -> bool:
 def is_mask(x: Tensor, low: torch.dtype) -> bool:
     """Tell whether `x` is an additive mask that `low` does not hold. Syncs.
 
-    The numbers that become infinite are below -1e30 then, or they are negative and all other finite numbers are 0.
+    Then all numbers that become infinite are negative. They are below -1e8 (a mask of -1e9 may be added to position
+    biases), or all other finite numbers are 0.
     """
     lost, rest = _lost_and_rest(x, low)
     if not lost.numel():
