@@ -275,6 +275,8 @@ def test_a_step_taken_ends_the_row_of_skips(caplog):
 def test_found_inf_stays_on_the_device_until_the_step(level, monkeypatch):
     model = linear([[1.0]])
     model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level=level)
+    for _ in range(3):
+        model(torch.ones(1, 1))  # the first three forwards look at the inputs
     reads = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu"):
         original = getattr(torch.Tensor, name)
