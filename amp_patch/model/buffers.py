@@ -67,7 +67,7 @@ def uncast(model: nn.Module, but: Collection[str] = ()) -> None:
 
 
 def exact_values(model: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Return name -> FP32 value, for the buffers of `model` whose value the cast has rounded."""
+    """Return {name: FP32 value before the cast} for the buffers of `model` whose value the cast has rounded."""
     return {
         name: _exact(module, key, buffer) for name, module, key, buffer in _cast_buffers(model, prefix, remembered=True)
     }
@@ -146,7 +146,7 @@ class WrittenBuffers:
         self.looks = 0
 
     def before(self) -> list[tuple[Tensor | None, int]]:
-        """Return each buffer and its version counter, to be given to `after` when the forward has ended."""
+        """Return (buffer, version counter) for each buffer, the argument of `after` when the forward has ended."""
         return [self._state(module(), name) for _, module, name in self.owned]
 
     def after(self, before: list[tuple[Tensor | None, int]]) -> bool:

@@ -47,14 +47,18 @@ def _forget(param: Tensor) -> None:
 
 
 def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtype], list[Exact]]:
-    """Return ({name: type}, [(weight, type, master)]) of the weights that become FP32 in a copy of `model`.
+    """Sync the weights of `model` with their masters; return the weights that become FP32 in a deepcopy or pickle.
 
-    First sync these weights with their masters.
+    A weight without a master that was low precision before `initialize` stays low precision.
 
     Args:
-        on_demand: whether no optimizer trains the model. If so, its weights stay low precision in a copy, except the
-            weights for which `state_dict()` has made a master. Weights without a master that were low precision before
-            `initialize` always stay low precision.
+        on_demand: whether no optimizer trains the model, so that only `state_dict()` makes masters. If so, only the
+            weights with such a master become FP32.
+
+    Returns:
+        types: qualified name -> low-precision type; a shared weight is in it under each of its names.
+        exact: one (weight, type, master) for each distinct weight. The master is None if the weight has none, or if
+            user code has changed the weight's type, shape or device (`was_changed`).
     """
     types, exact = {}, {}
     for name, param in model.named_parameters(remove_duplicate=False):
