@@ -27,7 +27,7 @@ class Aside(NamedTuple):
 
     Attributes:
         param: the parameter.
-        grad: its gradient tensor, which it gets back.
+        grad: the parameter's gradient tensor, which `give_back` restores.
         value: the value of `grad`: the same tensor, or a copy if the next backward may write into its memory.
     """
 
@@ -83,7 +83,7 @@ def take(param: Tensor) -> Aside | None:
 
 
 def _split(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (scaled, rest): `values * scale` where that is finite, else 0; `values` where it is not, else 0."""
+    """Return (scaled, rest). Where `values * scale` is finite: (`values * scale`, 0), elsewhere (0, `values`)."""
     wide = values if values.dtype is torch.float64 else values.float()
     scaled = (wide * scale.to(values.device)).to(values.dtype)
     finite = scaled.isfinite()

@@ -37,7 +37,7 @@ class ScaledBackward:
     Args:
         loss: the loss, floating, any shape.
         optimizers: the innermost optimizers of the loss, each once.
-        stashes: their stashes, in the same order.
+        stashes: the stash of each of `optimizers`, in the same order.
         scaler: the scaler of the loss, on the loss's device.
         delay_unscale, delay_overflow_check: as in `scale_loss`.
 
@@ -66,7 +66,7 @@ class ScaledBackward:
         self.delay_unscale, self.delay_overflow_check = delay_unscale, delay_overflow_check
         self.models: dict[int, tuple[nn.Module, int]] = {}
         self.begun = self.done = self.failed = False
-        # The parameters, and the indices of those that had a gradient when the body began.
+        # The parameters, and the indices of the parameters that had a gradient when the body began.
         self._had_grad: tuple[list[Tensor], Sequence[int]] | None = None
         self._announced = False  # whether observers were notified of `body_begins`, and not of `body_ends` yet
         self._casts: regions.region | None = None
@@ -338,7 +338,7 @@ class ScaledBackward:
             stash.backward.aside = {key: aside for key, aside in taken.items() if key not in params}
 
     def _taken(self) -> list[tuple[Stash, gradients.Aside]]:
-        """Return (stash, gradient) for the gradients that `begin` set aside and that were not restored."""
+        """Return (stash, `Aside`) for each gradient that `begin` set aside and that was not restored yet."""
         if not any(stash.backward.aside for stash in self.stashes):
             return []
         return [
@@ -349,7 +349,10 @@ class ScaledBackward:
         ]
 
     def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
-        """Return per optimizer (stash, parameters, its parameters that no optimizer earlier in the list holds)."""
+        """Return one (stash, params, new) for each optimizer of the body, in order.
+
+        params: the optimizer's parameters and masters. new: the part of `params` that no optimizer before it holds.
+        """
         known = self.stashes[0].masters.of_groups(self.optimizers[0].param_groups)
         return [(self.stashes[0], known, known)]
 

@@ -129,7 +129,7 @@ clipping.before_clipping.append(_before_clipping)
 
 
 def leave_all(trainings: list[Training]) -> None:
-    """Call `leave` for the models and optimizers of these trainings that still exist, the last training first."""
+    """Call `leave` for each of `trainings`, the last one first, with its models and optimizers that still exist."""
     attempt = Attempts()
     for training in reversed(trainings):
         models = [model for ref in training.models if (model := ref()) is not None]
@@ -180,7 +180,7 @@ def check_arguments(
 
 
 def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Module], policy: Policy) -> None:
-    """Undo earlier calls of `initialize` for these objects, except casts of models that `policy` would make again."""
+    """Undo earlier calls of `initialize` for `models` and `targets`, except casts that `policy` would make again."""
     again = [model for model in models if model_forward.policy_of(model) is not None]
     recast = [
         model for model in again if model_forward.is_copy(model) or model_tensors.not_cast_to(model, kept, policy)
