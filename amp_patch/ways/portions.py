@@ -200,7 +200,7 @@ def _step_each(step: Step, portions: list[tuple[Group, list[Tensor]]], plain: Pl
 
 
 def _portions(optimizer: Any) -> Iterator[tuple[Group, list[Tensor]]]:
-    """Yield (group, masters with a gradient) in order, at most `PORTION` elements each, or one larger master."""
+    """Yield portions (group, masters with a gradient), in order: up to `PORTION` elements, or one larger master."""
     for group in optimizer.param_groups:
         masters: list[Tensor] = []
         size = 0
