@@ -56,7 +56,7 @@ def replace_in_modules(patches: Patches, replaced: Replaced) -> None:
 
 
 def replace_in_attributes(modules: Iterable[nn.Module], replaced: Replaced) -> Patches:
-    """Replace the functions in attributes of these modules, and in dicts and lists among the attributes.
+    """Replace functions in the attributes of `modules`, and in dicts and lists among the attributes.
 
     `remove` of the result restores the functions.
     """
