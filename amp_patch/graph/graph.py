@@ -337,7 +337,7 @@ class Graph:
         return results[0] if steps == 1 else joined(results)
 
     def _built(self, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
-        """Return the result of `build`, and the losses whose `backward()` it called."""
+        """Run `build`; return its result, and the list of losses whose `backward()` it called."""
         assert self._run is not None
         noted = self._noted
         try:

@@ -246,9 +246,9 @@ def _refuse_fp16_optimizers(optimizers: Any) -> None:
 
 
 def _without_contradictions(opt_level: str, options: dict[str, Any], patched_type: Any) -> dict[str, Any]:
-    """Report each option that contradicts the level by `warn_or_err`; return the options with None for these.
+    """Report each option that contradicts the level, by `warn_or_err`. Return {name of an option: value}.
 
-    `patched_type` is checked too, but it is not among the returned options.
+    The value of a reported option is None in the result. `patched_type` is checked too, but it is not in the result.
     """
     checked = {name: options[name] for name in _CONSTRAINED}
     checked["patch_torch_functions_type"] = _forks.low_precision("initialize: patch_torch_functions_type", patched_type)

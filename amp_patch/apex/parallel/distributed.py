@@ -165,11 +165,11 @@ class DistributedDataParallel(TorchDDP):
         return output
 
     def disable_allreduce(self) -> None:
-        """Do not reduce gradients from the next forward on: they add up on this rank."""
+        """Switch the reduction of gradients off, from the next forward on: gradients add up on this rank."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Reduce gradients again from the next forward on, also the gradients that have added up on this rank."""
+        """Switch the reduction on from the next forward on, also for gradients that have added up on this rank."""
         self.require_backward_grad_sync = True
 
 
