@@ -130,7 +130,7 @@ def _parsed(name: Any) -> NamedLevel:
 
 
 def without_rungs(opt_level: str, options: Options) -> tuple[str, Options]:
-    """Return (level, options): the plain level of `opt_level`, and `options` with those that its rungs set.
+    """Return (level, options): the plain level of `opt_level`, and `options` plus what its rungs set.
 
     Raises:
         ValueError: an unknown level, a rung that the level does not take, or one that contradicts an option.

@@ -172,7 +172,7 @@ def _forget_installation() -> None:
 
 
 def installed() -> bool:
-    """Tell whether the functions of torch's op lists are replaced now; False if only those of `ALONE` are."""
+    """Tell whether the functions on torch's op lists are replaced now; False after `install(ALONE)` alone."""
     return "torch" in _installed
 
 

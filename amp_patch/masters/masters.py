@@ -286,7 +286,7 @@ class KernelTensors(NamedTuple):
 
 
 def kernel_tensors(masters: list[Any]) -> KernelTensors:
-    """Return the tensors that a kernel writes at a step of `masters`: for compressed ones, low halves or weights."""
+    """Return the tensors that a kernel writes at a step of `masters`: of a compressed master its low half or weight."""
     if not closed_master.used:
         return KernelTensors(masters)
     tensors: list[Tensor] = []

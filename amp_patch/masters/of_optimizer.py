@@ -238,7 +238,7 @@ class Masters:
                 gradients that are not checked either.
 
         Returns:
-            As `gather`. None, with nothing changed, if these gradients cannot be deferred.
+            As `gather`. None, with nothing changed, if the gradients of `groups` cannot be deferred.
         """
         waiting, params = self.waiting, self.of_groups(groups)
         if waiting is None or not params.low or not waiting.take(params.low, params.linked_masters):

@@ -26,8 +26,7 @@ EXACT = "_amp_exact"  # attribute of a module: name of a buffer -> its FP32 valu
 def are_all_that(module: nn.Module, low: bool = False) -> bool:
     """Tell whether `module` has FP32 buffers and no parameters at all: a rotary table, a window, a filter.
 
-    If `low`, FP16 and BF16 buffers are allowed as FP32 ones are; otherwise a module with such a buffer gives False.
-
+    If `low`, FP16 and BF16 buffers count as FP32 buffers. Otherwise False for a module with an FP16 or BF16 buffer.
     False for a container that is never called itself, because other modules read its buffers. False for a ScriptModule,
     because its class cannot be replaced.
     """

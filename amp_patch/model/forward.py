@@ -303,7 +303,7 @@ def _is_under_fsdp(module: nn.Module) -> bool:
 
 
 def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
-    """Give `module` a generated class with the overrides of `mixin`, and `state`; both replace earlier ones.
+    """Give `module` a generated class with the overrides of `mixin`, and `state`; they replace earlier ones.
 
     Args:
         key: names of methods other than `forward` that run under the policy.

@@ -228,7 +228,7 @@ class ScaledBackward:
     def claim_other_gradients(self) -> None:
         """Set aside gradients of parameters that the body's optimizers do not hold: backward must not add to them.
 
-        Here there are no such parameters; a subclass (around/shared_backward.py) overrides this.
+        Does nothing in this class, whose optimizer holds all parameters. around/shared_backward.py overrides this.
         """
 
     def release_other_gradients(self) -> None:
@@ -273,7 +273,7 @@ class ScaledBackward:
         """Drop the scaled gradients of the body after an exception; scale and recorded overflows do not change.
 
         Gradients that an earlier exit unscaled are restored bit for bit. Gradients that an earlier exit left scaled
-        stay, including what this backward added to them before it failed. All others are dropped.
+        stay, including what this backward added to them before it failed. All other gradients are dropped.
         """
         self.failed = True
         if self.models:
@@ -287,7 +287,7 @@ class ScaledBackward:
             del stash.backward.aside[id(aside.param)]
 
     def close(self) -> None:
-        """End the body. If neither `delay` nor `finish` has handled its gradients, abandon it."""
+        """End the body. If its gradients were not handled by `delay` or `finish`, call `abandon`."""
         try:
             self._close()
         finally:
@@ -332,7 +332,7 @@ class ScaledBackward:
             self.forget_taken(gone)
 
     def forget_taken(self, params: set[int]) -> None:
-        """Drop the set-aside gradients of the parameters with these ids, so that the exit does not restore them."""
+        """Drop the set-aside gradients of `params`, a set of ids, so that the exit does not restore them."""
         for stash in self.stashes:
             taken = stash.backward.aside
             stash.backward.aside = {key: aside for key, aside in taken.items() if key not in params}

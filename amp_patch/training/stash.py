@@ -397,7 +397,7 @@ def _still_in_training(refs: list[weakref.ref[Any]]) -> list[tuple[Any, Stash]]:
 
 
 def overflowed(scalers: list[LossScaler], flags: list[float]) -> list[LossScaler]:
-    """Return the scalers whose flag is not 0; call `stepped` of all others, since their losses allowed the step."""
+    """Return the scalers whose flag is not 0. Call `stepped` of all other scalers: their losses allow the step."""
     for scaler, flag in zip(scalers, flags, strict=True):
         if not flag:
             scaler.stepped()

@@ -218,7 +218,7 @@ def _portions(optimizer: Any) -> Iterator[tuple[Group, list[Tensor]]]:
 
 
 def _is_dense(master: Tensor, devices: tuple[str, ...]) -> bool:
-    """Return whether master and gradient (deferred or not) are plain dense tensors on one of these devices."""
+    """Tell whether `master` and its gradient (deferred or not) are plain dense tensors on a device of `devices`."""
     if type(master) not in PLAIN_TYPES or master.device.type not in devices:
         return False
     if isinstance(master, Master) and master.waits_alone():
