@@ -341,7 +341,7 @@ class Graph:
         assert self._run is not None
         noted = self._noted
         try:
-            # Both are entered outside of the compiled code. Inside it, a graph break in `build` would end them.
+            # The two contexts are entered outside of the compiled code. Inside it, a graph break would end them.
             with self._casts, noted:
                 outputs = self._run(*args, **kwargs)
             if noted.arguments:

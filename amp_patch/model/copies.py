@@ -31,7 +31,7 @@ from amp_patch.support.tensor_content import hook_swaps, release_in_swaps, set_d
 
 Exact = tuple[Tensor, torch.dtype, Tensor | None]  # a parameter, its type, and its master if it has one
 
-# Both tables compare by identity, and reference the parameters weakly.
+# Two tables that compare parameters by identity, and reference them weakly.
 _trained = WeakIdKeyDictionary()  # copied parameters that a copied optimizer holds -> True
 _wide = WeakIdKeyDictionary()  # parameter made FP32 -> (all such parameters of its model, types by name)
 

@@ -116,7 +116,7 @@ def run(contract: Contract, in_torch: Callable[..., Any], lists: tuple[Any, ...]
         return _plainly(in_torch, *lists, *arguments)
     try:
         return getattr(kernels, contract.op)(*lists, *arguments)
-    # Both errors come before the first write. TypeError is pybind11's: an argument is no tensor or no number.
+    # Refused and TypeError come before the first write. pybind11 raises TypeError: an argument is no tensor or number.
     except (kernels.Refused, TypeError):
         device = contract.check(lists, arguments)
         if device.type in kernels.devices and (device.type == "cpu" or not contract.has_codes(lists)):

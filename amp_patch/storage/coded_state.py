@@ -136,7 +136,7 @@ class CodedState(dict[str, Any]):
     """The state dict of one parameter, whose large tensors are stored as `Coded`: a read decodes them to FP32.
 
     Attributes:
-        coder: the codes of the optimizer.
+        coder: the encoder and decoder of the optimizer's state.
         stays_fp32: whether no tensor of this state becomes codes.
     """
 

@@ -142,7 +142,7 @@ class _Holder:
 
     def _function(self, function: Any) -> None:
         if not (function.__defaults__ or function.__closure__ or function.__kwdefaults__):
-            return  # quickly, because a process has about ten thousand functions, and most have none of these
+            return  # quickly, because a process has about ten thousand functions, most without defaults and closure
         if id(function) in self._seen or _is_passed_over(function.__globals__):
             return
         self._seen[id(function)] = function

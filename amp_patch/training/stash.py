@@ -382,12 +382,12 @@ def note_sharing(optimizers: Sequence[Any]) -> None:
 
 
 def siblings(stash: Stash) -> list[tuple[Any, Stash]]:
-    """Return (optimizer, stash) for all optimizers that are still in the training, also for the one of `stash`."""
+    """Return (optimizer, stash) for each optimizer that is still in the training; the optimizer of `stash` included."""
     return _still_in_training(stash.neighbours.siblings)
 
 
 def sharing(stash: Stash) -> list[tuple[Any, Stash]]:
-    """Return (optimizer, stash) for other optimizers still in the training that share parameters with `stash`'s."""
+    """Return (optimizer, stash) for each other optimizer of the training that shares a parameter with `stash`'s."""
     return _still_in_training(stash.neighbours.sharing) if stash.neighbours.sharing else []
 
 

@@ -293,9 +293,9 @@ def _is_nested() -> bool:
 def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], written: Written) -> None:
     """Step parameters as `optimizer.step` does, and free their gradients. No sync with the device.
 
-    `ready` has (index of the group, parameter) for each parameter to step. All of them have a gradient.
-    Writes of a registered class into its groups and attributes are only collected in `written`. After an exception each
-    parameter is either stepped, weight and master, or unchanged.
+    `ready` has (index of the group, parameter) for each parameter to step. All of them have a gradient. Writes of a
+    registered class into its groups and attributes are only collected in `written`. After an exception each parameter
+    is either stepped, weight and master, or unchanged.
     """
     waiting = stash.masters.waiting
     pairs: list[tuple[Tensor, Tensor]] = []

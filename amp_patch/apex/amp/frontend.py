@@ -108,7 +108,7 @@ def _objection(opt_level: str | None, name: str, value: Any, dtype: torch.dtype 
 
 
 class _Level:
-    """An opt level. A call with a `Properties` sets its options to the level's, and returns it."""
+    """An opt level. `level(properties)` sets the options of a `Properties` to the level's; returns `properties`."""
 
     brief: str
     more: str
@@ -303,7 +303,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
 
 def _describe(policy: Policy, properties: Properties) -> Properties:
-    """Set `properties` to the values that Apex would have for `policy`; return it."""
+    """Set `properties` to the values that Apex would have for `policy`; return `properties`."""
     known = (name for name in properties.options if name != "enabled" and hasattr(policy, name))
     options = {name: getattr(policy, name) for name in known}
     options["patch_torch_functions_type"] = policy.dtype if policy.patch_torch_functions else None

@@ -199,4 +199,4 @@ def _reduce(how: _Sending, bucket: distributed.GradBucket) -> Future[Tensor]:
     return work.get_future().then(finish)
 
 
-_reduce.__annotations__.clear()  # torch compares a hook's annotations with its own types, and these are strings
+_reduce.__annotations__.clear()  # torch compares annotations with types, and here they are strings
