@@ -98,7 +98,7 @@ def edited_places(given: Any, passed: Any) -> Iterator[tuple[dict[Any, Any], dic
     """Yield pairs of dicts (of `given`, of its cast copy `passed`), so that the caller can copy a callee's edits back.
 
     If `given` is a dict, the one pair is `given` and `passed` themselves; dicts inside of `given` are not searched. If
-    `given` is another object, the pairs are the `__dict__` of both, and of the objects among their attributes.
+    `given` is another object, the pairs are the `__dict__` of both, and the pairs of their attributes.
     """
     if isinstance(given, dict):
         yield given, passed

@@ -58,7 +58,7 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
     """Return whether `wanted` asks for steps in backward; raise if an optimizer cannot step there.
 
     Args:
-        wanted: the argument `gradient_release` of `initialize`: True, False, None, or one of the three words.
+        wanted: the argument `gradient_release` of `initialize`: True, False, None, or one of these as a string.
         optimizers: the optimizers that `initialize` was called with, with their wrappers.
         targets: the innermost optimizer of each of `optimizers`.
 
