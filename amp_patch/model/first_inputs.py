@@ -44,9 +44,9 @@ def look(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str,
     table of frequencies, warn once for the model (`warn_of_tables`).
 
     Each input is read once. On a GPU the check syncs once, and again for each input with a number beyond the range in
-    which the type has all whole numbers, and for each buffer that the cast has rounded. Calls during
-    the capture of a CUDA graph, compiled forwards, sharded models, subclasses of Tensor, and tensors without readable
-    values (meta, fake, inside of `vmap`) are not checked.
+    which the type has all whole numbers, and for each buffer that the cast has rounded. Calls during the capture of a
+    CUDA graph, compiled forwards, sharded models, subclasses of Tensor, and tensors without readable values (meta,
+    fake, inside of `vmap`) are not checked.
 
     Args:
         method: the name of the method of `model` that is called with `args` and `kwargs`.
