@@ -43,8 +43,8 @@ class Command(NamedTuple):
     """A subcommand.
 
     Attributes:
-        run: runs the command; its docstring is the command's help.
-        add_arguments: declares its arguments.
+        run: runs the command; the docstring of this function is the command's help.
+        add_arguments: adds the command's arguments to a parser.
         split: splits the command line into the command's arguments and the arguments of the script that it runs, which
             become `arguments`. None if the command runs no script, or argparse can tell the two apart.
     """

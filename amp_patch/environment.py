@@ -130,7 +130,7 @@ def _parsed(name: Any) -> NamedLevel:
 
 
 def without_rungs(opt_level: str, options: Options) -> tuple[str, Options]:
-    """Return the plain level of `opt_level`, and `options` with the options that its rungs set.
+    """Return (level, options): the plain level of `opt_level`, and `options` plus what its rungs set.
 
     Raises:
         ValueError: an unknown level, a rung that the level does not take, or one that contradicts an option.
@@ -200,7 +200,7 @@ def with_asked_methods(methods: Iterable[str], models: Iterable[Any]) -> tuple[s
 
 
 def with_asked_modules(keep_fp32: Any, keep_high: Any, models: Iterable[Any]) -> tuple[Any, Any]:
-    """Return `keep_fp32` and `keep_high` of a script with the modules that the environment names.
+    """Return (`keep_fp32`, `keep_high`) of a script, changed by the modules that the environment names.
 
     The modules of ``AMP_PATCH_KEEP_FP32`` ("encoder,head.norm") that one of `models` has are added. The modules of
     ``AMP_PATCH_KEEP_HIGH`` replace `keep_high` ("()": none). A name that none of `models` has is logged and not an
@@ -228,7 +228,7 @@ def _modules_in(variable: str, models: list[Any]) -> list[str]:
 
 
 def per_parameter_optimizers() -> dict[str, list[str]]:
-    """Return the optimizer classes in ``AMP_PATCH_PER_PARAMETER``, and for each the names of state that stays FP32.
+    """Return {name of a class: names of its state that stays FP32}, the optimizers in ``AMP_PATCH_PER_PARAMETER``.
 
     "Lion,AdamWScheduleFree:z,ADOPT" names three classes; each name of state follows a colon.
     """
@@ -237,7 +237,7 @@ def per_parameter_optimizers() -> dict[str, list[str]]:
 
 
 def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
-    """Return the plain level and the options of a script after the environment's overrides.
+    """Return (plain level, options) of a script after the environment's overrides.
 
     ``AMP_PATCH_OPT_LEVEL`` replaces the level, and its rungs ("O5+split") replace the options that they set.
     ``AMP_PATCH_DTYPE`` replaces the dtype at O1, O2 and O3 ("float16", "bfloat16") and the format at O6 and O7 ("fp8",

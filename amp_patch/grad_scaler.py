@@ -383,9 +383,9 @@ _scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # every enabled scale
 
 
 def _has_scaled_loss_of(params: Sequence[Tensor]) -> bool:
-    """Tell whether a scaler that has not unscaled or stepped any optimizer has scaled a loss of these parameters.
+    """Tell whether a scaler that has not unscaled or stepped any optimizer has scaled a loss of `params`.
 
-    If a loss was freed, its parameters are unknown, and the result is True.
+    If such a scaler's loss was freed, the loss's parameters are unknown, and the result is True.
     """
     waiting = [vars(scaler) for scaler in list(_scalers)]
     losses = [of["_loss"] for of in waiting if of["_has_scaled"] and not of["_has_served"] and of["_loss"] is not None]

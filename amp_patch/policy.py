@@ -193,7 +193,7 @@ class Options:
     cpu_half: str = "auto"
 
     def given(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults and may contradict a level."""
+        """Return {name: value} of the options that differ from their defaults and may contradict a level."""
         names = [f.name for f in fields(self) if f.name not in _OF_ANY_LEVEL]
         return {name: value for name in names if (value := getattr(self, name)) is not getattr(Options, name)}
 
@@ -433,10 +433,11 @@ def _refuse_where_weights_stay_fp32(
 
 
 def boolean(name: str, value: Any, or_else: str = "") -> bool | None:
-    """Return True, False or None, also for these words as strings.
+    """Return `value` if it is True, False or None; if it is one of these words as a string, return what the word means.
 
     Raises:
-        TypeError: another value. The message names the argument of `initialize`.
+        TypeError: another value. The message has `name`, the argument of `initialize`, and `or_else`, further values
+            that the argument may have.
     """
     if value is None or isinstance(value, bool):
         return value

@@ -81,8 +81,8 @@ bool is_cuda(const Setting&) {
   return false;
 }
 
-// One function for both devices: the CUDA op if any argument is a CUDA tensor. found_inf counts as one, since the lists
-// may be empty.
+// One function for both devices: the CUDA op if any argument is a CUDA tensor. found_inf counts as an argument, because
+// the lists may be empty.
 template <class Return, class First, class... Rest>
 auto on_device(Return (*cpu)(First, Rest...), Return (*cuda)(First, Rest...)) {
   return [cpu, cuda](First first, Rest... rest) -> Return {
@@ -107,7 +107,7 @@ std::vector<std::pair<std::vector<int64_t>, std::vector<std::pair<int64_t, int64
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace amp_patch;
-  // Local, because with two builds in a process the translator registered last would raise its own class for both.
+  // Local, because with two builds in a process the translator registered last would raise its class for both builds.
   py::register_local_exception<Refused>(m, "Refused", PyExc_ValueError);
   m.attr("devices") = py::make_tuple(DEVICES);
 
@@ -130,7 +130,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("cpu_has", &cpu_has);  // float16 or bfloat16 -> whether this CPU has arithmetic of the type
 
-  // For tests: which instruction set the CPU's loop uses, and which ones this machine has.
+  // For tests: which instruction set the CPU's loop uses, and which instruction sets this machine has.
   m.def("instruction_sets", &instruction_sets);
   m.def("use_instruction_set", &use_instruction_set);  // name -> the one before
 

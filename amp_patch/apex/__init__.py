@@ -75,7 +75,7 @@ def installed() -> bool:
 
 
 def modules() -> Iterator[tuple[str, ModuleType]]:
-    """Yield (its name in Apex, module) for each module of this package; parents first."""
+    """Yield (name in Apex, module) for each module of this package. A package is yielded before the modules in it."""
     package = sys.modules[__name__]
     yield "apex", package
     for info in pkgutil.walk_packages(package.__path__, prefix=f"{__name__}."):

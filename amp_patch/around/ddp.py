@@ -74,7 +74,7 @@ def check_ddp(
 
 
 def _that_reduce(params: Collection[int]) -> list[Any]:
-    """Return the DistributedDataParallels of this process that have parameters with these ids.
+    """Return the DistributedDataParallels of this process that have any parameter of `params`, a set of ids.
 
     A parameter has no reference to the DDP around it, so the search goes through the garbage collector's objects.
     """
@@ -87,7 +87,7 @@ def _that_reduce(params: Collection[int]) -> list[Any]:
 
 
 def reduce_anew(params: Collection[int]) -> None:
-    """Give new hooks and buckets to each DDP around parameters with these ids, whose dtype has changed.
+    """Give new hooks and buckets to each DDP around a parameter of `params`, ids of parameters whose dtype has changed.
 
     Call it on all ranks, between a backward and the next forward. No rank waits for another.
     """
@@ -110,7 +110,10 @@ def _make_reducer(ddp: Any) -> None:
 
 
 def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
-    """From now on, broadcast the scales of `scalers` with the weights of `models`, which their losses train."""
+    """Patch DDP so that it broadcasts the scales of `scalers` with the weights of `models`.
+
+    `scalers` are the loss scalers of the training that `models` are in.
+    """
     for model in models:
         _scalers[model] = scalers
     install()
@@ -120,7 +123,7 @@ def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
 
 
 def enter_models(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
-    """Make DDP broadcast masters and loss scales with the weights of `models`, if the training has one of the two."""
+    """If `training` has masters or checks gradients, call `follow` for `models`, which enter the training now."""
     if targets and (training.policy.master_weights or training.policy.checks_gradients):
         follow(models, training.scalers)
 

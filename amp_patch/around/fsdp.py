@@ -104,7 +104,10 @@ def no_masters(policy: Policy) -> str:
 
 
 def _governed(module: nn.Module, name: str, fsdp: Any) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield (name, module, the FSDP module that gathers its parameters or None) for each module inside `module`."""
+    """Yield (name, inner module, FSDP module) for `module` and each module in it.
+
+    The FSDP module is the one that gathers the parameters of the inner module; None if no FSDP module does.
+    """
     fsdp = module if is_fsdp(module) else fsdp
     yield name, module, fsdp
     for key, child in module.named_children():
@@ -128,7 +131,10 @@ def stay_fp32(kept: Iterable[nn.Module]) -> Callable[[nn.Parameter], torch.dtype
 
 
 def _own_policies(module: Any) -> Iterator[tuple[int, Any]]:
-    """Yield (id of a shard, its mixed-precision policy), which from torch 2.15 on may differ from the module's."""
+    """Yield (id of a shard, the shard's mixed-precision policy) for each parameter of `module` with its own policy.
+
+    From torch 2.15 on, a parameter's policy may differ from the module's.
+    """
     for group in param_groups(module):
         for param in getattr(group, "fsdp_params", ()):
             if (policy := getattr(param, "mp_policy", None)) is not None:

@@ -55,8 +55,8 @@ class SharedBackward(ScaledBackward):
 
         Also raise if this call is in the body of another `scale_loss` that checks gradients, and that body's backward
         has left scaled gradients on parameters of this call's optimizers. If an optimizer outside this call shares
-        parameters with one of this call, gradients that its delayed exit has left scaled are unscaled now; raise if
-        `no_sync()` or fully_shard holds these gradients back.
+        parameters with an optimizer of this call, and a delayed exit has left its gradients scaled, unscale them now;
+        raise if `no_sync()` or fully_shard holds them back.
         """
         super().prepare()
         both = zip(self.optimizers, self.stashes, strict=True)
@@ -130,8 +130,9 @@ class SharedBackward(ScaledBackward):
     def _drop_strays(self, other: Any, stash: Stash) -> None:
         """Drop the scaled gradients that this backward has left on cast parameters of a sibling; no step uses them.
 
-        Without this, clipping or logging over all parameters of the models would include them. If the sibling has a
-        running body, or scaled gradients of a delayed exit, do nothing: those gradients are its own.
+        Without this, clipping or logging over all parameters of the models would include these gradients. If the
+        sibling has a running body, or a delayed exit has left its gradients scaled, do nothing: a step of the sibling
+        uses them.
         """
         if stash.backward.body is not None or stash.pending is not None:
             return
@@ -200,8 +201,8 @@ class SharedBackward(ScaledBackward):
 def _clear_not_finite(grads: Iterable[Tensor]) -> None:
     """Fill each gradient that has an inf or NaN with 0, in place; no sync.
 
-    These are gradients of unowned parameters, which no step skips or clears. Without this, clipping them together with
-    others would multiply all gradients by NaN.
+    `grads` belong to unowned parameters, so no step skips or clears them. Without this, clipping them together with
+    gradients of optimizers would multiply all gradients by NaN.
     """
     for grad in map(gradients.held, grads):
         grad.masked_fill_(~grad.isfinite().all(), 0)

@@ -155,7 +155,7 @@ def tile_of(tensor: Tensor, along: int, role: Role, recipe: Recipe) -> tuple[int
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The same in plain torch, step by step: the reference for csrc/casts/formats.cpp
+# Quantization in plain torch, step by step: the reference for csrc/casts/formats.cpp
 
 
 def quantize_plainly(
@@ -167,9 +167,10 @@ def quantize_plainly(
     draw: int | Tensor | None = None,
     key: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return `tensor`, [..., R, C], rounded in tiles of `rows` x `columns`; see `quantized`.
+    """Round `tensor`, [..., R, C], in tiles of `rows` x `columns`; return new tensors, as `quantized` does.
 
     Args:
+        rows, columns: the size of a tile; 0 if the whole tensor is one tile.
         draw: the number of the draw for stochastic rounding, as an int or a tensor of shape [] on the device; None
             rounds to nearest.
         key: a second number that selects the random bits.

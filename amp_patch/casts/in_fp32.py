@@ -26,7 +26,7 @@ def direction(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
     The gradient of a row of zeros is the result's gradient times 1/eps (1e12 or 1e8), which is infinite in FP16. A row
     of zeros usually comes from a mask or padding, whose backward multiplies this gradient by 0. The product would be
-    NaN at any loss scale; in FP32 training it is 0. So `masked_fill` cuts these rows from the graph.
+    NaN at any loss scale; in FP32 training it is 0. So `masked_fill` cuts the rows of zeros from the graph.
     """
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 1)
     dims = 0

@@ -65,7 +65,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 _installation = Installation()
 _installed: set[str] = set()  # the arguments of `install` whose functions are replaced now
-_listed_names: set[tuple[str, str]] = set()  # the names of these functions: (address of the owner, name)
+_listed_names: set[tuple[str, str]] = set()  # (address of the owner, name) of each function that is replaced now
 ALONE = "alone"  # an argument of `install` beside "torch" and "apex"
 # While installed: (id of the owner, name) -> the owner, and the attribute that a wrapper replaced.
 _originals: dict[tuple[int, str], tuple[Any, Any]] = {}
@@ -75,7 +75,7 @@ _registered: dict[tuple[int, str], tuple[Any, str, str]] = {}  # by `register`: 
 
 
 def install(op_lists: str = "torch") -> None:
-    """Replace the functions on the op lists, and the user's registered ones, by wrappers. Idempotent.
+    """Replace the functions on the op lists, and the functions that users registered, by wrappers. Idempotent.
 
     While no policy acts (see `region` and `set_default`) the wrappers call the originals. If anything fails, nothing is
     replaced. Names that this torch lacks are skipped. Names of a module that is not imported yet are replaced when user
@@ -125,7 +125,7 @@ def _listed() -> held_names.Replaced:
 
 
 def replace_in_attributes(modules: Iterable[torch.nn.Module]) -> Patches:
-    """Replace listed functions by their wrappers in the attributes of these modules (`self.act = F.softplus`).
+    """Replace listed functions by their wrappers in the attributes of `modules` (`self.act = F.softplus`).
 
     The caller removes the patches when the modules leave their training. If no casts are installed, nothing is
     replaced.
@@ -172,7 +172,7 @@ def _forget_installation() -> None:
 
 
 def installed() -> bool:
-    """Tell whether the functions of torch's op lists are replaced now; False if only those of `ALONE` are."""
+    """Tell whether the functions on torch's op lists are replaced now; False after `install(ALONE)` alone."""
     return "torch" in _installed
 
 

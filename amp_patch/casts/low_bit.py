@@ -100,7 +100,7 @@ class _Call(NamedTuple):
     """The signature of a torch function.
 
     Attributes:
-        arguments: the names of its arguments, in order.
+        arguments: the names of the function's arguments, in order.
         a, b, bias: the names of the arguments that are the operands.
         transposed: the function multiplies by `b.mT`, as `linear` does.
         dims: the number of dimensions that `a` and `b` must have; None: two or more.
@@ -142,13 +142,13 @@ _running = _Running()
 
 
 def keep_high(weight: Tensor) -> None:
-    """Keep the products of `weight`, and of its views, in the policy's 16-bit type."""
+    """Mark `weight`: products of this tensor and of its views are computed in the policy's 16-bit type."""
     if not hasattr(weight, _KEPT):
         setattr(weight, _KEPT, True)
 
 
 def keep_named(model: Any, names: Iterable[str]) -> list[Tensor]:
-    """Call `keep_high` for the tensors that now have these qualified names in `model`; return them."""
+    """Call `keep_high` for the tensors with the qualified `names` in `model`; return these tensors."""
     found = []
     for name in names:
         tensor = model
@@ -161,10 +161,10 @@ def keep_named(model: Any, names: Iterable[str]) -> list[Tensor]:
 
 
 def keeping_named(method: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
-    """Return `method`, which takes a model first, with a call of `keep_named(model, names)` before each of its calls.
+    """Wrap `method(model, ...)`: each call first marks the tensors that have `names` in `model` then (`keep_named`).
 
-    Marks are attributes of tensors. Without the repeated call they would be lost when a copy,
-    `load_state_dict(assign=True)`, `functional_call` or `fully_shard` puts other tensors under the names.
+    A mark is an attribute of a tensor. If a copy, `load_state_dict(assign=True)`, `functional_call` or `fully_shard`
+    puts another tensor under a name, that tensor has no mark until the next call.
     """
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:

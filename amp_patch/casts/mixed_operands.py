@@ -61,7 +61,7 @@ def cast_within(method: Callable[..., Any], policy: Policy) -> Callable[..., Any
 
 @functools.cache
 def _rules() -> dict[Any, Rule]:
-    """Return the casting rules by function: the functions of the op lists themselves, and their wrappers."""
+    """Return {function: rule}; the keys are the functions on the op lists, and the wrappers that replace them."""
     found: dict[Any, Rule] = {}
     for (address, name), rule in rules_by_name("torch").items():
         if address in LATE or rule not in _CASTING:

@@ -392,7 +392,7 @@ OPTIONAL: frozenset[str] = frozenset(
 
 
 def rules_by_name(op_lists: str) -> dict[tuple[str, str], str]:
-    """Return (owner, name) -> rule in the variant ``"torch"`` (OPLISTS) or ``"apex"`` (OPLISTS, overridden by APEX)."""
+    """Return {(owner, name): rule} in the variant ``"torch"`` (OPLISTS) or ``"apex"`` (OPLISTS, overridden by APEX)."""
     tables = {"torch": (OPLISTS,), "apex": (OPLISTS, APEX)}[op_lists]
     return {
         (owner, name): rule

@@ -198,7 +198,7 @@ def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _follow(entry: Entry) -> None:
-    """Make the thread follow the region of `entry`, now its innermost one."""
+    """Make the policy of `entry`'s region act on this thread: the region is the innermost of the thread now."""
     inner = entry.region
     acts = not this_thread.uncastable_entries
     acting, emulated = (inner.acting, inner.emulated) if acts else (None, None)
@@ -243,9 +243,9 @@ def _innermost_but(entry: Entry, stack: list[Entry]) -> Entry:
 
 
 def _enable_torch_autocast(ended: Entry, stack: list[Entry]) -> None:
-    """Enable torch.autocast again for the types that `ended` disabled.
+    """Enable torch.autocast again for the device types that the region of `ended` disabled.
 
-    If a region that was entered later also disables it and has not ended, leave it disabled until that region's exit.
+    If a region that was entered later also disables a type and has not ended, the type stays disabled until its exit.
     """
     for entry in stack[stack.index(ended) + 1 :]:
         if entry.region.disables_torch_autocast and entry.depth == ended.depth:

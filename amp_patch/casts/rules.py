@@ -240,7 +240,7 @@ def _mixed_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy
 
 
 def _refuse_fp64(values: Any, name: str) -> None:
-    """Raise if FP16 or BF16 meets FP64, as Apex does. (Apex refuses FP32 with FP64 too; torch promotes these.)"""
+    """Raise if FP16 or BF16 meets FP64, as Apex does. (Apex also refuses FP32 with FP64; torch promotes FP32.)"""
     found = {tensor.dtype for tensor in _tensors(values)}
     if torch.float64 in found and (_FLOAT16 in found or _BFLOAT16 in found):
         low = _FLOAT16 if _FLOAT16 in found else _BFLOAT16

@@ -64,7 +64,7 @@ def look(probabilities: Any) -> None:
 
 
 def forget() -> None:
-    """Make `look` warn again."""
+    """Forget that `look` has warned, and the flags that it has not read yet: `look` tests values again."""
     global _told
     _told = False
     _asked.clear()

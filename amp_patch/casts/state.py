@@ -58,9 +58,10 @@ class PythonState:
         return this_thread.emulated_calls
 
     def begin(self, disables_torch_autocast: bool) -> tuple[int, int, Any]:
-        """Begin a region; return the fields of its `Entry`: (depth, task, disabled).
+        """Begin a region; return (depth, task, disabled), the fields of the region's `Entry`.
 
-        With `disables_torch_autocast`, disable torch.autocast for the device types in `disabled`.
+        With `disables_torch_autocast`, first disable torch.autocast for each device type with an enabled one:
+        `disabled` has these types.
         """
         disabled = frozenset(kind for kind in DEVICE_TYPES if disables_torch_autocast and is_enabled(kind))
         depth, task = native_depth(), torch._C._current_graph_task_id()

@@ -64,9 +64,9 @@ class Traced:
     """A region in code that torch.compile is tracing.
 
     Attributes:
-        acting: the policy whose casts act in it.
-        depth: the number of torch.autocasts around it when the trace entered it.
-        undo: functions that enable torch.autocast again in the code traced after it.
+        acting: the policy whose casts act in the region.
+        depth: the number of torch.autocasts around the region when the trace entered it.
+        undo: functions that enable torch.autocast again in the code traced after the region.
     """
 
     acting: Policy | None

@@ -104,7 +104,7 @@ def casts_policy(
     product_format: str | None,
     patch_torch_functions: bool,
 ) -> Policy:
-    """Return the one policy object that represents all policies with these casts."""
+    """Return a policy with the casts that the arguments describe; for equal arguments the same object."""
     return CastsPolicy(
         "O1",
         dtype=dtype,

@@ -15,7 +15,7 @@ from amp_patch.support.blocks import saving_through
 
 
 def rounded(result: Any, dtype: torch.dtype) -> Any:
-    """Return `result` with its FP32 tensors rounded to `dtype`, also those in a tuple or list."""
+    """Return `result` with its FP32 tensors rounded to `dtype`, also the tensors in a tuple or list."""
     if isinstance(result, Tensor):
         return result.to(dtype) if result.dtype is torch.float32 else result
     if isinstance(result, (tuple, list)):

@@ -189,7 +189,7 @@ def wrapper_at(owner: Any, name: str, original: Any, rule: str, apex_rule: str) 
     if isinstance(wrapper, types.FunctionType) and getattr(original, "__module__", None) is None:
         # Methods that torch.Tensor inherits from its C base have no module, and pickle needs an importable address.
         wrapper.__module__, wrapper.__qualname__ = module, path
-    # A C wrapper supports neither: while no casts act it calls the original.
+    # A C wrapper does not serve rules with `for_users` or `alone`: while no casts act it calls the original.
     in_python = RULES[rule].for_users or RULES[rule].alone is not None
     if backend() == "cpp" and isinstance(original, _COMPILED) and not in_python:
         wrapper = state().wrap(original, wrapper, rule, apex_rule)

@@ -100,7 +100,7 @@ class GraphConfig:
             )
 
     def freeze(self) -> None:
-        """Make later changes errors."""
+        """Record that the graph has been called: `check_open` raises after this."""
         self._frozen = True
 
     def __getattr__(self, name: str) -> Any:

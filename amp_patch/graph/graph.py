@@ -337,11 +337,11 @@ class Graph:
         return results[0] if steps == 1 else joined(results)
 
     def _built(self, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
-        """Return the result of `build`, and the losses whose `backward()` it called."""
+        """Run `build`; return its result, and the list of losses whose `backward()` it called."""
         assert self._run is not None
         noted = self._noted
         try:
-            # Both are entered outside of the compiled code. Inside it, a graph break in `build` would end them.
+            # The two contexts are entered outside of the compiled code. Inside it, a graph break would end them.
             with self._casts, noted:
                 outputs = self._run(*args, **kwargs)
             if noted.arguments:

@@ -12,7 +12,7 @@ from amp_patch.support import tree
 
 
 def micro_batches(args: Any, kwargs: Any, steps: int) -> Iterator[tuple[Any, Any]]:
-    """Yield the arguments of each of `steps` micro-batches: tensors are split along their first dimension."""
+    """Yield (args, kwargs) of each of `steps` micro-batches: tensors are split along their first dimension."""
     if steps == 1:
         yield args, kwargs
         return

@@ -65,7 +65,7 @@ class OptLevel:
         return module
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Call `initialize` with the module's real optimizers, which then hold the masters."""
+        """Call `initialize` with the module's real optimizers, which then hold the masters; return the arguments."""
         self.optimizers = [innermost(optimizer) for optimizer in optimizers]
         if self.optimizers:
             for optimizer in self.optimizers:
@@ -126,7 +126,11 @@ class OptLevel:
 def _closure_first(optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Run Lightning's closure, which makes the gradients, before the step: amp checks gradients when the step begins.
 
-    A step pre-hook of torch. If gradients are not checked and all masters have memory of their own, it does nothing.
+    This is a step pre-hook of torch. If gradients are not checked and all masters have memory of their own, it does
+    nothing.
+
+    Returns:
+        (args, kwargs) of the step without the closure, which has run; None if the hook did nothing.
     """
     stash = stash_of(optimizer)
     if stash is None or not (stash.checks_gradients or stash.policy.closes_masters) or kwargs.get("closure") is None:

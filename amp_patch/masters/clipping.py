@@ -34,7 +34,7 @@ before_clipping: list[Callable[[list[Tensor]], None]] = []
 
 
 def install() -> None:
-    """Redirect torch's clipping functions, also for scripts that imported them by name before; idempotent."""
+    """Patch torch's clipping functions (`_redirected`), also for scripts that imported them by name; idempotent."""
     _installation.install(_redirect)
 
 

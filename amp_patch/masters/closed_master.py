@@ -330,7 +330,7 @@ def _give_memory(master: Tensor, param: Tensor) -> None:
 
 @without_grad
 def store(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Store the values written into open masters (param, master), in place, on the device, and close these masters.
+    """Store the values written into the open masters of `pairs` (param, master), and close them; no sync.
 
     Raises:
         RuntimeError: a master was written before the capture of a CUDA graph; each replay would store that write again.
@@ -425,7 +425,7 @@ def _is_alike(tensor: Tensor, param: Tensor) -> bool:
 
 
 def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
-    """Return `tensor` if its strides and device are those of `param`, or its shape is not; else a copy with them."""
+    """Return `tensor`, or if only its strides or device differ from those of `param`, a copy with those of `param`."""
     if _is_alike(tensor, param) or tensor.shape != param.shape:
         return tensor
     return torch.empty_like(param, dtype=tensor.dtype, requires_grad=False).copy_(tensor)

@@ -24,14 +24,14 @@ _classes: set[type] = set()  # classes whose attribute redirects to masters
 
 
 class GradRoute:
-    """The state that decides which gradient `param.grad` is, for the parameters of one optimizer that have masters.
+    """The choice of what a read of `param.grad` returns, for all parameters with masters of one optimizer.
 
     If both attributes are False, `param.grad` is the gradient of the last step.
 
     Attributes:
-        to_masters: whether it is the master's gradient: True from the exit that unscales gradients until the step, or
-            until they are cleared.
-        scaled: whether it is the parameter's own, scaled gradient: True in a body, and after a delayed exit.
+        to_masters: whether `param.grad` is the master's gradient: True from the exit that unscales gradients until the
+            step, or until the gradients are cleared.
+        scaled: whether `param.grad` is the parameter's own, scaled gradient: True in a body, and after a delayed exit.
     """
 
     __slots__ = ("scaled", "to_masters")

@@ -27,7 +27,7 @@ class Aside(NamedTuple):
 
     Attributes:
         param: the parameter.
-        grad: its gradient tensor, which it gets back.
+        grad: the parameter's gradient tensor, which `give_back` restores.
         value: the value of `grad`: the same tensor, or a copy if the next backward may write into its memory.
     """
 
@@ -48,7 +48,7 @@ class Aside(NamedTuple):
 
         Returns:
             The rest, to be added after the sum is unscaled: the elements that are infinite or NaN after scaling, and 0
-                for all others. If the sum had these elements, the exit would find an overflow in the new gradients.
+                in place of all other elements. If the rest were in the sum, the exit would find an overflow there.
         """
         param, value = self.param, self.value
         new = own_grad(param)
@@ -83,7 +83,7 @@ def take(param: Tensor) -> Aside | None:
 
 
 def _split(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (scaled, rest): `values * scale` where that is finite, else 0; `values` where it is not, else 0."""
+    """Return (scaled, rest). Where `values * scale` is finite: (`values * scale`, 0), elsewhere (0, `values`)."""
     wide = values if values.dtype is torch.float64 else values.float()
     scaled = (wide * scale.to(values.device)).to(values.dtype)
     finite = scaled.isfinite()
@@ -250,7 +250,7 @@ def _sparse(like: Tensor, values: Tensor) -> Tensor:
 def _values(param: Tensor, grad: Tensor) -> Tensor:
     """Return a gradient of `param` as dense real values, to be written in place.
 
-    For a sparse gradient these are its values, coalesced first; for a sharded one the local shard.
+    The values of a sparse gradient are coalesced first. For a sharded gradient, return the local shard.
     """
     if distributed.is_dtensor(grad):
         grad = distributed.local(grad)
@@ -270,7 +270,7 @@ def _values(param: Tensor, grad: Tensor) -> Tensor:
 def _read(grad: Tensor) -> Tensor:
     """Return `grad` as dense real values to be read; `grad` itself does not change.
 
-    For a sparse gradient these are the values of a coalesced copy; for a sharded one the local shard.
+    For a sparse gradient, return the values of a coalesced copy; for a sharded gradient, the local shard.
     """
     grad = grad.detach()
     if distributed.is_dtensor(grad):

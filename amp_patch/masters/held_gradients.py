@@ -27,11 +27,11 @@ from amp_patch.support.interrupts import whole
 
 
 class Gradients(NamedTuple):
-    """Gradients by the id of their masters.
+    """Gradients of masters, in two tables whose keys are the ids of the masters.
 
     Attributes:
-        half: low-precision gradients.
-        factors: `half` times all of these, multiplied in FP32 one after the other, is the unscaled gradient.
+        half: low-precision gradients, not unscaled.
+        factors: an unscaled gradient is one of `half` times all `factors`, multiplied in FP32 one after the other.
         fp32: FP32 gradients, unscaled.
     """
 
@@ -74,7 +74,7 @@ class HalfGradients:
             master's layout.
         factors: numbers, or FP32 tensors of one element on the gradients' device.
         lent: master's id -> the FP32 form of its deferred gradient, while a portion of masters is stepped (`lend`).
-        norms: the 2-norm of each of `grads` times the factors at that time, if the overflow check has computed them.
+        norms: the 2-norm of each of `grads` times the factors at the overflow check; None if it computed no norms.
         clipped: whether `norm_of_each` was called since the last `check`. If so, the next `check` computes norms too.
     """
 
@@ -120,10 +120,10 @@ class HalfGradients:
         return True
 
     def hold(self, grads: dict[int, Tensor]) -> None:
-        """Defer these low-precision gradients, by the id of their masters, for a step that follows at once.
+        """Defer `grads`, {id of a master: low-precision gradient}, for a step that follows at once.
 
-        That step reads them, or makes them FP32. This table must be empty before. Unlike in `take`, the gradients may
-        be referenced elsewhere, or be parts of other tensors, because nothing writes them before the step.
+        That step reads the gradients, or makes them FP32. This table must be empty before. Unlike in `take`, a gradient
+        may be referenced elsewhere, or be part of another tensor, because nothing writes it before the step.
         """
         self.grads, self.factors, self.norms = grads, [], None
 
@@ -190,7 +190,7 @@ class HalfGradients:
             self.drop(master)
 
     def make(self) -> None:
-        """Materialize the FP32 gradients of all masters that have deferred ones, in one pass per factor; no sync."""
+        """Make the deferred gradients of all masters FP32, in one pass per factor; no sync with the device."""
         if not torch.is_inference_mode_enabled():
             self._make()
             return
@@ -284,7 +284,7 @@ class SteppedGradients:
         return fp32.get(id(master))
 
     def replace(self, master: Tensor, grad: Tensor) -> None:
-        """Return `grad` (FP32), which user code has assigned, as the last step's gradient of `master` from now on."""
+        """Store `grad` (FP32), which user code has assigned, as the gradient of `master` in the last step."""
         self._held.half.pop(id(master), None)
         self._held.fp32[id(master)] = grad
 

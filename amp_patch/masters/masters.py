@@ -217,7 +217,7 @@ def disconnect(param: Tensor) -> None:
 
 
 def stop_waiting(master: Tensor) -> None:
-    """Make the deferred gradient of `master` FP32, and defer no gradient of it from now on."""
+    """Make the deferred gradient of `master` FP32; take `master` out of its table, so that no more are deferred."""
     if isinstance(master, Master):
         master.materialize_grad()
         vars(master).pop("waiting", None)
@@ -262,7 +262,7 @@ class Claim:
 
 
 def _at_rest(links: LinkList) -> LinkList:
-    """Return `links` less the links whose masters another thread's step is writing."""
+    """Return `links` without the links whose master is being written by a step of another thread."""
     for claim in Claim.running:
         if claim.thread != get_ident():
             links = links.without(set(map(id, claim.links.masters)))
@@ -286,7 +286,7 @@ class KernelTensors(NamedTuple):
 
 
 def kernel_tensors(masters: list[Any]) -> KernelTensors:
-    """Return the tensors that a kernel writes at a step of `masters`: for compressed ones, low halves or weights."""
+    """Return the tensors that a kernel writes at a step of `masters`: of a compressed master its low half or weight."""
     if not closed_master.used:
         return KernelTensors(masters)
     tensors: list[Tensor] = []
@@ -352,7 +352,7 @@ def round_into_weights(links: LinkList) -> None:
 
 
 def publish_written(links: LinkList) -> set[int]:
-    """Round the masters that were written since the last `publish` into their parameters; no sync. Return their ids."""
+    """Publish the masters written since the last `publish`; no sync with the device. Return these masters' ids."""
     written = links.versions.written()
     if not written:
         return set()
@@ -386,7 +386,7 @@ def settle(links: LinkList) -> None:
 
 @without_grad
 def load(param: Tensor, link: Link, value: Tensor) -> None:
-    """Set a parameter and its master to the value of a checkpoint, in place; no sync.
+    """Set a parameter and its master to the value of a checkpoint, in place; no sync with the device.
 
     If the master's form stores only the weight, the value is rounded to nearest. Stochastic rounding is for updates.
     """
@@ -411,7 +411,7 @@ class ModelLinks:
         self._versions: Any = None
 
     def publish_written(self, model: nn.Module) -> None:
-        """Copy back the masters of `model` that were written since the last copy; no sync, cheap if there are none."""
+        """Publish the masters of `model` written since the last `publish`; no sync with the device."""
         if self._changes != _changes:
             links = links_of(dict.fromkeys(model.parameters()))
             self._links = [(id(param), link) for param, link in links]
@@ -435,13 +435,13 @@ def _forget(entries: dict[int, tuple[weakref.ref[Tensor], Link]], key: int, refe
 
 
 def _parted(links: LinkList) -> tuple[list[tuple[Tensor, Tensor]], LinkList]:
-    """Return the compressed masters as (param, master), and the links of the uncompressed masters."""
+    """Split `links` in two: return (param, master) of each compressed master, and the links of all other masters."""
     closed = [(param, link.master) for param, link in links if is_closed(link.master)] if closed_master.used else []
     return closed, links.without({id(master) for _, master in closed}) if closed else links
 
 
 def _by_device(links: LinkList) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Return (parameters, masters) for each device, since a kernel call takes tensors of one device."""
+    """Return one (parameters, masters) for each device, because a kernel call takes tensors of one device."""
     devices = {param.device for param in links.params}
     if len(devices) == 1:
         return [(links.params, links.masters)]

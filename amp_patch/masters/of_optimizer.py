@@ -186,7 +186,7 @@ class Masters:
 
     @property
     def by_master(self) -> Mapping[int, tuple[Tensor, Link]]:
-        """Master's id -> the parameter whose master it is, and the link between the two."""
+        """The table {id of a master: (its parameter, the link between the two)}."""
         return self._params
 
     def keep(self, form: Form | None) -> None:
@@ -208,7 +208,7 @@ class Masters:
         settle(LinkList((param, link) for param, link in self.links if not link.version.written()))
 
     def let_gradients_wait(self) -> None:
-        """Defer gradients from now on (`take_half`), for an optimizer whose strategy takes deferred gradients."""
+        """Create `waiting`, the table of deferred gradients: the optimizer's strategy takes deferred gradients."""
         if self.waiting is None:
             self.waiting = HalfGradients()
             for _, link in self._params.values():
@@ -238,7 +238,7 @@ class Masters:
                 gradients that are not checked either.
 
         Returns:
-            As `gather`. None, with nothing changed, if these gradients cannot be deferred.
+            As `gather`. None, with nothing changed, if the gradients of `groups` cannot be deferred.
         """
         waiting, params = self.waiting, self.of_groups(groups)
         if waiting is None or not params.low or not waiting.take(params.low, params.linked_masters):

@@ -72,7 +72,7 @@ def holders(storage: Any) -> tuple[int, int]:
 
 @functools.cache
 def lone_holders() -> tuple[int, int]:
-    """Return `holders` of a storage with one tensor and one Python variable: more than this means other references."""
+    """Return `holders` of a storage with one tensor and one Python variable. Higher counts mean further references."""
     alone = torch.empty(1, dtype=torch.float32, device="cpu")
     storage = alone.untyped_storage()
     return holders(storage)

@@ -85,10 +85,10 @@ def _foreach_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def averages_in(models: list[nn.Module], trained: Container[int]) -> dict[nn.Module, str]:
-    """Return module -> name, for the outermost modules in `models` that look like averages or copies of trained ones.
+    """Return {module: name} of the outermost modules in `models` that look like averages or copies of trained modules.
 
-    A module looks like one if two conditions hold: none of its parameters is in `trained` (ids), and its parameters
-    have the names and shapes of a module that has more than half of its model's trained parameters.
+    A module looks like an average or a copy if none of its parameters is in `trained` (ids), and its parameters have
+    the names and shapes of another module, which has more than half of its model's trained parameters.
     """
     found: dict[nn.Module, str] = {}
     for model in models:

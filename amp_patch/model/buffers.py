@@ -26,8 +26,7 @@ EXACT = "_amp_exact"  # attribute of a module: name of a buffer -> its FP32 valu
 def are_all_that(module: nn.Module, low: bool = False) -> bool:
     """Tell whether `module` has FP32 buffers and no parameters at all: a rotary table, a window, a filter.
 
-    If `low`, FP16 and BF16 buffers are allowed as FP32 ones are; otherwise a module with such a buffer gives False.
-
+    If `low`, FP16 and BF16 buffers count as FP32 buffers. Otherwise False for a module with an FP16 or BF16 buffer.
     False for a container that is never called itself, because other modules read its buffers. False for a ScriptModule,
     because its class cannot be replaced.
     """
@@ -67,7 +66,7 @@ def uncast(model: nn.Module, but: Collection[str] = ()) -> None:
 
 
 def exact_values(model: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Return name -> FP32 value, for the buffers of `model` whose value the cast has rounded."""
+    """Return {name: FP32 value before the cast} for the buffers of `model` whose value the cast has rounded."""
     return {
         name: _exact(module, key, buffer) for name, module, key, buffer in _cast_buffers(model, prefix, remembered=True)
     }
@@ -146,7 +145,7 @@ class WrittenBuffers:
         self.looks = 0
 
     def before(self) -> list[tuple[Tensor | None, int]]:
-        """Return each buffer and its version counter, to be given to `after` when the forward has ended."""
+        """Return (buffer, version counter) for each buffer, the argument of `after` when the forward has ended."""
         return [self._state(module(), name) for _, module, name in self.owned]
 
     def after(self, before: list[tuple[Tensor | None, int]]) -> bool:

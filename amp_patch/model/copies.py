@@ -31,7 +31,7 @@ from amp_patch.support.tensor_content import hook_swaps, release_in_swaps, set_d
 
 Exact = tuple[Tensor, torch.dtype, Tensor | None]  # a parameter, its type, and its master if it has one
 
-# Both tables compare by identity, and reference the parameters weakly.
+# Two tables that compare parameters by identity, and reference them weakly.
 _trained = WeakIdKeyDictionary()  # copied parameters that a copied optimizer holds -> True
 _wide = WeakIdKeyDictionary()  # parameter made FP32 -> (all such parameters of its model, types by name)
 
@@ -47,14 +47,18 @@ def _forget(param: Tensor) -> None:
 
 
 def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtype], list[Exact]]:
-    """Return ({name: type}, [(weight, type, master)]) of the weights that become FP32 in a copy of `model`.
+    """Sync the weights of `model` with their masters; return the weights that become FP32 in a deepcopy or pickle.
 
-    First sync these weights with their masters.
+    A weight without a master that was low precision before `initialize` stays low precision.
 
     Args:
-        on_demand: whether no optimizer trains the model. If so, its weights stay low precision in a copy, except the
-            weights for which `state_dict()` has made a master. Weights without a master that were low precision before
-            `initialize` always stay low precision.
+        on_demand: whether no optimizer trains the model, so that only `state_dict()` makes masters. If so, only the
+            weights with such a master become FP32.
+
+    Returns:
+        types: qualified name -> low-precision type; a shared weight is in it under each of its names.
+        exact: one (weight, type, master) for each distinct weight. The master is None if the weight has none, or if
+            user code has changed the weight's type, shape or device (`was_changed`).
     """
     types, exact = {}, {}
     for name, param in model.named_parameters(remove_duplicate=False):

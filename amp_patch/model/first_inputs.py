@@ -1,7 +1,8 @@
-"""Looks at the first forwards of a cast model: inputs that the cast would ruin raise an error or a warning.
+"""Checks of the inputs of a cast model's first forwards: an error or a warning for inputs that the cast would ruin.
 
-A cast rounds each number by less than half a step of the type, which training tolerates. It ruins two kinds of inputs.
-A finite number beyond the type's largest becomes infinite, and a time or an index becomes another one.
+A cast changes a number by at most half the distance to the next number of the type, which training tolerates. It ruins
+two kinds of inputs. A finite number beyond the type's largest becomes infinite. A time or an index becomes a different
+time or index.
 """
 
 from __future__ import annotations
@@ -27,27 +28,31 @@ from amp_patch.support.tree import map_tensors, tensors
 # The position and name of an argument, its name for messages, and a tensor in it.
 _Given = tuple[tuple[int | str, ...], str, Tensor]
 
-_TABLES = "tables of the model"  # what `ModelState.told` has beside the names of arguments
-_MASKED = -1e8  # numbers below are a mask's
-_IMAGE_DIMS = 4  # whole numbers in so many dimensions are pixel values, which rounding does not harm
+_TABLES = "tables of the model"  # in `ModelState.told`, beside names of arguments: tables were warned about
+_MASKED = -1e8  # a number up to this belongs to an additive mask
+_IMAGE_DIMS = 4  # whole numbers in a tensor of 4 or more dimensions are pixel values, which rounding does not harm
 _SAME_WEIGHTS = {"O2": "O1", "O3": "O1", "O5": "O4", "O7": "O6"}  # levels that cast no inputs of the model
 
 
 @whole  # without this, Ctrl-C at an exit of torch's `no_grad` would leave gradients off
 def look(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], own: ModelState) -> None:
-    """Look at the inputs of a call of `model`, one of the first three in training mode or of the first three in eval.
+    """Check the inputs of a call of `model`, one of the first three in training mode or in eval mode.
 
-    Floating inputs that the cast makes infinite are an error, unless they are an additive mask. The argument of a mask
-    is recorded in `own.masks`: in this call and all later ones, `saturated` keeps its numbers finite. Whole numbers
-    that the cast changes are warned about, once for each argument, and once tables that it rounds (`warn_of_tables`).
+    If the cast makes a finite number of a floating input infinite, raise ValueError, unless the input is an additive
+    mask. The argument of a mask is recorded in `own.masks`: in this call and all later calls, `saturated` keeps the
+    mask's numbers finite. If the cast changes whole numbers, warn once for each argument. If the cast has rounded a
+    table of frequencies, warn once for the model (`warn_of_tables`).
 
-    It reads each input once. On a GPU each call syncs once, more often for an input that the type does not hold and for
-    buffers that the cast has rounded.
-    CUDA graph captures, tensors without readable values (meta, fake, inside of `vmap`), subclasses of Tensor, sharded
-    models and compiled forwards are left out.
+    Each input is read once. On a GPU the check syncs once, and again for each input with a number beyond the range in
+    which the type has all whole numbers, and for each buffer that the cast has rounded. Calls during the capture of a
+    CUDA graph, compiled forwards, sharded models, subclasses of Tensor, and tensors without readable values (meta,
+    fake, inside of `vmap`) are not checked.
+
+    Args:
+        method: the name of the method of `model` that is called with `args` and `kwargs`.
 
     Raises:
-        ValueError: a finite number that becomes infinite, and is no mask's.
+        ValueError: a finite number becomes infinite, and its tensor is not a mask.
     """
     own.looks[model.training] = max(own.looks[model.training] - 1, 0)  # replicas of DataParallel share the list
     low = own.policy.cast_model_type
@@ -80,7 +85,7 @@ def _look_at_numbers(where: str, given: list[_Given], low: torch.dtype, own: Mod
 
 
 def _arguments(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Given]:
-    """Yield the tensors of a call."""
+    """Yield a `_Given` for each tensor in the arguments of `model.method`, also for tensors in dicts and lists."""
     parameters = inspect.signature(getattr(model, method)).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     given: list[tuple[tuple[int | str, ...], Any]]
@@ -106,10 +111,10 @@ def _is_readable(x: Tensor) -> bool:
 
 
 def is_mask(x: Tensor, low: torch.dtype) -> bool:
-    """Tell whether `x` is an additive mask that `low` does not hold. Syncs.
+    """Tell whether `x` is an additive mask with finite numbers that become infinite in `low`. Syncs.
 
-    Then all numbers that become infinite are negative. They are below -1e8 (a mask of -1e9 may be added to position
-    biases), or all other finite numbers are 0.
+    `x` is a mask if all such numbers are at most -1e8 (a mask of -1e9 may be added to position biases), or if they are
+    all negative and every other finite number of `x` is 0.
     """
     lost, rest = _lost_and_rest(x, low)
     if not lost.numel():
@@ -119,7 +124,7 @@ def is_mask(x: Tensor, low: torch.dtype) -> bool:
 
 
 def _lost_and_rest(x: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the finite numbers of `x` that become infinite in `low`, and the other finite ones."""
+    """Split the finite numbers of `x` in two 1-D tensors: those that become infinite in `low`, and all others."""
     finite, infinite = x.isfinite(), x.to(low).isinf()
     return x[finite & infinite], x[finite & ~infinite]
 
@@ -138,11 +143,14 @@ def _refuse_infinite(where: str, x: Tensor, low: torch.dtype, policy: Policy) ->
 
 
 def _warn_of_whole_numbers(where: str, x: Tensor, low: torch.dtype, policy: Policy) -> bool:
-    """Warn if `x` has whole numbers alone, and `low` changes a positive one (a negative one is a mask's)."""
+    """Warn if all finite numbers of `x` are whole, and `low` changes a positive one. Return whether this has warned.
+
+    Negative numbers may belong to a mask.
+    """
     if x.dim() >= _IMAGE_DIMS:
         return False
     x = x[x.isfinite()]
-    # All numbers beyond 1 / eps are whole, which tells nothing of them.
+    # Every floating number beyond 1 / eps is whole, so there a whole number need not be a time or an index.
     changed = x[(x.to(low).to(x.dtype) != x) & (x > 0) & (x < 1 / torch.finfo(x.dtype).eps)]
     if not changed.numel() or not torch.equal(x, x.round()):
         return False
@@ -164,7 +172,11 @@ def _level_without_cast(policy: Policy) -> str:
 def saturated(
     args: tuple[Any, ...], kwargs: dict[str, Any], masks: set[int | str], low: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with those in `masks` cast to `low` by `saturate`."""
+    """Return (args, kwargs) of a call, where the floating tensors of masks are cast to `low` by `saturate`.
+
+    Args:
+        masks: the positions and names of the arguments that are masks (`ModelState.masks`).
+    """
 
     def one(x: Tensor) -> Tensor:
         return saturate(x, low) if x.is_floating_point() and x.dtype is not low else x
@@ -176,6 +188,6 @@ def saturated(
 
 
 def saturate(x: Tensor, low: torch.dtype) -> Tensor:
-    """Cast `x`; a finite negative number beyond the range becomes the smallest number of `low` instead of -inf."""
+    """Return `x` cast to `low`; a finite number below the range of `low` becomes its lowest number instead of -inf."""
     cast = x.to(low)
     return cast.masked_fill(cast.isneginf() & ~x.isneginf(), torch.finfo(low).min)

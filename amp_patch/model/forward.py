@@ -1,4 +1,4 @@
-"""Generated classes of models and kept modules: `forward` under the policy, and FP32 values in checkpoints."""
+"""Generated classes of models and modules of `keep_fp32`: forward under the policy, and FP32 values in checkpoints."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class KeptModule(InnerModule):
                 inside = running.policy is not None or _in_backward()
                 came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if inside else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
-            # At O0 nothing is cast, and the script's own torch.autocast must act in kept modules too.
+            # At O0 nothing is cast, and the script's own torch.autocast must act in modules of `keep_fp32` too.
             disables_torch_autocast = policy.patch_torch_functions or policy.cast_model_type is not None
             with regions.region(_NO_CASTS, disables_torch_autocast):
                 output = forward(self, *args, **kwargs)
@@ -288,7 +288,7 @@ def times_cleared(model: nn.Module) -> int:
 
 
 def set_policy(model: nn.Module, policy: Policy) -> None:
-    """Replace the policy of a model of `initialize` by one with the same type of weights, which stay as they are."""
+    """Replace the policy of a cast model by `policy`, whose type of weights is the same; the weights do not change."""
     if isinstance(model, AmpModel) and followed_policy(model) is not None:
         vars(model)["_amp"].policy = policy
 
@@ -303,7 +303,7 @@ def _is_under_fsdp(module: nn.Module) -> bool:
 
 
 def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
-    """Give `module` a generated class with the overrides of `mixin`, and `state`; both replace earlier ones.
+    """Give `module` a generated class with the overrides of `mixin`, and `state`; they replace earlier ones.
 
     Args:
         key: names of methods other than `forward` that run under the policy.
@@ -324,7 +324,7 @@ def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tupl
 
 
 def cast_method(model: nn.Module, name: str) -> None:
-    """Run the method `name` of a training's model under the policy from now on, as `forward`."""
+    """Add the method `name` of a training's model to the methods that run under the policy, as `forward` does."""
     if isinstance(model, AmpModel):
         key = generated_class.key_of(model)
         give(model, AmpModel, vars(model)["_amp"], key if name in key else (*key, name))
@@ -400,7 +400,7 @@ def _in_backward() -> bool:
 
 
 def _cast_in(args: Any, kwargs: Any, low: torch.dtype, masks: set[int | str]) -> tuple[Any, Any, _Edits | None]:
-    """Return forward's arguments cast to `low`, and the object that copies forward's edits of cast dicts back."""
+    """Return (args, kwargs, edits): arguments of forward cast to `low`, and an object for edits of dicts, if needed."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and not masks:
         return (tree.cast_floats(args[0], low),), kwargs, None
     rounded = first_inputs.saturated(args, kwargs, masks, low) if masks else (args, kwargs)

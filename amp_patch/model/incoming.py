@@ -188,7 +188,7 @@ def params_to_widen(models: Iterable[nn.Module], stays: Collection[int], policy:
 
 
 def buffers_to_widen(models: Iterable[nn.Module], kept: Iterable[nn.Module], policy: Policy) -> list[Owned]:
-    """Return the low-precision buffers that `policy` wants in another type; they become FP32 first."""
+    """Return the low-precision buffers that `policy` wants in another type. The caller casts them to FP32 first."""
     stays = set() if policy.changes_nothing else {id(module) for root in kept for module in root.modules()}
     low = [model for model in models if came_low(model)]
     modules = {id(m): m for model in low for m in model.modules()}

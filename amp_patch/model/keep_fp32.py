@@ -34,8 +34,8 @@ def kept_modules(
 
     A module stays FP32 if a rule names it, or if it is a batch norm and the policy keeps batch norms. In a cast model a
     module with buffers and no parameters stays too: low precision would save nothing, and would ruin the angles of a
-    rotary table. A module that shares a weight with one of these, or reads its weight, also stays. The rule "buffers"
-    adds no module (`with_kept_buffers`).
+    rotary table. If a module shares a weight with a module that stays FP32, or reads that module's weight, it also
+    stays. The rule "buffers" adds no module (`with_kept_buffers`).
 
     Args:
         caller: the function that error messages begin with.
@@ -43,7 +43,7 @@ def kept_modules(
 
     Raises:
         ValueError: a name that no model has, or a class without an instance in any model.
-        TypeError: a rule of another kind.
+        TypeError: a rule is of no type in `KeepFP32`.
     """
     kept: dict[int, nn.Module] = {}
     if _has_buffers(rules):
@@ -87,11 +87,13 @@ def _has_buffers(rules: Any) -> bool:
 def modules_matching(
     models: list[nn.Module], rules: KeepFP32 | Iterable[KeepFP32], argument: str, caller: str
 ) -> list[nn.Module]:
-    """Return the modules that the rules of `argument` match, each once. Containers are replaced by the modules inside.
+    """Return the modules that `rules` match, each once. ModuleLists and ModuleDicts are replaced by the modules inside.
+
+    `rules` are the value of the argument named `argument` of `caller`.
 
     Raises:
         ValueError: a name that no model has, or a class without an instance in any model.
-        TypeError: a rule of another kind.
+        TypeError: a rule is of no type in `KeepFP32`.
     """
     found: dict[int, nn.Module] = {}
     for rule in _as_rules(rules, argument, caller):
@@ -110,7 +112,7 @@ def params_matching(models: list[nn.Module], rules: ParamRule | Iterable[ParamRu
 
     Raises:
         ValueError: a name, class, module or parameter that matches no parameter of `models`.
-        TypeError: a rule of another kind.
+        TypeError: a rule is of no type in `ParamRule`.
     """
     found: dict[int, Tensor] = {}
     params = [(name, p) for model in models for name, p in model.named_parameters(remove_duplicate=False)]
@@ -141,7 +143,12 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 def _as_rules(rules: Any, argument: str, caller: str, *more: type) -> list[Any]:
-    """Return the rules as a list; raise TypeError if one has another kind. Instances of `more` are rules too."""
+    """Return `rules`, one rule or several, as a list.
+
+    Raises:
+        TypeError: a rule is not a module name, module, Module class or predicate over (name, module), nor an instance
+            of a class in `more`.
+    """
     one = isinstance(rules, (str, type, *more)) or callable(rules)
     result = [rules] if one else list(rules)
     for rule in result:
@@ -168,7 +175,7 @@ def _matches(rule: ParamRule, name: str, module: nn.Module) -> bool:
 
 
 def _no_match(rule: ParamRule, what: str, names: list[str]) -> str:
-    """Return the end of an error text: `rule` matches no module or parameter; "did you mean" the names near to it."""
+    """Return the end of an error text: `rule` matches no `what`; "did you mean" the `names` that are similar to it."""
     given = f"a {type(rule).__name__}" if isinstance(rule, nn.Module | Tensor) else repr(rule)
     near = difflib.get_close_matches(rule, filter(None, names)) if isinstance(rule, str) else []
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

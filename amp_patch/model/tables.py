@@ -16,14 +16,19 @@ _PHASE = 0.5  # radians; a smaller error is not warned about
 
 
 def warn_of_tables(model: nn.Module, inputs: Iterable[Tensor]) -> bool:
-    """Warn if a cast buffer of `model` is a table whose angles are off by more than 0.5 radians at these inputs.
+    """Warn if the cast has rounded a table of `model` so that angles are off by more than 0.5 radians at `inputs`.
 
-    A table of frequencies is recognized by its values: 1.0 and smaller powers of one number, at least four, the
-    smallest at most 0.01. A table of angles has products of them with positions 0, 1, 2, ... Others are not told apart
-    from tables that may be rounded (decays, schedules, windows). Positions are taken to go up to the length of a
-    sequence (dimension 1 of inputs of two or three dimensions) and to the largest number of a vector (times).
+    A buffer is a table of frequencies if its values are 1.0 and smaller powers of one number, at least four values, the
+    smallest at most 0.01. It is a table of angles if its rows are products of such frequencies with the positions
+    0, 1, 2, ... All other buffers are ignored, because rounding may not harm them (decays, schedules, windows).
+
+    The inputs give the last position: the length of a sequence less 1 (dimension 1 of an input of two or three
+    dimensions), or the largest number of a vector (times), whichever is greater.
 
     Reads the values of buffers that the cast has rounded, which syncs.
+
+    Returns:
+        Whether this has warned.
     """
     rounded = [(path, module) for path, module in model.named_modules() if vars(module).get(EXACT)]
     if not rounded:
@@ -60,7 +65,10 @@ def _last_position(inputs: Iterable[Tensor]) -> int:
 
 
 def _radians_off(exact: Tensor, low: Tensor, last: int) -> float:
-    """Return the largest error of the angles that a table gives at positions up to `last`; 0 if it is no such table."""
+    """Return the largest error of angles of the rounded table `low` at positions up to `last`, in radians.
+
+    `exact` has the table's FP32 values. The result is 0 if it is a table of neither frequencies nor angles.
+    """
     exact, low = exact.squeeze(), low.squeeze()
     if exact.dim() == 1 and _is_geometric(exact):
         positions = torch.arange(max(0, last - 4096), last + 1, dtype=torch.int64, device=exact.device)[:, None]
@@ -77,7 +85,7 @@ def _has_angles(table: Tensor) -> bool:
 
 
 def _is_geometric(values: Tensor) -> bool:
-    """Tell whether `values`, or its two equal halves, are 1.0 and smaller powers of one number."""
+    """Tell whether `values` are 1.0 and smaller powers of one number. If both halves are equal, look at one half."""
     half = len(values) // 2
     if torch.equal(values[:half], values[half:]):
         values = values[:half]

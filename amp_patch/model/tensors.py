@@ -118,10 +118,13 @@ def check_steps(model: nn.Module, policy: Policy) -> None:
 def to_cast(
     models: list[nn.Module], kept: list[nn.Module], policy: Policy
 ) -> tuple[list[nn.Parameter], list[buffers.Owned]]:
-    """Return the tensors that the policy's cast changes: parameters, each once, and FP32 buffers as (module, name).
+    """Return the parameters and the buffers of `models` that the policy's cast changes, without those inside `kept`.
 
-    The parameters are the FP32 ones outside of `kept`, and originally low-precision ones of another low type.
     Sharded parameters are not cast: fully_shard gathers their FP32 shards in the type of its own policy.
+
+    Returns:
+        Parameters, each once: FP32, or low precision before `initialize` in another type than the policy's.
+        FP32 buffers, each as (module, name).
     """
     modules = {id(m): m for model in models for m in model.modules()}
     for root in kept:

@@ -20,7 +20,7 @@ _BUILD = "build it with `pip install --no-build-isolation .`"
 
 
 def _load() -> tuple[ModuleType | None, str]:
-    """Import the extension `amp_patch._C`. Return (extension or None, the reason in one line)."""
+    """Import the extension `amp_patch._C`. Return (extension, its devices and what it lacks), or (None, the reason)."""
     lacks, built_with = _build_notes()
     if built_with and _minor(built_with) != _minor(torch.__version__):
         # No trial import: a build for another torch may import without a missing symbol and read a wrong object layout.
@@ -40,9 +40,10 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 def _build_notes() -> tuple[str, str]:
-    """Read `_build.py`, which setup.py writes: why the extension is incomplete or absent, and its torch version.
+    """Return (reason, torch version) from `_build.py`, which setup.py writes; each is "" if unknown.
 
-    Each is "" if unknown. A clone without a build has no such file, and older builds wrote no `TORCH`.
+    The reason says why the extension is incomplete or absent. The version is that of the torch that the extension was
+    built for. A clone without a build has no `_build.py`, and older builds wrote no `TORCH`.
     """
     try:
         build = importlib.import_module("amp_patch._build")
@@ -115,7 +116,7 @@ def run(contract: Contract, in_torch: Callable[..., Any], lists: tuple[Any, ...]
         return _plainly(in_torch, *lists, *arguments)
     try:
         return getattr(kernels, contract.op)(*lists, *arguments)
-    # Both errors come before the first write. TypeError is pybind11's: an argument is no tensor or no number.
+    # Refused and TypeError come before the first write. pybind11 raises TypeError: an argument is no tensor or number.
     except (kernels.Refused, TypeError):
         device = contract.check(lists, arguments)
         if device.type in kernels.devices and (device.type == "cpu" or not contract.has_codes(lists)):

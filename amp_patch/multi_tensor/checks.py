@@ -34,13 +34,13 @@ class TensorList:
         name: the argument's name.
         dtypes: the types that a tensor of the list may have.
         written: the list is written in place; otherwise it is only read.
-        optional: the list may be empty while others are not.
+        optional: the list may be empty while other lists of the call are not.
         is_counts: each tensor has one element, and may be on the CPU while the other lists are on another device.
         weights: the name of the list with the weights of this list's masters. If a tensor of this list is int16, the
-            low half of a split master, its weight there must be bfloat16. A bfloat16 tensor of this list is a weight
-            without master, which is rounded stochastically.
-        scales_of: the name of the list whose codes have their scales in this list. If a tensor there is not codes, the
-            tensor here has no elements.
+            low half of a split master, its weight in that list must be bfloat16. A bfloat16 tensor of this list is a
+            weight without master, which is rounded stochastically.
+        scales_of: the name of the list whose codes have their scales in this list. If a tensor of that list is not
+            codes, the tensor of this list at its index has no elements.
     """
 
     name: str

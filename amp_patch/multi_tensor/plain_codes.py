@@ -67,7 +67,7 @@ def is_coded(tensor: Tensor) -> bool:
 
 
 def _top(dtype: torch.dtype) -> float:
-    """Return the number to which the largest element of a block is scaled before the others are rounded."""
+    """Return the number to which a block's largest element is scaled before all elements are rounded to codes."""
     return 1.0 if dtype in SIGNED else 2.0**15
 
 

@@ -109,10 +109,10 @@ def stochastic_round(
 def _published(
     params: Tensors, low: Tensors, masters: list[Tensor], seed: int, draws: Sequence[int], starts: Sequence[int]
 ) -> list[tuple[Tensors, Tensors]]:
-    """Return the stores of stepped masters, as (targets, values).
+    """Return two pairs (targets, values): where the caller must store stepped masters, and what.
 
-    `params` receive the masters themselves, their low halves, or their values rounded stochastically to bfloat16. `low`
-    receives the weights.
+    The first pair has `params` as targets. A value is the master itself, its low half for an int16 parameter, or the
+    master rounded stochastically for a bfloat16 parameter. The second pair has `low` as targets, and the weights.
     """
     values, weights = list(masters), list(masters)
     for i, param in enumerate(params):

@@ -44,11 +44,11 @@ class FusedAdam(FusedOptimizer):
         capturable: store the learning rate and the step count as tensors on the device, so that a CUDA graph can
             capture a step. torch.amp.GradScaler then leaves the skip and the unscaling, in place, to the step.
         master_weights: store FP32 copies of float16 and bfloat16 parameters in the state, as `master_param`, and step
-            these. (`amp.initialize(opt_level="O2")` has masters for any optimizer.)
+            the copies. (`amp.initialize(opt_level="O2")` has masters for any optimizer.)
 
     State: `exp_avg`, `exp_avg_sq` (FP32). The count of steps is `group["step"]`, as in Apex.
 
-    Differences from torch.optim.AdamW: that count, and the rounding of the weight decay (`plain_steps.decay`).
+    Differences from torch.optim.AdamW: the count of steps, and the rounding of the weight decay (`plain_steps.decay`).
     Differences from Apex: `1 - beta` is computed from the exact beta, not from beta rounded to FP32, and
     `master_weights` does not require `capturable`.
     """

@@ -94,7 +94,7 @@ def descend(params: list[Tensor], updates: list[Tensor], lr: Number) -> None:
 
 
 def bias_corrections(betas: tuple[float, float], step: int, on: bool) -> tuple[float, float]:
-    """Return the divisors of the running averages after `step` steps: `1 - beta ** step`; if not `on`, 1 for both."""
+    """Return the divisors of (m, v) after `step` steps: `1 - beta ** step` for each of `betas`; (1, 1) if not `on`."""
     return (1 - betas[0] ** step, 1 - betas[1] ** step) if on else (1.0, 1.0)
 
 

@@ -88,7 +88,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
-        """The FP32 copies by group: None for FP32 parameters, and for all before the first step."""
+        """For each group {"params": FP32 copies}; None for an FP32 parameter, and for all parameters before a step."""
         of = [[self.state.get(p, {}).get("master_param") for p in group["params"]] for group in self.param_groups]
         return [{"params": masters} for masters in of]
 

@@ -84,7 +84,10 @@ def state_of(coder: Coder, param: Tensor, state: dict[str, Any]) -> CodedState:
 
 
 def are_alike(tensor: Any, param: Any) -> bool:
-    """Return whether both are DTensors with the same placements, none partial, so that local shards match by index."""
+    """Tell whether the local shards of `tensor` and `param` match by index.
+
+    Both are then DTensors of one shape, mesh and placements, none of which is partial.
+    """
     return (
         is_dtensor(tensor)
         and is_dtensor(param)

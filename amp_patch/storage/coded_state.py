@@ -61,7 +61,7 @@ def codes_of(kind: str, name: str, beside: Iterable[str]) -> torch.dtype | None:
 
 
 def is_large(value: Any, param: Tensor) -> bool:
-    """Return whether a state entry of `param` is a tensor that can be stored as codes, and is large enough for it."""
+    """Return whether `value`, a state entry of `param`, can be stored as codes and has `LEAST` elements or more."""
     return (
         type(value) is Tensor
         and value.dtype is torch.float32
@@ -136,7 +136,7 @@ class CodedState(dict[str, Any]):
     """The state dict of one parameter, whose large tensors are stored as `Coded`: a read decodes them to FP32.
 
     Attributes:
-        coder: the codes of the optimizer.
+        coder: the encoder and decoder of the optimizer's state.
         stays_fp32: whether no tensor of this state becomes codes.
     """
 
@@ -201,7 +201,7 @@ class CodedState(dict[str, Any]):
         return super().__getitem__(name)
 
     def in_fp32(self) -> dict[str, Any]:
-        """Return a plain dict where each `Coded` is decoded into newly allocated memory."""
+        """Return the state as a plain dict, where each `Coded` is decoded into newly allocated memory."""
         kept = ((name, self.kept(name)) for name in self)
         return {name: value.decoded() if type(value) is Coded else value for name, value in kept}
 
@@ -238,9 +238,10 @@ class Coder:
         in_fp32: names of further state tensors that stay FP32, next to `IN_FP32`.
 
     Attributes:
-        is_up_to_date: False if a large tensor was put into a state since the last `close`.
-        has_stepped: whether any step so far had a gradient.
-        stepper: the id of the thread that runs a step on stand-ins; else None.
+        is_up_to_date: whether `close` has run, and no tensor of `LEAST` elements or more was put into a state since.
+        has_stepped: whether a step with at least one gradient was begun.
+        stepper: the id of the thread that steps plain tensors instead of DTensors (stand_ins.py); None outside of such
+            a step.
     """
 
     def __init__(
@@ -255,11 +256,11 @@ class Coder:
         self._opened: list[Coded] = []
         self._lock = RLock()
         self._room = Recycled()  # the FP32 memory of the states that one step decodes
-        self._most = 0  # its number of elements
+        self._most = 0  # the number of elements in `_room`
 
     @property
     def is_stepping(self) -> bool:
-        """Tell whether this thread steps stand-ins. If so, ShardState returns plain tensors, not DTensors."""
+        """Tell whether this thread steps plain tensors instead of DTensors. If so, ShardState returns plain tensors."""
         return self.stepper == get_ident()
 
     @whole

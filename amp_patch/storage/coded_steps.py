@@ -63,7 +63,7 @@ def check(optimizer: Any, policy: Policy) -> None:
 
 
 def reason_against(optimizer: Any) -> str | None:
-    """Return why the optimizer's step needs all state in FP32 at once, which saves no memory; None if it does not."""
+    """Return why the optimizer's step needs all state in FP32 at once, so that codes save no memory; else None."""
     if one_pass.suits_class(base_class(optimizer)):
         for group in optimizer.param_groups:
             for setting in ("capturable", "differentiable"):
@@ -239,13 +239,13 @@ def is_for(stash: Stash) -> bool:
 
 
 def enter(optimizer: Any, stash: Stash) -> None:
-    """If the policy asks for it, store the state of `optimizer` as codes from the next backward or step on."""
+    """If the policy asks for state in eight bits, attach a `Coder` to `optimizer` (`keep_state`)."""
     if stash.policy.optimizer_state is not None and stash.neighbours.coder is None:
         keep_state(optimizer, stash, Coder)
 
 
 def keep_state(optimizer: Any, stash: Stash, kind_of_coder: type[Coder]) -> None:
-    """Attach a coder of this class to `optimizer`; it encodes the state before each backward and each step."""
+    """Attach a `kind_of_coder` to `optimizer`; it encodes the state before each backward and each step."""
     known = weakref.ref(stash)  # a reference would make a cycle
 
     def state_of(coder: Coder, param: Tensor, state: dict[str, Any]) -> CodedState:
@@ -261,10 +261,10 @@ def keep_state(optimizer: Any, stash: Stash, kind_of_coder: type[Coder]) -> None
 
 
 def leave_in_fp32(targets: Sequence[Any], params: list[Tensor]) -> None:
-    """Have the optimizers `targets` leave the state of the models' parameters `params` in FP32.
+    """List in each optimizer's stash the parameters of `params`, whose state stays FP32 (`Stash.fp32_state`).
 
-    Each stash lists the parameters that its optimizer holds, and the parameters that no optimizer holds yet: a later
-    `add_param_group` may add these to any of the optimizers.
+    A stash lists the parameters that its optimizer holds, and the parameters that no optimizer holds yet: a later
+    `add_param_group` may add them to any of the optimizers.
     """
     stashes = list(map(known_stash, targets))
     held = [{id(p) for p, _ in s.masters.pairs(o.param_groups)} for o, s in zip(targets, stashes, strict=True)]
@@ -285,7 +285,7 @@ def _close(optimizer: Any, stash: Stash) -> None:
 
 
 def overrides(base: Any) -> dict[str, Any]:
-    """Return `state_dict` and `load_state_dict` for a generated class over `base`, and its strategy: state is codes."""
+    """Return {name: value} of what a generated class over `base` gets if state is codes: methods and the strategy."""
     loading, saving = _loading(base), _state_dict_in_fp32(base)
     return {"state_dict": saving, "load_state_dict": loading, "strategy": IN_CODES}
 

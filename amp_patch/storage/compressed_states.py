@@ -1,7 +1,7 @@
 """Checkpoints of optimizers with 8-bit codes: a state dict with codes and scales instead of FP32 tensors, and back.
 
-`optimizer.state_dict()` has FP32 tensors, which every training can load. Tensors that were stored as codes have only
-numbers that codes represent. To encode them again loses no bit, which `compressed` checks for each tensor.
+`optimizer.state_dict()` has FP32 tensors, which every training can load. If a tensor was stored as codes, its numbers
+are numbers of the codes, and encoding it again loses no bit. `compressed` checks this for each tensor.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def compressed(state_dict: dict[str, Any]) -> dict[str, Any]:
         optimizer.load_state_dict(torch.load(path))
 
     Under `optimizer_state="8bit"` the state is then about a quarter of the size. An FP32 tensor is replaced by a dict
-    of codes and scales only if these decode to the same bits. So no number changes, and any other tensor is left as it
-    is: the state of a training with FP32 state, `fp32_state`, and the DTensors of `fully_shard`. Syncs with the device.
+    of codes and scales only if the dict decodes to the same bits. So no number changes. All other tensors are left as
+    they are: the state of a training with FP32 state, `fp32_state`, and the DTensors of `fully_shard`. Syncs with the
+    device.
 
     Every torch.optim.Optimizer that went through `initialize`, with any state, loads the result by its
     `load_state_dict`. For other readers, `decompressed` gives the FP32 tensors.
@@ -45,7 +46,7 @@ def compressed(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def decompressed(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a result of `compressed` with FP32 tensors again, to the bit; any other state dict as it is.
+    """Undo `compressed`: return its result with the FP32 tensors again, to the bit. Return other state dicts unchanged.
 
     Args:
         state_dict: what `compressed` or `optimizer.state_dict()` returns. It is not changed.
@@ -58,9 +59,9 @@ def decompressed(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def enter(optimizer: Any, stash: Stash) -> None:
-    """Have `optimizer.load_state_dict` take a result of `compressed`."""
+    """Add a hook to `optimizer`, by which its `load_state_dict` accepts a result of `compressed`."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        # First, so that hooks of user code get FP32 tensors
+        # prepend=True: it runs first, so that user code's hooks receive FP32 tensors.
         stash.neighbours.handles.append(optimizer.register_load_state_dict_pre_hook(_before_load, prepend=True))
 
 
@@ -83,7 +84,7 @@ def _with_values(state_dict: Any, made: Callable[[Any], Any], caller: str) -> di
 
 
 def _changed(states: dict[Any, Any], made: Callable[[Any], Any]) -> dict[Any, Any]:
-    """Return {key: state with each entry replaced by `made(entry)`} for the states in which `made` changes an entry."""
+    """Return {key: a copy of the state, its entries replaced by `made(entry)`} for each state that `made` changes."""
     found: dict[Any, Any] = {}
     for key, state in states.items():
         if isinstance(state, dict):
@@ -94,7 +95,7 @@ def _changed(states: dict[Any, Any], made: Callable[[Any], Any]) -> dict[Any, An
 
 
 def _in_codes(value: Any) -> Any:
-    """Return the value as codes and scales, if they decode to the same bits; else the value itself."""
+    """Return a dict of codes and scales, if `value` is a large FP32 tensor to whose bits it decodes; else `value`."""
     for name, dtype in FORMATS.items() if is_large(value, value) else ():
         coded = Coded(value, dtype)
         multi_tensor.multi_tensor_encode([value], [coded.codes], [coded.scales])
@@ -104,7 +105,7 @@ def _in_codes(value: Any) -> Any:
 
 
 def _in_fp32(value: Any) -> Any:
-    """Return the FP32 tensor of codes and scales; any other value itself."""
+    """Return the FP32 tensor if `value` is a dict of codes and scales; else `value`."""
     if not isinstance(value, dict) or set(value) != _KEYS:
         return value
     if value["format"] not in FORMATS:

@@ -164,7 +164,7 @@ def enter(optimizer: Any, stash: Stash) -> None:
 
 
 def overrides(base: Any) -> dict[str, Any]:
-    """Return `load_state_dict` and strategy of the generated class over `base` for optimizers of rounded shards."""
+    """Return {name: value} of what a generated class over `base` gets for rounded shards: a method and the strategy."""
 
     @wraps(base.load_state_dict)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def by_device(rows: Iterable[tuple[Tensor, ...]]) -> dict[torch.device, list[list[Tensor]]]:
-    """Group rows by the device of their first tensor. Rows (param, grad) give {device: [params, grads]}."""
+    """Return {device: columns} of the rows whose first tensor is there: rows (param, grad) give [params, grads]."""
     groups: dict[torch.device, list[tuple[Tensor, ...]]] = {}
     for row in rows:
         groups.setdefault(row[0].device, []).append(row)

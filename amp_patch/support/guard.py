@@ -62,7 +62,7 @@ class Guard:
         self.end()
 
     def end(self) -> None:
-        """Have the guard end the watched processes, unless `release` was called; does not wait (see `join`)."""
+        """Close the pipe to the guard, which then ends the watched processes, unless `release` was called; no wait."""
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()

@@ -56,7 +56,7 @@ def replace_in_modules(patches: Patches, replaced: Replaced) -> None:
 
 
 def replace_in_attributes(modules: Iterable[nn.Module], replaced: Replaced) -> Patches:
-    """Replace the functions in attributes of these modules, and in dicts and lists among the attributes.
+    """Replace functions in the attributes of `modules`, and in dicts and lists among the attributes.
 
     `remove` of the result restores the functions.
     """
@@ -142,7 +142,7 @@ class _Holder:
 
     def _function(self, function: Any) -> None:
         if not (function.__defaults__ or function.__closure__ or function.__kwdefaults__):
-            return  # quickly, because a process has about ten thousand functions, and most have none of these
+            return  # quickly, because a process has about ten thousand functions, most without defaults and closure
         if id(function) in self._seen or _is_passed_over(function.__globals__):
             return
         self._seen[id(function)] = function

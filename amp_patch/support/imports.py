@@ -34,7 +34,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     """A finder that makes loaders of registered modules run the callbacks after `exec_module`."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return the other finders' spec of a registered module, its loader wrapped; None for other modules."""
+        """Return the spec that any other finder has for a registered module, with the loader wrapped; else None."""
         if name not in _waiting:
             return None
         others = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)

@@ -2,12 +2,12 @@
 
 Python may run a signal handler at the entry of any Python function, and the default handler of SIGINT raises
 KeyboardInterrupt there. In a step that would leave half of the parameters stepped. At the entry of an `__exit__` it
-would leave a region of casts in force. `WholeFirst` is a handler in front of the one that user code has set. It runs
-that handler only if no function marked by `whole` is running. A second Ctrl-C runs it at once, because the function may
-hang.
+would leave a region of casts in force. `WholeFirst` is a handler in front of the handler that user code has set. It
+calls the user's handler only if no function marked by `whole` is running. A second Ctrl-C calls the user's handler at
+once, because the marked function may hang.
 
-A call of a marked function costs nothing. The promise holds for SIGINT alone: for exceptions that other signals, or
-other threads, raise in the main thread, only `try` and `finally` count.
+A mark adds no time to a call. Only SIGINT is held back. If another signal or another thread raises an exception in the
+main thread, a marked function is left at that line, and only its `try` and `finally` blocks clean up.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from amp_patch.support.patches import Installation
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DELAY = 0.01  # seconds until a signal is sent again
-_is_whole: dict[CodeType, bool] = {}  # False for functions that run user code inside of whole ones
+_is_whole: dict[CodeType, bool] = {}  # True: marked by `whole`; False: by `interruptible`
 _installation = Installation()
 
 
 def whole(function: Function) -> Function:
-    """Decorate a function that SIGINT does not interrupt. Functions that it calls are not interrupted either."""
+    """Mark a function that SIGINT must not interrupt, nor the functions that it calls, except `interruptible` ones."""
     _is_whole[function.__code__] = True
     return function
 
 
 def interruptible(function: Function) -> Function:
-    """Decorate a function that runs user code: SIGINT interrupts it, also inside of a `whole` function."""
+    """Mark a function that runs user code: SIGINT interrupts it even if a `whole` function has called it."""
     _is_whole[function.__code__] = False
     return function
 
 
 class WholeFirst:
-    """A handler of SIGINT that calls `before`, another handler, once no `whole` function is running.
+    """A handler of SIGINT that calls the handler `before` it as soon as no `whole` function is running.
 
     Attributes:
+        before: the handler that was set when this one was made.
         is_waiting: whether a signal came within a whole function, and `before` was not called since.
-        is_again: whether the next signal is one that was sent again.
+        is_again: whether the next signal is the one that `_send_again` sends, and not a new Ctrl-C.
     """
 
     def __init__(self, before: Callable[..., Any]) -> None:
@@ -71,7 +72,7 @@ class WholeFirst:
         interrupt_main()
 
     def remove(self) -> None:
-        """Set `before` again, unless other code has set a handler since, or this thread cannot set one."""
+        """Set `before` as the handler again, unless user code has set another one. Only the main thread can set it."""
         if sigint_handler() is self and threading.current_thread() is threading.main_thread():
             signal(SIGINT, self.before)
 
@@ -86,11 +87,11 @@ sigint_handler: Callable[[], Any] = functools.partial(getsignal, SIGINT)
 
 
 def hold_sigint() -> None:
-    """Set a `WholeFirst` in front of the handler of SIGINT, until `amp.restore()`.
+    """Set a `WholeFirst` in front of the present handler of SIGINT; `amp.restore()` removes it.
 
-    If the signal is ignored or ends the process, and outside of the main thread, where Python sets no handlers, this
-    does nothing. Every region calls this if `sigint_handler()` is no `WholeFirst`, because a notebook sets its own
-    handler in each cell.
+    Does nothing if SIGINT has no handler in Python (it is ignored, or ends the process), or outside of the main thread,
+    where Python cannot set one. Every region calls this if `sigint_handler()` is no `WholeFirst`, because a notebook
+    sets its own handler in each cell.
     """
     before = sigint_handler()
     if callable(before) and threading.current_thread() is threading.main_thread():

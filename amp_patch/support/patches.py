@@ -1,4 +1,8 @@
-"""Patches: replacements of attributes, in torch mostly, that can be undone exactly."""
+"""Patches: replacements of attributes, in torch mostly, that can be undone exactly.
+
+`amp.restore` (frontend.py) undoes a training. It removes the installations of this file, and `restore` of
+model/forward.py makes the models FP32 again, with the values of their masters.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,6 @@ from collections.abc import Callable, MutableMapping
 from types import CellType
 from typing import Any
 
-# `amp.restore` (frontend.py) undoes a training: it removes the installations of this file, and `restore` of
-# model/forward.py makes the models FP32 again, with the values of their masters.
 _MISSING = object()
 
 

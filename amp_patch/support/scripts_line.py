@@ -35,7 +35,7 @@ def _package(frame: FrameType) -> str:
 
 
 def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frames and lines of the traceback of the first error in the chain of `error`, innermost last."""
+    """Yield (frame, line number) from the traceback of the first error in the chain of `error`, innermost last."""
     while error.__cause__ is not None:
         error = error.__cause__
     found = error.__traceback__

@@ -71,7 +71,10 @@ def _node(param: Tensor) -> Any:
 
 
 def _hooks(param: Tensor) -> list[tuple[str, Any]]:
-    """Return the dictionaries of hooks on the accumulation node of `param`, each with the method that fills it."""
+    """Return (method, hooks) for each kind of hooks on the accumulation node of `param`, without empty kinds.
+
+    `method` is the name of the node's method that registers such a hook, `hooks` the dictionary that it fills.
+    """
     node = _node(param)
     found = []
     for register in _KINDS:

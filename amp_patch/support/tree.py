@@ -95,10 +95,10 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
 
 
 def edited_places(given: Any, passed: Any) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Yield (dict of `given`, dict of its cast copy `passed`), so that the caller can copy a callee's edits back.
+    """Yield pairs of dicts (of `given`, of its cast copy `passed`), so that the caller can copy a callee's edits back.
 
-    If `given` is a dict, the pair is `given` and `passed` themselves; dicts inside it are not searched. If it is an
-    object, the pairs are its attributes and those of the objects in them.
+    If `given` is a dict, the one pair is `given` and `passed` themselves; dicts inside of `given` are not searched. If
+    `given` is another object, the pairs are the `__dict__` of both, and the pairs of their attributes.
     """
     if isinstance(given, dict):
         yield given, passed

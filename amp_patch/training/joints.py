@@ -36,7 +36,7 @@ ways: list[Any] = []  # strategies (step.py); an optimizer gets the first that s
 # Each function receives (models, policy, modules that stay FP32, ids of the parameters whose dtype will change,
 # process_group). If a feature cannot work with these models, the function raises before `initialize` changes anything.
 check_models: list[Callable[[list[nn.Module], Policy, list[nn.Module], set[int], Any], None]] = []
-enter_models: list[Callable[[Any, list[nn.Module], list[Any]], None]] = []  # (training, models, targets), last call
+enter_models: list[Callable[[Any, list[nn.Module], list[Any]], None]] = []  # (training, models, targets), at the end
 retyped: list[Callable[[Collection[int]], None]] = []  # ids of the parameters whose dtype has changed
 unpickled: list[Callable[[], None]] = []  # masters were unpickled or copied, maybe into another process
 regrouped: list[Callable[[Any], None]] = []  # masters were put into an optimizer's groups, or taken out

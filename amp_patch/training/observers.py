@@ -68,7 +68,7 @@ _hooks: list[Any] = []  # the handles of torch's global step hooks, while there 
 
 
 def add(observer: Observer) -> None:
-    """Notify `observer` of events from now on."""
+    """Register `observer`, whose methods are then called at each event."""
     with _lock:
         if not _observers:
             # torch calls these global hooks around an optimizer's own.

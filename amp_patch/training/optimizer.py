@@ -200,7 +200,7 @@ def _lead_scheduler(optimizer: Any) -> None:
     """Redirect the `step` that a scheduler has stored in the instance to the optimizer's present class.
 
     The scheduler's wrapper has captured the `step` of the earlier class. Without this, `optimizer.step()` would run
-    that one.
+    the `step` of the earlier class.
     """
     captured = vars(optimizer).get("step")
     if getattr(captured, "_wrapped_by_lr_sched", False) and "func" in captured.__code__.co_freevars:

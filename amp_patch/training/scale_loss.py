@@ -98,7 +98,7 @@ def scale_loss(
 
 
 def _checked_scaler(loss: Any, stashes: list[Stash], loss_id: int) -> LossScaler:
-    """Return the scaler of `loss`, on its device; raise if `scale_loss` cannot take these arguments."""
+    """Return the scaler of `loss`, moved to the loss's device; raise if `scale_loss` cannot take its arguments."""
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")

@@ -37,7 +37,7 @@ class ScaledBackward:
     Args:
         loss: the loss, floating, any shape.
         optimizers: the innermost optimizers of the loss, each once.
-        stashes: their stashes, in the same order.
+        stashes: the stash of each of `optimizers`, in the same order.
         scaler: the scaler of the loss, on the loss's device.
         delay_unscale, delay_overflow_check: as in `scale_loss`.
 
@@ -66,7 +66,7 @@ class ScaledBackward:
         self.delay_unscale, self.delay_overflow_check = delay_unscale, delay_overflow_check
         self.models: dict[int, tuple[nn.Module, int]] = {}
         self.begun = self.done = self.failed = False
-        # The parameters, and the indices of those that had a gradient when the body began.
+        # The parameters, and the indices of the parameters that had a gradient when the body began.
         self._had_grad: tuple[list[Tensor], Sequence[int]] | None = None
         self._announced = False  # whether observers were notified of `body_begins`, and not of `body_ends` yet
         self._casts: regions.region | None = None
@@ -228,7 +228,7 @@ class ScaledBackward:
     def claim_other_gradients(self) -> None:
         """Set aside gradients of parameters that the body's optimizers do not hold: backward must not add to them.
 
-        Here there are no such parameters; a subclass (around/shared_backward.py) overrides this.
+        Does nothing in this class, whose optimizer holds all parameters. around/shared_backward.py overrides this.
         """
 
     def release_other_gradients(self) -> None:
@@ -273,7 +273,7 @@ class ScaledBackward:
         """Drop the scaled gradients of the body after an exception; scale and recorded overflows do not change.
 
         Gradients that an earlier exit unscaled are restored bit for bit. Gradients that an earlier exit left scaled
-        stay, including what this backward added to them before it failed. All others are dropped.
+        stay, including what this backward added to them before it failed. All other gradients are dropped.
         """
         self.failed = True
         if self.models:
@@ -287,7 +287,7 @@ class ScaledBackward:
             del stash.backward.aside[id(aside.param)]
 
     def close(self) -> None:
-        """End the body. If neither `delay` nor `finish` has handled its gradients, abandon it."""
+        """End the body. If its gradients were not handled by `delay` or `finish`, call `abandon`."""
         try:
             self._close()
         finally:
@@ -332,13 +332,13 @@ class ScaledBackward:
             self.forget_taken(gone)
 
     def forget_taken(self, params: set[int]) -> None:
-        """Drop the set-aside gradients of the parameters with these ids, so that the exit does not restore them."""
+        """Drop the set-aside gradients of `params`, a set of ids, so that the exit does not restore them."""
         for stash in self.stashes:
             taken = stash.backward.aside
             stash.backward.aside = {key: aside for key, aside in taken.items() if key not in params}
 
     def _taken(self) -> list[tuple[Stash, gradients.Aside]]:
-        """Return (stash, gradient) for the gradients that `begin` set aside and that were not restored."""
+        """Return (stash, `Aside`) for each gradient that `begin` set aside and that was not restored yet."""
         if not any(stash.backward.aside for stash in self.stashes):
             return []
         return [
@@ -349,7 +349,10 @@ class ScaledBackward:
         ]
 
     def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
-        """Return per optimizer (stash, parameters, its parameters that no optimizer earlier in the list holds)."""
+        """Return one (stash, params, new) for each optimizer of the body, in order.
+
+        params: the optimizer's parameters and masters. new: the part of `params` that no optimizer before it holds.
+        """
         known = self.stashes[0].masters.of_groups(self.optimizers[0].param_groups)
         return [(self.stashes[0], known, known)]
 

@@ -25,7 +25,7 @@ def refuse_unscaled(of_loss: Sequence[Tensor], scale: Tensor, params: list[Tenso
     """Raise if backward in a body ran through the loss itself, so that the gradients are not scaled. May sync.
 
     Args:
-        of_loss: the gradients of the loss in the body's backward passes. None of these used the scaled loss.
+        of_loss: the gradients of the loss in the body's backward passes, none of which used the scaled loss.
         scale: the scale. The exit would divide the gradients by it.
         params: the parameters of the body's optimizers.
     """

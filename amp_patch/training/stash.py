@@ -163,10 +163,10 @@ class Neighbours(OfThisProcess):
 
     Attributes:
         owner: the optimizer itself.
-        siblings: all optimizers of its training, including itself.
-        sharing: the other optimizers of the training that hold parameters of this one.
+        siblings: all optimizers of the training, `owner` included.
+        sharing: all optimizers of the training but `owner` that hold parameters of `owner`.
         models: the models of the training that have parameters of this optimizer.
-        sharded: the FSDP modules of its parameters.
+        sharded: the FSDP modules of this optimizer's parameters.
         unowned: the models' trainable parameters that no optimizer holds.
         wrappers: the wrappers around the optimizer whose class was replaced (`AmpWrapper`).
         handles: the handles of the hooks that are registered with the optimizer and its wrappers.
@@ -174,8 +174,8 @@ class Neighbours(OfThisProcess):
         names: id(param) -> its qualified name, for messages.
         stepped: id(master) -> the number of state entries after the last step that the host knows was taken.
         has_stepped: whether the optimizer has taken a step outside of any capture.
-        coder: the object that stores the optimizer's state in eight bits (coded_state.py); None: it is FP32.
-        strategy: the strategy of this optimizer's steps; None: its class's strategy.
+        coder: the object that stores the optimizer's state in eight bits (coded_state.py); None if state is FP32.
+        strategy: the strategy of this optimizer's steps; None: the strategy of the optimizer's class.
         before_backward, before_step: called with optimizer and stash before each `scale_loss` and each step.
     """
 
@@ -357,7 +357,7 @@ class Stash:
 
 
 def distinct_pairs(optimizers: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor]]:
-    """Return (param, master) for the parameters of all `optimizers`, each parameter once."""
+    """Return one (param, master) for each parameter of `optimizers`, also if several hold it."""
     if len(optimizers) == 1:
         return known_stash(optimizers[0]).masters.of_groups(optimizers[0].param_groups).distinct
     return list(
@@ -382,12 +382,12 @@ def note_sharing(optimizers: Sequence[Any]) -> None:
 
 
 def siblings(stash: Stash) -> list[tuple[Any, Stash]]:
-    """Return (optimizer, stash) for all optimizers that are still in the training, also for the one of `stash`."""
+    """Return (optimizer, stash) for each optimizer that is still in the training; the optimizer of `stash` included."""
     return _still_in_training(stash.neighbours.siblings)
 
 
 def sharing(stash: Stash) -> list[tuple[Any, Stash]]:
-    """Return (optimizer, stash) for other optimizers still in the training that share parameters with `stash`'s."""
+    """Return (optimizer, stash) for each other optimizer of the training that shares a parameter with `stash`'s."""
     return _still_in_training(stash.neighbours.sharing) if stash.neighbours.sharing else []
 
 
@@ -397,7 +397,7 @@ def _still_in_training(refs: list[weakref.ref[Any]]) -> list[tuple[Any, Stash]]:
 
 
 def overflowed(scalers: list[LossScaler], flags: list[float]) -> list[LossScaler]:
-    """Return the scalers whose flag is not 0; call `stepped` of all others, since their losses allowed the step."""
+    """Return the scalers whose flag is not 0. Call `stepped` of all other scalers: their losses allow the step."""
     for scaler, flag in zip(scalers, flags, strict=True):
         if not flag:
             scaler.stepped()

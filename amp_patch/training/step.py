@@ -366,7 +366,7 @@ def prepare(optimizer: Any, stash: Stash, args: Any, kwargs: Any) -> None:
 
 
 def consume(stash: Stash) -> None:
-    """Clear the gradients that a step, taken or skipped, was for.
+    """Clear the gradients of a step that was taken or skipped.
 
     If another optimizer of the training holds a master too, and has yet to step with its gradient, that gradient stays.
     """

@@ -57,7 +57,8 @@ class Dialect:
         stash: the class of `optimizer._amp_stash`.
         optimizer: the methods that `initialize` adds to an optimizer's class.
         models_may_be_low_precision: whether models with float16 or bfloat16 parameters are accepted unchanged.
-        takes_any_type: whether such models are accepted and treated as FP32 models (`incoming.py`).
+        takes_any_type: whether models with low-precision parameters are accepted and treated as FP32 models
+            (`incoming.py`).
     """
 
     scaler: type[LossScaler] = LossScaler
@@ -129,7 +130,7 @@ clipping.before_clipping.append(_before_clipping)
 
 
 def leave_all(trainings: list[Training]) -> None:
-    """Call `leave` for the models and optimizers of these trainings that still exist, the last training first."""
+    """Call `leave` for each of `trainings`, the last one first, with its models and optimizers that still exist."""
     attempt = Attempts()
     for training in reversed(trainings):
         models = [model for ref in training.models if (model := ref()) is not None]
@@ -147,7 +148,7 @@ def check_arguments(
     dialect: Dialect,
     process_group: Any,
 ) -> list[nn.Module]:
-    """Raise if `initialize` cannot take these models and optimizers; return the modules that stay FP32."""
+    """Raise if `initialize` cannot take `models` and `targets`, its optimizers; return the modules that stay FP32."""
     if not models:
         raise ValueError(
             "initialize: models is empty (None, or a list without a model); wanted a torch.nn.Module or a list of "
@@ -180,7 +181,7 @@ def check_arguments(
 
 
 def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Module], policy: Policy) -> None:
-    """Undo earlier calls of `initialize` for these objects, except casts of models that `policy` would make again."""
+    """Undo earlier calls of `initialize` for `models` and `targets`, except casts that `policy` would make again."""
     again = [model for model in models if model_forward.policy_of(model) is not None]
     recast = [
         model for model in again if model_forward.is_copy(model) or model_tensors.not_cast_to(model, kept, policy)
@@ -298,7 +299,7 @@ def _widen(models: list[nn.Module], kept: list[nn.Module], policy: Policy) -> se
 
 
 def mark_disabled(dialect: Dialect, targets: list[Any]) -> None:
-    """Give these optimizers a disabled stash, so that `scale_loss` accepts them and does nothing."""
+    """Give each optimizer of `targets` a disabled stash, so that `scale_loss` accepts it and does nothing."""
     global _disabled
     _disabled = True
     for target in targets:
@@ -308,7 +309,7 @@ def mark_disabled(dialect: Dialect, targets: list[Any]) -> None:
 
 
 def leave(models: list[nn.Module], targets: list[Any], *, give_back: bool = True) -> None:
-    """Undo `initialize` for these models and innermost optimizers. Objects that are in no training are left alone.
+    """Undo `initialize` for `models` and `targets`. Objects that are in no training are left alone.
 
     Args:
         models: models, each once.

@@ -169,5 +169,5 @@ def unscale_pending(optimizer: Any) -> None:
         unscale([holder, *left], pending.scaler, pending.inverse())
         for other in (holder, *left):
             known_stash(other).route_grads()
-        if pending.updates == pending.scaler.updates:  # else a later exit has updated the scale for these gradients too
+        if pending.updates == pending.scaler.updates:  # else a later exit has updated the scale
             pending.scaler.update()

@@ -35,9 +35,10 @@ _watches = weakref.WeakKeyDictionary[Any, "_Watch"]()
 
 
 def watch(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
-    """From now on, warn at a step if other code than the optimizers `targets` has written cast weights of `models`.
+    """Register hooks that warn at a step if other code than the optimizers `targets` has written weights of `models`.
 
-    The models have just entered `training`, whose optimizers are `targets`. If its policy casts no weights, do nothing.
+    The models have just entered `training`, whose optimizers are `targets`. Only cast weights are watched. If the
+    training's policy casts no weights, do nothing.
     """
     policy = training.policy
     low, found = policy.cast_model_type, []
@@ -151,7 +152,7 @@ class _Watch:
 
 
 def _state_of(weights: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
-    """Return id of weight -> (version counter, data pointer).
+    """Return {id of a weight: (version counter, data pointer)}.
 
     A write into the weight changes the counter, an assignment `weight.data = value` changes the pointer.
     """

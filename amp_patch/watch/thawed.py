@@ -25,9 +25,9 @@ from amp_patch.training.training import Training, all_optimizers
 
 
 def watch(optimizer: Any, stash: Stash) -> None:
-    """Call `make_masters` before each backward and `refuse_thawed` before each step of `optimizer`; idempotent.
+    """Register `make_masters` for each backward and `refuse_thawed` for each step of `optimizer`; idempotent.
 
-    The calls begin when the optimizer's groups first hold a low-precision parameter without a master.
+    Both are registered when the optimizer's groups first hold a low-precision parameter without a master: now or later.
     """
     if stash.policy.master_weights or stash.policy.patch_torch_functions:
         stash.masters.found_bare = partial(_subscribe, stash.neighbours)  # the whole stash would make a cycle
@@ -45,7 +45,10 @@ def _subscribe(around: Neighbours) -> None:
 
 
 def _load_in_fp32(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Keep the loaded state of parameters without masters in FP32, by hooks: torch would cast it to low precision."""
+    """Register hooks on `load_state_dict` that keep the state of parameters without masters FP32; return the handles.
+
+    Without these hooks, torch would cast the state to the low-precision type of the parameters.
+    """
     loaded: list[tuple[Tensor, Any]] = []
 
     def before(optimizer: Any, state_dict: Any) -> None:
@@ -112,10 +115,10 @@ def refuse_thawed(optimizer: Any, stash: Stash) -> None:
 
 
 def watch_unowned(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
-    """Treat frozen parameters of `models` that no optimizer holds as unowned, once user code unfreezes them.
+    """Register a search for parameters that user code unfreezes: frozen ones of `models` that no optimizer holds.
 
-    The exit of `scale_loss` then unscales the gradients of these parameters. A step warns once if it finds such
-    gradients, because nothing trains the parameters.
+    The search runs before each backward. A parameter that it finds becomes unowned: the exit of `scale_loss` unscales
+    the parameter's gradient. A step that finds gradients of such parameters warns once, because nothing trains them.
 
     Args:
         targets: the optimizers of `training`, which has just been entered.

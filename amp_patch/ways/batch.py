@@ -55,7 +55,7 @@ class Batch:
         return self
 
     def made(self, optimizer: Any, name: str) -> list[Tensor]:
-        """Add an uninitialized state tensor `name` for each master, and return these tensors."""
+        """Add an uninitialized state tensor `name` for each master; return the new tensors."""
         made = [torch.empty_like(master, requires_grad=False) for master in self.masters]
         for master, tensor in zip(self.masters, made, strict=True):
             optimizer.state[master][name] = tensor
@@ -67,7 +67,7 @@ class Batch:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keyword arguments that the kernels of all optimizers take: weights, factors, stochastic rounding."""
+        """The keyword arguments that every kernel takes: {name: weights, factors, seed and draws of rounding}."""
         low = None if self.draws else self.weights or None
         chance = {"seed": self.seed, "draws": self.draws, "starts": self.starts}
         return {"low": low, "factors": self.factors, **chance}

@@ -55,16 +55,16 @@ _released: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionar
 
 
 def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy: Policy) -> bool:
-    """Return whether these optimizers are to step in backward; raise if one of them cannot.
+    """Return whether `wanted` asks for steps in backward; raise if an optimizer cannot step there.
 
     Args:
-        wanted: the argument `gradient_release` of `initialize`: a bool, None, or one of them as a string.
-        optimizers: the arguments of `initialize`.
-        targets: the innermost optimizers inside their wrappers.
+        wanted: the argument `gradient_release` of `initialize`: True, False, None, or one of these as a string.
+        optimizers: the optimizers that `initialize` was called with, with their wrappers.
+        targets: the innermost optimizer of each of `optimizers`.
 
     Raises:
-        ValueError: an optimizer, a parameter or the policy does not allow it.
-        TypeError: `wanted` is none of these.
+        ValueError: an optimizer, a parameter or the policy does not allow steps in backward.
+        TypeError: another value of `wanted`.
     """
     if not boolean("gradient_release", wanted):
         return False
@@ -102,7 +102,7 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
 
 
 def enter(targets: Sequence[Any]) -> None:
-    """From now on, step the parameters of these optimizers, which are in a training, in backward."""
+    """Register the hooks that step the parameters of `targets` in backward. `targets` are in a training already."""
     if not targets:
         return
     clipping.install()
@@ -169,7 +169,7 @@ class _Release(Strategy):
         self._groups = {id(master): index for index, group in groups for master in group["params"]}
 
     def end(self, *_: Any) -> None:
-        """Forget, after the optimizer's `step()`, which parameters and settings this iteration has stepped."""
+        """Clear the records of which parameters and settings this iteration has stepped; called after `step()`."""
         self._forget_ready()
         self._reached.clear()
         self._body, self._written = None, Written()
@@ -291,10 +291,11 @@ def _is_nested() -> bool:
 
 @without_grad
 def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], written: Written) -> None:
-    """Step these (index of the group, parameter), which have gradients, as `optimizer.step` does; free the gradients.
+    """Step parameters as `optimizer.step` does, and free their gradients. No sync with the device.
 
-    Writes of a registered class into its groups and attributes are only collected in `written`. No sync. After an
-    exception each parameter is either stepped, weight and master, or unchanged.
+    `ready` has (index of the group, parameter) for each parameter to step. All of them have a gradient. Writes of a
+    registered class into its groups and attributes are only collected in `written`. After an exception each parameter
+    is either stepped, weight and master, or unchanged.
     """
     waiting = stash.masters.waiting
     pairs: list[tuple[Tensor, Tensor]] = []
@@ -332,7 +333,7 @@ def _suiting(step: Step, plain: Plain, kind: Any) -> Strategy:
 
 
 def _let_wait(linked: list[tuple[Tensor, Link]], waiting: HalfGradients | None) -> list[tuple[Tensor, Tensor]]:
-    """Defer the low-precision gradients that can be deferred; return the pairs whose gradients cannot.
+    """Defer the low-precision gradients that can be deferred; return the pairs (param, master) of all others.
 
     `HalfGradients.take` is not used, because it refuses a gradient that is referenced elsewhere. In a hook autograd
     references each gradient too, but does not write it.

@@ -344,7 +344,7 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
 def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
     """Return the batch. With momentum, split it into parameters with and without a momentum buffer.
 
-    A kernel treats these differently, because the first momentum is a copy of the gradient.
+    A kernel treats the two parts differently, because the first momentum is a copy of the gradient.
     """
     if not batch.group.get("momentum"):
         return [batch.ready()]

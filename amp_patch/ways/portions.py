@@ -200,7 +200,7 @@ def _step_each(step: Step, portions: list[tuple[Group, list[Tensor]]], plain: Pl
 
 
 def _portions(optimizer: Any) -> Iterator[tuple[Group, list[Tensor]]]:
-    """Yield (group, masters with a gradient) in order, at most `PORTION` elements each, or one larger master."""
+    """Yield portions (group, masters with a gradient), in order: up to `PORTION` elements, or one larger master."""
     for group in optimizer.param_groups:
         masters: list[Tensor] = []
         size = 0
@@ -218,7 +218,7 @@ def _portions(optimizer: Any) -> Iterator[tuple[Group, list[Tensor]]]:
 
 
 def _is_dense(master: Tensor, devices: tuple[str, ...]) -> bool:
-    """Return whether master and gradient (deferred or not) are plain dense tensors on one of these devices."""
+    """Tell whether `master` and its gradient (deferred or not) are plain dense tensors on a device of `devices`."""
     if type(master) not in PLAIN_TYPES or master.device.type not in devices:
         return False
     if isinstance(master, Master) and master.waits_alone():

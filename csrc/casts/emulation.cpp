@@ -151,7 +151,7 @@ class Product final : public c10::OperatorKernel {
  private:
   static constexpr std::array<ScalarType, 2> LOW{ScalarType::Half, ScalarType::BFloat16};
 
-  // The type to emulate for these arguments: the one type of all floating ones, if it is emulated here; else none.
+  // The type to emulate in a call: the one type of all its floating arguments, if it is emulated here; else none.
   std::optional<ScalarType> type_of(const c10::IValue* values, size_t count) const {
     const unsigned emulated = types->load(std::memory_order_relaxed);
     if (emulated == 0) return {};

@@ -11,7 +11,7 @@ namespace [[gnu::visibility("hidden")]] casts {
 // ---------------------------------------------------------------------------------------------------------------------
 // The arguments of one call
 
-constexpr int DEEP = 16;  // levels of containers; deeper ones (a list that contains itself) are left to Python
+constexpr int DEEP = 16;  // levels of containers; deeper containers (a list that contains itself) are left to Python
 
 inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
 
@@ -57,7 +57,7 @@ struct Cast {
     return is_tensor(object) && casts(THPVariable_Unpack(object).scalar_type()) ? Found::something : Found::nothing;
   }
 
-  // Returns `object` with its tensors cast. `look` has found something in it.
+  // Returns `object` with its tensors cast. `look` has returned Found::something for it.
   py::object operator()(PyObject* object, int depth = 0) const {
     if (!is_sequence(object)) {
       const at::Tensor& tensor = THPVariable_Unpack(object);
@@ -86,7 +86,7 @@ struct Cast {
   }
 };
 
-// The arguments of a vectorcall; the values of keywords follow the positional ones.
+// The arguments of a vectorcall; the values of keywords follow the positional arguments.
 struct Arguments {
   PyObject* const* values;
   size_t flagged;   // the number of positional arguments, with vectorcall's flag

@@ -2,7 +2,7 @@
 // frequent rules in C++ and calls the Python wrapper of the same function for all others. The end of the file defines
 // amp_patch._C.casts, the names that Python sees.
 #include "rules.h"
-// Python's own header comes first, by way of rules.h: the next ones need it.
+// Python's own header comes first, by way of rules.h: the headers below need it.
 #include <c10/util/SmallVector.h>
 #include <structmember.h>
 #include <torch/csrc/Exceptions.h>

@@ -128,7 +128,7 @@ C10_HOST_DEVICE inline void load(const void* data, c10::ScalarType dtype, int k,
   });
 }
 
-// Converts packs [first, first + G) of the loaded ones to T.
+// Converts the loaded packs [first, first + G) to T.
 template <int G, class T, int V>
 C10_HOST_DEVICE inline void convert(const Bits<T, V>* bits, int first, c10::ScalarType dtype, Pack<T, V> (&x)[G]) {
   with_element<T, V>(dtype, [&](auto element) {
@@ -141,7 +141,7 @@ C10_HOST_DEVICE inline void convert(const Bits<T, V>* bits, int first, c10::Scal
   });
 }
 
-// Rounds packs [first, first + G) to the dtype of tensor k and stores the ones whose `writes` is true. kAgain: sets x
+// Rounds packs [first, first + G) to the dtype of tensor k and stores the packs whose `writes` is true. kAgain: sets x
 // to the stored values.
 template <bool kAgain, int G, class T, int V, class Places>
 C10_HOST_DEVICE inline void store(void* data, c10::ScalarType dtype, int k, const Places& places, int first,

@@ -147,8 +147,8 @@ C10_ALWAYS_INLINE void learn(const at::Tensor& t, Fact& fact) {
   fact.data = static_cast<char*>(const_cast<void*>(storage->data())) + offset;
 }
 
-// Refuses an output that shares elements with t, unless both are the same elements in the same order and type: a write
-// would change elements that are read later.
+// Refuses an output that shares elements with t: a write would change elements that are read later. An output
+// with the same elements as t, in the same order and type, is allowed.
 inline void check_overlap(const at::Tensor& t, const Fact& fact, const at::Tensor& out, const Fact& out_fact) {
   if (t.unsafeGetTensorImpl() == out.unsafeGetTensorImpl()) return;
   if (fact.contiguous && out_fact.contiguous) {

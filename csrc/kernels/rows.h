@@ -75,7 +75,7 @@ uint8_t width_of(const Row<K>& row) {
   return 1;
 }
 
-// The row of tensors that are known to be contiguous. With thousands of small ones, the general function, place(),
+// The row of tensors that are known to be contiguous. For thousands of small tensors, the general function, place(),
 // takes longer than the launch.
 template <int K>
 Row<K> contiguous_row(const std::array<void*, K>& data, const std::array<c10::ScalarType, K>& dtype, int64_t size,
@@ -145,7 +145,7 @@ Layout place(const std::array<View, K>& views, int64_t index, StridedRow<K>& row
 }
 
 // The elements of a chunk: a multiple of kLeast, with which the blocks fill kWaves waves. (A further wave of few blocks
-// would leave most of the GPU idle.) It depends only on the sizes, with a constant for the GPU, so that the partial
+// would leave most of the GPU idle.) The result depends only on the sizes, because kSlots is a constant. So the partial
 // sums of norms, one per chunk, are the same on every machine.
 template <class R>
 int64_t chunk_size(const std::vector<R>& rows) {

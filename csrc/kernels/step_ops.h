@@ -295,7 +295,7 @@ inline constexpr std::initializer_list<at::ScalarType> kCodes{at::kChar, at::kBy
 inline constexpr std::initializer_list<at::ScalarType> kSplitHalf{at::kShort};
 inline constexpr std::initializer_list<at::ScalarType> kSplitWeight{at::kBFloat16};
 
-// The lists that every optimizer has. The parameters are the second list, because checks compare the others with it.
+// The lists that every optimizer has. The parameters are the second list, with which checks compare all other lists.
 inline std::vector<StepList> step_lists(const Tensors& grads, const Tensors& params, const Tensors& low) {
   std::vector<StepList> lists{{&grads, kGrad, false, kAny}, {&params, kParam, true, kMasters}};
   if (!low.empty()) lists.push_back({&low, kWeight, true, kHalves});

@@ -220,8 +220,8 @@ struct Loops {
       const uint64_t counter = first + group;  // a multiple of the width, so that adding to its low word does not carry
       const Integers counters = counted(static_cast<uint32_t>(counter)), carried = fill_integers(high_word(counter));
       const Integers low = fill_integers(static_cast<uint32_t>(draw)), high = fill_integers(high_word(draw));
-      // A product of 32 bits by 32 fills two elements, so counters are multiplied in two halves, the even and the odd
-      // ones.
+      // A product of 32 bits by 32 fills two elements, so counters are multiplied in two halves, the even counters and
+      // the odd counters.
       Integers even[4] = {counters, carried, low, high}, odd[4] = {odd_of(counters), carried, low, high};
       uint32_t key0 = static_cast<uint32_t>(seed), key1 = high_word(seed);
       for (int round = 0; round < kPhiloxRounds; ++round) {

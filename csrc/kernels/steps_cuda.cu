@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   run_step_chunk(work, rows[row_of(rows, count, blockIdx.x)], chunk, blockIdx.x, static_cast<int>(threadIdx.x));
 }
 
-// A copy on the device of steps that are on the CPU, because kernels cannot read those.
+// A copy on the device of step counts that are on the CPU, because kernels cannot read memory of the CPU.
 at::Tensor copy_steps(const StepJob& job, std::vector<StepBlocks>& blocks) {
   const auto count = static_cast<int64_t>(job.rows.size());
   const auto options = at::TensorOptions().dtype(at::kFloat);

@@ -62,7 +62,7 @@ def low_precision(name: str, value: Any) -> torch.dtype | None:
 
 
 def movement(init_scale: Any, growth_factor: Any, backoff_factor: Any, window: Any) -> dict[str, Any]:
-    """Return the fields of a policy for a dynamic loss scale, from Huawei's four arguments.
+    """Return {field of `Policy`: value} for a dynamic loss scale, from Huawei's four arguments.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -94,7 +94,7 @@ def _number(value: Any) -> float:
 def switches(
     combine_grad: Any, combine_ddp: Any, ddp_replica_count: Any, user_cast_preferred: Any, check_combined_tensors: Any
 ) -> dict[str, Any]:
-    """Check Huawei's switches, and return them by name.
+    """Check Huawei's switches, and return {name of a switch: its value}.
 
     Only `initialize` may call this, because `_calls_initialize` looks a fixed number of frames up.
 
@@ -184,7 +184,7 @@ def averaged(scaling: AbstractContextManager[Tensor], optimizers: Any) -> Genera
 
 
 def _average(targets: Iterable[Any]) -> None:
-    """Average the gradients of the parameters of these optimizers over the ranks, in place."""
+    """Average the gradients of the parameters of the optimizers `targets` over the ranks, in place."""
     params = {
         id(param): param
         for target in targets

@@ -108,7 +108,7 @@ def _objection(opt_level: str | None, name: str, value: Any, dtype: torch.dtype 
 
 
 class _Level:
-    """An opt level. A call with a `Properties` sets its options to the level's, and returns it."""
+    """An opt level. `level(properties)` sets the options of a `Properties` to the level's; returns `properties`."""
 
     brief: str
     more: str
@@ -246,9 +246,9 @@ def _refuse_fp16_optimizers(optimizers: Any) -> None:
 
 
 def _without_contradictions(opt_level: str, options: dict[str, Any], patched_type: Any) -> dict[str, Any]:
-    """Report each option that contradicts the level by `warn_or_err`; return the options with None for these.
+    """Report each option that contradicts the level, by `warn_or_err`. Return {name of an option: value}.
 
-    `patched_type` is checked too, but it is not among the returned options.
+    The value of a reported option is None in the result. `patched_type` is checked too, but it is not in the result.
     """
     checked = {name: options[name] for name in _CONSTRAINED}
     checked["patch_torch_functions_type"] = _forks.low_precision("initialize: patch_torch_functions_type", patched_type)
@@ -303,7 +303,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
 
 def _describe(policy: Policy, properties: Properties) -> Properties:
-    """Set `properties` to the values that Apex would have for `policy`; return it."""
+    """Set `properties` to the values that Apex would have for `policy`; return `properties`."""
     known = (name for name in properties.options if name != "enabled" and hasattr(policy, name))
     options = {name: getattr(policy, name) for name in known}
     options["patch_torch_functions_type"] = policy.dtype if policy.patch_torch_functions else None

@@ -43,7 +43,7 @@ def multi_tensor_axpby(
 
 
 def _norms(name: str, noop_flag: Tensor, x: list[Tensor], per_tensor: bool | None) -> tuple[Tensor, Tensor]:
-    """Do `multi_tensor_l2norm`. Errors begin with `name`."""
+    """Return what `multi_tensor_l2norm` does for the list `x`, and set its flag. Errors begin with `name`."""
     flag = flag_of(name, noop_flag)
     if not x:
         total = torch.zeros(1, dtype=torch.float32, device=flag.device)
@@ -57,9 +57,11 @@ def _norms(name: str, noop_flag: Tensor, x: list[Tensor], per_tensor: bool | Non
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (2-norm of all tensors of [x], shape [1]; norm of each, shape [len(x)], or [0] unless `per_tensor`).
+    """Return 2-norms of the tensors in the list [x]. If the norm of all together is not finite, set the flag.
 
-    Sets the flag if the norm of all is not finite.
+    Returns:
+        The norm of all tensors together, shape [1].
+        The norm of each tensor, shape [len(x)]; without `per_tensor` an empty tensor, shape [0].
     """
     (x,) = lists_of("multi_tensor_l2norm", tensor_lists, "x")
     return _norms("multi_tensor_l2norm", noop_flag, x, per_tensor)
@@ -78,7 +80,7 @@ def multi_tensor_l2norm_mp(
 def multi_tensor_l2norm_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `multi_tensor_l2norm` of src, and write `dst = src * scale`, for the lists [src, dst]."""
+    """Write `dst = src * scale`, for the lists [src, dst]; return the two results of `multi_tensor_l2norm` for src."""
     src, dst = lists_of("multi_tensor_l2norm_scale", tensor_lists, "src", "dst")
     norms = _norms("multi_tensor_l2norm_scale", noop_flag, src, per_tensor)  # dst may be src
     multi_tensor.multi_tensor_scale(src, dst, scale)
@@ -89,7 +91,7 @@ def multi_tensor_l2norm_scale(
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `multi_tensor_l2norm` of `x * inv_scale` for the list [x], which is only read.
+    """Return the two results of `multi_tensor_l2norm` for `x * inv_scale`, where the list [x] is only read.
 
     `inv_scale` has one element.
     """

@@ -146,7 +146,7 @@ class FP16_Optimizer:
 
         If `update_master_grads` is False (several losses), call the method `update_master_grads` before `step`.
         """
-        # This backward adds to the gradients of an earlier one, so these are multiplied to the present scale first.
+        # This backward adds to gradients of an earlier backward, so multiply them to the present scale first.
         moved = self.loss_scale / self._scale_of_grads
         if moved != 1.0:
             _multiply(self.all_fp16_params, moved)

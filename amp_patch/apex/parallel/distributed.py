@@ -165,11 +165,11 @@ class DistributedDataParallel(TorchDDP):
         return output
 
     def disable_allreduce(self) -> None:
-        """Do not reduce gradients from the next forward on: they add up on this rank."""
+        """Switch the reduction of gradients off, from the next forward on: gradients add up on this rank."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Reduce gradients again from the next forward on, also the gradients that have added up on this rank."""
+        """Switch the reduction on from the next forward on, also for gradients that have added up on this rank."""
         self.require_backward_grad_sync = True
 
 
@@ -199,4 +199,4 @@ def _reduce(how: _Sending, bucket: distributed.GradBucket) -> Future[Tensor]:
     return work.get_future().then(finish)
 
 
-_reduce.__annotations__.clear()  # torch compares a hook's annotations with its own types, and these are strings
+_reduce.__annotations__.clear()  # torch compares annotations with types, and here they are strings
