@@ -36,7 +36,8 @@ class SurveyedScript(FirstStep):
 def check_run(script: str, arguments: list[str], as_json: bool) -> None:
     """Run a script until its first step is over, print the survey of that step, and exit the process.
 
-    With `as_json` the survey is printed as JSON, and the script's own output goes to stderr. The exit status is 1 if a level would break a line, 2 if the script failed or made no step, else 0.
+    With `as_json` the survey is printed as JSON, and the script's own output goes to stderr. The exit status is 1 if a
+    level would break a line, 2 if the script failed or made no step, else 0.
     """
     os.environ[LEVEL] = "O0"  # overrides the level of a call of `initialize` in the script
     first, given = (

@@ -133,7 +133,7 @@ class Child:
                 return None
 
     def signal_interrupt(self) -> None:
-        """Close the socket, and send SIGINT to the process group. The group has no terminal, so Ctrl-C does not reach it."""
+        """Close the socket, and send SIGINT to the process group. Ctrl-C does not reach it: it has no terminal."""
         if self._socket is not None:
             self._socket.close()
         self._signal(signal.SIGINT)

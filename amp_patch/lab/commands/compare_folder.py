@@ -99,7 +99,7 @@ def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Name
 
 
 def _with_more_seeds(asked: dict[str, Any], seeds: int | None) -> dict[str, Any]:
-    """Return a copy of the arguments `asked` with `seeds` seeds; `asked` itself if it has as many seeds already, or more.
+    """Return a copy of the arguments `asked` with `seeds` seeds; `asked` itself if it has that many seeds, or more.
 
     --quick means one seed, so it is replaced by --levels with the levels of --quick.
     """
@@ -221,7 +221,7 @@ def _told(folder: Path) -> dict[str, Any]:
 
 
 def _surroundings(args: argparse.Namespace) -> dict[str, str]:
-    """Return {name: value}, in words, of the versions and settings that all runs must share: {"torch": "2.9.0", ...}."""
+    """Return {name: value}, in words, of versions and settings that all runs must share: {"torch": "2.9.0", ...}."""
     arithmetic = [name for name in ("bfloat16", "float16") if has_arithmetic(getattr(torch, name))]
     return {
         "the script": f"{args.script} (sha256 {_digest(args)[:12]})",

@@ -26,7 +26,7 @@ class Installed(NamedTuple):
 
 
 def package_in_words(package: Path | None = None, installed: list[Installed] | None = None) -> str:
-    """Say which amp_patch runs: its folder, and whether that is installed, a clone or a copy.
+    """Say which amp_patch runs: its folder, and whether the folder is installed, a clone or a copy.
 
     If amp_patch is installed in another folder too, the words name that folder.
 

@@ -152,7 +152,7 @@ class _Trials:
         return done
 
     def modules(self) -> list[str]:
-        """Return the names of the modules of the script's models, as the last trial's runs recorded them, each once."""
+        """Return the names of the modules of the script's models, as recorded by the last trial's runs, each once."""
         return [*dict.fromkeys(name for run in self._runs if run.level != BASELINE for name in run.modules)]
 
     def named(self) -> list[str]:
