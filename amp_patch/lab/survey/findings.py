@@ -40,7 +40,7 @@ def type_names(kinds: Iterable[Kind]) -> str:
 
 
 def where(kinds: Kinds, happens: Callable[[torch.dtype], bool]) -> Kinds:
-    """Return the members of `kinds` whose low-precision type makes `happens` True. Calls `happens` once for each type."""
+    """Return the members of `kinds` for whose type `happens` returns True. Calls `happens` once for each type."""
     types = [dtype for dtype in LOW_PRECISION if any(kind.dtype is dtype for kind in kinds) and happens(dtype)]
     return frozenset(kind for kind in kinds if kind.dtype in types)
 

@@ -60,7 +60,7 @@ class Surveyor:
         self._read_gradients()
 
     def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
-        """Apply the rules also to the calls in forwards of `model`. `trained` has the parameters that optimizers hold."""
+        """Apply the rules also to the training of `model`. `trained` has the parameters that optimizers hold."""
         self._names |= {id(module): name for name, module in model.named_modules()}
         self._visitor.follow(model, trained)
 

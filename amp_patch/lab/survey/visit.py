@@ -292,7 +292,7 @@ class Visitor(TorchFunctionMode):
         return not names.search(linecache.getline(call.line.file, call.line.line))
 
     def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
-        """Return (args, kwargs, changed): the call's arguments at `kind`, detached; whether one differs from FP32's."""
+        """Return (args, kwargs, changed): the arguments at `kind`, detached; whether one differs from FP32's."""
         changed = False
 
         def one(tensor: Tensor) -> Tensor:
@@ -325,7 +325,7 @@ class Visitor(TorchFunctionMode):
         return args, kwargs, changed
 
     def _values(self, call: Call, made: list[Tensor], low: Kinds) -> dict[Kind, list[Tensor]]:
-        """Return kind -> results of a call without learned inputs, for kinds where its arguments differ from FP32's."""
+        """Return {kind: results} of a call without learned inputs, for each kind with other arguments than FP32's."""
         found: dict[Kind, list[Tensor]] = {}
         for kind in KINDS:
             args, kwargs, changed = self._at(call, kind, low)
@@ -382,7 +382,7 @@ class Visitor(TorchFunctionMode):
         return any(finite_range(tensor)[0] < -_LARGE for tensor in given)
 
     def _mask_at(self, call: Call, low: Kinds) -> tuple[Kinds, Kinds]:
-        """Return (kinds at which a mask's number below the type's range stays finite, kinds at which it is -inf)."""
+        """Return (kinds at which a mask's numbers below the type's range stay finite, kinds at which they are -inf)."""
         finite, infinite = set[Kind](), set[Kind]()
         if any(number == _FLOAT32.min for number in call.scalars()) and self._follows_a_tensor(call):
             finite |= low
