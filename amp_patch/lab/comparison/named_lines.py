@@ -20,7 +20,7 @@ _TOLD = 2  # lines that are shown next to a level; further lines are only counte
 
 
 def ended_badly(level: LevelResult) -> bool:
-    """Return whether a run of the level failed, diverged, collapsed or skipped many steps, or the level is or seems worse.
+    """Return whether a run of the level failed, diverged, collapsed or skipped many steps, or the level seems worse.
 
     Runs that were interrupted, were killed or lacked memory do not count: no line of user code is to blame. False for
     levels that no survey judges (`_known_as`).
@@ -32,7 +32,7 @@ def ended_badly(level: LevelResult) -> bool:
 
 
 def named(survey: Survey | None, level: LevelResult) -> list[Line]:
-    """Return the lines that break the level according to the survey. Findings with the same place and edit are one line."""
+    """Return the lines that break the level according to the survey. Lines of one place and edit are returned once."""
     found = {(line.place, line.edit): line for line in reversed(_lines(survey, level.level, level.dtype))}
     return [*reversed(found.values())]
 
@@ -56,7 +56,7 @@ def beside(survey: Survey | None, level: LevelResult) -> str:
 
 
 def edits(survey: Survey | None, levels: Sequence[LevelResult]) -> list[tuple[Line, list[str]]]:
-    """Collect the lines that break a level which ended badly; findings with the same place and edit are one line.
+    """Collect the lines that break a level which ended badly. Lines of one place and edit are merged.
 
     Returns:
         (line, names of the levels that ended badly and that the line breaks) for each line.
