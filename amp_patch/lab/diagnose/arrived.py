@@ -17,7 +17,7 @@ from amp_patch.model.fp32_copies import fp32_copy
 
 
 class ExactInputs:
-    """The inputs of modules in a forward of an FP32 copy of the model. Each is referenced until `error` has compared it."""
+    """The inputs of modules in a forward of an FP32 copy of the model, referenced until `error` has compared them."""
 
     def __init__(self) -> None:
         self._calls: dict[str, list[list[tuple[Tensor, int]]]] = {}
@@ -56,10 +56,11 @@ class ExactInputs:
 
     @torch.no_grad()
     def error(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
-        """Return the `distance` of the arguments of a module's call from the arguments of the same call in the FP32 copy.
+        """Return the `distance` of the arguments of a module's call from those of the same call in the FP32 copy.
 
         The n-th call of `error` for a module compares with the n-th call in the copy. None if the copy made fewer
-        calls, if its arguments had other shapes, if it has written into them since, or if no argument is floating. Does not sync with the device.
+        calls, if its arguments had other shapes, if it has written into them since, or if no argument is floating. Does
+        not sync with the device.
 
         Args:
             name: the module's name in the model.
