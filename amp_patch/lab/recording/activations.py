@@ -262,7 +262,7 @@ def _unpack(saved: _Saved) -> Tensor:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the strided tensors whose storages hold this tensor's values."""
+    """Return the strided tensors that store `tensor`: the values and indices of a sparse one, else `tensor` alone."""
     local = distributed.local(tensor)
     return (local._values(), local._indices()) if local.is_sparse else (local,)
 
