@@ -200,7 +200,7 @@ class Child:
         return True
 
     def _close(self) -> None:
-        self._signal(signal.SIGKILL)  # else processes that the script has left would run beside the other levels
+        self._signal(signal.SIGKILL)  # else processes that the script has started would run on during other runs
         self._guard.release()
         self._guard.join()
         if self._socket is not None:

@@ -96,7 +96,7 @@ class Visitor(TorchFunctionMode):
         self._hook(model, self._forward_begins, self._forward_ends)
 
     def _hook(self, module: nn.Module, begins: Any, ends: Any) -> None:
-        # Functions, not bound methods: a deepcopy of the model would copy the visitor along with those.
+        # Functions, not bound methods: a deepcopy of the model copies the object of a bound method, here the visitor.
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.active and not _in_backward():
                 begins((args, kwargs))
@@ -191,7 +191,7 @@ class Visitor(TorchFunctionMode):
             call.written = None if where is None else (where, args[0].detach().clone())
         result = func(*args, **kwargs)
         if call.inside and call.op in _CONVERTS and result is args[0]:
-            result = result.view_as(result)  # without this, it would share the facts of its input, which has no cast
+            result = result.view_as(result)  # without this, result and input would share their facts
         call.result = result
         made = _floats(args[0] if call.in_place else result)
         if not (call.inputs or made):
