@@ -148,7 +148,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
 def sizes(counts: Sequence[float]) -> tuple[str, list[str]]:
-    """Return (unit, texts): numbers of bytes in one unit, which suits the largest, as ("MiB", ["1.5", "0.25"])."""
+    """Return (unit, texts) of numbers of bytes, in the unit that suits the largest: ("MiB", ["1.5", "0.25"])."""
     unit = _UNITS[min(3, int(math.log(max(1.0, *counts), 1024)))] if counts else _UNITS[0]
     return unit, [in_unit(count, unit) for count in counts]
 

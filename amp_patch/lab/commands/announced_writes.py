@@ -48,7 +48,7 @@ class _Announced:
         return self._original(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
-        # Pickled for a spawned process, which does not train in turns: it gets the original function.
+        # Pickled for a spawned process. That process does not train in turns, so the original function is pickled.
         return _itself, (self._original,)
 
 

@@ -25,16 +25,16 @@ EXTENSIONS = re.compile(r"(fused_layer_norm|fused_adam|fused_dense|mlp|xentropy|
 
 @cache
 def modules() -> dict[str, ModuleType]:
-    """Return a dict from Apex's module name to the module, for every module that `amp_patch.apex.install` registers."""
+    """Return {name of a module of Apex: amp_patch's module}, for every name that `amp_patch.apex.install` registers."""
     return dict(amp_patch.apex.modules())
 
 
 @cache
 def _known() -> dict[str, Any]:
-    """Return a dict from an attribute of Apex's state, or of an optimizer, to an example of its value, or its class.
+    """Return {attribute of Apex's state or of an optimizer: an example of the attribute's value, or the value's class}.
 
-    Before the first `initialize` such an attribute is empty or absent. Without the example, `resolve` could not look up
-    a name below it, such as "apex.amp._amp_state.loss_scalers[]._loss_scale".
+    Before the first `initialize` these attributes are empty or absent. Without an example, `resolve` could not look up
+    a name below the attribute, such as "apex.amp._amp_state.loss_scalers[]._loss_scale".
     """
     amp = modules()
     return {
@@ -94,10 +94,12 @@ def _declares(found: Any, name: str) -> bool:
 
 @cache
 def _differences() -> tuple[dict[str, str], dict[int, str]]:
-    """Return two dicts with the differences in words between amp_patch's objects and Apex's (`apex_surface.ROWS`).
+    """Return in words how each object that amp_patch serves differs from Apex's (`apex_surface.ROWS`).
 
-    The first dict has a full name of Apex -> the difference, "" if there is none. The second has the id of a function
-    or class of amp_patch -> the difference, for names without a row, such as an import in another module of Apex.
+    Returns:
+        by_name: {full name of Apex: the difference}, for each name with a row; "" if nothing differs.
+        by_id: {id of a function or class of amp_patch: the difference}. It serves names without a row: Apex has
+            the same object under further names, in other modules.
     """
     by_name, by_id = {}, {}
     for row in apex_surface.ROWS:

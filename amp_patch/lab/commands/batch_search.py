@@ -121,8 +121,9 @@ class _Trials:
     def run(self, batch: int) -> tuple[Trial, str | None]:
         """Train for a few steps with this batch.
 
-        Return the trial, with the run's memory and speed or its error, and the level's low-precision type as the run
-        recorded it ("bfloat16"; None at O0).
+        Returns:
+            trial: the run's memory and speed, or its error.
+            dtype: the level's low-precision type as the run recorded it, such as "bfloat16"; None at O0.
         """
         run = self._train(batch)
         memory = measures.memory_bytes(run) if run.error is None else None

@@ -118,10 +118,11 @@ def _ours(name: str) -> str:
 
 
 def read(paths: list[Path], kind: type[Names] | None = None) -> tuple[dict[str, list[str]], list[str]]:
-    """Return a dict from each name that the files use to its places ("train.py:3"), and a list of errors.
+    """Find the names in files that the class `kind` recognises; if `kind` is None, Apex's names (`Names`).
 
-    An error is the message for a file that cannot be read or parsed. The class `kind` recognises the names; with None
-    these are Apex's names (`Names`).
+    Returns:
+        used: {full name: the places of its uses, as "train.py:3"}.
+        errors: a message for each file that cannot be read or parsed.
     """
     uses: dict[str, list[str]] = {}
     errors = []
@@ -153,7 +154,7 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 
 
 def _readable(paths: list[Path]) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the `_trees` of all files. A file that cannot be parsed is skipped; `read` reports it."""
+    """Yield (prefix of places, syntax tree) as `_trees`, for all files. A file that cannot be parsed is skipped."""
     for path in _files(paths):
         with suppress(OSError, SyntaxError, ValueError):
             yield from _trees(path)
@@ -286,7 +287,7 @@ class Names:
         return None
 
     def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
-        """Yield the full name and the line of each use of an object of Apex in `tree`."""
+        """Yield (full name, line) of each use of an object of Apex in `tree`."""
         for clause in _imported(tree):
             if self.follows(clause.asked):
                 yield clause.asked, tree.lineno  # type: ignore[attr-defined]
@@ -356,7 +357,7 @@ class InFull(Natives):
 
 
 def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
-    """Yield the name and line of each keyword argument that apex_surface.py lists or amp_patch's function lacks."""
+    """Yield (name, line) of each keyword argument that apex_surface.py lists, or that amp_patch's function lacks."""
     owner = called + CALL
     listed = {name for row in apex_surface.ROWS if row.owner == owner for name in row.names.split()}
     for keyword in call.keywords if listed else ():

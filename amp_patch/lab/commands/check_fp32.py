@@ -71,7 +71,7 @@ def trained(trees: Iterable[tuple[str, ast.AST]]) -> Trained:
 
 
 def _bound(tree: ast.AST, found: Trained) -> dict[str, str]:
-    """Return name that an import in `tree` binds -> full name: {"optim": "torch.optim"} for `from torch import optim`.
+    """Return {name that an import in `tree` binds: full name}: {"optim": "torch.optim"} for `from torch import optim`.
 
     Add the imported libraries with a training loop to `found.loops`. If amp_patch or Apex is imported, set
     `found.of_ours`.

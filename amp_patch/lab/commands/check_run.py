@@ -15,7 +15,7 @@ from amp_patch.lab.unedited.script import UneditedScript
 
 
 class SurveyedScript(FirstStep):
-    """The `FirstStep` of a script that uses torch alone."""
+    """A `FirstStep` around an unedited script: in the block the script is trained at O0 as `run` would train it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,15 +28,16 @@ class SurveyedScript(FirstStep):
 
     @property
     def why_nothing(self) -> str:
-        """The reason why no step was made, and the way out."""
+        """The reason why no step was made, in words, and the change of the script that helps, if one is known."""
         missing = self._script.missing()
         return "it made no step" if missing is None else f"{missing.why}{missing.way_out}"
 
 
 def check_run(script: str, arguments: list[str], as_json: bool) -> None:
-    """Run a script until its first step is over, print the survey, and exit.
+    """Run a script until its first step is over, print the survey of that step, and exit the process.
 
-    The exit status is 1 if a level would break a line, 2 if the script failed or made no step, else 0.
+    With `as_json` the survey is printed as JSON, and the script's own output goes to stderr. The exit status is 1 if a
+    level would break a line, 2 if the script failed or made no step, else 0.
     """
     os.environ[LEVEL] = "O0"  # overrides the level of a call of `initialize` in the script
     first, given = (

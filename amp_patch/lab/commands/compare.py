@@ -77,8 +77,11 @@ def _measure(
 ) -> tuple[list[Run], int, int, OtherWork]:
     """Train the runs of the plan that are not in `found` as finished.
 
-    Return (all runs, their planned number, the exit status if a signal interrupted them or else 0, the measured load
-    of other work on the machine).
+    Returns:
+        runs: `TurnScheduler.runs`, the runs in `found` included.
+        planned: the planned number of runs.
+        status: the exit status if a signal interrupted the runs; else 0.
+        load: the readings of other work on the machine.
     """
     scheduler = TurnScheduler(plan, args, interrupts, found)
     cut = scheduler.train()

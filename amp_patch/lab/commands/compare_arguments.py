@@ -104,7 +104,7 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def defaults(declare: Callable[[argparse.ArgumentParser], None] = add_arguments) -> dict[str, Any]:
-    """Return name -> default value of the arguments of `compare`, or of the command whose `declare` is passed."""
+    """Return {name: default value} of the arguments of `compare`, or of the command whose `declare` is passed."""
     parser = argparse.ArgumentParser()
     declare(parser)
     return {**vars(parser.parse_args([])), "arguments": []}
@@ -141,7 +141,7 @@ def check_script(args: argparse.Namespace, command: str, resumes: str) -> None:
 
 
 def split(given: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the arguments of `compare`, and those of the script, which follow `--`."""
+    """Split a command line at `--`. Return (arguments of `compare`, arguments of the script)."""
     end = given.index("--") if "--" in given else len(given)
     own = given[:end]
     for flag in ("--seed-flag", "--batch-flag"):

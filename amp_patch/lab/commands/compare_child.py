@@ -35,15 +35,17 @@ _GRACE = 10.0  # seconds after the last step until a run is killed: a script may
 
 
 class Child:
-    """A process that runs the script at the level and seed of `run`, and fills `run` with its events and its failure.
+    """A process that runs the script at the level and seed of `run`. The handle adds its events and failure to `run`.
 
     Its first turn begins when the process starts, and so includes the imports and the construction of data and model.
 
     Args:
-        in_turns: whether the process hands its turns on. If not, its first turn lasts until it ends.
+        in_turns: whether the process hands its turns on. If not, its first turn lasts until the process ends.
         load: measures other work on the machine while the process trains.
-        more: a name for the files of the run, and further arguments of the script.
-        survey: the process does not train: it writes the survey of its first step to this path.
+        more: (name of the log and record files, further arguments of the script). None for the files' default name, and
+            no further arguments.
+        survey: if given, the process ends after the script's first step, and writes the survey of that step to this
+            path.
     """
 
     def __init__(
@@ -100,10 +102,10 @@ class Child:
     def train(self, look: Callable[[Run], Any], turn: bytes = TURN) -> dict[str, Any] | None:
         """Let the process train until it hands its turn on or ends.
 
-        Return the message with which it hands the turn on, or None if it has ended.
+        Return the message with which the process handed the turn on, or None if the process has ended.
 
         Args:
-            look: called repeatedly with `self.run`, which has the events so far. If it raises, the process runs on.
+            look: called repeatedly with `self.run`, which has the events so far. If `look` raises, the process runs on.
             turn: the byte that is sent to wake the process: `TURN` for one turn, `LAST` to train to its end. A process
                 that has just started does not wait, and gets no byte.
         """
@@ -131,7 +133,7 @@ class Child:
                 return None
 
     def signal_interrupt(self) -> None:
-        """Close the socket, and send SIGINT to the process group: it has no terminal, so Ctrl-C does not reach it."""
+        """Close the socket, and send SIGINT to the process group. Ctrl-C does not reach it: it has no terminal."""
         if self._socket is not None:
             self._socket.close()
         self._signal(signal.SIGINT)
@@ -169,7 +171,10 @@ class Child:
                 self._process.send_signal(number)
 
     def _read_message(self, seconds: float) -> dict[str, Any] | None:
-        """Return the process's message, parsed from JSON; None if no whole line arrives within `seconds`."""
+        """Return the message with which the process hands its turn on; None if no whole line arrives within `seconds`.
+
+        The message is a dict that `TurnClient` has sent as one line of JSON.
+        """
         if self._socket is None:
             self._has_ended(seconds)
             return None
@@ -195,7 +200,7 @@ class Child:
         return True
 
     def _close(self) -> None:
-        self._signal(signal.SIGKILL)  # else processes that the script has left would run beside the other levels
+        self._signal(signal.SIGKILL)  # else processes that the script has started would run on during other runs
         self._guard.release()
         self._guard.join()
         if self._socket is not None:

@@ -99,9 +99,9 @@ def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Name
 
 
 def _with_more_seeds(asked: dict[str, Any], seeds: int | None) -> dict[str, Any]:
-    """Return the arguments `asked` with the number of seeds raised to `seeds`; `asked` itself if that is no raise.
+    """Return a copy of the arguments `asked` with `seeds` seeds; `asked` itself if it has that many seeds, or more.
 
-    --quick means one seed, so a raise replaces it by --levels with the levels of --quick.
+    --quick means one seed, so it is replaced by --levels with the levels of --quick.
     """
     quick, before = asked.get("quick"), asked.get("seeds")
     if seeds is None or seeds <= (1 if quick else SEEDS if before is None else before):
@@ -120,10 +120,10 @@ def asked_in(folder: Path, defaults: dict[str, Any]) -> argparse.Namespace:
 
 
 def keep_machine(folder: Path, told: dict[str, str]) -> dict[str, str]:
-    """Store `told`, the machine's description by `machine()`, in the folder of a comparison, and return it.
+    """Store `told`, the result of `machine()`, in the folder of a comparison, and return the dict.
 
-    If `told` has no "load" (a warning about other work on the machine), the result and the folder get the one that an
-    earlier call stored, if there is one. If the folder cannot be read or written, nothing is stored.
+    "load" is a warning about other work on the machine. If `told` has none, and an earlier call has stored one in the
+    folder, the dict gets the earlier warning. If the folder cannot be read or written, nothing is stored.
     """
     try:
         kept = _told(folder)
@@ -159,7 +159,7 @@ def survey_path(folder: Path) -> Path:
 
 
 def survey_in(folder: Path) -> dict[str, Any] | None:
-    """Return the survey of the script's first step, as `Comparison.survey` has it; None if there is none."""
+    """Return the survey of the script's first step (`named_lines.Survey`); None if the folder has no survey."""
     try:
         found: dict[str, Any] = loads(survey_path(folder).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -221,7 +221,7 @@ def _told(folder: Path) -> dict[str, Any]:
 
 
 def _surroundings(args: argparse.Namespace) -> dict[str, str]:
-    """Return {name: value} of what all runs of a comparison must share, such as {"torch": "2.9.0"}, in words."""
+    """Return {name: value}, in words, of versions and settings that all runs must share: {"torch": "2.9.0", ...}."""
     arithmetic = [name for name in ("bfloat16", "float16") if has_arithmetic(getattr(torch, name))]
     return {
         "the script": f"{args.script} (sha256 {_digest(args)[:12]})",

@@ -93,7 +93,7 @@ class RunTimes:
         return next(iter(begun)) if others and len(begun) == 1 else None
 
     def look(self, run: Run) -> None:
-        """Add the time since the last call of `look` or `end` to the time of `run`, which trained meanwhile."""
+        """Add the time since the last call of `look` or `end` to the time of `run`: only `run` has trained since."""
         now = self._clock()
         timed = self._of(run)
         if timed is None:

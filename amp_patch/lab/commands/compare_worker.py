@@ -34,7 +34,7 @@ def recorded(
     batch_dim: int = 0,
     modules: bool = False,
 ) -> Iterator[None]:
-    """Record the training in the body: write its events to `path`, and at the end its failure, if it failed.
+    """Record the training in the body: write the events to `path`, and at the end the failure, if the training failed.
 
     The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED. `turns` is the file descriptor
     of the socket by which `compare` gives this process its turns; None if it trains without turns.

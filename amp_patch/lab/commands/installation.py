@@ -26,7 +26,9 @@ class Installed(NamedTuple):
 
 
 def package_in_words(package: Path | None = None, installed: list[Installed] | None = None) -> str:
-    """Return the folder of the amp_patch that runs, its kind (installed, clone, copy), and installed ones elsewhere.
+    """Say which amp_patch runs: its folder, and whether the folder is installed, a clone or a copy.
+
+    If amp_patch is installed in another folder too, the words name that folder.
 
     Args:
         package: the folder; default: the folder of this file's package.

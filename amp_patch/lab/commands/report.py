@@ -88,7 +88,7 @@ def show(comparison: Comparison, folder: Path) -> int:
 
 
 def print_any_letter() -> None:
-    """Print a question mark for a character that the encoding of sys.stdout lacks; without this, print would raise."""
+    """Let `print` write "?" for a character that the encoding of sys.stdout lacks. Otherwise `print` would raise."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

@@ -95,7 +95,7 @@ def _report(args: argparse.Namespace, level: str, found: Found) -> None:
 
 
 class _Cut(Exception):
-    """Signal that Ctrl-C or another signal has ended a trial; `status` is the exit status of `search`."""
+    """The exception for a trial that Ctrl-C or another signal has ended; `status` is the exit status of `search`."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -152,7 +152,7 @@ class _Trials:
         return done
 
     def modules(self) -> list[str]:
-        """Return the names of the modules of the script's models, as the last trial's runs recorded them, each once."""
+        """Return the names of the modules of the script's models, as recorded by the last trial's runs, each once."""
         return [*dict.fromkeys(name for run in self._runs if run.level != BASELINE for name in run.modules)]
 
     def named(self) -> list[str]:
@@ -178,8 +178,8 @@ class _Trials:
     def _folder(self, args: argparse.Namespace, plan: Plan) -> list[Run]:
         """Prepare the folder of a trial, and return the runs that need no training.
 
-        These are O0's, copied from the first trial's folder, and, if the search is resumed with the same modules kept,
-        the level's runs that the folder has.
+        The runs at O0 are copied from the first trial's folder. If the search is resumed, and the trial in the folder
+        kept the same modules, the level's runs in the folder are returned too.
         """
         record = args.out / "kept.json"
         kept = dumps([self.level, *(plan.keep or ())])

@@ -1,7 +1,8 @@
 """The survey of a script's first step, in a process of its own.
 
-A survey inside of O0's run would change it: compiled code would run eagerly, and on a GPU cuDNN chooses algorithms by
-the free memory. O0's numbers, times and memory therefore come from a process that knows no survey.
+A survey inside of O0's run would change the run: compiled code would run eagerly, and on a GPU the survey would take
+memory, by whose free amount cuDNN chooses algorithms. O0's numbers, times and memory therefore come from a process
+without a survey.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from amp_patch.support.files import write_whole
 def survey_script(plan: Plan, args: argparse.Namespace, interrupts: Interrupts) -> None:
     """Run the script at O0 until its first step is over, and store the survey of that step in the folder `args.out`.
 
-    A script that fails, or makes no step, stores {"failed": why}.
+    If the script fails, or makes no step, {"failed": the reason} is stored in place of the survey.
 
     Raises:
         Ended: a signal was received.

@@ -44,7 +44,7 @@ class TurnClient:
         steps: returns the number of steps so far.
 
     Attributes:
-        kept_for: the reason why the process keeps its turn, in words; None while it takes turns.
+        kept_for: the reason why the process keeps its turn until it ends, in words; None while it hands turns on.
     """
 
     def __init__(self, channel: int, own: str, native: Callable[[], bool], steps: Callable[[], int]) -> None:
@@ -72,7 +72,7 @@ class TurnClient:
         self._patches.remove()
 
     def between_steps(self) -> None:
-        """If this turn has lasted half a second, hand it on and wait for the next one. Otherwise do nothing.
+        """If this turn has lasted half a second, hand it on and wait for the next turn. Otherwise do nothing.
 
         A process that keeps its turn, or has its last turn, never waits here.
 
@@ -86,7 +86,7 @@ class TurnClient:
                 raise SystemExit("compare, which started this process, has ended")
 
     def keep(self, why: str) -> None:
-        """Keep the turn until this process ends. If it is waiting for a turn, wait for that turn first."""
+        """Keep the turn until this process ends. If the turn is handed on, wait for the next turn first."""
         if self.kept_for is not None or os.getpid() != self._process:
             return
         with self._lock:
@@ -96,28 +96,31 @@ class TurnClient:
                 self.kept_for, self._kept_at = why, self._steps()
 
     def note(self) -> str | None:
-        """Return a note for the report, if this run kept its turn and took steps after that; None otherwise."""
+        """Return a sentence for the report if the turn is kept, and steps were made since `keep`; otherwise None."""
         if self.kept_for is None or self._steps() == self._kept_at:
             return None
         return f"the script {self.kept_for}: from the first time on it ran to its end, while the other levels waited"
 
     def write_begins(self, *paths: Any) -> None:
-        """Receive paths that are about to be written. If another run may read or write one of them, keep the turn."""
+        """Call `keep` if another run may read or write one of `paths`, which are about to be written.
+
+        This process then trains to its end, and the other runs wait.
+        """
         if self.kept_for is None and os.getpid() == self._process and any(map(self._is_shared, paths)):
             self.keep("writes files")
 
     def process_begins(self, why: str) -> None:
-        """Call `keep`, because the started process may write files."""
+        """Call `keep`, because a process is about to be started (`why` says how), and may write files."""
         self.keep(why)
 
     def temporary_made(self, path: Any) -> None:
-        """Receive a path that tempfile makes: its name is unique, so that writing it does not keep the turn."""
+        """Note a path that tempfile makes. Its name is unique, so a write to it does not keep the turn."""
         self._ours.add(os.path.abspath(os.fsdecode(path)))
 
     def _wait(self) -> bool:
-        """Hand the turn on, and wait for the next one. Return True, or False if `compare` has closed the socket.
+        """Hand the turn on, and wait for the next turn. Return True, or False if `compare` has closed the socket.
 
-        If the script itself has closed the socket, the process keeps its turn.
+        If the script itself has closed the socket, keep the turn, and return True.
         """
         try:
             if os.fstat(self._socket.fileno()).st_ino != self._inode:
@@ -135,9 +138,9 @@ class TurnClient:
         return bool(given)
 
     def _is_shared(self, path: Any) -> bool:
-        """Return whether another run may read or write a file of this path.
+        """Return whether another run may read or write the file at `path`.
 
-        This is False for devices, caches, this run's own files, compiled code, and logs of TensorBoard.
+        The result is False for devices, caches, this run's own files, compiled code, and logs of TensorBoard.
         """
         if not isinstance(path, str | bytes | os.PathLike):
             return False  # a file descriptor, whose `open` was announced already

@@ -1,4 +1,7 @@
-"""Search for the largest batch of a training that fits a given memory: the batches to try, and their results."""
+"""Search for the largest batch of a training that fits a given memory: the batches to try, and their results.
+
+A trial is a short run of the script with one batch.
+"""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Comparison:
 
     @property
     def unexplained(self) -> list[LevelResult]:
-        """The levels that ended badly, whose reason the survey of the first step may name; [] if O0 has no figures."""
+        """The levels that ended badly, for a reason that a survey may find. Empty if O0 has no figures."""
         if self.baseline is None or self.baseline.level != BASELINE:
             return []
         return [level for level in self.levels if named_lines.ended_badly(level)]

@@ -202,7 +202,7 @@ class Plot:
 
 
 def ticks(low: float, high: float, count: int = 4) -> dict[float, str]:
-    """Return about `count` round values within a range, with distinct labels."""
+    """Return {value: label} of about `count` round values from `low` to `high`. The labels are distinct."""
     span = high - low
     if not span or not math.isfinite(span):
         return {low: figure(low)}
@@ -219,12 +219,12 @@ def ticks(low: float, high: float, count: int = 4) -> dict[float, str]:
 
 
 def step_ticks(last: int) -> dict[float, str]:
-    """Return the ticks of an axis of steps, from 1 on."""
+    """Return {step: label} for an axis of steps: round steps from 1 to `last`."""
     return {value: label for value, label in ticks(0, last).items() if value >= 1 and value == int(value)} or {1: "1"}
 
 
 def power_ticks(low: int, high: int, count: int = 8) -> dict[float, str]:
-    """Return the ticks of an axis of exponents."""
+    """Return {exponent: label} for an axis of exponents of 2, about `count` of them."""
     stride = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, 1 << 20) if (high - low) / s <= count)
     return {exponent: f"2{raised(exponent)}" for exponent in range(low, high + 1) if exponent % stride == 0}
 

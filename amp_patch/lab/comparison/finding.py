@@ -15,7 +15,7 @@ class Lost(NamedTuple):
 
     Attributes:
         kind: "diverged" (a loss is not finite), "not finite" (a logged metric is not), or "missing" (no value).
-        step: the step of the first loss that is not finite; None for the other kinds.
+        step: for "diverged", the step of the first loss that is not finite; else None.
         as_base: whether the baseline's runs with these seeds have no result either.
         eps: the optimizer's eps, if it is 0 in the type of the parameters (`Run.lost_eps`); else None.
         seeds: the seeds of these runs.

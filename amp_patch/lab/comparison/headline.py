@@ -154,10 +154,14 @@ def epoch(comparison: Comparison) -> str:
 
 
 def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
-    """Return the lines to add to the script to train at the recommended level, and the command that needs no edit.
+    """Say how to train at the recommended level.
 
-    Both are empty for the baseline and for the script's own mixed precision, which need no change. They are also empty
-    for a level that only one seed supports, because one seed recommends nothing.
+    Returns:
+        edit: the lines to add to the script.
+        command: the command that trains the unedited script at the level; "" if no command made the comparison.
+
+    `edit` and `command` are empty if the recommended level is the baseline or the script's own mixed precision, which
+    need no change. They are also empty if only one seed supports the level, because one seed recommends nothing.
     """
     best, advice = comparison.recommended, comparison.recommendation
     if best is None or advice is None or advice.so_far or best is comparison.baseline or best.level == NATIVE:

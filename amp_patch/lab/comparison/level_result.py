@@ -119,7 +119,7 @@ class LevelResult:
         return [*self.runs, *self.failed]
 
     def with_reason(self, reason: str) -> LevelResult:
-        """Return the level with a reason behind its verdict."""
+        """Return a copy of the level with `reason` at the end of its verdict; the level itself if `reason` is ""."""
         if not reason:
             return self
         text, short = (f"{each}; {reason}" if each else reason for each in (self.verdict.text, self.verdict.reason))

@@ -70,10 +70,12 @@ def with_masters(dtype: str) -> str:
 
 
 def _safe(dtype: str) -> tuple[str, list[str], list[str]]:
-    """Return the names of a level and of its rungs whose weights of type `dtype` lose no updates, as three values.
+    """Return the names of a level and of its rungs at which weights of type `dtype` lose no updates.
 
-    The first is the level with masters. The second is a list of its rungs that store the same numbers as masters do, in
-    fewer bytes. The third is a list of its rungs that round stochastically, and so keep the updates on average.
+    Returns:
+        level: the level with masters.
+        same: rungs of this level that store the same numbers as masters do, in fewer bytes.
+        stochastic: rungs of this level that round stochastically, and so keep the updates on average.
     """
     level = with_masters(dtype)
     same: list[str] = []

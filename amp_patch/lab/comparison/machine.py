@@ -17,7 +17,9 @@ from amp_patch.lab.comparison.other_work import OtherWork
 _SIZE, _TURNS = 256, 5  # size and count of the timed products: they take a second with the slowest kernels
 _LIMITING = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 _STEADY = 1.5  # if the slowest measurement takes more than this times the fastest, `_in_words` gives a range
-SLOW = 1.3  # if products as cpu_half="auto" chooses them take more than this times the other ones, the report says so
+# cpu_half="auto" chooses native or emulated arithmetic. If products in the chosen arithmetic take more than this times
+# as long as in the other one, the report says so.
+SLOW = 1.3
 
 
 class ProductTime(NamedTuple):
@@ -29,12 +31,20 @@ class ProductTime(NamedTuple):
 
 
 def machine(load: OtherWork | None = None) -> dict[str, str]:
-    """Return a description of this process's machine: name such as "cpu", "threads" or "gpu" -> words.
+    """Describe this process's machine in words.
 
     Initializes CUDA if there is a device, and times products of matrices.
 
     Args:
-        load: the readings of other work on the machine; if that work disturbed the speeds, the result has a "load".
+        load: the readings of other work on the machine.
+
+    Returns:
+        "torch", "python": the versions.
+        "cpu", "threads", "gpu": the processor, the number of torch's threads, the names of the GPUs or "none".
+        "bfloat16", "float16", "tensor_cores": the entries of `low_precision`.
+        "lacks": the types of `lacking`, if there are any.
+        "limited": the environment variables that limit torch's instructions, if one is set.
+        "load": a warning, if other work disturbed the speeds.
     """
     busy = load.words() if load is not None else None
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -52,15 +62,18 @@ def machine(load: OtherWork | None = None) -> dict[str, str]:
 
 
 def lacking() -> list[str]:
-    """Return the names of the low-precision types ("bfloat16") that this CPU has no arithmetic for."""
+    """Return the names of the low-precision types, such as "bfloat16", that this CPU has no arithmetic for."""
     return [name for name in ("bfloat16", "float16") if not has_arithmetic(getattr(torch, name))]
 
 
 def low_precision() -> dict[str, str]:
-    """Return {"bfloat16": how fast its products are here, in words, "float16": likewise}.
+    """Time matrix products in FP16 and BF16 on the CPU, and say in words how fast they are.
 
-    With a GPU, also "tensor_cores": the types that all GPUs have them for. Times products of matrices: up to a second
-    if they are slow.
+    Takes up to a second if the products are slow.
+
+    Returns:
+        "bfloat16", "float16": the result of `products_in_words` for this type.
+        "tensor_cores": only with a GPU: the types that the tensor cores of all GPUs compute in.
     """
     found = {"bfloat16": products_in_words(torch.bfloat16), "float16": products_in_words(torch.float16)}
     capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
@@ -96,7 +109,10 @@ def time_of_products(dtype: torch.dtype, emulated: bool = False) -> ProductTime:
 
 
 def products_in_words(dtype: torch.dtype) -> str:
-    """Say what `cpu_half="auto"` chooses here for a type, and whether the measured times agree."""
+    """Say whether `cpu_half="auto"` computes a type natively or emulates it here, and the measured time of each.
+
+    If the arithmetic that was not chosen is faster (`SLOW`), say that too.
+    """
     name = wording.type_name(str(dtype).removeprefix("torch."))
     native, emulated = time_of_products(dtype), time_of_products(dtype, emulated=True)
     torchs = f"torch's own products take {_in_words(native)} FP32's time"

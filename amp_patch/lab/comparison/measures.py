@@ -108,10 +108,10 @@ def step_times(run: Run) -> list[float]:
 
 
 def part_ms(runs: Sequence[Run], step_ms: float | None) -> dict[str, float]:
-    """Return {name of a part of a step (PARTS): its milliseconds}, which add up to `step_ms`.
+    """Return {name of a part of a step (PARTS): its milliseconds}. The milliseconds add up to `step_ms`.
 
-    They are in proportion to the parts' medians over the `warm` steps. All are 0 if `step_ms` is None or no time is
-    known.
+    They are in proportion to the parts' medians over the `warm` steps. All milliseconds are 0 if `step_ms` is None or
+    no time is known.
     """
     medians = dict.fromkeys(PARTS, 0.0)
     for run in runs:
@@ -199,11 +199,15 @@ def memory_bytes(run: Run) -> int | None:
 
 
 def batch_in_memory_of(runs: Sequence[Run], others: Sequence[Run]) -> tuple[int, int] | None:
-    """Return (number of samples in a batch of `others`, estimated number with which `runs` takes the same memory).
+    """Estimate the batch with which `runs` would take the memory that `others` take.
 
-    The estimate is (memory of `others` - `held_bytes` of `runs`) / (activations of `runs` for each sample). None if it
-    is not larger than the first number, if the batches of `runs` and `others` differ, if a figure is not known, and on
-    CUDA, whose peak has other parts.
+    The estimate is (memory of `others` - `held_bytes` of `runs`) / (activations of `runs` for each sample).
+
+    Returns:
+        now: the number of samples in a batch of `runs` and of `others`.
+        most: the estimated number of samples.
+        None if `most` is not larger than `now`, if the batches of `runs` and `others` differ, if a figure is not known,
+        and on CUDA, where the peak of the memory has further parts.
     """
     held, activations = median(map(held_bytes, runs)), median(run.activations for run in runs)
     samples, before = median(map(batch, runs)), median(map(batch, others))

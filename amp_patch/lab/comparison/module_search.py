@@ -1,6 +1,7 @@
 """Search for few modules that make a level as good as O0 if they are kept: the sets to try, and the result.
 
-A module is kept if it computes in higher precision than the level: `keep_fp32`, or `keep_high` at O6 and O7.
+A module is kept if it computes in higher precision than the level: `keep_fp32`, or `keep_high` at O6 and O7. A trial
+is a comparison of O0 and the level with one set of kept modules.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ class Trial:
 
     @property
     def hopeless(self) -> str:
-        """If any other set of kept modules would fail as this trial does, the reason in words; "" if one may pass.
+        """If every other set of kept modules would fail like this trial's, the reason in words; "" if another may pass.
 
-        This is so if O0 itself has no figures, if the optimizer's eps is 0 in FP16, or if the results decide nothing.
+        Every other set fails if O0 itself has no figures, if the optimizer's eps is 0 in FP16, or if the results decide
+        nothing.
         """
         if self.level is None:
             return self.why if self.without_base else ""
@@ -81,7 +83,7 @@ class Found:
         answer: the last trial that passed, which has the fewest modules; None if no trial passed.
         complete: whether the search ended with every module of `answer` needed, as far as halving shows; False if the
             trials were used up.
-        no_use: the reason why keeping modules cannot help; "" if it may.
+        no_use: the reason why keeping modules cannot help; "" if keeping modules may help.
     """
 
     tried: list[Trial] = field(default_factory=list)
@@ -115,17 +117,19 @@ def search(
     """Find few modules that make the level pass if they are kept.
 
     Args:
-        trial: trains the level with these modules kept, or loads such a training.
-        modules: returns the names of the modules that can be kept, each after the modules inside it. It is called
-            after the first trial.
+        trial: trains the level with the given modules kept, or loads the result of such a training.
+        modules: returns the names of the modules that can be kept, each after the modules inside it. Called after the
+            first trial.
         most: the most trials, including O0's; None for `most_trials`, and one more if `named` has modules.
-        named: returns the modules to try first, of lines that a survey names. It is called after `modules`.
+        named: returns the names of the modules to try first: a survey names lines in their forwards. Called after
+            `modules`.
 
-    If the modules of `named` pass together, the search goes on among them alone. If they fail, it forgets them.
+    If the trial that keeps the modules of `named` passes, only these modules are searched further. If that trial fails,
+    `named` has no further effect.
 
     The search assumes that if a set passes, every larger set passes too. Halving finds the shortest prefix of the list
     that passes together with the modules already known to be needed. The last module of that prefix is needed. If the
-    needed modules do not pass alone, the next one is searched in the same way among the modules before it.
+    needed modules do not pass alone, halving finds the next needed module among the modules before the last one found.
 
     The search ends at a `hopeless` trial. A result that keeps every module is no answer, since no module would be at
     the level.

@@ -1,4 +1,8 @@
-"""Lines of user code that break a level, from the survey of the script's first step, beside the level's result."""
+"""Lines of user code that break a level: the survey of the script's first step names them for a level that ended badly.
+
+The report shows the lines next to the level's result. A line breaks a level if the survey reports it for that level as
+a problem, not as a note.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,16 @@ from amp_patch.lab.survey.report import Line
 from amp_patch.lab.wording import counted, listed
 from amp_patch.policy import OPT_LEVELS
 
-Survey = dict[str, Any]  # the result of `Report.to_json`; or "failed" -> why there is none
-_TOLD = 2  # lines beside a level; the others are counted
+Survey = dict[str, Any]  # the result of `Report.to_json`; or {"failed": the reason why there is no survey}
+_TOLD = 2  # lines that are shown next to a level; further lines are only counted
 
 
 def ended_badly(level: LevelResult) -> bool:
-    """Return whether the level's result asks for a reason: it failed, diverged, collapsed, is or seems worse."""
+    """Return whether a run of the level failed, diverged, collapsed or skipped many steps, or the level seems worse.
+
+    Runs that were interrupted, were killed or lacked memory do not count: no line of user code is to blame. False for
+    levels that no survey judges (`_known_as`).
+    """
     found = level.finding
     faults = [run for run in level.failed if run.error_kind not in (INTERRUPTED, KILLED, OUT_OF_MEMORY)]
     undecided = found.kind == "undecided" and not found.promising
@@ -24,18 +32,21 @@ def ended_badly(level: LevelResult) -> bool:
 
 
 def named(survey: Survey | None, level: LevelResult) -> list[Line]:
-    """Return the lines of the survey that break the level, one for each edit of a line."""
+    """Return the lines that break the level according to the survey. Lines of one place and edit are returned once."""
     found = {(line.place, line.edit): line for line in reversed(_lines(survey, level.level, level.dtype))}
     return [*reversed(found.values())]
 
 
 def modules(survey: Survey | None, level: str, dtype: str | None) -> list[str]:
-    """Return the modules of the lines that break a level in this type, each once."""
+    """Return the names of the modules whose forwards run the lines that break `level` with type `dtype`, each once."""
     return [*dict.fromkeys(name for line in _lines(survey, level, dtype) for name in line.modules)]
 
 
 def beside(survey: Survey | None, level: LevelResult) -> str:
-    """Return the lines that break a level which ended badly: "train.py:12 (div): 1e-08 is 0 in FP16"; "" without."""
+    """Return the end of a sentence: "the survey names train.py:12 (div): 1e-08 is 0 in FP16".
+
+    "" if the level has not ended badly, or if the survey names no line that breaks it.
+    """
     lines = named(survey, level) if ended_badly(level) else []
     if not lines:
         return ""
@@ -45,7 +56,11 @@ def beside(survey: Survey | None, level: LevelResult) -> str:
 
 
 def edits(survey: Survey | None, levels: Sequence[LevelResult]) -> list[tuple[Line, list[str]]]:
-    """Return the lines that break levels which ended badly, each edit once, with the names of these levels."""
+    """Collect the lines that break a level which ended badly. Lines of one place and edit are merged.
+
+    Returns:
+        (line, names of the levels that ended badly and that the line breaks) for each line.
+    """
     found: dict[tuple[str, str], tuple[Line, dict[str, None]]] = {}
     for level in filter(ended_badly, levels):
         for line in named(survey, level):
@@ -54,7 +69,10 @@ def edits(survey: Survey | None, levels: Sequence[LevelResult]) -> list[tuple[Li
 
 
 def note(survey: Survey | None, levels: Sequence[LevelResult]) -> str:
-    """Return that the survey has failed, or names no line of a level that ended badly; "" if there is neither."""
+    """Return a sentence for the report if the survey failed, or if it names no line for some level that ended badly.
+
+    Otherwise, and without a survey, return "".
+    """
     if survey is None:
         return ""
     if "failed" in survey:
@@ -69,7 +87,11 @@ def _lines(survey: Survey | None, level: str, dtype: str | None) -> list[Line]:
 
 
 def _known_as(level: str, dtype: str | None) -> str:
-    """Return the level as a survey names it: O5 for O2 in BF16, O2 for O2+split; "" for O0 and torch's own."""
+    """Return the level's name in a survey, which names levels without suffixes: "O2" for O2+split.
+
+    If the level runs in a `dtype` other than its own, return a level of that type which casts the model, or functions,
+    as this one does: "O5" for O2 in BF16. "" for O0 and for torch's own mixed precision.
+    """
     name = level.partition("+")[0]
     policy = OPT_LEVELS.get(name)
     if policy is None or policy.changes_nothing:

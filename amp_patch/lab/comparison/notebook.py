@@ -121,7 +121,7 @@ def compare(
 
 
 def _surveyed(build_fn: Callable[[], Any], plan: Plan) -> dict[str, Any] | None:
-    """Return the survey of O0's first step, for `Comparison.survey`; None after an interrupt."""
+    """Survey the first step of a training at O0. Return the survey (`named_lines.Survey`); None after an interrupt."""
     gc.collect()
     environment, first = Patches(), FirstStep()
     try:

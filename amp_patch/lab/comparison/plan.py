@@ -36,7 +36,7 @@ _MOST_SEEDS = 1000
 
 
 def quick_levels(dtype: str | None) -> tuple[str, ...]:
-    """Return the two levels of `compare --quick`: FP16's if `dtype` is "float16", else BF16's, without a loss scale."""
+    """Return the levels of `compare --quick`: of FP16 if `dtype` is "float16"; else of BF16, without a loss scale."""
     wanted = f"torch.{dtype or 'bfloat16'}"
     return tuple(level for level in LEVELS if str(OPT_LEVELS[level].dtype) == wanted)
 
@@ -123,7 +123,7 @@ class Plan:
         return not dtype or any(self.type_of(level) == dtype for level in kept)
 
     def environment(self, run: Run) -> dict[str, str]:
-        """Return the environment variables that set the level and the seed of a run."""
+        """Return {environment variable: value} that sets the level and the seed of a run."""
         level = BASELINE if run.level == NATIVE else run.level
         environment = {LEVEL: level, "AMP_PATCH_SEED": str(run.seed)}
         if any(named_level(each).options for each in self.levels):
@@ -159,7 +159,7 @@ def progress_line(run: Run, asked_steps: int | None) -> str:
 
 
 def newest_figures(run: Run) -> tuple[str, str]:
-    """Return the latest loss and the median milliseconds of the last 20 steps, both as text; "" if unknown."""
+    """Return (latest loss, median milliseconds of the last 20 steps) as texts; "" for an unknown figure."""
     if not run.steps:
         return "", ""
     times = [seconds for seconds in run.seconds[-20:] if not math.isnan(seconds)]  # NaN: an inspected step

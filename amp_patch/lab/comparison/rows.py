@@ -94,7 +94,7 @@ def _memory(level: LevelResult, state: str, most: float) -> str:
 
 
 def _parts(level: LevelResult, state: str, most: float) -> str:
-    """Return SVG rectangles that cover the memory bar from the left: one for each kind of tensor, in its colour.
+    """Return SVG rectangles on the memory bar, from the left: one for each entry of `measures.KINDS`, in its colour.
 
     On CUDA the rest of the peak stays uncovered.
     """

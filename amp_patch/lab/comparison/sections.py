@@ -88,7 +88,7 @@ def table(
 
 
 def sections(comparison: Comparison) -> dict[str, Any]:
-    """Return the sections by their names in the template; a section without content is empty."""
+    """Return {name of a section in the template: its content}. A section without content is empty."""
     return {
         "failures": _failures(comparison),
         "losses": pictures.losses(comparison),
@@ -122,7 +122,7 @@ def _times(comparison: Comparison) -> Table | None:
 
 
 def _memory(comparison: Comparison) -> Table | None:
-    """Return a table of each level's memory by kind of tensor, and on CUDA its peak: means over the seeds.
+    """Return a table of each level's memory for each of `measures.KINDS`, and on CUDA its peak: means over the seeds.
 
     None if no memory is known.
     """
@@ -144,14 +144,14 @@ def _memory(comparison: Comparison) -> Table | None:
 
 
 def _advice(comparison: Comparison) -> dict[str, list[str]]:
-    """Return {name of a level: its advice on layer sizes}, or {"": the advice} if all levels have the same."""
+    """Return {name of a level: its advice on layer sizes}, or {"": the advice} if the advice is equal at all levels."""
     of_level = {level.name: level.advice for level in comparison.levels}
     first = next(iter(of_level.values()), [])
     return {"": first} if all(lines == first for lines in of_level.values()) else of_level
 
 
 def _failures(comparison: Comparison) -> dict[str, list[str]]:
-    """Return {error in full: the runs that it ended, as "O2, seed 0"}."""
+    """Return {error in full: the runs that ended with this error, as "O2, seed 0"}."""
     in_full: dict[str, str] = {}
     runs_of: dict[str, list[str]] = {}
     for level in comparison.levels:
@@ -193,7 +193,7 @@ def _errors(looks: Sequence[Look]) -> Table | None:
 def _lost(looks: Sequence[Look]) -> Table | None:
     """Return the table of the parameters whose gradients lose the largest share of their numbers in FP16.
 
-    A share is the largest of all inspected steps. None if no gradient loses any.
+    A share is the largest over all inspected steps. None if no gradient loses numbers.
     """
     none = [0.0, 0.0, 0.0]
     shares: dict[str, list[float]] = {}

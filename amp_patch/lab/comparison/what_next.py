@@ -13,7 +13,7 @@ _OF_SEARCH = ("--dtype", "--steps", "--seed-flag", "--metric", "--maximize", "--
 
 
 def commands(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return (purpose, command) pairs in the order of a reader's use; the last one is what to run next."""
+    """Return (purpose, command) pairs in the order of a reader's use; the last command is the one to run next."""
     resume = f"python -m amp_patch compare --resume {shlex.quote(comparison.folder)}" if comparison.folder else ""
     found = [("use it without an edit", how_to_use(comparison)[1]), ("be sure", comparison.to_be_sure)]
     if comparison.cut:
@@ -41,9 +41,9 @@ def advice(comparison: Comparison) -> str:
 
 
 def _search(comparison: Comparison) -> tuple[str, str]:
-    """Return the purpose and the command of a module search, if a level is worse and the baseline is recommended.
+    """Return (purpose, command) of a module search, if a level is worse and the baseline is recommended.
 
-    Otherwise return two empty strings.
+    Otherwise return ("", "").
     """
     found, base = comparison.recommendation, comparison.baseline
     if found is None or found.level is not base or not comparison.again:

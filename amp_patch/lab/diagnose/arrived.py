@@ -1,4 +1,8 @@
-"""The error of what arrives at modules, against the inputs of the same modules in an FP32 copy of the model."""
+"""The relative error of modules' inputs, against the inputs of the same modules in an FP32 copy of the model.
+
+The error of a module's input has grown over all calls before the module; `module_error.relative_error` measures the
+error of one module alone.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,17 @@ from amp_patch.model.fp32_copies import fp32_copy
 
 
 class ExactInputs:
-    """The inputs of a model's modules in an FP32 forward of a copy. References them until `error` has compared them."""
+    """The inputs of modules in a forward of an FP32 copy of the model, referenced until `error` has compared them."""
 
     def __init__(self) -> None:
         self._calls: dict[str, list[list[tuple[Tensor, int]]]] = {}
 
     @torch.no_grad()
     def compute(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Run an FP32 copy of `model` on the arguments of its forward, and replace the inputs of an earlier forward.
+        """Run an FP32 copy of `model` on `args` and `kwargs`, and store the inputs of its modules without children.
 
-        There are none if the forward draws random numbers, or fails.
+        Inputs of an earlier forward are dropped. If the copy's forward draws random numbers, or fails, no inputs are
+        stored.
         """
         self._calls = {}
         devices = sorted({param.device.index for param in model.parameters() if param.device.type == "cuda"})
@@ -51,9 +56,14 @@ class ExactInputs:
 
     @torch.no_grad()
     def error(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
-        """Return the relative error of the arguments of the next call of this module, as `distance` does.
+        """Return the `distance` of the arguments of a module's call from those of the same call in the FP32 copy.
 
-        None if the copy has made no such call, or has written to its inputs. Does not sync.
+        The n-th call of `error` for a module compares with the n-th call in the copy. None if the copy made fewer
+        calls, if its arguments had other shapes, if it has written into them since, or if no argument is floating. Does
+        not sync with the device.
+
+        Args:
+            name: the module's name in the model.
         """
         calls = self._calls.get(name)
         if not calls:
@@ -65,9 +75,10 @@ class ExactInputs:
 
 
 def can_compare(model: nn.Module) -> bool:
-    """Return whether a copy of `model` shows what FP32 computes: it trains at a level, without randomness and hooks.
+    """Return whether an FP32 copy of `model` may run next to it: the model's level casts, and no module has a hook.
 
-    Hooks of user code would run once more in the copy, and may store what they are given.
+    In the copy a hook of user code would run once more, and might store the tensors that it receives. False too if a
+    module draws random numbers, such as dropout: copy and model would draw different ones.
     """
     policy = policy_of(model)
     if policy is None or policy.changes_nothing:

@@ -78,9 +78,10 @@ class StepLog:
     def _is_maker(self, call: Call, key: int, users: dict[int, list[Call]]) -> bool:
         """Return whether the backward of `call` made the gradient of `key`, one of its inputs, not finite.
 
-        If several calls use the tensor, its gradient is a sum with one term from each. If one of these calls received
-        a non-finite gradient itself, it explains the sum, and none of them is a maker. Otherwise the first of them is
-        the maker: the later ones are additions of residual connections and the like, which pass gradients on.
+        If several calls use the tensor, its gradient is a sum with one term from each call. If one of these calls
+        received a non-finite gradient itself, that gradient explains the sum, and no call is the maker. Otherwise the
+        first call is the maker: the later calls are additions of residual connections and the like, which pass
+        gradients on.
         """
         if all(map(_finite, self._gradients_of([key]))):
             return False
@@ -109,11 +110,11 @@ class StepLog:
         return None
 
     def touching(self, call: Call, direction: str) -> list[str | None]:
-        """Return the names of the modules through which the non-finite numbers of `call` pass, its own first.
+        """Return the names of the modules that the non-finite numbers of `call` pass through, that of `call` first.
 
-        With the `direction` "forward" these are the modules of the calls that use its result. With "backward" they are
-        the modules of the calls that made its inputs, and so received its non-finite gradients. A cast among these
-        calls passes the numbers on, so the search goes on with the calls beyond it.
+        With the `direction` "forward" the other modules are those of the calls that use the result of `call`. With
+        "backward" they are those of the calls that made its inputs, and so received its non-finite gradients. A cast
+        among these calls passes the numbers on, so the search goes on with the calls beyond it.
         """
         touching = [call.module]
         if direction == "forward":

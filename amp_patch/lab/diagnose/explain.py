@@ -378,7 +378,7 @@ def _address(function: Any) -> str:
 
 
 def _kept(model: nn.Module, policy: Policy | None) -> dict[str, str]:
-    """Return name -> reason ("keep_fp32") for each module that stays FP32, without the modules inside of these."""
+    """Return {name: reason, such as "keep_fp32"} of the outermost modules that stay FP32."""
     found: dict[str, str] = {}
     inner: set[int] = set()
     for name, module in model.named_modules():

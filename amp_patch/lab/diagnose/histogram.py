@@ -93,9 +93,12 @@ class Histogram:
         return {"zeros": zeros, "not_finite": not_finite, "exponents": exponents}
 
     def _read(self) -> tuple[int, dict[int, list[int]], int]:
-        """Return the count of zeros, a dict exponent -> counts of its three slots, and the count of non-finite numbers.
+        """Read the counts from the device. Syncs once.
 
-        Exponents without numbers are left out. Syncs once.
+        Returns:
+            zeros: the count of zeros.
+            slots: {exponent: the counts of its three slots}, without exponents that have no numbers.
+            not_finite: the count of infinite numbers and NaNs.
         """
         if self.slot_counts is None:
             return 0, {}, 0

@@ -276,7 +276,10 @@ class _NumberLog(CallLog):
                     self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
 
     def _note_arrived(self, name: str, args: Any, kwargs: Any) -> None:
-        """Compare what arrives at a module to what arrives at it in an FP32 copy of the model."""
+        """Compare the inputs of a module's call with the inputs of the same call in an FP32 copy of the model.
+
+        Before the call of the model itself, run the copy.
+        """
         if self.exact is None or _in_backward() or not torch.is_grad_enabled():
             return
         with _unlogged():

@@ -169,7 +169,7 @@ class Inspection:
         )
 
     def _errors(self, rows: int | None, *, came_in: bool) -> Table:
-        """Return the table of modules, those with the largest error first; with `came_in`, of either kind."""
+        """Return the table of modules and their errors, largest first; with `came_in` also their inputs' errors."""
         if not came_in:
             worst = sorted(self.errors.items(), key=lambda item: -item[1])
             cells = [(name, two(error)) for name, error in worst[:rows]]

@@ -86,14 +86,14 @@ class UpdateMeter:
         self._before = dict(self._values())
 
     def counts(self) -> dict[str, Tensor]:
-        """Return name of a parameter -> its two counts, as in `Updates.counts`: an int64 tensor [2] on its device.
+        """Return {name of a parameter: the two counts of `Updates.counts`}, as int64 tensors [2] on the device.
 
-        Does not sync.
+        Does not sync with the device.
         """
         return self.counts_in((self.dtype,))[self.dtype]
 
     def counts_in(self, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, dict[str, Tensor]]:
-        """Return low-precision type -> the result of `counts` for that type, for each of `dtypes`. Does not sync."""
+        """Return {low-precision type: the result of `counts` for that type} for each of `dtypes`. Does not sync."""
         found: dict[torch.dtype, dict[str, Tensor]] = {dtype: {} for dtype in dtypes}
         for name, value in self._values():
             for dtype in dtypes if name in self._before else ():

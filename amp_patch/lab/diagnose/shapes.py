@@ -17,10 +17,10 @@ from amp_patch.lab.wording import whole_percent
 MULTIPLE = 8  # for 16-bit types
 _LARGE, _OF_LARGE = 1024, 64  # a size from 1024 on (a vocabulary) can be padded to a multiple of 64 at little cost
 
-# `advice` leaves out what is below these limits:
-# - a share of the forward's multiply-adds: the gain would not be noticeable;
-# - a size (the channels of an image, the classes of digits): the layer waits for memory, and padding would cost more;
-# - a number of multiply-adds: the launch of the kernel takes longer than the product.
+# `advice` is given only for layers that reach these limits. Below the limit of
+# - the share of the forward's multiply-adds, the gain would not be noticeable;
+# - the size (the channels of an image, the classes of digits), the layer waits for memory, and padding costs more;
+# - the number of multiply-adds, the launch of the kernel takes longer than the product.
 _SHARE, _SMALLEST, _MULTIPLY_ADDS = 0.05, 32, 10**8
 _SHARE_OF_ROWS = 0.5  # a number of rows is reported only if products with this share of all multiply-adds have it
 

@@ -96,7 +96,7 @@ class SavedBytes:
             self._peak_in_fp32 = max(self._peak_in_fp32, self._live_in_fp32)
 
     def _ends(self, key: int, _: Any) -> None:
-        self._ended.append(key)  # no lock: a storage may be freed anywhere, inside of `_note` too, which holds it
+        self._ended.append(key)  # no lock: a storage may be freed inside of `_note` too, which holds the lock
 
 
 class _Saved(NamedTuple):
@@ -124,8 +124,8 @@ class WeighedStep:
         self._hooks = (self._pack, _unpack)
         self._patches = Patches()
         self._whole = False  # whether the hooks have seen every tensor that was saved since construction
-        # Not under hooks of user code around the loop: torch calls the innermost hooks only, so these would replace
-        # them, and the end of the user's block would pop these. torch before 2.8 cannot tell whether there are any.
+        # Not under hooks of user code around the loop: torch calls the innermost hooks only, so our hooks would replace
+        # the user's, and the end of the user's block would pop ours. torch before 2.8 cannot tell whether hooks exist.
         known = hasattr(_torch, "_top_saved_tensors_default_hooks")
         if known and _torch._saved_tensors_hooks_is_enabled() and _top() is None:
             self._push = _torch._push_saved_tensors_default_hooks
@@ -262,7 +262,7 @@ def _unpack(saved: _Saved) -> Tensor:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the strided tensors whose storages hold this tensor's values."""
+    """Return the strided tensors that store `tensor`: the values and indices of a sparse one, else `tensor` alone."""
     local = distributed.local(tensor)
     return (local._values(), local._indices()) if local.is_sparse else (local,)
 

@@ -35,7 +35,7 @@ class InspectedStep:
         self._mode = _mode_stack()[-1]
 
     def leave(self) -> Event:
-        """End the inspection, and return the "look" event. Torch function modes entered after it stay entered."""
+        """End the inspection, and return the "look" event. Torch function modes entered since then stay entered."""
         self.abandon()
         if self._seen.not_finite is not None:  # `inspect` counts steps from the beginning of its block
             self._seen.not_finite = replace(self._seen.not_finite, step=self._step)

@@ -286,7 +286,7 @@ class Recorder(Observer):
             return  # an evaluation
         if self._clock.forward_begins(model):
             self._looks.forward_begins(args, kwargs)
-            # Assigned, not added: if no loss has claimed the samples of an earlier forward, it was no part of the step.
+            # Assigned, not added: an earlier forward whose samples no loss has claimed was no part of the step.
             sizes = sizes_of(args, kwargs)
             self._sizes_given = self._sizes_given or sizes
             known = -len(sizes) <= self._batch_dim < len(sizes)

@@ -186,9 +186,9 @@ class Run:
 
     @property
     def overflows(self) -> list[Look]:
-        """The looks after the last one that saw only finite numbers: each of these saw a number that is not finite.
+        """The looks after the last look without an overflow: each look here saw a number that is not finite.
 
-        Earlier looks at overflows are left out, because the training has recovered from these: a dynamic loss scale
+        Earlier looks at overflows are left out, because the training has recovered since: a dynamic loss scale
         starts too high, overflows and backs off.
         """
         return self.looks[self._last_finite + 1 :]
@@ -209,7 +209,7 @@ class Run:
 
     @property
     def _last_finite(self) -> int:
-        """The index of the last look that saw only finite numbers; -1 if there is none."""
+        """The index of the last look that saw only finite numbers; -1 if there is no such look."""
         return max((i for i, look in enumerate(self.looks) if look.not_finite is None), default=-1)
 
     @property
@@ -258,7 +258,7 @@ class Run:
             raise ValueError(f"Run.add: event is {kind!r}; wanted {kinds}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON, which `from_dict` reads."""
+        """Return {name of an attribute: its value} for JSON; `from_dict` reads the dict."""
         return asdict(self)
 
     @classmethod

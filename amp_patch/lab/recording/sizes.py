@@ -108,9 +108,9 @@ class Sizes:
         ]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (param, its master) for all parameters of the models and the optimizers.
+        """Return (parameter, master) for all parameters of the models and the optimizers.
 
-        A parameter without a master gives (param, param).
+        A parameter without a master gives (parameter, parameter).
         """
         pairs = [
             pair

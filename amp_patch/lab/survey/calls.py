@@ -28,7 +28,7 @@ _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rdiv": "div", "rtrue
 
 
 def op_of(func: Any) -> tuple[str, bool]:
-    """Return (plain name of a function, whether its operands are swapped): ("div", True) for `Tensor.__rtruediv__`."""
+    """Return (plain name, whether the operands are swapped) of a function: ("div", True) for `Tensor.__rtruediv__`."""
     name = getattr(func, "__name__", "").strip("_")
     if name in _REFLECTED:
         return _REFLECTED[name], True
@@ -129,18 +129,18 @@ class Call:
                 yield float(value)
 
     def low(self, at: int = 0) -> Kinds:
-        """Return the kinds of levels at which `inputs[at]` has the low-precision type; none if it has no such input."""
+        """Return the kinds of levels at which `inputs[at]` is low precision; `NONE` if there is no such input."""
         return self.inputs[at][1].low if at < len(self.inputs) else frozenset()
 
     def range(self, tensor: Tensor) -> tuple[float, float]:
-        """Return `finite_range` of a tensor of this call. It is computed once, although several rules need it."""
+        """Return `finite_range`, (lowest, highest), of a tensor of this call. Computed once: several rules need it."""
         if id(tensor) not in self._ranges:
             self._ranges[id(tensor)] = finite_range(tensor)
         return self._ranges[id(tensor)]
 
 
 def finite_range(tensor: Tensor) -> tuple[float, float]:
-    """Return the lowest and the highest finite number of a tensor, or (0.0, 0.0) if none is finite. Syncs."""
+    """Return (lowest, highest) of the finite numbers of a tensor; (0.0, 0.0) if no number is finite. Syncs."""
     tensor = tensor.detach()
     if not tensor.numel():
         return 0.0, 0.0

@@ -16,12 +16,12 @@ class Finding(NamedTuple):
     """One problem that levels would cause at a call.
 
     Attributes:
-        kinds: the kinds of levels that would cause it.
+        kinds: the kinds of levels that would cause the problem.
         what: the problem, in words.
-        edit: a change of user code that avoids it.
-        line: the line of user code, if it is not the call's own.
-        op: the operation at fault, if it is not the call's function.
-        breaks: whether the levels break by it. If not, it is a note.
+        edit: a change of user code that avoids the problem.
+        line: the line of user code at fault, if it is not the line of the call; else None.
+        op: the operation at fault, if it is not the function of the call; else "".
+        breaks: whether the problem breaks the levels, by an error or wrong numbers. If not, the finding is a note.
     """
 
     kinds: Kinds
@@ -40,7 +40,7 @@ def type_names(kinds: Iterable[Kind]) -> str:
 
 
 def where(kinds: Kinds, happens: Callable[[torch.dtype], bool]) -> Kinds:
-    """Return the members of `kinds` for whose low-precision type `happens` returns True; it is called once per type."""
+    """Return the members of `kinds` for whose type `happens` returns True. Calls `happens` once for each type."""
     types = [dtype for dtype in LOW_PRECISION if any(kind.dtype is dtype for kind in kinds) and happens(dtype)]
     return frozenset(kind for kind in kinds if kind.dtype in types)
 

@@ -1,4 +1,4 @@
-"""FirstStep: the survey of a training's first step, which ends the training behind that step."""
+"""FirstStep: the survey of a training's first step. After that step it ends the training."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from amp_patch.training.observers import Observer
 
 
 class Ended(SystemExit):
-    """The first step is over. Raised by the first forward after it, to end the training."""
+    """The exception that ends a surveyed training. The first forward after the first step raises it."""
 
 
 class FirstStep(Observer):
-    """Surveys the trainings at O0 in its `with` block until each optimizer has made a step, and a forward begins.
+    """A `with` block that surveys the O0 trainings in it, and ends them (`Ended`) when their first step is over.
+
+    The first step is over when a forward begins after each optimizer has made a step. If one optimizer has made two
+    steps before that, the first step is over too: other optimizers may never step.
 
     Attributes:
-        entered: what the `with` block has entered, and leaves.
+        entered: the context managers that the block has entered. Its end closes them.
     """
 
     def __init__(self) -> None:
@@ -47,7 +50,7 @@ class FirstStep(Observer):
 
     @property
     def report(self) -> Report:
-        """The findings. Complete after the `with` block."""
+        """The findings of the survey. They are complete after the `with` block."""
         return self._surveyor.report
 
     def training_begun(self, training: Any) -> None:
@@ -64,7 +67,7 @@ class FirstStep(Observer):
                 self.entered.callback(model.register_forward_pre_hook(self._forward_begins()).remove)
 
     def _forward_begins(self) -> Any:
-        # A function, not a bound method: a deepcopy of the model would copy the survey along with that.
+        # A function, not a bound method: a deepcopy of the model copies the object of a bound method, here the survey.
         def before(*_: Any) -> None:
             steps = self._steps.values()
             if steps and (all(steps) or max(steps) > 1):

@@ -18,8 +18,8 @@ class Kind(NamedTuple):
     Attributes:
         casts: whether these levels cast the model's weights, as O2 does; if not, they cast the arguments of torch's
             functions, as O1 does.
-        dtype: their low-precision type.
-        levels: their names.
+        dtype: the low-precision type of these levels.
+        levels: the names of these levels.
     """
 
     casts: bool
@@ -68,9 +68,9 @@ class Guard:
     """A Python number that keeps a tensor away from 0, as in `x + 1e-8`, but rounds to 0 itself at some levels.
 
     Attributes:
-        number: the number.
-        kinds: the kinds of levels at which it rounds to 0.
-        line: the line of user code that adds it.
+        number: the Python number.
+        kinds: the kinds of levels at which the number rounds to 0.
+        line: the line of user code that adds the number.
     """
 
     number: float
@@ -80,11 +80,11 @@ class Guard:
 
 @dataclass
 class Tiny:
-    """Numbers that are not 0, and are all 0 at some levels.
+    """Numbers, not 0 in FP32, that are all 0 at some levels.
 
     Attributes:
-        most: the largest size.
-        kinds: the levels.
+        most: the largest absolute value among the numbers, in FP32.
+        kinds: the kinds of levels at which the numbers are 0.
         op, line: the operation and the line of user code that made them.
     """
 
@@ -145,10 +145,15 @@ NOTHING = Facts()
 
 
 def cast(tensor: Tensor, facts: Facts, name: str, *, is_input: bool = False) -> Facts:
-    """Return the facts that a tensor has after a cast model has cast it, as an input or a buffer.
+    """Return the facts of a tensor as they are after the levels that cast models have cast it, as an input or a buffer.
+
+    The tensor itself stays as it is. If its type is not FP32, return `facts` unchanged.
 
     Args:
-        is_input: whether it is an argument of the model's forward, where masks become the type's smallest number.
+        facts: the facts before the cast.
+        name: the tensor's name for messages.
+        is_input: whether the tensor is an argument of the model's forward. There a mask's numbers below the type's
+            range become the smallest finite number of the type, not -inf.
     """
     if tensor.dtype is not torch.float32:
         return facts

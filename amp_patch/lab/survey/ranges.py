@@ -69,10 +69,10 @@ def _comes_near(call: Call) -> Iterator[Finding]:
 
 
 def _all_vanish(call: Call) -> Iterator[Finding]:
-    """Find calls in a forward whose results are so small that all become 0 in the low-precision type.
+    """Find calls in a forward whose results are so small that all numbers become 0 in the low-precision type.
 
-    The finding is made at the call that uses these numbers. If that call adds them to larger ones, so that FP32 loses
-    them too, there is none.
+    The finding is made at the call that uses the small numbers. If that call adds them to much larger
+    numbers (`_absorbs`), there is no finding: the sum is nearly the same without them.
     """
     tiny = next((facts.tiny for _, facts in call.inputs if facts.tiny is not None), None)
     if not call.inside and tiny is None:
@@ -90,7 +90,7 @@ def _all_vanish(call: Call) -> Iterator[Finding]:
 
 
 def _tiny(call: Call) -> Tiny | None:
-    """Return the numbers that a call of `_SHRINKING` makes, if all of them become 0 at a level; else None."""
+    """If `call` is one of `_SHRINKING`, and all numbers that it makes become 0 at a level, describe them; else None."""
     if not call.inside or call.op not in _SHRINKING or len(call.outputs) != 1:
         return None
     tensor, facts = call.outputs[0]
@@ -133,9 +133,12 @@ def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
 
 
 def _scores(call: Call) -> tuple[Tensor, Facts, int] | None:
-    """Return (scores, their facts, dimension over which they become probabilities) of a softmax or an attention.
+    """Find the numbers that a softmax or an attention turns into probabilities. None for any other call.
 
-    The scores are the argument of the softmax, or the mask of the attention. None for any other call.
+    Returns:
+        scores: the argument of the softmax, or the mask of the attention.
+        facts: the facts of the scores.
+        dim: the dimension over which the probabilities add up to 1.
     """
     if call.op in ("softmax", "log_softmax") and call.inputs:
         dim = _dim_of(call)

@@ -86,7 +86,7 @@ class Report:
 
     @property
     def clear(self) -> list[str]:
-        """The levels for which the survey has found no such problem."""
+        """The levels for which the survey has found no problem that breaks a training."""
         return [level for level in LEVELS if level not in self.broken]
 
     def __str__(self) -> str:
@@ -106,5 +106,11 @@ class Report:
         yield _JUDGES
 
     def to_json(self) -> dict[str, object]:
-        """Return the report for JSON."""
+        """Return the report for JSON.
+
+        Returns:
+            "lines": a dict for each line, with the attributes of `Line`.
+            "clear": `clear`.
+            "lost_updates": `lost`.
+        """
         return {"lines": [vars(line) for line in self.lines], "clear": self.clear, "lost_updates": self.lost}

@@ -46,9 +46,9 @@ def _angles_move(call: Call) -> Iterator[Finding]:
 
 
 def _moved(tensor: Tensor, facts: Facts) -> dict[Kind, Tensor]:
-    """Return kind of levels -> a tensor of the changes of `tensor` by the rounding at these levels.
+    """Return {kind of levels: (`tensor` as rounded at these levels) - `tensor`}.
 
-    Learned tensors that are FP32 at a kind are left out there, because their rounded numbers are not known.
+    If `tensor` is learned, and FP32 at a kind of levels, that kind is left out: the rounded numbers are not known.
     """
     found = {}
     for kind in facts.rounded:
@@ -97,7 +97,7 @@ def _comparisons_change(call: Call) -> Iterator[Finding]:
 
 
 def _compares_otherwise(call: Call, kind: Kind) -> bool:
-    """Return whether a comparison (`x == y`) has another result than in FP32, if `kind` rounds its operands."""
+    """Return whether a comparison (`x == y`) whose operands `kind` rounds has another result than in FP32."""
     known = {id(tensor): facts.values.get(kind, tensor) for tensor, facts in call.inputs}
     args = [known.get(id(each), each) for each in call.args]
     return not torch.equal(call.func(*args, **call.kwargs), call.result)

@@ -28,10 +28,10 @@ _UNSCALED = "O3"  # the FP16 level with a loss scale of 1
 
 
 class Surveyor:
-    """A `with` block that applies the rules to each torch call of an FP32 training.
+    """A `with` block that applies the rules to each torch call in the training of the followed models (`follow`).
 
     Attributes:
-        report: the findings.
+        report: the findings so far.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Surveyor:
         self._read_gradients()
 
     def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
-        """Survey the training of `model` too. `trained` has the parameters that an optimizer holds."""
+        """Apply the rules also to the training of `model`. `trained` has the parameters that optimizers hold."""
         self._names |= {id(module): name for name, module in model.named_modules()}
         self._visitor.follow(model, trained)
 
@@ -99,7 +99,8 @@ class Surveyor:
         tensor.register_hook(gradient_arrives)
 
     def _read_gradients(self) -> None:
-        # A layer whose gradients are small beside the others' hardly learns in FP32 either: the whole model counts.
+        # A layer with much smaller gradients than the other layers hardly learns in FP32 either. So a finding needs the
+        # share of lost gradients to be large in the whole model too.
         read = {key: sums.tolist() for key, sums in self._flushed.items()}
         every, gone = (sum(each[at] for each in read.values()) for at in (0, 1))
         for (line, op), (total, lost) in read.items():

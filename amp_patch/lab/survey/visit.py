@@ -96,7 +96,7 @@ class Visitor(TorchFunctionMode):
         self._hook(model, self._forward_begins, self._forward_ends)
 
     def _hook(self, module: nn.Module, begins: Any, ends: Any) -> None:
-        # Functions, not bound methods: a deepcopy of the model would copy the visitor along with those.
+        # Functions, not bound methods: a deepcopy of the model copies the object of a bound method, here the visitor.
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.active and not _in_backward():
                 begins((args, kwargs))
@@ -191,7 +191,7 @@ class Visitor(TorchFunctionMode):
             call.written = None if where is None else (where, args[0].detach().clone())
         result = func(*args, **kwargs)
         if call.inside and call.op in _CONVERTS and result is args[0]:
-            result = result.view_as(result)  # without this, it would share the facts of its input, which has no cast
+            result = result.view_as(result)  # without this, result and input would share their facts
         call.result = result
         made = _floats(args[0] if call.in_place else result)
         if not (call.inputs or made):
@@ -292,7 +292,7 @@ class Visitor(TorchFunctionMode):
         return not names.search(linecache.getline(call.line.file, call.line.line))
 
     def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
-        """Return (args, kwargs, changed): the call's arguments at `kind`, detached; whether one differs from FP32's."""
+        """Return (args, kwargs, changed): the arguments at `kind`, detached; whether one differs from FP32's."""
         changed = False
 
         def one(tensor: Tensor) -> Tensor:
@@ -325,7 +325,7 @@ class Visitor(TorchFunctionMode):
         return args, kwargs, changed
 
     def _values(self, call: Call, made: list[Tensor], low: Kinds) -> dict[Kind, list[Tensor]]:
-        """Return kind -> results of a call without learned inputs, for kinds where its arguments differ from FP32's."""
+        """Return {kind: results} of a call without learned inputs, for each kind with other arguments than FP32's."""
         found: dict[Kind, list[Tensor]] = {}
         for kind in KINDS:
             args, kwargs, changed = self._at(call, kind, low)
@@ -382,7 +382,7 @@ class Visitor(TorchFunctionMode):
         return any(finite_range(tensor)[0] < -_LARGE for tensor in given)
 
     def _mask_at(self, call: Call, low: Kinds) -> tuple[Kinds, Kinds]:
-        """Return (kinds at which a mask's number below the type's range stays finite, kinds at which it is -inf)."""
+        """Return (kinds at which a mask's numbers below the type's range stay finite, kinds at which they are -inf)."""
         finite, infinite = set[Kind](), set[Kind]()
         if any(number == _FLOAT32.min for number in call.scalars()) and self._follows_a_tensor(call):
             finite |= low

@@ -53,7 +53,10 @@ class CalledAlone:
         self._called = weakref.WeakSet[nn.Module]()
 
     def install(self, patches: Patches) -> None:
-        """Repeat with casts each method of a cast model that fails on types, until `patches` are removed."""
+        """Subscribe to errors about types in methods of cast models, until `patches` are removed.
+
+        If a method of a model in training fails on types, it is made a cast method, and is called again.
+        """
         patches.apply(lambda: method_subscribers.append(self._method), lambda: method_subscribers.remove(self._method))
 
     def methods_of(self, models: list[nn.Module]) -> tuple[str, ...]:

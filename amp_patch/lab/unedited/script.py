@@ -202,7 +202,7 @@ class UneditedScript(Observer):
         return add_param_group
 
     def _optimizers(self) -> dict[int, Any]:
-        """Return id of each innermost optimizer -> that optimizer, or the wrapper around it (SAM), if it has one."""
+        """Return {id of an innermost optimizer: its wrapper, such as SAM; without a wrapper the optimizer}."""
         found: dict[int, Any] = {}
         for ref in self._optimizers_made:
             if (optimizer := ref()) is not None:
