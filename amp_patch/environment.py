@@ -273,14 +273,14 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     kept.update({} if dtype is None else {"dtype": dtype})
     if level != "O0":
         for name, value in given.items():
-            if name not in kept and _accepts(level, {**kept, name: value}, undone=level == opt_level):
+            if name not in kept and _accepts(level, {**kept, name: value}, may_undo=level == opt_level):
                 kept[name] = value
     closed = {**kept, "master_weights": masters}
-    if masters is None or not OPT_LEVELS[level].master_weights or not _accepts(level, closed, undone=True):
+    if masters is None or not OPT_LEVELS[level].master_weights or not _accepts(level, closed, may_undo=True):
         masters = None
     else:
         kept = closed
-    if state is not None and _accepts(level, coded := {**kept, "optimizer_state": state}, undone=True):
+    if state is not None and _accepts(level, coded := {**kept, "optimizer_state": state}, may_undo=True):
         kept = coded
     else:
         state = None
@@ -314,13 +314,17 @@ def _has_formats(level: str) -> bool:
     return level in OPT_LEVELS and OPT_LEVELS[level].product_format is not None
 
 
-def _accepts(level: str, options: dict[str, Any], undone: bool) -> bool:
-    """Tell whether `resolve` accepts `options` at `level`, and, unless `undone`, they do not undo the level's casts."""
+def _accepts(level: str, options: dict[str, Any], may_undo: bool) -> bool:
+    """Tell whether `resolve` accepts `options` at `level`.
+
+    If `may_undo` is False, options that change the level's casts, or the dtype of a level that has a fixed one, are not
+    accepted either.
+    """
     try:
         policy = resolve(level, **options)
     except (TypeError, ValueError):
         return False
-    if undone:
+    if may_undo:
         return True
     if level not in _OF_EITHER_DTYPE and policy.dtype is not OPT_LEVELS[level].dtype:
         return False

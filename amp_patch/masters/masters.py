@@ -248,11 +248,11 @@ def materialize(masters: Iterable[Tensor]) -> None:
 
 
 class Claim:
-    """The masters that a step on `thread` is writing: no other thread copies them back or syncs them.
+    """The masters that a step on `thread` is writing: other threads neither publish nor settle them.
 
-    Without it, a thread that calls `state_dict()` while another trains would undo writes of the unfinished step. A step
-    adds its claim to `running` under `lock`, so it waits until a thread that is copying back has ended. There is no
-    `__init__`, because it would cost a Python call per step.
+    Otherwise a `state_dict()` on another thread, which settles, would take the old weights for edits and overwrite the
+    step's masters. A step adds its claim to `running` under `lock`, so it first waits for the end of a `publish` or
+    `settle` on another thread. There is no `__init__`, because it would cost a Python call per step.
     """
 
     lock: ClassVar = closed_master.lock

@@ -300,9 +300,9 @@ class Masters:
         self.parts[id(shard)] = Part(shard, param, master)
 
     def master_of_part(self, shard: Tensor) -> Tensor | None:
-        """Return the master of the local shard of `shard`; None if it has none.
+        """Return the master of the local tensor of the DTensor `shard`; None if it has none.
 
-        If the local shard has moved to other memory, the plain parameter follows it.
+        If the local tensor is in other memory than before, `Part.param` is first set to that memory.
         """
         part = self.parts.get(id(shard))
         if part is None:

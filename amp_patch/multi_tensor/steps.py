@@ -1,9 +1,10 @@
 """Kernels that make a whole optimizer step in one pass: unscaling, moments, FP32 masters and low-precision weights.
 
-With torch's functions a step takes five passes over memory (cast and unscale the gradients, step, cast the masters).
+With torch's functions a step takes several passes over memory: cast the gradients, unscale and check them, step, cast
+the masters.
 
-All lists have one length. The tensors at one index have one shape and the same strides, dense and without overlap
-(contiguous, channels_last or transposed). Other tensors are refused before the first write, so that the caller can use
+The lists of tensors in one call are equally long. The tensors at the same index have the same shape and strides, dense
+and without overlap (contiguous, channels_last or transposed). Other tensors are refused before the first write, so that the caller can use
 another implementation instead.
 
 On the CPU, with the extension, results have the bits of torch's fused kernels on FP32 tensors (``torch._fused_adamw_``

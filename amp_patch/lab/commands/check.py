@@ -335,7 +335,10 @@ class Natives(Names):
 
 
 class Imported(Natives):
-    """The uses of `Natives` in imports that bind the name itself: not in `import torch.cuda.amp`, which binds torch."""
+    """Finds names of torch's mixed precision that imports bind directly: `from torch.cuda.amp import autocast`.
+
+    `import torch.cuda.amp` is left out, because it binds only `torch`.
+    """
 
     def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
         for clause in _imported(tree):
@@ -346,7 +349,7 @@ class Imported(Natives):
 
 
 class InFull(Natives):
-    """The uses of `Natives` that are written out, as `torch.cuda.amp.autocast`: no edited import changes them."""
+    """Finds names of torch's mixed precision that code writes out: `torch.cuda.amp.autocast`."""
 
     def collect(self, tree: ast.AST) -> None:
         super().collect(tree)

@@ -71,7 +71,7 @@ def recorded(
             turn_note = None if client is None else client.note()
             notes = [*([] if turn_note is None else [turn_note]), *script.notes]
             last: list[Event] = [{"event": "note", "text": note} for note in notes]
-            # If the batches do not match, the DataLoader that `epoch` has read does not feed the model.
+            # Only if the run's batch is a multiple of the DataLoader's: otherwise another loader feeds the model.
             if epoch.samples and run.samples and run.samples[0] % epoch.batch == 0:
                 last.append({"event": "end", "epoch_samples": epoch.samples})
             if failed is not None or notes or script.native.seen:
