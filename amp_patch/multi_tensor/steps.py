@@ -4,8 +4,8 @@ With torch's functions a step takes several passes over memory: cast the gradien
 the masters.
 
 The lists of tensors in one call are equally long. The tensors at the same index have the same shape and strides, dense
-and without overlap (contiguous, channels_last or transposed). Other tensors are refused before the first write, so that the caller can use
-another implementation instead.
+and without overlap (contiguous, channels_last or transposed). Other tensors are refused before the first write, so that
+the caller can use another implementation instead.
 
 On the CPU, with the extension, results have the bits of torch's fused kernels on FP32 tensors (``torch._fused_adamw_``
 and similar, as compiled into the wheels of torch 2.13 for x86-64). On CUDA and in plain torch they may differ by
