@@ -21,7 +21,7 @@ from amp_patch.model.tensors import cast, load_masters, reflatten, refuse_change
 from amp_patch.model.type_errors import advising, explain_types, refuse_another_type
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 from amp_patch.support import fsdp, generated_class, tree
-from amp_patch.support.compiled import wraps
+from amp_patch.support.compiled import may_trace_next, wraps
 from amp_patch.support.forward_hook import NoHook
 from amp_patch.support.generated_class import Generated
 from amp_patch.support.patches import Attempts
@@ -364,7 +364,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
                 own.links.publish_written(self)
             if own.region is None or own.region.policy is not policy:
                 own.region = regions.region(policy)
-            if low is not None and own.looks[self.training]:
+            if low is not None and own.looks[self.training] and not may_trace_next():
                 first_inputs.look(self, name, args, kwargs, own)
         if own.local is not own.no_sync and torch.is_grad_enabled() and (low is not None or policy.checks_gradients):
             own.local = own.no_sync

@@ -49,6 +49,11 @@ _frame_callback: Callable[[], Any] = getattr(
 )
 
 
+def may_trace_next() -> bool:
+    """Tell whether Dynamo may trace the next Python function that this thread calls: a compiled frame's graph broke."""
+    return callable(_frame_callback())
+
+
 def eager_only(function: Function) -> Function:
     """Make torch.compile break the graph around calls of `function`, as `torch.compiler.disable` does.
 
