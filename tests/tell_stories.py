@@ -27,6 +27,8 @@ def begin() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*gathered for this optimizer")
+    # Some stories freeze all parameters of an optimizer, and give it to `scale_loss` then.
+    warnings.filterwarnings("ignore", "scale_loss: the loss depends on no parameter")
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
 
 

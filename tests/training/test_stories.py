@@ -14,6 +14,7 @@ from stories import Story, complaint, drawn, shortest
 pytestmark = [
     # A story draws its events without a thought for what warns of a strange order.
     pytest.mark.filterwarnings("ignore:.*gathered for this optimizer"),
+    pytest.mark.filterwarnings("ignore:scale_loss. the loss depends on no parameter"),  # all of them are frozen
     pytest.mark.filterwarnings(r"ignore:Detected call of `lr_scheduler.step\(\)`"),
 ]
 FEW, MANY, CHAPTER = range(40), range(40, 200), 40
