@@ -75,11 +75,12 @@ def _look_at_numbers(where: str, given: list[_Given], low: torch.dtype, own: Mod
     for (keys, name, x), (lowest, highest) in zip(found, edges, strict=True):
         if -most <= lowest and highest <= most:
             continue
-        if is_mask(x, low):
+        lost, rest = _lost_and_rest(x, low)
+        if _belong_to_mask(lost, rest):
             own.masks.update(keys)
             continue
         argument = f"{where}: argument {name}"
-        _refuse_infinite(argument, x, low, own.policy)
+        _refuse_infinite(argument, lost, low, own.policy)
         if name not in own.told and _warn_of_whole_numbers(argument, x, low, own.policy):
             own.told.add(name)
 
@@ -116,7 +117,11 @@ def is_mask(x: Tensor, low: torch.dtype) -> bool:
     `x` is a mask if all such numbers are at most -1e8 (a mask of -1e9 may be added to position biases), or if they are
     all negative and every other finite number of `x` is 0.
     """
-    lost, rest = _lost_and_rest(x, low)
+    return _belong_to_mask(*_lost_and_rest(x, low))
+
+
+def _belong_to_mask(lost: Tensor, rest: Tensor) -> bool:
+    """Tell whether `lost`, numbers that become infinite, belong to a mask whose other finite numbers are `rest`."""
     if not lost.numel():
         return False
     highest = lost.max().item()
@@ -129,8 +134,7 @@ def _lost_and_rest(x: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor]:
     return x[finite & infinite], x[finite & ~infinite]
 
 
-def _refuse_infinite(where: str, x: Tensor, low: torch.dtype, policy: Policy) -> None:
-    lost, _ = _lost_and_rest(x, low)
+def _refuse_infinite(where: str, lost: Tensor, low: torch.dtype, policy: Policy) -> None:
     if lost.numel():
         way = "choose opt_level='O5', whose torch.bfloat16 has FP32's range"
         if low is torch.bfloat16:
