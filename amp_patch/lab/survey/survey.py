@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from amp_patch.lab.diagnose.lost_updates import UpdateMeter
 from amp_patch.lab.diagnose.trial_forward import state_restored
 from amp_patch.lab.survey.calls import LOWERING, Call, running_module, user_line
-from amp_patch.lab.survey.kinds import CASTING, Place
+from amp_patch.lab.survey.kinds import CASTING, KINDS, Place
 from amp_patch.lab.survey.report import Report
 from amp_patch.lab.survey.rules import RULES, Finding
 from amp_patch.lab.survey.visit import Visitor
@@ -24,7 +24,8 @@ from amp_patch.support import distributed
 from amp_patch.support.patches import Patches
 
 _SHARE = 0.1  # a larger share of gradients that become 0 in FP16 is reported
-_UNSCALED = "O3"  # the FP16 level with a loss scale of 1
+_UNSCALED = "O3"  # the FP16 level with a loss scale of 1, and without masters
+_FP16 = next(kind for kind in KINDS if _UNSCALED in kind.levels)
 
 
 class Surveyor:
@@ -115,8 +116,13 @@ class Surveyor:
     def step_begins(self, optimizer: Any) -> None:
         """Before the first step, store samples of the weights, and pause the survey while the optimizer computes.
 
-        Before later steps do nothing.
+        Before later steps do nothing. An `eps` that is 0 in FP16 is reported for each optimizer.
         """
+        if not getattr(optimizer, "computes_in_fp32", False):
+            for eps in {group.get("eps") for group in optimizer.param_groups}:
+                if isinstance(eps, float) and _FP16.vanishes(eps):
+                    what = f"eps={eps:g} of {type(optimizer).__name__} is 0 in FP16, and a gradient of 0 gives 0 / 0"
+                    self.report.add(user_line(), "step", [_UNSCALED], what, "eps=1e-4, or O2, which steps in FP32")
         if self._meter is None and self._visitor.active:
             names = {id(p): name for model in self._visitor.models for name, p in model.named_parameters()}
             self._visitor.active = False

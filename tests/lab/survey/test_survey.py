@@ -134,6 +134,14 @@ def test_the_share_of_lost_updates_is_that_of_the_optimizers_step():
     assert model.weight.item() == 1.0
 
 
+@pytest.mark.parametrize(("eps", "broken"), [(1e-8, ["O3"]), (1e-4, [])])
+def test_an_eps_that_is_0_in_fp16_is_named_for_the_level_that_steps_in_fp16(eps, broken):
+    model, loss_fn, inputs = made(survey_clean.cnn)
+    report = amp.survey(model, loss_fn, inputs, torch.optim.Adam(model.parameters(), eps=eps))
+    assert report.broken == broken
+    assert all(line.file == __file__ and "eps=1e-08 of Adam is 0 in FP16" in line.what for line in report.lines)
+
+
 def test_the_report_says_what_it_judges_and_which_levels_are_clear():
     report = amp.survey(*made(survey_cases.mask_of_a_billion))
     text = str(report)
