@@ -44,6 +44,7 @@ class Rounding(Form):
     """
 
     is_exact = False
+    counts_steps = True
 
     def __init__(self) -> None:
         self.seed = 0
