@@ -113,6 +113,17 @@ def test_gradients_without_a_backward_pass_of_the_loss_are_none_of_its_slips(lev
 
 
 @SCALED
+def test_backward_of_another_result_of_the_loss_s_operator_warns(level):
+    model, optimizer = start(level)
+    variance, mean = torch.var_mean(loss_of(model).expand(2), correction=0)
+    with (
+        pytest.warns(UserWarning, match="no backward pass went through the loss that it was given"),
+        amp.scale_loss(variance, optimizer),
+    ):
+        mean.backward()
+
+
+@SCALED
 def test_backward_of_another_loss_in_the_body_warns(level):
     model, optimizer = start(level)
     with (

@@ -101,6 +101,9 @@ class _NumberLog(CallLog):
     """Logs the calls of a step, and the lowest and highest value of each tensor in them and of its gradient.
 
     Does not sync before `conclude`. Several logs may be active at once; they share `busy`.
+
+    Autograd calls a hook of a tensor with None if the loss does not depend on the tensor, but depends on another result
+    of the same operator (the last state of cuDNN's LSTM).
     """
 
     busy = False  # True while a log computes for itself. All logs and threads share it: tensor hooks run on others.
@@ -191,7 +194,12 @@ class _NumberLog(CallLog):
         if tensor.requires_grad and key not in self.hooked:
             self.hooked.add(key)
             gradients = self.gradients  # bound here: a graph can outlive the log, and `forget` replaces the dict
-            handle = tensor.register_hook(lambda grad: gradients.__setitem__(key, _range(grad)))
+
+            def gradient_arrives(grad: Tensor | None) -> None:
+                if grad is not None:
+                    gradients[key] = _range(grad)
+
+            handle = tensor.register_hook(gradient_arrives)
             node = tensor.grad_fn
             if node is None:
                 self.handles.append(handle)
@@ -237,8 +245,9 @@ class _NumberLog(CallLog):
         return 1.0 if scale is None else scale.double().reciprocal()
 
     def _gradient_of(self, name: str) -> Any:
-        def hook(grad: Tensor) -> None:
-            self.seen.gradients.setdefault(name, Histogram()).add(_values(grad), self._factor())
+        def hook(grad: Tensor | None) -> None:
+            if grad is not None:
+                self.seen.gradients.setdefault(name, Histogram()).add(_values(grad), self._factor())
 
         return hook
 
@@ -255,8 +264,9 @@ class _NumberLog(CallLog):
     def forward_ends(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name, seen = frame.name, self.seen
 
-        def gradient_arrives(grad: Tensor) -> None:
-            seen.activation_gradients.setdefault(name, Histogram()).add(_values(grad))
+        def gradient_arrives(grad: Tensor | None) -> None:
+            if grad is not None:
+                seen.activation_gradients.setdefault(name, Histogram()).add(_values(grad))
 
         with _unlogged():
             outputs = floats(output)
