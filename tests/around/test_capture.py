@@ -152,7 +152,9 @@ def test_a_first_loss_is_refused_where_its_scale_is_copied_to_the_device(level, 
     loss = torch.ones((), device="meta", requires_grad=True)
     capturing["on"] = True
     if level in SCALED:
-        first = r"^scale_loss: a CUDA graph is being captured, .* first loss on meta: .* run an iteration with scale_loss"
+        first = (
+            r"^scale_loss: a CUDA graph is being captured, .* first loss on meta: .* run an iteration with scale_loss"
+        )
         with pytest.raises(RuntimeError, match=first), amp.scale_loss(loss, optimizer):
             pass
         capturing["on"] = False

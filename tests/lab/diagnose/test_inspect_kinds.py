@@ -203,7 +203,7 @@ def test_inspect_measures_modules_of_many_kinds(level, device):
 
 
 class TwoResults(nn.Module):
-    """Both results come from one operator: if a loss depends on one of them, autograd calls the other's hooks with None."""
+    """Both results come from one operator: if a loss uses one of them, autograd calls the other's hooks with None."""
 
     def __init__(self):
         super().__init__()
