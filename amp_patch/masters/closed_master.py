@@ -57,7 +57,6 @@ class Form:
     """A way to store FP32 masters in fewer bytes: split or stochastic. One object serves many masters."""
 
     is_exact = True  # whether a value written into a master is restored bit for bit
-    counts_steps = False  # whether the host counts the steps of each master, those that were skipped excluded
     seed = 0  # the seed of stochastic rounding
 
     def check_step(self) -> None:

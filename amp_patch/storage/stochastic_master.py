@@ -44,7 +44,6 @@ class Rounding(Form):
     """
 
     is_exact = False
-    counts_steps = True
 
     def __init__(self) -> None:
         self.seed = 0

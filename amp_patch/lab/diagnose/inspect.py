@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.lab.diagnose.arrived import ExactInputs, can_compare
-from amp_patch.lab.diagnose.call_log import CallLog, Frame
+from amp_patch.lab.diagnose.call_log import CallLog, Frame, on_gradient
 from amp_patch.lab.diagnose.culprit import Call, StepLog
 from amp_patch.lab.diagnose.found_scaler import FoundScaler
 from amp_patch.lab.diagnose.histogram import Histogram
@@ -101,9 +101,6 @@ class _NumberLog(CallLog):
     """Logs the calls of a step, and the lowest and highest value of each tensor in them and of its gradient.
 
     Does not sync before `conclude`. Several logs may be active at once; they share `busy`.
-
-    Autograd calls a hook of a tensor with None if the loss does not depend on the tensor, but depends on another result
-    of the same operator (the last state of cuDNN's LSTM).
     """
 
     busy = False  # True while a log computes for itself. All logs and threads share it: tensor hooks run on others.
@@ -128,7 +125,7 @@ class _NumberLog(CallLog):
             name = _plain(name)
             seen.weights.setdefault(name, Histogram()).add(param)
             if param.requires_grad:
-                stack.callback(param.register_hook(self._gradient_of(name)).remove)
+                stack.callback(on_gradient(param, self._gradient_of(name)).remove)
         self.hook(((_plain(name), module) for name, module in model.named_modules()), stack)
         for target in targets:
             if isinstance(target, torch.optim.Optimizer):
@@ -194,12 +191,7 @@ class _NumberLog(CallLog):
         if tensor.requires_grad and key not in self.hooked:
             self.hooked.add(key)
             gradients = self.gradients  # bound here: a graph can outlive the log, and `forget` replaces the dict
-
-            def gradient_arrives(grad: Tensor | None) -> None:
-                if grad is not None:
-                    gradients[key] = _range(grad)
-
-            handle = tensor.register_hook(gradient_arrives)
+            handle = on_gradient(tensor, lambda grad: gradients.__setitem__(key, _range(grad)))
             node = tensor.grad_fn
             if node is None:
                 self.handles.append(handle)
@@ -245,9 +237,8 @@ class _NumberLog(CallLog):
         return 1.0 if scale is None else scale.double().reciprocal()
 
     def _gradient_of(self, name: str) -> Any:
-        def hook(grad: Tensor | None) -> None:
-            if grad is not None:
-                self.seen.gradients.setdefault(name, Histogram()).add(_values(grad), self._factor())
+        def hook(grad: Tensor) -> None:
+            self.seen.gradients.setdefault(name, Histogram()).add(_values(grad), self._factor())
 
         return hook
 
@@ -264,16 +255,15 @@ class _NumberLog(CallLog):
     def forward_ends(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name, seen = frame.name, self.seen
 
-        def gradient_arrives(grad: Tensor | None) -> None:
-            if grad is not None:
-                seen.activation_gradients.setdefault(name, Histogram()).add(_values(grad))
+        def gradient_arrives(grad: Tensor) -> None:
+            seen.activation_gradients.setdefault(name, Histogram()).add(_values(grad))
 
         with _unlogged():
             outputs = floats(output)
             for tensor in (tensor for tensor in outputs if tensor.requires_grad):
                 if seen.not_finite is None and not _in_backward():
                     self._key(tensor)  # logs an autograd function, hidden from modes, as a call of this module
-                tensor.register_hook(gradient_arrives)
+                on_gradient(tensor, gradient_arrives)
             if _in_backward():  # a checkpoint recomputes a forward that was already counted
                 return
             for tensor in outputs:
