@@ -1,9 +1,11 @@
 """Time each kernel of amp_patch.multi_tensor, and the fastest of torch's own functions for the same result.
 
-`of torch` is our time over torch's: below 1, ours is faster. `of copy` is the throughput of a kernel (the bytes that it
-has to read and write, per second) over that of a copy of as many bytes in the same turns: 1 is the speed of the memory.
-`host us` is the time until our call returns, and `launches` the number of kernels that it launches on a GPU. On a GPU a
-sample is a series of calls, each on buffers that are not in the L2 cache.
+`of torch` is our time over torch's: below 1, ours is faster. If torch's GradScaler cannot unscale a type (BF16 on CUDA
+in torch 2.11), the rival multiplies by `_foreach_mul_`, and looks for infinities and NaN by `_foreach_norm`.
+`of copy` is the throughput of a kernel (the bytes that it has to read and write, per second) over that of a copy of as
+many bytes in the same turns: 1 is the speed of the memory. `host us` is the time until our call returns, and `launches`
+the number of kernels that it launches on a GPU. On a GPU a sample is a series of calls, each on buffers that are not in
+the L2 cache.
 `python benchmarks/kernels.py [--threads N] [--device cuda] [--repeats N] [--elements N] [--only NAMES] [--json PATH]`
 """
 
@@ -43,6 +45,30 @@ def shapes_of(kind: str, elements: int) -> list[tuple[int, ...]]:
     return [(vocabulary, width), (length, width), *block * 6]
 
 
+def has_unscale(dtype: torch.dtype, device: str) -> bool:
+    """Tell whether torch's kernel of GradScaler takes gradients of `dtype`. On CUDA torch 2.11's takes no BF16."""
+    found, one = torch.zeros((), device=device), torch.ones((), device=device)
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_([torch.ones(1, dtype=dtype, device=device)], found, one)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def check(tensors: list[Tensor], found: Tensor, factor: Tensor, by_kernel: bool, multiplies: bool = True) -> None:
+    """Set `found` to 1 if a value is not finite, and multiply by `factor`, as torch's GradScaler does.
+
+    by_kernel: use torch's kernel, which multiplies even if not `multiplies`. Otherwise use other functions of torch.
+    """
+    if by_kernel:
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
+        return
+    if multiplies:
+        torch._foreach_mul_(tensors, factor)
+    largest = torch.stack(torch._foreach_norm(tensors, math.inf))
+    found.copy_(torch.maximum(found, 1.0 - largest.isfinite().all().float()))
+
+
 def subjects(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> dict[str, Subject]:
     """Return kernel -> its calls on tensors of these shapes. All factors are 1, so a repeated call changes nothing."""
     low = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
@@ -54,12 +80,11 @@ def subjects(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> 
     elements = sum(t.numel() for t in low)
     narrow, full = elements * dtype.itemsize, elements * 4
 
-    def check(tensors: list[Tensor]) -> None:
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
+    check_low = partial(check, low, found, one, has_unscale(dtype, device))
 
     def torch_gather() -> None:
         torch._foreach_copy_(scratch, low)
-        check(scratch)
+        check(scratch, found, one, True)
 
     def torch_add() -> None:
         torch_gather()
@@ -69,7 +94,7 @@ def subjects(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> 
         torch.linalg.vector_norm(torch.stack(torch._foreach_norm(low, 2)))
 
     def torch_unscale_norm() -> None:
-        check(low)
+        check_low()
         torch_norm()
 
     def torch_adopt() -> None:
@@ -78,7 +103,7 @@ def subjects(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> 
 
     return {
         "gather": (narrow + full, lambda: mt.multi_tensor_scale(low, scratch, one, found), torch_gather),
-        "unscale": (2 * narrow, lambda: mt.multi_tensor_unscale(low, one, found), lambda: check(low)),
+        "unscale": (2 * narrow, lambda: mt.multi_tensor_unscale(low, one, found), check_low),
         "publish": (
             narrow + full,
             lambda: mt.multi_tensor_scale(wide, low, 1.0),
@@ -89,7 +114,7 @@ def subjects(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> 
             lambda: mt.multi_tensor_axpby(0.0, low, 1.0, wide, wide, found, check="x"),
             torch_add,
         ),
-        "check_finite": (narrow, lambda: mt.multi_tensor_check_finite(low, found), lambda: check(low)),
+        "check_finite": (narrow, lambda: mt.multi_tensor_check_finite(low, found), lambda: check_low(multiplies=False)),
         "l2norm": (narrow, lambda: mt.multi_tensor_l2norm(low), torch_norm),
         "unscale_l2norm": (2 * narrow, lambda: mt.multi_tensor_unscale_l2norm(low, one, found), torch_unscale_norm),
         "adopt": (narrow + full, lambda: mt.multi_tensor_adopt(low, wide), torch_adopt),

@@ -325,6 +325,6 @@ def fused_sgd(
         dampening=dampening,
         nesterov=nesterov,
         maximize=False,
-        is_first_step=first_run,
+        is_first_step=first_run and bool(momentum_buffers),  # on CUDA torch warns if there is no momentum to initialize
         found_inf=found_inf,
     )

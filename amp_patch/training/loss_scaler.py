@@ -11,6 +11,7 @@ from torch import Tensor
 
 from amp_patch import multi_tensor
 from amp_patch.policy import Policy, scale_number
+from amp_patch.support import device_sync
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.training import joints
 
@@ -97,8 +98,23 @@ class LossScaler:
         return self.scales or self.skip_nonfinite
 
     def to(self, device: torch.device) -> LossScaler:
-        """Move scale, growth counter and overflow flag to `device`; syncs only if they were on another device."""
+        """Move scale, growth counter and overflow flag to `device`; syncs only if they were on another device.
+
+        In the capture of a CUDA graph a scaler that does not check gradients stays: no kernel reads its numbers.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, and the scaler checks gradients. Each replay would repeat the
+                copy, and reset the scale.
+        """
         if self._scale.device != device:
+            if device_sync.is_capturing():
+                if not self.checks:
+                    return self
+                raise RuntimeError(
+                    f"scale_loss: a CUDA graph is being captured, and this is the first loss on {device}: the loss "
+                    f"scale is still on {self._scale.device}, and each replay would reset it; run an iteration with "
+                    "scale_loss before the capture"
+                )
             self._scale, self._growth_tracker, self._found_inf = (
                 t.to(device) for t in (self._scale, self._growth_tracker, self._found_inf)
             )

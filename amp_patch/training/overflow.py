@@ -27,7 +27,8 @@ def decide(optimizer: Any, stash: Stash, is_capturing: bool, may_skip: bool) -> 
 
     If the optimizer can skip on the device (`may_skip`, from `may_skip_on_device`), the result has the flag for it.
     Otherwise the host reads the flag, which costs one sync if the gradients are checked. The host also reads it in the
-    step after a skip: then the message about several skips in a row can name the parameters.
+    step after a skip: then the message about several skips in a row can name the parameters. If weights are rounded
+    stochastically, the host always reads it: the random bits depend on the count of steps, skipped ones excluded.
 
     Returns:
         (skipped, flag). `skipped`: whether the host skips the step. `flag`: the overflow flag that the optimizer reads
@@ -37,7 +38,7 @@ def decide(optimizer: Any, stash: Stash, is_capturing: bool, may_skip: bool) -> 
         RuntimeError: a CUDA graph is being captured, where the host cannot read, and the optimizer cannot skip on the
             device.
     """
-    on_device = may_skip and (is_capturing or not stash.last_skipped)
+    on_device = may_skip and (is_capturing or not (stash.last_skipped or _rounds_at_random(stash)))
     if on_device and _knows_of_each(optimizer, stash):
         flags = torch.stack([found_inf.reshape(()) for _, found_inf in stash.found])
         overflow = flags.amax()
@@ -116,6 +117,11 @@ def read_found(stash: Stash) -> list[LossScaler]:
     if len(flags) > 1:  # one sync for all
         flags = torch.stack([found_inf.to(flags[0].device) for found_inf in flags]).tolist()
     return overflowed([scaler for scaler, _ in stash.found], list(map(float, flags)))
+
+
+def _rounds_at_random(stash: Stash) -> bool:
+    form = stash.master_form
+    return form is not None and not form.is_exact
 
 
 def _knows_of_each(optimizer: Any, stash: Stash) -> bool:

@@ -72,7 +72,7 @@ class ScaledBackward:
         self._casts: regions.region | None = None
         # If the loss is scaled, hooks append the gradients of the loss, and of the scaled loss, to these two lists. At
         # the exit they show which of the two losses the body's backward passes went through.
-        self._of_loss: list[Tensor] = []
+        self._of_loss: list[Tensor | None] = []  # None: a backward pass through another result of the loss's operator
         self._of_scaled: list[Tensor] = []
         self._hooks: list[Any] = []
         self._others: slips.OtherBackwards | None = None  # None except in the optimizers' first body
@@ -147,8 +147,8 @@ class ScaledBackward:
 
         If the body has not used the scaled loss at all, make a later backward pass through it raise.
         """
-        if self._of_loss:
-            slips.refuse_unscaled(self._of_loss, self.scale, self.params())
+        if of_loss := [grad for grad in self._of_loss if grad is not None]:
+            slips.refuse_unscaled(of_loss, self.scale, self.params())
             return
         if self._returned is not None and (scaled := self._returned()) is not None:
             scaled.register_hook(slips.TooLate(self.stashes[0]))

@@ -146,6 +146,23 @@ def test_a_first_step_is_refused(maker, level, capturing):
     assert training.same(training.weights(model), training.weights(twin))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_first_loss_is_refused_where_its_scale_is_copied_to_the_device(level, capturing):
+    _, optimizer = start_capturable(MAKERS["FusedSGD"], level)
+    loss = torch.ones((), device="meta", requires_grad=True)
+    capturing["on"] = True
+    if level in SCALED:
+        first = (
+            r"^scale_loss: a CUDA graph is being captured, .* first loss on meta: .* run an iteration with scale_loss"
+        )
+        with pytest.raises(RuntimeError, match=first), amp.scale_loss(loss, optimizer):
+            pass
+        capturing["on"] = False
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled.device.type == "meta" and (scaled is loss) is (level not in SCALED)
+        scaled.sum().backward()
+
+
 def test_a_first_step_that_was_skipped_is_none(capturing):
     model, optimizer = start_capturable(MAKERS["FusedSGD"], "O2")
     iteration(model, optimizer, *training.images(0), float("inf"))

@@ -96,6 +96,16 @@ def test_a_first_step_is_refused():
         iteration(model, optimizer, *batch)
 
 
+@pytest.mark.parametrize("level", SCALED)
+def test_a_first_loss_is_refused(level):
+    model, optimizer = start_capturable(MAKERS["FusedSGD"], level, "cuda")
+    batch = training.images(0, "cuda")
+    loss_and_gradients(model, *batch)
+    refused = pytest.raises(RuntimeError, match=r"^scale_loss: a CUDA graph is being captured, .* first loss on cuda:0")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        iteration(model, optimizer, *batch)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_learning_rate_on_the_device_is_read_at_each_replay(level):
     lr = torch.tensor(0.01, device="cuda")

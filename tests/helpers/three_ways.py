@@ -154,14 +154,17 @@ def ends(model: nn.Module, optimizer: Any) -> tuple[list[Tensor], list[Tensor], 
 
 
 @torch.no_grad()
-def rounds_as_torch() -> bool:
-    """Tell by a small step whether this torch's fused kernels round as amp_patch's do."""
+def rounds_as_torch(device: str = "cpu") -> bool:
+    """Tell by three small steps whether this torch's fused Adam on `device` rounds as amp_patch's kernel does.
+
+    On CUDA it does not: torch decays by `param -= lr * weight_decay * param`, and nvcc chooses which products it fuses.
+    """
     generator = torch.Generator().manual_seed(0)
-    ours, theirs = ([torch.full([77], value) for value in (0.3, 0.0, 0.0)] for _ in range(2))
-    counts = torch.tensor(0.0), torch.tensor(0.0)
+    ours, theirs = ([torch.full([77], value, device=device) for value in (0.3, 0.0, 0.0)] for _ in range(2))
+    counts = [torch.zeros((), device=device) for _ in range(2)]
     options = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
     for _ in range(3):
-        grad = torch.randn(77, generator=generator)
+        grad = torch.randn(77, generator=generator).to(device)
         (p, m, v), (q, n, w) = ours, theirs
         multi_tensor.multi_tensor_adam([grad], [p], [m], [v], None, [counts[0]], **options, decoupled=True)
         counts[1].add_(1)

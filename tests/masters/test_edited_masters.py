@@ -165,7 +165,7 @@ def test_a_forward_on_another_thread_sees_them():
 
 def test_dataparallel_copies_edited_weights(monkeypatch):
     before, copied = nn.DataParallel.replicate, []
-    model, optimizer = start_scalar()
+    model, optimizer = start_scalar(device=DEVICES[-1])  # where DataParallel leaves the model
     module = importlib.import_module("torch.nn.parallel.data_parallel")
     monkeypatch.setattr(module, "replicate", lambda module, *args, **kwargs: copied.append(module.weight.item()))
     parallel = nn.DataParallel(model)

@@ -55,7 +55,7 @@ class Model(nn.Module):
 
     def forward(self, x):
         x = self.table(x)
-        cos, sin = self.rotary(x, torch.arange(len(x)) + 1000)
+        cos, sin = self.rotary(x, torch.arange(len(x), device=x.device) + 1000)
         self.seen = cos, sin, x.detach()
         return x * cos + sin
 
@@ -74,8 +74,8 @@ def test_a_module_with_buffers_and_no_parameters_computes_in_fp32_and_fits_outsi
     cos, sin, x = model.seen
     assert model.rotary.frequencies.dtype is model.rotary.ran is torch.float32
     assert cos.dtype is sin.dtype is x.dtype is model.table.table.dtype is CAST[level]
-    exact = ((torch.arange(3) + 1000.0)[:, None] * FREQUENCIES).cos()
-    assert torch.equal(cos.cpu(), exact.to(CAST[level]))
+    exact = ((torch.arange(3, device=device) + 1000.0)[:, None] * FREQUENCIES.to(device)).cos()
+    assert torch.equal(cos, exact.to(CAST[level]))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])

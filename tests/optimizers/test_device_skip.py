@@ -23,6 +23,12 @@ MAKERS = {
     "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=1e-2, eps=1e-4, weight_decay=0.1, capturable=True),
     "FusedMixedPrecisionLamb": lambda params: optimizers.FusedMixedPrecisionLamb(params, lr=1e-2),
 }
+LEVELS = {
+    "O1": {"opt_level": "O1"},
+    "O2": {"opt_level": "O2"},
+    "O2 in BF16, split": {"opt_level": "O2", "dtype": torch.bfloat16, "master_weights": "split"},
+    "O2 in BF16, stochastic": {"opt_level": "O2", "dtype": torch.bfloat16, "master_weights": "stochastic"},
+}
 BAD = (0, 3, 4, 7)  # the steps whose gradients overflow: the first, two in a row, and one among clean ones
 
 
@@ -44,7 +50,7 @@ def late(monkeypatch):
 
 def start_dynamic(maker, level, device):
     model = training.convnet(device=device)
-    return amp.initialize(model, maker(model.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0)
+    return amp.initialize(model, maker(model.parameters()), **LEVELS[level], loss_scale="dynamic", verbosity=0)
 
 
 def step(model, optimizer, index):
@@ -64,7 +70,7 @@ def result(model, optimizer):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 def test_the_device_skips_what_the_host_would(maker, level, device, late, monkeypatch):
     runs = []

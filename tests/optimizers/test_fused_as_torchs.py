@@ -14,6 +14,7 @@ from conftest import DEVICES, DTYPES
 from fused_cases import ORACLES, cases, every, give_gradients, parameters, relative, required, run_steps
 from syncs import count
 from torch import nn
+from torch_scalers import skip_if_it_cannot_unscale
 
 from amp_patch import amp, multi_tensor
 from amp_patch.multi_tensor import backends
@@ -314,6 +315,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_capturable_adam_unscales_every_gradient_in_place(kind, masters, layout, dtype, backend, device):
     """As with torch's fused Adam: gradients are unscaled after a step, and unchanged after a skipped step."""
+    skip_if_it_cannot_unscale(kind, dtype, device)
     value = torch.arange(1.0, 7.0).reshape(2, 3)
     params, twins = ([nn.Parameter(value.to(device, d, copy=True)) for d in (dtype, torch.float32)] for _ in range(2))
     optimizer = FusedAdam(params, lr=0.25, capturable=True, master_weights=masters)

@@ -260,3 +260,20 @@ def test_weight_decay_under_a_flag_reads_its_rate_where_the_weights_are(rate):
     with CopiesToOrFrom("meta") as copies:
         decay([torch.ones(2, device="meta")], there, found_inf=torch.zeros(1, device="meta"))
     assert not copies.counts
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_announces_a_first_step_only_of_a_momentum(momentum, monkeypatch):
+    """torch's kernel for CUDA warns about `is_first_step` if there is no buffer."""
+    param, announced, kernel = nn.Parameter(torch.ones(2)), [], torch._fused_sgd_
+
+    def spied(*args, is_first_step, **kwargs):
+        announced.append(is_first_step)
+        kernel(*args, is_first_step=is_first_step, **kwargs)
+
+    monkeypatch.setattr(torch, "_fused_sgd_", spied)
+    optimizer = FusedSGD([param], lr=0.5, momentum=momentum)
+    for _ in range(2):
+        param.grad = torch.ones(2)
+        optimizer.step()
+    assert announced == [momentum > 0, False]

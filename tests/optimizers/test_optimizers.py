@@ -48,12 +48,27 @@ def assert_skips(model, optimizer):
     return before
 
 
+def has_fused(name, device):
+    """Tell whether torch itself has the fused form on `device`. torch 2.11 has no fused Adagrad on CUDA."""
+    model, optimizer = made(name, {"fused": True}, device)
+    model.weight.grad = torch.ones_like(model.weight)
+    try:
+        optimizer.step()
+    except RuntimeError:
+        return False
+    return True
+
+
 @of_sparse_gradients
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(("name", "flags"), VARIANTS)
 def test_a_skipped_step_is_exact(name, flags, level, device):
     model, optimizer = setup(name, flags, level, device)
+    if flags.get("fused") and not has_fused(name, device):
+        with pytest.raises(RuntimeError, match="`fused=True` requires"):
+            one_step(model, optimizer)
+        return
     before = assert_skips(model, optimizer)
     one_step(model, optimizer)
     assert not optimizer._amp_stash.step_skipped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import warnings
 
@@ -199,6 +200,24 @@ def test_each_kernel_stands_beside_a_copy_and_torch(kind, tmp_path):
         assert row["tensors"] == kind and row["launches"] is None
         assert min(row[column] for column in ("us", "of copy", "of torch", "host us")) > 0
         assert f"{row['kernel']:16}{row['dtype']:10}{kind:14}" in output
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("before", [0.0, 1.0])
+def test_the_rival_without_torch_s_kernel_has_its_result(value, before, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import kernels
+
+    assert kernels.has_unscale(torch.bfloat16, "cpu")
+    results = []
+    for by_kernel in (True, False):
+        tensors = [torch.full((3, 2), 8.0).bfloat16(), torch.tensor([2.0, value, 4.0]).bfloat16()]
+        found = torch.tensor(before)
+        kernels.check(tensors, found, torch.tensor(0.5), by_kernel)
+        results.append([*tensors, found])
+        if not by_kernel:
+            kernels.check(tensors, found, torch.tensor(0.5), by_kernel, multiplies=False)
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.slow

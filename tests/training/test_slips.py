@@ -113,13 +113,17 @@ def test_gradients_without_a_backward_pass_of_the_loss_are_none_of_its_slips(lev
 
 
 @SCALED
-def test_backward_of_another_loss_in_the_body_warns(level):
+@pytest.mark.parametrize("of_one_operator", [False, True])
+def test_backward_of_another_loss_in_the_body_warns(level, of_one_operator):
     model, optimizer = start(level)
+    given, other = loss_of(model), loss_of(model)
+    if of_one_operator:  # autograd calls the hooks of `given` with None
+        given, other = torch.var_mean(given.expand(2), correction=0)
     with (
         pytest.warns(UserWarning, match="no backward pass went through the loss that it was given"),
-        amp.scale_loss(loss_of(model), optimizer),
+        amp.scale_loss(given, optimizer),
     ):
-        loss_of(model).backward()
+        other.backward()
 
 
 @SCALED

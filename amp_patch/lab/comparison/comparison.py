@@ -329,6 +329,17 @@ class Comparison:
         return lines
 
     @property
+    def processor(self) -> str:
+        """The name of the GPU if all runs trained on one, else of the CPU; "" if it is unknown."""
+        name = self.machine.get("gpu" if self.on_gpu else "cpu", "")
+        return "" if name == "none" else name
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether all runs with a known device trained on a GPU."""
+        return {run.device for run in self.runs if run.device} == {"cuda"}
+
+    @property
     def lack_note(self) -> str:
         """A warning, without a full stop, that this CPU has no arithmetic for the type of some levels; else ""."""
         levels: dict[str, list[str]] = {}

@@ -44,7 +44,7 @@ def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
         parts += [_overview(comparison), _gaps(comparison), _verdicts(comparison, colours)]
     if any(level.runs for level in comparison.levels):
         parts += [_times(comparison), _sizes(comparison)]
-    parts += [_looks(comparison), _machine(comparison.machine)]
+    parts += [_looks(comparison), _machine(comparison)]
     parts += [_edits(comparison)]
     parts += [[line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
     sizes = dict.fromkeys(line for level in comparison.levels for line in level.advice)
@@ -152,10 +152,12 @@ def _sizes(comparison: Comparison) -> list[str]:
     return _table("Memory, MiB", headings, rows)
 
 
-def _machine(machine: dict[str, str]) -> list[str]:
-    """Return the processor, its threads, and the speed of FP16 and BF16 on it."""
-    words = [machine["gpu"] if machine["gpu"] != "none" else machine["cpu"]] if machine else []
-    said = {"threads": "threads", "bfloat16": "BF16", "float16": "FP16", "tensor_cores": "tensor cores"}
+def _machine(comparison: Comparison) -> list[str]:
+    """Return the processor that trained, the CPU's threads, and what the processor does in FP16 and BF16."""
+    machine = comparison.machine
+    words = [comparison.processor] if comparison.processor else []
+    of_cpu = {"bfloat16": "BF16", "float16": "FP16"}
+    said = {"threads": "threads", **({"tensor_cores": "tensor cores"} if comparison.on_gpu else of_cpu)}
     words += [f"{name}: {machine[key]}" for key, name in said.items() if key in machine]
     return _wrapped("; ".join(words) + ".") if words else []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,15 @@ class Frame:
     name: str
     inputs: list[tuple[Tensor, int]] = field(default_factory=list)
     calls_others: bool = False
+
+
+def on_gradient(tensor: Tensor, then: Callable[[Tensor], None]) -> Any:
+    """Call `then` with each gradient of `tensor` during backward; return the handle of the hook.
+
+    If the loss depends on another result of the operator that made `tensor`, but not on `tensor` (the last state of
+    cuDNN's LSTM), autograd calls hooks with None. Then `then` is not called.
+    """
+    return tensor.register_hook(lambda grad: None if grad is None else then(grad))
 
 
 class CallLog(TorchFunctionMode):

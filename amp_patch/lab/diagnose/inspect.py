@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.lab.diagnose.arrived import ExactInputs, can_compare
-from amp_patch.lab.diagnose.call_log import CallLog, Frame
+from amp_patch.lab.diagnose.call_log import CallLog, Frame, on_gradient
 from amp_patch.lab.diagnose.culprit import Call, StepLog
 from amp_patch.lab.diagnose.found_scaler import FoundScaler
 from amp_patch.lab.diagnose.histogram import Histogram
@@ -125,7 +125,7 @@ class _NumberLog(CallLog):
             name = _plain(name)
             seen.weights.setdefault(name, Histogram()).add(param)
             if param.requires_grad:
-                stack.callback(param.register_hook(self._gradient_of(name)).remove)
+                stack.callback(on_gradient(param, self._gradient_of(name)).remove)
         self.hook(((_plain(name), module) for name, module in model.named_modules()), stack)
         for target in targets:
             if isinstance(target, torch.optim.Optimizer):
@@ -191,7 +191,7 @@ class _NumberLog(CallLog):
         if tensor.requires_grad and key not in self.hooked:
             self.hooked.add(key)
             gradients = self.gradients  # bound here: a graph can outlive the log, and `forget` replaces the dict
-            handle = tensor.register_hook(lambda grad: gradients.__setitem__(key, _range(grad)))
+            handle = on_gradient(tensor, lambda grad: gradients.__setitem__(key, _range(grad)))
             node = tensor.grad_fn
             if node is None:
                 self.handles.append(handle)
@@ -263,7 +263,7 @@ class _NumberLog(CallLog):
             for tensor in (tensor for tensor in outputs if tensor.requires_grad):
                 if seen.not_finite is None and not _in_backward():
                     self._key(tensor)  # logs an autograd function, hidden from modes, as a call of this module
-                tensor.register_hook(gradient_arrives)
+                on_gradient(tensor, gradient_arrives)
             if _in_backward():  # a checkpoint recomputes a forward that was already counted
                 return
             for tensor in outputs:

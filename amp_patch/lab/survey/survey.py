@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.lab.diagnose.call_log import on_gradient
 from amp_patch.lab.diagnose.lost_updates import UpdateMeter
 from amp_patch.lab.diagnose.trial_forward import state_restored
 from amp_patch.lab.survey.calls import LOWERING, Call, running_module, user_line
@@ -89,15 +90,13 @@ class Surveyor:
     def _watch(self, tensor: Tensor, call: Call) -> None:
         key, flushed = (call.line, call.op), self._flushed
 
-        def gradient_arrives(grad: Tensor | None) -> None:
-            if grad is None:  # the loss does not depend on this result
-                return
+        def gradient_arrives(grad: Tensor) -> None:
             with torch.no_grad():
                 size = grad.detach().float().abs()
                 sums = torch.stack([size.sum(), torch.where(size <= 2.0**-25, size, 0.0).sum()])
                 flushed[key] = sums + flushed[key] if key in flushed else sums
 
-        tensor.register_hook(gradient_arrives)
+        on_gradient(tensor, gradient_arrives)
 
     def _read_gradients(self) -> None:
         # A layer with much smaller gradients than the other layers hardly learns in FP32 either. So a finding needs the

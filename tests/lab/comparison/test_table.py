@@ -46,6 +46,21 @@ def test_the_table_shows_the_figures_of_each_level(comparison):
     assert row(shown, "train.py", "O5") == ["O5", "0/1"]
 
 
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("cuda", "some GPU; threads: 4; tensor cores: FP16 and BF16."),
+        ("cpu", "some CPU; threads: 4; BF16: a; FP16: b."),
+    ],
+)
+def test_the_table_describes_the_processor_that_trained(device, said):
+    """On a machine with a GPU, both when all runs trained there and when none did."""
+    machine = {"cpu": "some CPU", "gpu": "some GPU", "threads": "4", "bfloat16": "a", "float16": "b"}
+    machine["tensor_cores"] = "FP16 and BF16"
+    runs = [*seeds("O0", 1.0, device=device), *seeds("O2", 1.0, device=device)]
+    assert [line for line in lines(Comparison("train.py", runs, machine=machine)) if "threads" in line] == [said]
+
+
 def test_the_table_shows_the_distance_to_the_baseline():
     figures = {"O1": 1.0, "O2": 1.3125, "O3": 2.5, "O4": 100.0, "O5": -100.0}
     runs = [*seeds("O0", 1.0), *(run for level, final in figures.items() for run in seeds(level, final))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import training
@@ -68,7 +70,7 @@ def test_the_highest_scale_trains_and_its_double_overflows(level, device):
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
         scale = amp.find_loss_scale(model, F.cross_entropy, training.images(0, device)).highest * factor
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
-        training.train(model, optimizer, 1)
+        training.train(model, optimizer, 1, partial(training.images, device=device))
         return optimizer._amp_stash.step_skipped
 
     assert not skipped(1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -120,19 +121,19 @@ def test_inspect_measures_errors_against_fp32_on_the_same_input(level, dtype, de
 @pytest.mark.parametrize("device", DEVICES)
 def test_inspect_changes_no_weight_and_leaves_no_hook(device):
     """Inspected and other steps give the same weights. Batch norms count each batch once."""
-    runs, hooks = [], []
+    runs, hooks, batch = [], [], partial(training.images, device=device)
     for inspected in (False, True):
         model = training.convnet(device=device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
         if inspected:
             with inspect(model, optimizer) as seen:
-                training.train(model, optimizer, 3)
+                training.train(model, optimizer, 3, batch)
             assert seen.step == 3 and seen.not_finite is None
             assert seen.activations["body.0"].total == 3 * 8 * 4 * 64
         else:
-            training.train(model, optimizer, 3)
-        training.train(model, optimizer, range(3, 5))
+            training.train(model, optimizer, 3, batch)
+        training.train(model, optimizer, range(3, 5), batch)
         runs.append(training.weights(model))
         for module in model.modules():
             assert not module._forward_hooks and not module._forward_pre_hooks

@@ -188,7 +188,8 @@ def test_inspect_measures_modules_of_many_kinds(level, device):
     model = Attends().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    with inspect(nn.DataParallel(model) if device == "cpu" else model, optimizer) as seen:
+    wrapped = nn.DataParallel(model) if device == DEVICES[-1] else model  # moves its module to a GPU if there is one
+    with inspect(wrapped, optimizer) as seen:
         for _ in range(2):
             training.backward(model(torch.arange(6, device=device).view(2, 3)).float().mean(), optimizer)
             optimizer.step()
@@ -199,6 +200,40 @@ def test_inspect_measures_modules_of_many_kinds(level, device):
     assert max(seen.errors.values()) < (0.02 if level == "O5" else 0.002)
     assert seen.gradients.keys() == dict(model.named_parameters()).keys()
     assert seen.gradients["embed.weight"].total == 2 * 6 * 4  # the rows that were looked up, twice
+
+
+class TwoResults(nn.Module):
+    """Both results come from one operator: if a loss uses one of them, autograd calls the other's hooks with None."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = training.linear([[1.0, 1.0]])
+
+    def forward(self, x):
+        return torch.var_mean(self.first(x), dim=0, correction=0)
+
+
+class Drops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None  # autograd calls the weight's hooks with None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inspect_counts_no_gradient_where_there_is_none(device):
+    model = TwoResults().to(device)
+    model.unused = nn.Parameter(torch.ones((), device=device))
+    x = torch.tensor([[1.0, 1.0], [3.0, 1.0]], device=device)
+    with inspect(model) as seen:
+        variance, mean = model(x)
+        Drops.apply(mean, model.unused).sum().backward()
+    assert variance.item() == 1.0 and model.unused.grad is None
+    assert seen.activation_gradients[""].total == 1 and seen.gradients.keys() == {"first.weight"}
+    assert seen.not_finite is None
 
 
 def test_inspect_accepts_fp64_models_beyond_the_range_of_fp32():
