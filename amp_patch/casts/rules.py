@@ -14,9 +14,10 @@ from torch.compiler import is_dynamo_compiling
 from amp_patch.casts import low_bit
 from amp_patch.casts.in_fp32 import Alone, cross_entropy_alone, direction, direction_alone, inexact_alone
 from amp_patch.casts.saturated import look
-from amp_patch.casts.state import cast_weight, outside
+from amp_patch.casts.state import cast_weight, is_plain_eager, outside
 from amp_patch.casts.thread_state import is_enabled, set_enabled
 from amp_patch.casts.upcast import Upcast, rounded
+from amp_patch.support import flat_rnn
 from amp_patch.support.tree import map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -183,13 +184,11 @@ def _of_several(apply: Apply) -> Apply:
 
 
 def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    first = args[0] if args else None
-    if isinstance(first, Tensor) and first.is_cuda and first.dtype in (_FLOAT16, _BFLOAT16, _FLOAT32):
-        # torch.autocast casts all weights of an RNN into one buffer. If each weight were cast alone, cuDNN would copy
-        # them into one buffer at each call, and warn.
-        with torch.autocast("cuda", dtype=policy.dtype):
-            return function(*args, **kwargs)
-    return _lower(function, args, kwargs, policy)
+    # A torch.autocast around the call would not do: on CUDA it casts an RNN to FP16, even if its own type is BF16.
+    cast = _cast_args(args, _lowered, policy.dtype)
+    if not is_dynamo_compiling() and is_plain_eager():
+        flat_rnn.flatten_casts(_name(function), args, cast)
+    return function(*cast, **_cast_kwargs(kwargs, _lowered, policy.dtype))
 
 
 def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
