@@ -309,10 +309,10 @@ def _rnn_input(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy:
 
 
 # torch.jit compiles a function once for each set of device types (CPU, CUDA) whose autocast is enabled, and the code
-# contains the autocast dtype of that moment. Code compiled under FP16 would run in FP16 under BF16 too, and its
-# backward fails. So `_under_autocast` enables a different set for each dtype: for torch's default dtype the tensors'
-# device type alone, as torch.autocast does, for the other dtype both device types.
-_AUTOCAST_DTYPES = {"cpu": torch.bfloat16, "cuda": torch.float16}
+# contains the autocast dtypes of that moment. Code compiled under FP16 would run in FP16 under BF16 too, and its
+# backward fails. So each set has the same dtypes at each call: one device type alone has torch's default dtype, as
+# under torch.autocast, and both device types together have the other dtypes.
+_OTHER_DTYPES = {"cpu": torch.float16, "cuda": torch.bfloat16}
 
 
 def _under_autocast(function: Callable[..., Any], args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
@@ -324,13 +324,13 @@ def _under_autocast(function: Callable[..., Any], args: Any, kwargs: Any, dtype:
     device = next((tensor.device.type for tensor in tensors((args, kwargs))), None)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    kinds = (device,) if _AUTOCAST_DTYPES.get(device, dtype) is dtype else tuple(_AUTOCAST_DTYPES)
-    before = [(kind, is_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    wanted = {device: dtype} if _OTHER_DTYPES.get(device) is not dtype else _OTHER_DTYPES
+    before = [(kind, is_enabled(kind), torch.get_autocast_dtype(kind)) for kind in wanted]
     cached = torch.is_autocast_cache_enabled()
     try:
         torch.set_autocast_cache_enabled(False)
-        for kind in kinds:
-            torch.set_autocast_dtype(kind, dtype)
+        for kind, low in wanted.items():
+            torch.set_autocast_dtype(kind, low)
             set_enabled(kind, True)
         return function(*args, **kwargs)
     finally:
