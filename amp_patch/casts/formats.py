@@ -190,7 +190,7 @@ def quantize_plainly(
             largest = largest if largest.shape[dim] == 1 else largest.amax(dim, keepdim=True)
     outer = None
     if scale == "two_levels":
-        whole = (largest.amax() if tensor.numel() else value.new_zeros(())) / element.largest / E4M3.largest
+        whole = _divided(largest.amax() if tensor.numel() else value.new_zeros(()), element.largest, E4M3.largest)
         whole = torch.where(whole < math.inf, whole, math.nan)
         outer = torch.where(whole == 0, 1.0, whole)
     divide, multiply = scales_of(largest, element, scale, outer)
@@ -211,20 +211,31 @@ def scales_of(largest: Tensor, element: Element, scale: Scale, whole: Tensor | N
     """
     finite = largest < math.inf
     if scale == "exact":
-        ratio = largest / element.largest
+        ratio = _divided(largest, element.largest)
         return torch.where(finite, torch.where(ratio > 0, ratio, 1.0), math.nan), None
     if scale == "two_levels":
         assert whole is not None
-        multiply = _round(largest / element.largest / whole, E4M3)
+        multiply = _round(_divided(largest, element.largest) / whole, E4M3)
         both = multiply * whole
         divide = torch.where(both == 0, math.inf, both)
         return torch.where(finite, divide, math.nan), torch.where(finite, multiply, math.nan)
     if scale == "up":  # to the next exponent, unless the number is a power of two
-        bits = (largest / element.largest).view(torch.int32).add_(0x7FFFFF).bitwise_and_(_EXPONENT)
+        bits = _divided(largest, element.largest).view(torch.int32).add_(0x7FFFFF).bitwise_and_(_EXPONENT)
     else:
         bits = (largest.view(torch.int32) & _EXPONENT).sub_(int(math.log2(element.largest)) << 23)
     power = torch.where(finite, bits.clamp_(1 << 23, 254 << 23).view(torch.float32), math.nan)
     return power, power
+
+
+def _divided(tensor: Tensor, *numbers: float) -> Tensor:
+    """Return FP32 `tensor` divided by each of `numbers` in turn, rounded once for each.
+
+    On CUDA torch divides by a number as a product with its reciprocal, which gives another last bit than on a CPU. If
+    the number is a tensor on the device, torch divides.
+    """
+    for number in numbers:
+        tensor = tensor / tensor.new_full((), number)
+    return tensor
 
 
 def rounded(values: Tensor, element: Element, divide: Tensor | float = 1.0) -> Tensor:

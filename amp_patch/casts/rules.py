@@ -14,9 +14,10 @@ from torch.compiler import is_dynamo_compiling
 from amp_patch.casts import low_bit
 from amp_patch.casts.in_fp32 import Alone, cross_entropy_alone, direction, direction_alone, inexact_alone
 from amp_patch.casts.saturated import look
-from amp_patch.casts.state import cast_weight, outside
+from amp_patch.casts.state import cast_weight, is_plain_eager, outside
 from amp_patch.casts.thread_state import is_enabled, set_enabled
 from amp_patch.casts.upcast import Upcast, rounded
+from amp_patch.support import flat_rnn
 from amp_patch.support.tree import map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -183,13 +184,11 @@ def _of_several(apply: Apply) -> Apply:
 
 
 def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    first = args[0] if args else None
-    if isinstance(first, Tensor) and first.is_cuda and first.dtype in (_FLOAT16, _BFLOAT16, _FLOAT32):
-        # torch.autocast casts all weights of an RNN into one buffer. If each weight were cast alone, cuDNN would copy
-        # them into one buffer at each call, and warn.
-        with torch.autocast("cuda", dtype=policy.dtype):
-            return function(*args, **kwargs)
-    return _lower(function, args, kwargs, policy)
+    # A torch.autocast around the call would not do: on CUDA it casts an RNN to FP16, even if its own type is BF16.
+    cast = _cast_args(args, _lowered, policy.dtype)
+    if not is_dynamo_compiling() and is_plain_eager():
+        flat_rnn.flatten_casts(_name(function), args, cast)
+    return function(*cast, **_cast_kwargs(kwargs, _lowered, policy.dtype))
 
 
 def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
@@ -310,10 +309,10 @@ def _rnn_input(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy:
 
 
 # torch.jit compiles a function once for each set of device types (CPU, CUDA) whose autocast is enabled, and the code
-# contains the autocast dtype of that moment. Code compiled under FP16 would run in FP16 under BF16 too, and its
-# backward fails. So `_under_autocast` enables a different set for each dtype: for torch's default dtype the tensors'
-# device type alone, as torch.autocast does, for the other dtype both device types.
-_AUTOCAST_DTYPES = {"cpu": torch.bfloat16, "cuda": torch.float16}
+# contains the autocast dtypes of that moment. Code compiled under FP16 would run in FP16 under BF16 too, and its
+# backward fails. So each set has the same dtypes at each call: one device type alone has torch's default dtype, as
+# under torch.autocast, and both device types together have the other dtypes.
+_OTHER_DTYPES = {"cpu": torch.float16, "cuda": torch.bfloat16}
 
 
 def _under_autocast(function: Callable[..., Any], args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
@@ -325,13 +324,13 @@ def _under_autocast(function: Callable[..., Any], args: Any, kwargs: Any, dtype:
     device = next((tensor.device.type for tensor in tensors((args, kwargs))), None)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    kinds = (device,) if _AUTOCAST_DTYPES.get(device, dtype) is dtype else tuple(_AUTOCAST_DTYPES)
-    before = [(kind, is_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    wanted = {device: dtype} if _OTHER_DTYPES.get(device) is not dtype else _OTHER_DTYPES
+    before = [(kind, is_enabled(kind), torch.get_autocast_dtype(kind)) for kind in wanted]
     cached = torch.is_autocast_cache_enabled()
     try:
         torch.set_autocast_cache_enabled(False)
-        for kind in kinds:
-            torch.set_autocast_dtype(kind, dtype)
+        for kind, low in wanted.items():
+            torch.set_autocast_dtype(kind, low)
             set_enabled(kind, True)
         return function(*args, **kwargs)
     finally:

@@ -26,6 +26,7 @@ from amp_patch.masters.masters import link_of, links_of, settle
 from amp_patch.model import incoming
 from amp_patch.model.tensors import was_changed
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support import flat_rnn
 from amp_patch.support.interrupts import whole
 from amp_patch.support.tensor_content import hook_swaps, release_in_swaps, set_data
 
@@ -167,7 +168,7 @@ def _replace(model: nn.Module, types: Mapping[str, torch.dtype], replaced: list[
             replaced.append((vars(module), "_flat_weights", module._flat_weights))
             vars(module)["_flat_weights"] = [casts.get(id(weight), weight) for weight in module._flat_weights]
             if not torch.is_grad_enabled():
-                module.flatten_parameters()
+                flat_rnn.flatten_module(module)
 
 
 @whole

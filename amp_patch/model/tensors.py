@@ -13,7 +13,7 @@ from amp_patch.masters.grad_field import own_grad, set_own_grad
 from amp_patch.masters.masters import disconnect, link_of, load, master_of
 from amp_patch.model import buffers, incoming
 from amp_patch.policy import LOW_PRECISION, Policy
-from amp_patch.support import distributed, fsdp
+from amp_patch.support import distributed, flat_rnn, fsdp
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.quantized import is_quantized
 from amp_patch.support.tensor_content import set_data
@@ -178,7 +178,7 @@ def reflatten(model: nn.Module) -> None:
     """Make the weights of RNNs one block of memory again: cuDNN needs this, and a cast undoes it."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase) and not any(map(distributed.is_dtensor, module.parameters())):
-            module.flatten_parameters()
+            flat_rnn.flatten_module(module)
 
 
 def uncast(param: nn.Parameter, name: str = "", *, give_back: bool = False) -> None:

@@ -117,8 +117,9 @@ def _advice(policy: Policy, error: RuntimeError) -> str | None:
             "keep_fp32=...), or take O1 or O4, whose functions cast what they are given"
         )
     return (
-        f"mixes types: {level} makes tensors {low} and knows no cast for the function here. Give it x.float(), or "
-        "name it to amp.register_float_function(module, name) before initialize()"
+        f"mixes types: {level} makes tensors {low} and does not cast the function here. Give it x.float(), or name "
+        "it to amp.register_float_function(module, name) before initialize(). If a local variable holds a function of "
+        "torch (loss_fn = F.mse_loss), assign it after initialize()"
     )
 
 

@@ -60,7 +60,9 @@ def test_types_forward_and_backward(owner: str, name: str, expected: tuple[torch
             args[0] = args[0] * 1  # what is changed in place is no leaf
         with inside:
             result = call_of(owner, name, args, kwargs)
-        assert result_types(result) == {wanted}, given
+        # CUDA's statistics of a layer norm are FP32.
+        typed = result[0] if name == "native_layer_norm" and device != "cpu" else result
+        assert result_types(typed) == {wanted}, given
         torch.autograd.backward([output.float().sum() for output in flat(result) if output.requires_grad])
         assert leaves[0].grad is not None
         assert all(leaf.grad is None or leaf.grad.dtype is leaf.dtype for leaf in leaves)

@@ -10,6 +10,7 @@ import torch
 from conftest import DEVICES
 from on_every_backend import backend_fixture, on_every_set  # noqa: F401
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_patch import multi_tensor
 from amp_patch.casts import formats
@@ -51,6 +52,29 @@ def test_every_bf16_number_becomes_what_ml_dtypes_has(name, scale):
     its_type = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e2m1": "float4_e2m1fn"}[name]
     divided = (values / scale).clamp(-largest, largest).numpy().astype(getattr(ml_dtypes, its_type))
     assert same_bits(formats.rounded(values, ELEMENTS[name], scale), torch.from_numpy(divided.astype(numpy.float32)))
+
+
+class AsOnCuda(TorchDispatchMode):
+    """Divides by a number as CUDA does: it multiplies by the number's reciprocal, rounded."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.div.Tensor and not isinstance(args[1], Tensor):
+            return torch.mul(args[0], torch.tensor(1.0) / args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_are_those_of_a_cpu_where_a_division_by_a_number_is_a_product(name):
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x = torch.randn(16, 32)
+        for role in "activation", "gradient":
+            with multi_tensor.use_backend("torch"):
+                expected = quantized(x, ROWS, role, FORMATS[name])
+                with AsOnCuda():
+                    found = quantized(x, ROWS, role, FORMATS[name])
+            assert same_bits(found[0], expected[0])
+            assert expected[1] is None or same_bits(found[1], expected[1])
 
 
 @on_every_set

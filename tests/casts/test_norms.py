@@ -186,7 +186,9 @@ def test_fp16_near_its_end_gives_finite_numbers(norm: Norm, device: str) -> None
     ones, zeros = torch.ones(CHANNELS, device=device), torch.zeros(CHANNELS, device=device)
     with acting("O1"):
         found = norm(x, ones, zeros)
-    assert found.tolist() == signs.tolist()
+    # CUDA's group norm stores 1 / deviation in FP16, whose steps near 1 / 60000 are 0.4%: it is 0.2% off at most.
+    rounds = device != "cpu" and norm in (group_module, NORMS["F.group_norm"], NORMS["torch.group_norm"])
+    torch.testing.assert_close(found.cpu().float(), signs, rtol=0, atol=2**-8 if rounds else 0)
     found.sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
 
@@ -321,9 +323,9 @@ def test_saved_bytes_equal_the_low_precision_input(level: str, device: str, cpu_
                 optimizer.step()
         saved[option] = run.activations
     # FP32: the norm's input and tanh's output, and its cast for the last layer. With the option: both in the low type,
-    # and the last layer saves the same output; a GPU's norm saves its low weight and bias besides.
+    # and the last layer saves the same output; a GPU's norm saves its low weight and its low bias besides.
     fp32, low = 4 * 2 + 2, 2 * 2
-    weights = 0 if device == "cpu" else 2 * CHANNELS
+    weights = 0 if device == "cpu" else (2 + 2) * CHANNELS
     assert saved[False] - saved[True] == (fp32 - low) * ROWS * CHANNELS - weights
 
 

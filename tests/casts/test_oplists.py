@@ -121,6 +121,13 @@ def test_fused(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize(("owner", "name"), walk("fp32", "norm", "direction", "inexact"))
 def test_fp32(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
+    if device != "cpu" and name in ("saddmm", "smm", "sspaddmm"):
+        with (
+            region(dtype),
+            pytest.raises(RuntimeError, match="NYI: CUDA sspaddmm"),
+        ):  # torch has no kernel, in FP32 either
+            call(owner, name, [dtype], device)
+        return
     with region(dtype):
         for given in ([dtype], [torch.float32], [dtype, torch.float32]):
             expected = set() if name in NOT_FLOATING else {torch.float32}

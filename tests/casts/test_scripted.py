@@ -11,11 +11,14 @@ import pytest
 import torch
 from conftest import DEVICES
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from training import ADAM, backward, same
 
 from amp_patch import amp
-from amp_patch.casts import install
+from amp_patch.casts import install, regions
+from amp_patch.casts.rules import RULES
+from amp_patch.policy import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
 # (level, its type). "native": torch.autocast multiplies FP16 on a CPU so.
@@ -80,6 +83,8 @@ def fresh(function: Any) -> Any:
 
 def traced(part: Any) -> Any:
     example = torch.ones(4, 4)
+    if isinstance(part, nn.Module):
+        example = example.to(next(part.parameters()).device)
     given = (example,) if isinstance(part, nn.Module) else (example, example)
     return torch.jit.trace(part, given, check_trace=False)
 
@@ -154,6 +159,24 @@ def test_trainings_of_both_types_share_a_compiled_function(wrappers):
             with amp.disable_casts():
                 expected = result(PartlyCompiled(matmul, dtype), x, around)
             assert same(result(net, x, torch.enable_grad()), expected)
+
+
+def test_a_set_of_device_types_has_one_set_of_dtypes_at_all_calls():
+    """torch.jit compiles a function once for each set of device types, and the code contains their dtypes."""
+    seen: dict[tuple[str, ...], set[Any]] = {}
+
+    def note(x: Tensor) -> torch.dtype:
+        on = tuple(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+        seen.setdefault(on, set()).add(tuple(torch.get_autocast_dtype(kind) for kind in on))
+        return torch.get_autocast_dtype(x.device.type)
+
+    for device in ("cpu", "cuda"):
+        with FakeTensorMode():
+            x = torch.empty(1, device=device)
+        for level, dtype in CASTING:
+            with regions.region(resolve(level)):
+                assert RULES["scripted"].apply(note, (x,), {}, resolve(level)) is dtype
+    assert len(seen) == 3 and all(len(dtypes) == 1 for dtypes in seen.values())
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])

@@ -99,6 +99,15 @@ def test_function_that_the_lists_do_not_know_is_explained(level: str, low: str) 
     assert f"mixes types: {level} makes tensors torch.{low}" in words and "amp.register_float_function" in words
 
 
+def test_function_that_a_local_variable_holds_since_before_initialize_is_explained() -> None:
+    product = functional.linear
+    model, optimizer = trained(lambda x: x, "O1")
+    outputs = model(torch.randn(4, 4))
+    advice = pytest.raises(RuntimeError, match=r"a local variable .* assign it after initialize")
+    with advice, amp.scale_loss(outputs.float().sum(), optimizer):
+        product(outputs, torch.ones(4, 4))
+
+
 @pytest.mark.parametrize("level", ["O1", "O4"])
 @pytest.mark.parametrize("name", [*PARTNERS, *MISSING])
 def test_o1_and_o4_cast_what_cast_models_explain(name: str, level: str) -> None:

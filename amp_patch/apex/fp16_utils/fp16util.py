@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_patch import multi_tensor
+from amp_patch.support import flat_rnn
 from amp_patch.support.devices import by_device
 
 __all__ = [
@@ -68,7 +69,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
             continue
         convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
+            flat_rnn.flatten_module(module)
     return network
 
 

@@ -240,7 +240,7 @@ class _TypeLog(CallLog):
 
         @functools.wraps(function)
         def spy(*args: Any, **kwargs: Any) -> Any:
-            self.calls[index] = replace(self.calls[index], ran=_ran(rule, (args, kwargs)))
+            self.calls[index] = replace(self.calls[index], ran=_types((args, kwargs)))
             self.inside, self.expected = False, function
             try:
                 return function(*args, **kwargs)
@@ -343,14 +343,6 @@ def _types(value: Any) -> Types:
     """Return the dtypes of the tensors in a value, nested containers included."""
     with torch._C.DisableTorchFunction():  # without this the mode would log each `tensor.dtype`
         return tuple(tensor.dtype for tensor in tree.tensors(value))
-
-
-def _ran(rule: Rule, given: Any) -> Types:
-    types = _types(given)
-    if rule.name == "rnn" and torch.is_autocast_enabled("cuda"):  # autocast casts the weights into cuDNN's buffer
-        low = torch.get_autocast_dtype("cuda")
-        types = tuple(low if dtype.is_floating_point else dtype for dtype in types)
-    return types
 
 
 def _decided(place: install.Place, rule: Rule) -> str:
