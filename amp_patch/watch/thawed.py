@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from amp_patch.masters.grad_field import own_grad
 from amp_patch.model import incoming
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.quantized import is_quantized
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import joints
 from amp_patch.training.stash import Neighbours, Stash, known_stash, note_sharing, siblings
@@ -95,10 +96,20 @@ def make_masters(optimizer: Any, stash: Stash) -> None:
 
 
 def refuse_thawed(optimizer: Any, stash: Stash) -> None:
-    """Raise if a parameter frozen in low precision at `initialize` requires a gradient now: it has no FP32 value."""
+    """Raise if a parameter that was frozen in low precision requires a gradient now: it has no FP32 value.
+
+    If `initialize` has cast the parameter, which was frozen when the optimizer got it later, this raises only if it has
+    a gradient: without one the step does not change it.
+    """
     policy = stash.policy
     bare = stash.masters.of_groups(optimizer.param_groups).bare
-    thawed = next((p for p in bare if p.requires_grad and incoming.type_of(p) is not None), None)
+
+    def has_no_master(param: Tensor) -> bool:
+        if incoming.type_of(param) is not None:
+            return True
+        return bool(policy.master_weights) and own_grad(param) is not None and not is_quantized(param)
+
+    thawed = next((p for p in bare if p.requires_grad and has_no_master(p)), None)
     if thawed is None:
         return
     way = "call scale_loss for its loss" if policy.master_weights else "call initialize() again, then step"
