@@ -159,9 +159,12 @@ class Edits:
             weight.value.requires_grad_(param.requires_grad)
 
     def group(self, optimizer: int, lr: float, seed: int) -> None:
-        """Add a group with weights of a layer that no optimizer has held."""
+        """Add a group with weights of a layer that no optimizer has held.
+
+        Frozen ones would get masters when they are unfrozen only: tests/watch/test_thawed.py.
+        """
         life = self.now
-        if not (free := life.unowned):
+        if not (free := [(param, weight) for param, weight in life.unowned if param.requires_grad]):
             return
         index = self._taker(optimizer % len(life.optimizers), free[seed % len(free)][0])
         if life.story.optimizers[index] == "Adagrad" and torch.__version__ < (2, 7):

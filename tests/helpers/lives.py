@@ -91,11 +91,13 @@ class Lives(Edits):
                     if raises == "after":
                         scaled_loss.backward(retain_graph=True)
                     raise KeyError
-                life.trainer.fail(theirs, loss, owners, after=raises == "after")
+                with amp.disable_casts():
+                    life.trainer.fail(theirs, loss, owners, after=raises == "after")
             delay = waits if last else delays
             with sown(plant, [life.model]), amp.scale_loss(ours, optimizers, loss, None, delay, later) as scaled_loss:
                 scaled_loss.backward()
-            with sown(plant, [life.net]):
+            # Without `disable_casts`, another training that emulates would have these products emulated too.
+            with sown(plant, [life.net]), amp.disable_casts():
                 life.trainer.backward(theirs, loss, owners, delay=delay, later=later)
 
     def _forward(self, plant: Plant | None, factor: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -155,7 +155,7 @@ class Level:
     scale: float | str = 1.0
     lowest: float = 2.0**-24
     highest: float = 2.0**24
-    emulates: bool = False  # products of FP16 numbers are computed in FP32 and rounded once
+    emulates: bool = False  # products of low-precision numbers are computed in FP32 and rounded once
 
     @property
     def scales(self) -> bool:
@@ -186,7 +186,7 @@ def level_of(options: dict[str, Any]) -> Level:
     level = replace(level, **{ours[key]: value for key, value in options.items() if key in ours and value is not None})
     if "min_loss_scale" not in options:
         level = replace(level, lowest=min(level.lowest, level.highest))
-    return replace(level, emulates=level.low is HALF and options.get("cpu_half") == "emulate")
+    return replace(level, emulates=options.get("cpu_half") == "emulate")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class CastByHand:
             norm = layer_norm if kind == "layer" else group_norm
             if level.patches:
                 return norm(x.float(), *operands[1:])
-            return self._emulated(norm, *operands) if kind == "group" else norm(*operands)
+            return self._emulated(norm, *operands) if kind == "group" and level.low is HALF else norm(*operands)
         return self._plain(index, x)
 
     def _product(
@@ -345,8 +345,8 @@ class CastByHand:
         return self._emulated(product, *operands)
 
     def _emulated(self, function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-        if self.level.emulates and all(operand.dtype is HALF for operand in operands):
-            return function(*(operand.float() for operand in operands)).half()
+        if self.level.emulates and all(operand.dtype is self.level.low for operand in operands):
+            return function(*(operand.float() for operand in operands)).to(self.level.low)
         return function(*operands)
 
     def _plain(self, index: int, x: Tensor) -> Tensor:

@@ -6,10 +6,13 @@ more of them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import lives
 import pytest
+import torch
 from lives import tell
-from stories import Story, complaint, drawn, shortest
+from stories import Event, Story, complaint, drawn, shortest
 
 pytestmark = [
     # A story draws its events without a thought for what warns of a strange order.
@@ -34,6 +37,60 @@ def test_stories() -> None:
 @pytest.mark.parametrize("first", MANY[::CHAPTER])
 def test_many_stories(first: int) -> None:
     tell_all(range(first, first + CHAPTER))
+
+
+PLAIN_STORY = Story(
+    options={"opt_level": "O5", "cpu_half": "native"},
+    kinds=("conv", "linear", "linear"),
+    owners=(0, "nobody", 0),
+    kept=(),
+    optimizers=("SGD",),
+    losses=1,
+    interval=2,
+    scheduled="",
+    seed=3,
+    events=(),
+)
+BACKWARD = Event(
+    "backward",
+    {
+        "loss": 0,
+        "targets": (0,),
+        "micro_batches": 1,
+        "delays": False,
+        "waits": False,
+        "later": False,
+        "plant": None,
+        "factor": 1.0,
+        "raises": "",
+        "seed": 5,
+    },
+)
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_training_by_hand_does_not_emulate_what_an_earlier_training_did(half, seed):
+    """amp_patch emulates in each backward outside of regions, while any training of the process does."""
+    options = {"opt_level": "O1", "dtype": half, "loss_scale": 1.0}
+    resume = {"options": {**options, "cpu_half": "native"}, "load": "after", "seed": 7}
+    tell(
+        replace(
+            PLAIN_STORY,
+            seed=seed,
+            options={**options, "cpu_half": "emulate"},
+            events=(BACKWARD, Event("resume", resume), BACKWARD, Event("look", {})),
+        )
+    )
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_story_adds_no_frozen_weights_to_an_optimizer(level):
+    """Such weights have no masters until they are unfrozen, which the training by hand does not know."""
+    group = {"optimizer": 0, "lr": 0.125, "seed": 0}
+    tell(
+        replace(PLAIN_STORY, options={"opt_level": level}, events=(Event("freeze", {"seed": 1}), Event("group", group)))
+    )
 
 
 def test_a_failing_story_is_shrunk_to_few_events() -> None:
