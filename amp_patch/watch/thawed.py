@@ -96,27 +96,28 @@ def make_masters(optimizer: Any, stash: Stash) -> None:
 
 
 def refuse_thawed(optimizer: Any, stash: Stash) -> None:
-    """Raise if a parameter that was frozen in low precision requires a gradient now: it has no FP32 value.
+    """Raise if a parameter that was frozen in low precision would be trained now: it has no FP32 value.
 
-    If `initialize` has cast the parameter, which was frozen when the optimizer got it later, this raises only if it has
-    a gradient: without one the step does not change it.
+    A parameter that came in low precision is refused as soon as it requires a gradient. If the level has masters, any
+    other parameter is refused if it has a gradient: without one, the step does not change it.
     """
     policy = stash.policy
     bare = stash.masters.of_groups(optimizer.param_groups).bare
 
-    def has_no_master(param: Tensor) -> bool:
-        if incoming.type_of(param) is not None:
+    def is_trained(param: Tensor) -> bool:
+        if param.requires_grad and incoming.type_of(param) is not None:
             return True
         return bool(policy.master_weights) and own_grad(param) is not None and not is_quantized(param)
 
-    thawed = next((p for p in bare if p.requires_grad and has_no_master(p)), None)
+    thawed = next(filter(is_trained, bare), None)
     if thawed is None:
         return
     way = "call scale_loss for its loss" if policy.master_weights else "call initialize() again, then step"
     name = stash.neighbours.names.get(id(thawed), "of a later group")
+    verb = "requires" if thawed.requires_grad else "has"
     raise RuntimeError(
         f"{base_class(optimizer).__name__}: parameter {name!r} came "
-        f"frozen in {thawed.dtype} and requires a gradient now; opt_level {policy.opt_level!r} trains FP32 values, "
+        f"frozen in {thawed.dtype} and {verb} a gradient now; opt_level {policy.opt_level!r} trains FP32 values, "
         f"but this parameter has none: {way}"
     )
 

@@ -128,7 +128,7 @@ class Edits:
         pairs = life.masters
         for master, weight in pairs if op in ("clamp", "lerp") else [pairs[seed % len(pairs)]]:
             other = numbers(master.shape, generator).to(master.dtype)
-            self._edit(master, weight, weight.master, op, other)
+            self._edit(master, weight, weight.held, op, other)
             weight.edited = "master" if weight.has_master else ""
 
     def _edit(self, tensor: Any, weight: Weight, by_hand: Tensor, op: str, other: Tensor) -> None:
@@ -159,12 +159,9 @@ class Edits:
             weight.value.requires_grad_(param.requires_grad)
 
     def group(self, optimizer: int, lr: float, seed: int) -> None:
-        """Add a group with weights of a layer that no optimizer has held.
-
-        Frozen ones would get masters when they are unfrozen only: tests/watch/test_thawed.py.
-        """
+        """Add a group with weights of a layer that no optimizer has held."""
         life = self.now
-        if not (free := [(param, weight) for param, weight in life.unowned if param.requires_grad]):
+        if not (free := life.unowned):
             return
         index = self._taker(optimizer % len(life.optimizers), free[seed % len(free)][0])
         if life.story.optimizers[index] == "Adagrad" and torch.__version__ < (2, 7):

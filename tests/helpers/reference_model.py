@@ -198,6 +198,8 @@ class Weight:
 
     Attributes:
         value: the model's, a leaf. master: the optimizer's, FP32; `value` itself without masters.
+        has_master: whether `master` is in use. lacks_master: whether it will be, once the weight is trained: it was
+            frozen when the optimizer got it.
         grad: unscaled, of the master.
         waiting: the sum of the scaled gradients of a delayed iteration, in the model's type. Of a weight that is its
             own master `grad` is in it, scaled again, save what that would make infinite.
@@ -217,11 +219,34 @@ class Weight:
             self.take_master(initial, split=masters == "split" and dtype is BRAIN)
 
     def take_master(self, initial: Tensor, split: bool) -> None:
-        self.has_master = True
+        self.has_master, self.split = True, split
         self.master = initial.detach().float().clone().requires_grad_(self.value.requires_grad)
         if split:
             self.low = torch.zeros_like(self.value, dtype=torch.int16)
             self.publish()
+
+    @property
+    def lacks_master(self) -> bool:
+        return not self.has_master and self.master is not self.value
+
+    def put_off_master(self) -> None:
+        """Use no master until `thaw`: a frozen weight needs none. The optimizer's state is that of `master` still."""
+        self.has_master, self.low = False, None
+
+    def thaw(self) -> None:
+        """Use the master that was put off, if the weight is trained now."""
+        if not self.lacks_master or not self.value.requires_grad:
+            return
+        self.has_master = True
+        with torch.no_grad():
+            self.master.copy_(self.value)
+        self.low = torch.zeros_like(self.value, dtype=torch.int16) if self.split else None
+        self.grad = None if self.grad is None else self.grad.float()
+
+    @property
+    def held(self) -> Tensor:
+        """The tensor that `amp.master_params` has."""
+        return self.master if self.has_master else self.value
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -252,7 +277,7 @@ class Weight:
 
     def fp32(self) -> Tensor:
         """Return the FP32 value that a checkpoint contains."""
-        return self.master.detach().float().clone()
+        return self.held.detach().float().clone()
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:

@@ -68,3 +68,17 @@ def test_a_step_that_would_train_such_a_weight_without_a_master_is_refused(optio
     train(model, optimizer, device)
     optimizer.step()
     assert [weight.item() for weight in amp.master_params(optimizer)] == [2.5, 2.0 - 3.0 / 1024]
+
+
+@with_masters
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_frozen_weight_with_a_gradient_is_added_with_a_master(options, device):
+    """A step uses the gradient, as in torch."""
+    model = nn.Sequential(linear([[2.0]], device), linear([[3.0]], device))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.25)
+    model, optimizer = amp.initialize(model, optimizer, loss_scale=1.0, verbosity=0, **options)
+    train(model, optimizer, device)
+    model[0].requires_grad_(False)
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 2.0**-10})
+    optimizer.step()
+    assert [weight.item() for weight in amp.master_params(optimizer)] == [2.5, 2.0 - 3.0 / 1024]
