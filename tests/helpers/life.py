@@ -120,8 +120,9 @@ class Life:
         self.settle(earlier.values())
         self.live_by_hand(options, self.model, self.values())
         weights = self.net.weights
+        # If the type of a weight changes, the model is FP32 in between, and all weights in optimizers get masters.
         if all(weight.value.dtype is earlier[name].value.dtype for name, weight in weights.items()):
-            for name, weight in weights.items():  # of another type, they would be FP32 before, which masters take over
+            for name, weight in weights.items():
                 if weight.has_master and not (earlier[name].has_master or weight.value.requires_grad):
                     weight.put_off_master()
         for before, after in zip(old.owners, self.trainer.owners, strict=True):

@@ -198,8 +198,9 @@ class Weight:
 
     Attributes:
         value: the model's, a leaf. master: the optimizer's, FP32; `value` itself without masters.
-        has_master: whether `master` is in use. lacks_master: whether it will be, once the weight is trained: it was
-            frozen when the optimizer got it.
+        has_master: whether `master` is another tensor than `value`, and is in use.
+        lacks_master: whether the weight was frozen when the optimizer got it, and was not trained since: then `master`
+            is not in use yet.
         grad: unscaled, of the master.
         waiting: the sum of the scaled gradients of a delayed iteration, in the model's type. Of a weight that is its
             own master `grad` is in it, scaled again, save what that would make infinite.
