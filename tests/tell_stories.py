@@ -26,10 +26,10 @@ def begin() -> None:
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", ".*gathered for this optimizer")
-    # Some stories freeze all parameters of an optimizer, and give it to `scale_loss` then.
-    warnings.filterwarnings("ignore", "scale_loss: the loss depends on no parameter")
-    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
+    from stories import DESERVED
+
+    for pattern in DESERVED:
+        warnings.filterwarnings("ignore", pattern)
 
 
 def told(seed: int) -> str:

@@ -255,8 +255,8 @@ class Masters:
 
         A parameter with its id in `about_to_be_cast` gives its FP32 storage to its master; the caller then gives the
         parameter a low-precision one. If a parameter is float16 or bfloat16 already, its master is the one that another
-        optimizer has made, else an FP32 copy. If it is frozen without a master, or quantized, it gets none. The
-        optimizer's state and an existing gradient move to the master.
+        optimizer has made, else an FP32 copy. If it is frozen without a master or gradient, or quantized, it gets none.
+        The optimizer's state and an existing gradient move to the master.
 
         With a `form`, each copy is compressed before the next is made, so that only one of them has FP32 memory at a
         time. A sharded parameter (DTensor) stays in the group then, and its local shard gets a master of that form.
@@ -271,7 +271,7 @@ class Masters:
                     self._attach_part(param, form)
                 continue
             master = master_of(param)  # another optimizer may have made it
-            if master is None and low and not param.requires_grad:
+            if master is None and low and not param.requires_grad and own_grad(param) is None:
                 continue
             made = master is None
             if master is None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from amp_patch.masters.grad_field import own_grad
 from amp_patch.model import incoming
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.quantized import is_quantized
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import joints
 from amp_patch.training.stash import Neighbours, Stash, known_stash, note_sharing, siblings
@@ -95,17 +96,28 @@ def make_masters(optimizer: Any, stash: Stash) -> None:
 
 
 def refuse_thawed(optimizer: Any, stash: Stash) -> None:
-    """Raise if a parameter frozen in low precision at `initialize` requires a gradient now: it has no FP32 value."""
+    """Raise if a parameter that was frozen in low precision would be trained now: it has no FP32 value.
+
+    A parameter that came in low precision is refused as soon as it requires a gradient. If the level has masters, any
+    other parameter is refused if it has a gradient: without one, the step does not change it.
+    """
     policy = stash.policy
     bare = stash.masters.of_groups(optimizer.param_groups).bare
-    thawed = next((p for p in bare if p.requires_grad and incoming.type_of(p) is not None), None)
+
+    def is_trained(param: Tensor) -> bool:
+        if param.requires_grad and incoming.type_of(param) is not None:
+            return True
+        return bool(policy.master_weights) and own_grad(param) is not None and not is_quantized(param)
+
+    thawed = next(filter(is_trained, bare), None)
     if thawed is None:
         return
     way = "call scale_loss for its loss" if policy.master_weights else "call initialize() again, then step"
     name = stash.neighbours.names.get(id(thawed), "of a later group")
+    verb = "requires" if thawed.requires_grad else "has"
     raise RuntimeError(
         f"{base_class(optimizer).__name__}: parameter {name!r} came "
-        f"frozen in {thawed.dtype} and requires a gradient now; opt_level {policy.opt_level!r} trains FP32 values, "
+        f"frozen in {thawed.dtype} and {verb} a gradient now; opt_level {policy.opt_level!r} trains FP32 values, "
         f"but this parameter has none: {way}"
     )
 

@@ -128,7 +128,7 @@ class Edits:
         pairs = life.masters
         for master, weight in pairs if op in ("clamp", "lerp") else [pairs[seed % len(pairs)]]:
             other = numbers(master.shape, generator).to(master.dtype)
-            self._edit(master, weight, weight.master, op, other)
+            self._edit(master, weight, weight.held, op, other)
             weight.edited = "master" if weight.has_master else ""
 
     def _edit(self, tensor: Any, weight: Weight, by_hand: Tensor, op: str, other: Tensor) -> None:

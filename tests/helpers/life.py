@@ -116,9 +116,15 @@ class Life:
 
     def live_on_by_hand(self, options: dict[str, Any] | None) -> None:
         """Begin the training by hand again with its present values, at another level. Gradients of an overflow go."""
-        old, schedules = self.trainer, self.their_schedulers
-        self.settle(self.net.weights.values())
+        old, schedules, earlier = self.trainer, self.their_schedulers, self.net.weights
+        self.settle(earlier.values())
         self.live_by_hand(options, self.model, self.values())
+        weights = self.net.weights
+        # If the type of a weight changes, the model is FP32 in between, and all weights in optimizers get masters.
+        if all(weight.value.dtype is earlier[name].value.dtype for name, weight in weights.items()):
+            for name, weight in weights.items():
+                if weight.has_master and not (earlier[name].has_master or weight.value.requires_grad):
+                    weight.put_off_master()
         for before, after in zip(old.owners, self.trainer.owners, strict=True):
             for group, known in zip(after.optimizer.param_groups, before.optimizer.param_groups, strict=True):
                 group |= {name: value for name, value in known.items() if name not in ("params", "foreach", "fused")}
@@ -180,7 +186,7 @@ class Life:
         self.load_rest(saved)
         for name, weight in self.net.weights.items():
             with torch.no_grad():
-                weight.master.copy_(saved.values[name])
+                weight.held.copy_(saved.values[name])
             weight.publish()
         for name, buffer in self.net.buffers.items():
             buffer.copy_(saved.values[name])
@@ -276,10 +282,10 @@ class Life:
                     zero = param_of[id(weight)].detach() == 0
                     check(low.masked_fill(zero, 0), weight.low.masked_fill(zero, 0), names[id(weight)])
                 continue
-            check(master.detach(), weight.master.detach(), names[id(weight)])
+            check(master.detach(), weight.held.detach(), names[id(weight)])
         for tensor, weight in self.held:
             if not weight.edited:
-                check(tensor, weight.master.detach(), names[id(weight)])
+                check(tensor, weight.held.detach(), names[id(weight)])
 
     def _check_gradients(self) -> None:
         param_of = {id(weight): param for param, weight in self.pairs}

@@ -10,6 +10,7 @@ import copy
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from edits import Edits
 from life import Groups, Life, Saved, reread, rescheduled
@@ -87,15 +88,17 @@ class Lives(Edits):
             last = micro == micro_batches - 1
             ours, theirs = self._forward(plant, factor, torch.Generator().manual_seed(seed + micro))
             if last and raises:
-                with _raised(), amp.scale_loss(ours, optimizers, loss) as scaled_loss:
+                with pytest.raises(KeyError), amp.scale_loss(ours, optimizers, loss) as scaled_loss:
                     if raises == "after":
                         scaled_loss.backward(retain_graph=True)
                     raise KeyError
-                life.trainer.fail(theirs, loss, owners, after=raises == "after")
+                with amp.disable_casts():
+                    life.trainer.fail(theirs, loss, owners, after=raises == "after")
             delay = waits if last else delays
             with sown(plant, [life.model]), amp.scale_loss(ours, optimizers, loss, None, delay, later) as scaled_loss:
                 scaled_loss.backward()
-            with sown(plant, [life.net]):
+            # Without `disable_casts`, another training that emulates would have these products emulated too.
+            with sown(plant, [life.net]), amp.disable_casts():
                 life.trainer.backward(theirs, loss, owners, delay=delay, later=later)
 
     def _forward(self, plant: Plant | None, factor: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -142,6 +145,10 @@ class Lives(Edits):
                     optimizer.zero_grad()
                     owner.zero_grad(True)
                     continue
+            if any(weight.lacks_master and weight.grad is not None for weight in owner.weights):
+                with pytest.raises(RuntimeError, match=r"came frozen .* call scale_loss"):
+                    optimizer.step()  # the gradient is of another optimizer's loss
+                continue
             optimizer.step()
             with amp.disable_casts():  # which the newest O1 training would have done in all of the process
                 self.now.trainer.step(owner)
@@ -157,7 +164,7 @@ class Lives(Edits):
         elif by == "model":
             life.model.zero_grad(set_to_none=to_none)
             for weight in life.net.weights.values():
-                weight.grad = None if to_none or weight.grad is None else torch.zeros_like(weight.master)
+                weight.grad = None if to_none or weight.grad is None else torch.zeros_like(weight.held)
         else:
             for tensor in (*life.model.parameters(), *(master for master, _ in life.masters)):
                 tensor.grad = None
@@ -282,11 +289,3 @@ def tell(story: Story) -> None:
         Lives(story).live()
     finally:
         amp.restore()
-
-
-class _raised:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, *_: Any) -> bool:
-        assert kind is KeyError
-        return True

@@ -155,7 +155,7 @@ class Level:
     scale: float | str = 1.0
     lowest: float = 2.0**-24
     highest: float = 2.0**24
-    emulates: bool = False  # products of FP16 numbers are computed in FP32 and rounded once
+    emulates: bool = False  # products of low-precision numbers are computed in FP32 and rounded once
 
     @property
     def scales(self) -> bool:
@@ -186,7 +186,7 @@ def level_of(options: dict[str, Any]) -> Level:
     level = replace(level, **{ours[key]: value for key, value in options.items() if key in ours and value is not None})
     if "min_loss_scale" not in options:
         level = replace(level, lowest=min(level.lowest, level.highest))
-    return replace(level, emulates=level.low is HALF and options.get("cpu_half") == "emulate")
+    return replace(level, emulates=options.get("cpu_half") == "emulate")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,6 +198,9 @@ class Weight:
 
     Attributes:
         value: the model's, a leaf. master: the optimizer's, FP32; `value` itself without masters.
+        has_master: whether `master` is another tensor than `value`, and is in use.
+        lacks_master: whether the weight was frozen when the optimizer got it, and was not trained since: then `master`
+            is not in use yet.
         grad: unscaled, of the master.
         waiting: the sum of the scaled gradients of a delayed iteration, in the model's type. Of a weight that is its
             own master `grad` is in it, scaled again, save what that would make infinite.
@@ -217,11 +220,34 @@ class Weight:
             self.take_master(initial, split=masters == "split" and dtype is BRAIN)
 
     def take_master(self, initial: Tensor, split: bool) -> None:
-        self.has_master = True
+        self.has_master, self.split = True, split
         self.master = initial.detach().float().clone().requires_grad_(self.value.requires_grad)
         if split:
             self.low = torch.zeros_like(self.value, dtype=torch.int16)
             self.publish()
+
+    @property
+    def lacks_master(self) -> bool:
+        return not self.has_master and self.master is not self.value
+
+    def put_off_master(self) -> None:
+        """Use no master until `thaw`: a frozen weight needs none. The optimizer's state is that of `master` still."""
+        self.has_master, self.low = False, None
+
+    def thaw(self) -> None:
+        """Use the master that was put off, if the weight is trained now."""
+        if not self.lacks_master or not self.value.requires_grad:
+            return
+        self.has_master = True
+        with torch.no_grad():
+            self.master.copy_(self.value)
+        self.low = torch.zeros_like(self.value, dtype=torch.int16) if self.split else None
+        self.grad = None if self.grad is None else self.grad.float()
+
+    @property
+    def held(self) -> Tensor:
+        """The tensor that `amp.master_params` has."""
+        return self.master if self.has_master else self.value
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -252,7 +278,7 @@ class Weight:
 
     def fp32(self) -> Tensor:
         """Return the FP32 value that a checkpoint contains."""
-        return self.master.detach().float().clone()
+        return self.held.detach().float().clone()
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:
@@ -329,7 +355,7 @@ class CastByHand:
             norm = layer_norm if kind == "layer" else group_norm
             if level.patches:
                 return norm(x.float(), *operands[1:])
-            return self._emulated(norm, *operands) if kind == "group" else norm(*operands)
+            return self._emulated(norm, *operands) if kind == "group" and level.low is HALF else norm(*operands)
         return self._plain(index, x)
 
     def _product(
@@ -345,8 +371,8 @@ class CastByHand:
         return self._emulated(product, *operands)
 
     def _emulated(self, function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-        if self.level.emulates and all(operand.dtype is HALF for operand in operands):
-            return function(*(operand.float() for operand in operands)).half()
+        if self.level.emulates and all(operand.dtype is self.level.low for operand in operands):
+            return function(*(operand.float() for operand in operands)).to(self.level.low)
         return function(*operands)
 
     def _plain(self, index: int, x: Tensor) -> Tensor:

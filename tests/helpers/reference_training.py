@@ -73,6 +73,8 @@ class Owner:
             grad, weight.grad = weight.grad, None
             if level.masters and weight.value.dtype is not torch.float32:
                 weight.take_master(weight.value, split=level.masters == "split")
+                if not weight.value.requires_grad and (grad is None or level.scales):
+                    weight.put_off_master()
             if grad is None or level.scales:  # it may be scaled
                 continue
             if self.waits_for is not None and not weight.has_master:
@@ -85,7 +87,7 @@ class Owner:
     def zero_grad(self, set_to_none: bool) -> None:
         for weight in self.weights:
             there = weight.grad is not None or (weight.waiting is not None and not weight.has_master)
-            weight.grad = torch.zeros_like(weight.master) if there and not set_to_none else None
+            weight.grad = torch.zeros_like(weight.held) if there and not set_to_none else None
             weight.waiting = None
         self.overflowed, self.waits_for = set(), None
 
@@ -138,6 +140,8 @@ class Trainer:
     def _begin(self, targets: list[Owner], loss_id: int) -> None:
         scale = self.scales[loss_id].value
         for owner in targets:
+            for weight in owner.weights:
+                weight.thaw()
             if owner.waits_for is not None:  # what waits is scaled as this backward's will be
                 factor = torch.tensor(scale, dtype=torch.float64) / owner.waits_at
                 for weight in owner.weights:
@@ -183,7 +187,7 @@ class Trainer:
     def _add(self, weight: Weight, grad: Tensor, scale: float) -> bool:
         """Unscale a gradient and add it to the weight's, in FP32, rounded once; whether it overflowed."""
         new = grad.float() * (1 / scale if self.level.scales else 1.0)
-        total = (new if weight.grad is None else new + weight.grad.float()).to(weight.master.dtype)
+        total = (new if weight.grad is None else new + weight.grad.float()).to(weight.held.dtype)
         fault = ~new.isfinite() | (~total.isfinite() & (weight.grad is None or weight.grad.isfinite()))
         weight.grad = total
         return self.level.scales and bool(fault.any())

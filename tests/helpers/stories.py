@@ -22,6 +22,13 @@ from torch_optimizers import RECIPES
 
 HELPERS = Path(__file__).parent
 RATES = (0.125, 0.0625)  # of the two groups of an optimizer
+# Patterns of warnings that stories deserve, because events are drawn without regard to their order.
+DESERVED = (
+    ".*gathered for this optimizer",
+    "scale_loss. the loss depends on no parameter",  # all of them are frozen
+    ".*was frozen at initialize.., has a gradient now",
+    r"Detected call of `lr_scheduler.step\(\)`",
+)
 RESUMED_AT = ("O0", "O1", "O2", "O3", "O4", "O5", "split")
 
 
