@@ -154,11 +154,11 @@ class Siblings(list[weakref.ref[Any]]):
             self.append(weakref.ref(optimizer))
 
 
-@dataclass
+@dataclass(eq=False)
 class Neighbours(OfThisProcess):
     """References from an optimizer to other objects of its training, and tables of its parameters by their id.
 
-    References to optimizers, models, modules and wrappers are weak. A copy or a pickle of the stash gets a new object
+    References to optimizers, models and modules are weak. A copy or a pickle of the stash gets a new object
     of this class, which has only `siblings` and `unowned` from the original.
 
     Attributes:
@@ -168,13 +168,11 @@ class Neighbours(OfThisProcess):
         models: the models of the training that have parameters of this optimizer.
         sharded: the FSDP modules of this optimizer's parameters.
         unowned: the models' trainable parameters that no optimizer holds.
-        wrappers: the wrappers around the optimizer whose class was replaced (`AmpWrapper`).
-        handles: the handles of the hooks that are registered with the optimizer and its wrappers.
+        undo: called when the optimizer leaves its training: they remove hooks, and restore the classes of wrappers.
         process_group: the group that reduces overflow flags; None: no explicit reduction.
         names: id(param) -> its qualified name, for messages.
         stepped: id(master) -> the number of state entries after the last step that the host knows was taken.
         has_stepped: whether the optimizer has taken a step outside of any capture.
-        coder: the object that stores the optimizer's state in eight bits (coded_state.py); None if state is FP32.
         strategy: the strategy of this optimizer's steps; None: the strategy of the optimizer's class.
         before_backward, before_step: called with optimizer and stash before each `scale_loss` and each step.
     """
@@ -185,14 +183,12 @@ class Neighbours(OfThisProcess):
     models: list[weakref.ref[nn.Module]] = field(default_factory=list)
     sharded: list[weakref.ref[Any]] = field(default_factory=list)
     unowned: list[Tensor] = field(default_factory=list)
-    wrappers: list[weakref.ref[Any]] = field(default_factory=list)
-    handles: list[Any] = field(default_factory=list)
+    undo: list[Callable[[], Any]] = field(default_factory=list)
     process_group: Any = None
     names: dict[int, str] = field(default_factory=dict)
     stepped: dict[int, int] = field(default_factory=dict)
     has_stepped: bool = False
-    coder: Any = None
-    strategy: Any = None
+    strategy: joints.Strategy | None = None
     before_backward: list[Callable[[Any, Stash], None]] = field(default_factory=list)
     before_step: list[Callable[[Any, Stash], None]] = field(default_factory=list)
 

@@ -38,8 +38,9 @@ from amp_patch.support.distributed import is_dtensor, is_zero
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.interrupts import whole
 from amp_patch.support.patches import is_untouched
+from amp_patch.training.joints import Strategy
 from amp_patch.training.stash import Stash, known_stash, stash_of
-from amp_patch.training.step import Plain, Step, Strategy, plain_step, suiting, trusted_steps
+from amp_patch.training.step import Plain, Step, plain_step, suiting, trusted_steps
 from amp_patch.ways import per_parameter, portions, trial
 from amp_patch.ways.partial_step import PartialStep, Written
 
@@ -113,8 +114,7 @@ def enter(targets: Sequence[Any]) -> None:
         around = known_stash(optimizer).neighbours
         around.strategy = release
         around.before_backward.append(release.begin)
-        around.handles.append(optimizer.register_step_post_hook(release.end))
-        around.handles.append(release)
+        around.undo += [optimizer.register_step_post_hook(release.end).remove, release.remove]
 
 
 class _Release(Strategy):
