@@ -272,10 +272,8 @@ def leave_in_fp32(targets: Sequence[Any], params: list[Tensor]) -> None:
 
 def _stays_fp32(stash: Stash | None, param: Tensor) -> bool:
     """Tell whether `param`, or the parameter whose master it is, was given to `leave_in_fp32`."""
-    if stash is None or not stash.fp32_state:
-        return False
-    named, _ = stash.masters.by_master.get(id(param), (param, None))
-    return any(each is named for each in stash.fp32_state)
+    named = None if stash is None else stash.masters.param_of(param)
+    return stash is not None and any(each is named for each in stash.fp32_state)
 
 
 def _close(optimizer: Any, stash: Stash) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,50 +63,29 @@ class Pending:
         return self.scaler is scaler and not moved and self.edits == scaler.edits
 
 
-class DeviceSkip:
+class DeviceSkip(NamedTuple):
     """The overflow flags of a step that the device has skipped or taken, while they are copied to the host.
 
-    Args:
+    Attributes:
         scalers: the scalers of the losses whose gradients the step was for.
-        flags: one flag for each scaler, FP32, on the device: not 0 if its loss overflowed.
-        overflow: the maximum of `flags`, shape [], on the device, where the optimizer reads it.
+        flags: one flag for each scaler: not 0 if its loss overflowed.
+        overflow: the maximum of `flags`, FP32, shape [], on the device, where the optimizer reads it.
     """
 
-    def __init__(self, scalers: list[LossScaler], flags: Tensor, overflow: Tensor) -> None:
-        self.scalers = scalers
-        self.overflow = overflow
-        self._flags = DeviceNumbers(flags)
+    scalers: list[LossScaler]
+    flags: DeviceNumbers
+    overflow: Tensor
 
     def here(self) -> bool:
-        """Tell whether the flags have arrived on the host, so that `read` returns without a wait."""
-        return self._flags.here()
-
-    def read(self) -> list[LossScaler]:
-        """Return the scalers whose losses overflowed; for all other scalers call `stepped`.
-
-        Syncs with the device if the flags have not arrived.
-        """
-        return overflowed(self.scalers, self._flags.read())
+        """Tell whether the flags have arrived on the host, so that a read of them does not wait."""
+        return self.flags.here()
 
 
 class OfThisProcess:
     """A part of a `Stash` that is neither copied nor pickled: a copied or loaded stash has a new one."""
 
 
-class _BodyEvents:
-    """The number of times that a body of any optimizer in the process has begun or ended.
-
-    `count` is an attribute of an instance. An assignment to a class attribute would invalidate the interpreter's cache
-    of that class's attributes.
-    """
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-body_events = _BodyEvents()
+body_events = SimpleNamespace(count=0)  # the number of times that a body of any optimizer has begun or ended
 
 
 @dataclass
@@ -263,7 +243,8 @@ class Stash:
         if not self.device_skips or device_sync.is_capturing():
             return
         while self.device_skips and (wait or self.device_skips[0].here()):
-            skipping = self.device_skips.pop(0).read()
+            skip = self.device_skips.pop(0)
+            skipping = overflowed(skip.scalers, skip.flags.read())
             self.last_skipped = bool(skipping)
             for scaler in skipping:
                 scaler.skipped(lambda: "not known, the step was skipped on the device")
@@ -288,6 +269,10 @@ class Stash:
     def unobserved(self) -> bool:
         """Tell whether only this optimizer reads its masters' gradients: no wrapper or other optimizer does."""
         return not (self.wrapped or self.two_passes or self.neighbours.sharing)
+
+    def name_of(self, master: Tensor, group: int, position: int) -> str:
+        """Return the qualified name of the parameter of `master`, which is there in the groups, for messages."""
+        return self.neighbours.names.get(id(self.masters.param_of(master)), f"group {group}, parameter {position}")
 
     def __getstate__(self) -> dict[str, Any]:
         self.collect_device_skips(wait=True)

@@ -45,7 +45,7 @@ def _subscribe(around: Neighbours) -> None:
 
 
 def _load_in_fp32(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Register hooks on `load_state_dict` that keep the state of parameters without masters FP32; return their removals.
+    """Register hooks that keep the state of parameters without masters FP32 at a load; return functions to remove them.
 
     Without these hooks, torch would cast the state to the low-precision type of the parameters.
     """

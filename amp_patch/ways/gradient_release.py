@@ -133,10 +133,10 @@ class _Release(Strategy):
         self._written = Written()  # writes of a registered class; `step()` writes them back
         self._handles: list[Any] = []
         self._known: list[int] = []  # the keys in `_released`
-        links = known_stash(optimizer).masters.by_master
+        masters = known_stash(optimizer).masters
         for group in optimizer.param_groups:
             for master in group["params"]:
-                param = links[id(master)][0] if id(master) in links else master
+                param = masters.param_of(master)
                 if param.requires_grad:
                     self._handles.append(param.register_post_accumulate_grad_hook(self._gradient_is_whole))
                     _released.update({id(tensor): tensor for tensor in (param, master)})
