@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.tree import same
 
 Group = dict[str, Any]
 
@@ -141,16 +141,3 @@ def changed(before: dict[str, Any], after: dict[str, Any], without: Sequence[str
         for name, value in after.items()
         if name not in without and not (name in before and before[name] is value)
     }
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return whether two nested containers of tensors and numbers are equal bit for bit."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.dtype is other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)

@@ -19,8 +19,9 @@ from amp_patch.policy import Policy
 from amp_patch.support.distributed import stateful
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.random_states import random_states, restored_random_states
+from amp_patch.support.tree import same
 from amp_patch.training.step import Plain
-from amp_patch.ways.partial_step import NOT_SETTINGS, PortionsDisagreeError, changed, new_of_class, same
+from amp_patch.ways.partial_step import NOT_SETTINGS, PortionsDisagreeError, changed, new_of_class
 from amp_patch.ways.per_parameter import (
     Registration,
     is_registered,
