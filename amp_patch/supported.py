@@ -51,6 +51,10 @@ _REFUSED = {
     ("gradient_release", "wrappers"): (
         "they move the weights between backward and step: give the optimizer inside, or leave gradient_release out"
     ),
+    ("gradient_release", "registered classes"): (
+        "only torch's own optimizers are known to count no step when they step some parameters in backward: use one of "
+        "torch.optim, or leave gradient_release out"
+    ),
     ("gradient_release", "CUDA graphs"): "a replay runs no hook of backward: leave the iteration out of the graph",
 }
 

@@ -86,16 +86,12 @@ class PortionsDisagreeError(RuntimeError):
 class Written:
     """Settings and attributes that the partial steps of one step have written, until `write_back`.
 
-    They are collected because each partial step must begin with the values from before the step. The object is falsy
-    until the first `note`.
+    They are collected because each partial step must begin with the values from before the step.
     """
 
     def __init__(self) -> None:
         self._attributes: dict[str, Any] | None = None
         self._settings: dict[int, Group] = {}  # by id(group)
-
-    def __bool__(self) -> bool:
-        return self._attributes is not None
 
     def has(self, group: Group) -> bool:
         """Return whether `note` has received a partial step with this group."""
