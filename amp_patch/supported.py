@@ -52,8 +52,8 @@ _REFUSED = {
         "they move the weights between backward and step: give the optimizer inside, or leave gradient_release out"
     ),
     ("gradient_release", "registered classes"): (
-        "only torch's own optimizers are known to count no step when they step some parameters in backward: use one of "
-        "torch.optim, or leave gradient_release out"
+        "its class is not one of torch.optim, which alone are known to step single parameters without a count of their "
+        "own: use one of those, or leave gradient_release out"
     ),
     ("gradient_release", "CUDA graphs"): "a replay runs no hook of backward: leave the iteration out of the graph",
 }

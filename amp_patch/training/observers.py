@@ -20,6 +20,7 @@ from amp_patch.masters.grad_field import own_grad
 from amp_patch.policy import Policy
 from amp_patch.support import distributed
 from amp_patch.support.compiled import not_traced
+from amp_patch.support.generated_class import subclasses
 from amp_patch.support.patches import Patches
 from amp_patch.training.innermost import innermost
 from amp_patch.training.stash import enabled_stash, stash_of
@@ -140,17 +141,10 @@ _thread = _Thread()
 def _tell_of_scalers() -> None:
     """Make GradScalers notify the observers, until `_patches.remove()`. The caller holds `_lock`."""
     tellers = {"scale": _scaling, "unscale_": _unscaling, "step": _stepping}
-    for owner in _classes(torch.amp.GradScaler):
+    for owner in subclasses(torch.amp.GradScaler):
         for name, told in tellers.items():
             if name in vars(owner):
                 _patches.set(owner, name, _outermost(vars(owner)[name], told))
-
-
-def _classes(base: type) -> Iterator[type]:
-    yield base
-    each: type
-    for each in base.__subclasses__():
-        yield from _classes(each)
 
 
 def _outermost(original: Callable[..., Any], told: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,12 +12,12 @@ from amp_patch.lab.survey.survey import Surveyor
 from amp_patch.training import observers
 
 
-class Ended(SystemExit):
+class FirstStepOver(SystemExit):
     """The exception that ends a surveyed training. The first forward after the first step raises it."""
 
 
 class FirstStep(observers.Observer):
-    """A `with` block that surveys the O0 trainings in it, and ends them (`Ended`) when their first step is over.
+    """A `with` block that surveys the O0 trainings in it, and raises `FirstStepOver` when their first step is over.
 
     The first step is over when a forward begins after each optimizer has made a step. If one optimizer has made two
     steps before that, the first step is over too: other optimizers may never step.
@@ -69,7 +69,7 @@ class FirstStep(observers.Observer):
         def before(*_: Any) -> None:
             steps = self._steps.values()
             if steps and (all(steps) or max(steps) > 1):
-                raise Ended
+                raise FirstStepOver
 
         return before
 
