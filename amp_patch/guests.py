@@ -38,4 +38,4 @@ def enter() -> None:
     joints.check_group += [zero_redundancy.check_group, rounded_shards.check_group]
     joints.enter_optimizer += [compressed_states.enter, coded_steps.enter, rounded_shards.enter, thawed.watch]
     joints.group_added += [thawed.watch]
-    joints.leave_optimizer += [coded_steps.make_whole, wrappers.leave]
+    joints.leave_optimizer += [coded_steps.make_whole]

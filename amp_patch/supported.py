@@ -51,6 +51,10 @@ _REFUSED = {
     ("gradient_release", "wrappers"): (
         "they move the weights between backward and step: give the optimizer inside, or leave gradient_release out"
     ),
+    ("gradient_release", "registered classes"): (
+        "its class is not one of torch.optim, which alone are known to step single parameters without a count of their "
+        "own: use one of those, or leave gradient_release out"
+    ),
     ("gradient_release", "CUDA graphs"): "a replay runs no hook of backward: leave the iteration out of the graph",
 }
 

@@ -49,8 +49,7 @@ def _refuse_first_step(optimizer: Any, stash: Stash, index: int) -> None:
         return  # this optimizer keeps no state
     for position, master in enumerate(optimizer.param_groups[index]["params"]):
         if has_gradient(master) and not optimizer.state.get(master):
-            param = next(p for p, _ in stash.masters.pairs([{"params": [master]}]))
-            name = stash.neighbours.names.get(id(param), f"group {index}, parameter {position}")
+            name = stash.name_of(master, index, position)
             raise RuntimeError(
                 f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and this would be the first "
                 f"step of {name}, whose state each replay would reset; let it take a step that is not skipped, of "

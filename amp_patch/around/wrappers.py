@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 
 from amp_patch.masters.masters import publish_written
+from amp_patch.masters.of_optimizer import Masters
 from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated, base_class
-from amp_patch.support.patches import Attempts
 from amp_patch.training.innermost import innermost, layers, makes_two_passes
-from amp_patch.training.stash import Stash, known_stash, stash_of
+from amp_patch.training.stash import known_stash, stash_of
 from amp_patch.training.unscale import unscale_pending
 
 
@@ -65,18 +66,16 @@ def enter_wrappers(optimizer: Any) -> None:
             continue
         stash.masters.follow(wrapper)
         generated_class.give(wrapper, AmpWrapper)
-        stash.neighbours.wrappers.append(weakref.ref(wrapper))
+        stash.neighbours.undo.append(partial(_leave, weakref.ref(wrapper), stash.masters))
         if isinstance(wrapper, torch.optim.Optimizer):
-            stash.neighbours.handles.append(wrapper.register_step_pre_hook(refuse_closure))
+            stash.neighbours.undo.append(wrapper.register_step_pre_hook(refuse_closure).remove)
 
 
-def leave(optimizer: Any, stash: Stash) -> None:
-    """Undo `enter_wrappers`: restore the wrappers' classes; key the wrappers' state by the model's parameters again."""
-    attempt = Attempts()
-    for wrapper in [wrapper for ref in stash.neighbours.wrappers if isinstance(wrapper := ref(), Generated)]:
-        attempt(generated_class.take, wrapper)
-        attempt(stash.masters.unfollow, wrapper)
-    attempt.finish()
+def _leave(ref: weakref.ref[Any], masters: Masters) -> None:
+    """Undo `enter_wrappers`: restore the wrapper's class; key its state by the model's parameters again."""
+    if isinstance(wrapper := ref(), Generated):
+        masters.unfollow(wrapper)
+        generated_class.take(wrapper)
 
 
 def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:

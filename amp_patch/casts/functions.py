@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -22,6 +22,7 @@ from amp_patch.casts.wrappers import CastFunction, wrap
 from amp_patch.policy import Policy
 from amp_patch.support import tree
 from amp_patch.support.compiled import Function
+from amp_patch.support.generated_class import subclasses
 from amp_patch.support.patches import Patches
 
 Decorated = TypeVar("Decorated")  # a function; or a `staticmethod`, no Callable to some type checkers
@@ -269,7 +270,7 @@ def _call_under(casts: _Casts, outside: _Casts, function: Callable[..., Any], *a
 def _honor_cast_inputs(patches: Patches) -> None:
     mode = torch.amp.autocast_mode
     forwards, backwards = _decorated_by(mode.custom_fwd), _decorated_by(mode.custom_bwd)
-    for cls in _subclasses(torch.autograd.Function):
+    for cls in subclasses(torch.autograd.Function):
         forward, backward = (getattr(vars(cls).get(name), "__func__", cls) for name in ("forward", "backward"))
         given = inspect.getclosurevars(forward).nonlocals if getattr(forward, "__code__", None) in forwards else {}
         if given.get("cast_inputs") is None:
@@ -293,12 +294,6 @@ def _honor_cast_inputs(patches: Patches) -> None:
 def _decorated_by(decorator: Any) -> set[CodeType]:
     """Return the code objects of the functions that torch's `decorator` returns."""
     return {found for found in decorator.__code__.co_consts if isinstance(found, CodeType)}
-
-
-def _subclasses(cls: Any) -> Iterator[Any]:
-    for found in cls.__subclasses__():
-        yield found
-        yield from _subclasses(found)
 
 
 at_install.append(_honor_cast_inputs)

@@ -350,19 +350,12 @@ def _disabled(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: 
     return False
 
 
-def _user_lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    args, kwargs = _cast_trees((args, kwargs), _lowered, policy.dtype)
-    return function(*args, **kwargs)
+def _user(one: CastOne, dtype: torch.dtype | None = None) -> Apply:
+    def cast(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+        args, kwargs = _cast_trees((args, kwargs), one, policy.dtype if dtype is None else dtype)
+        return function(*args, **kwargs)
 
-
-def _user_bfloat16(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    args, kwargs = _cast_trees((args, kwargs), _lowered, _BFLOAT16)
-    return function(*args, **kwargs)
-
-
-def _user_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    args, kwargs = _cast_trees((args, kwargs), _raised, _FLOAT32)
-    return function(*args, **kwargs)
+    return cast
 
 
 def _user_promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
@@ -431,9 +424,15 @@ _TABLE = (
     Rule("einsum_widest", _of_several(_promote), shown="widest (einsum)"),
     Rule("mixed_fp32", _mixed_fp32, shown="widest (mixed_fp32)", in_cpp=True),
     Rule("in_place_fp32", _in_place_fp32, shown="fp32 (in place)"),
-    Rule("user_lower", _user_lower, shown="lower", registered_by=_HALF, for_users=True),
-    Rule("user_bfloat16", _user_bfloat16, shown="lower", registered_by="register_bfloat16_function", for_users=True),
-    Rule("user_fp32", _user_fp32, shown="fp32", registered_by="register_float_function", for_users=True),
+    Rule("user_lower", _user(_lowered), shown="lower", registered_by=_HALF, for_users=True),
+    Rule(
+        "user_bfloat16",
+        _user(_lowered, _BFLOAT16),
+        shown="lower",
+        registered_by="register_bfloat16_function",
+        for_users=True,
+    ),
+    Rule("user_fp32", _user(_raised, _FLOAT32), shown="fp32", registered_by="register_float_function", for_users=True),
     Rule("user_widest", _user_promote, shown="widest", registered_by="register_promote_function", for_users=True),
 )
 RULES = {rule.name: rule for rule in _TABLE}

@@ -17,6 +17,7 @@ from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.support.blocks import without_grad
+from amp_patch.support.devices import by_device
 
 Groups = list[dict[str, Any]]
 FoundInf = dict[torch.device, Tensor]
@@ -139,7 +140,7 @@ def gather(
             if is_scaled:
                 batch.own.append(_values(param, grad))
             elif inverse is not None:
-                batch.seen.append(_read(grad))
+                batch.seen.append(_values(None, grad))
             if before is not None:
                 sums.append((param, before.value))
             continue
@@ -185,12 +186,8 @@ def _apart(param: Tensor, grad: Tensor, master: Tensor) -> RuntimeError:
 
 def rescale(pairs: Iterable[tuple[Tensor, Tensor]], factor: Tensor) -> None:
     """Multiply the parameters' scaled gradients by `factor`, in place, after a change of the scale; no sync."""
-    grads: dict[torch.device, list[Tensor]] = {}
-    for param, _ in pairs:
-        grad = own_grad(param)
-        if grad is not None:
-            grads.setdefault(grad.device, []).append(_values(param, grad))
-    for device, tensors in grads.items():
+    grads = [(_values(param, grad),) for param, _ in pairs if (grad := own_grad(param)) is not None]
+    for device, (tensors,) in by_device(grads).items():
         ignored = torch.zeros((), dtype=torch.float32, device=device)
         multi_tensor.multi_tensor_unscale(tensors, factor.to(device), ignored)
 
@@ -247,37 +244,20 @@ def _sparse(like: Tensor, values: Tensor) -> Tensor:
     return result
 
 
-def _values(param: Tensor, grad: Tensor) -> Tensor:
-    """Return a gradient of `param` as dense real values, to be written in place.
+def _values(param: Tensor | None, grad: Tensor) -> Tensor:
+    """Return a gradient of `param` as dense real values, to be written in place; without `param`, only to be read.
 
     The values of a sparse gradient are coalesced first. For a sharded gradient, return the local shard.
     """
     if distributed.is_dtensor(grad):
         grad = distributed.local(grad)
-    elif grad.is_sparse:
-        if not grad.is_coalesced():
-            grad = grad.coalesce()
-            set_own_grad(param, grad)
-        grad = grad._values()
-    elif grad.is_neg() or grad.is_conj():
-        grad = grad.resolve_conj().resolve_neg()
-        set_own_grad(param, grad)
+    else:
+        plain = grad.coalesce() if grad.is_sparse else grad.resolve_conj().resolve_neg()
+        if param is not None and plain is not grad:
+            set_own_grad(param, plain)
+        grad = plain._values() if plain.is_sparse else plain
     if grad.requires_grad:
         grad = grad.detach()
-    return torch.view_as_real(grad) if grad.dtype.is_complex else grad
-
-
-def _read(grad: Tensor) -> Tensor:
-    """Return `grad` as dense real values to be read; `grad` itself does not change.
-
-    For a sparse gradient, return the values of a coalesced copy; for a sharded gradient, the local shard.
-    """
-    grad = grad.detach()
-    if distributed.is_dtensor(grad):
-        grad = distributed.local(grad)
-    elif grad.is_sparse:
-        grad = grad.coalesce()._values()
-    grad = grad.resolve_conj().resolve_neg()
     return torch.view_as_real(grad) if grad.dtype.is_complex else grad
 
 

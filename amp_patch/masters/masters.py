@@ -27,6 +27,7 @@ from amp_patch.masters.grad_route import GradRoute, route_through
 from amp_patch.masters.master import Master, take_masters
 from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.support.blocks import without_grad
+from amp_patch.support.devices import by_device
 from amp_patch.support.patches import Installation
 from amp_patch.support.tensor_content import Again, hook_swaps, release_in_swaps
 
@@ -347,7 +348,7 @@ def round_into_weights(links: LinkList) -> None:
     if closed:
         with closed_master.lock:
             closed_master.store(closed)
-    for params, masters in _by_device(whole):
+    for params, masters in by_device(zip(whole.params, whole.masters, strict=True)).values():
         multi_tensor.multi_tensor_scale(masters, params, 1.0)
 
 
@@ -379,7 +380,7 @@ def settle(links: LinkList) -> None:
         closed, whole = _parted(links)
         if closed:
             closed_master.drop_joined(master for _, master in closed)
-        for params, masters in _by_device(whole):
+        for params, masters in by_device(zip(whole.params, whole.masters, strict=True)).values():
             multi_tensor.multi_tensor_adopt(params, masters)
         links.versions.save()
 
@@ -438,13 +439,3 @@ def _parted(links: LinkList) -> tuple[list[tuple[Tensor, Tensor]], LinkList]:
     """Split `links` in two: return (param, master) of each compressed master, and the links of all other masters."""
     closed = [(param, link.master) for param, link in links if is_closed(link.master)] if closed_master.used else []
     return closed, links.without({id(master) for _, master in closed}) if closed else links
-
-
-def _by_device(links: LinkList) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Return one (parameters, masters) for each device, because a kernel call takes tensors of one device."""
-    devices = {param.device for param in links.params}
-    if len(devices) == 1:
-        return [(links.params, links.masters)]
-    both = list(zip(links.params, links.masters, strict=True))
-    of_devices = ([pair for pair in both if pair[0].device == device] for device in devices)
-    return [([param for param, _ in pairs], [master for _, master in pairs]) for pairs in of_devices]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import cached_property
 from operator import is_
 from typing import Any, NamedTuple
@@ -84,6 +84,7 @@ class Masters:
 
     Attributes:
         waiting: the table of deferred low-precision gradients; None if the optimizer defers none.
+        by_master: id(master) -> the parameter and its link to this master.
         parts: DTensor's id -> its local shard, for sharded low-precision parameters.
         found_bare: called when the groups hold low-precision parameters without masters for the first time; not copied.
     """
@@ -94,7 +95,7 @@ class Masters:
         self._route = GradRoute()
         self._stepped_grads = SteppedGradients()
         self.parts: dict[int, Part] = {}
-        self._params: dict[int, tuple[Tensor, Link]] = {}  # id(master) -> the parameter and its link to this master
+        self.by_master: dict[int, tuple[Tensor, Link]] = {}
         # In a copied optimizer: id(DTensor) -> the DTensor, and the draw of the master that `attach` will make for its
         # shard.
         self._draws: dict[int, tuple[Tensor, int | None]] = {}
@@ -127,7 +128,7 @@ class Masters:
             link.route, link.is_routed = self._route, True
         if isinstance(master, Master) and master.stepped_grads is None:
             master.stepped_grads = self._stepped_grads
-        self._params[id(master)] = (param, link)
+        self.by_master[id(master)] = (param, link)
         self._changed()
         return link
 
@@ -140,10 +141,7 @@ class Masters:
         masters = groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
         known = self._known
         if known is None or len(masters) != len(known.masters) or not all(map(is_, masters, known.masters)):
-            params = self._params
-            known = self._known = GroupParams(
-                [(params[id(m)][0] if id(m) in params else m, m) for m in masters], self.parts
-            )
+            known = self._known = GroupParams([(self.param_of(m), m) for m in masters], self.parts)
             if known.bare and self.found_bare is not None:
                 self.found_bare()
         return known
@@ -151,7 +149,7 @@ class Masters:
     @cached_property
     def links(self) -> LinkList:
         """The parameters that have a master, with their links, in the order of the groups."""
-        return LinkList(self._params.values())
+        return LinkList(self.by_master.values())
 
     @cached_property
     def routes(self) -> list[GradRoute]:
@@ -184,11 +182,6 @@ class Masters:
             vars(self).pop(name, None)
         self._known = None
 
-    @property
-    def by_master(self) -> Mapping[int, tuple[Tensor, Link]]:
-        """The table {id of a master: (its parameter, the link between the two)}."""
-        return self._params
-
     def keep(self, form: Form | None) -> None:
         """Convert the masters of bfloat16 parameters to this compressed form; None: all to FP32. In place; no sync."""
         for master in self.links.masters:
@@ -211,7 +204,7 @@ class Masters:
         """Create `waiting`, the table of deferred gradients: the optimizer's strategy takes deferred gradients."""
         if self.waiting is None:
             self.waiting = HalfGradients()
-            for _, link in self._params.values():
+            for _, link in self.by_master.values():
                 self._serve(link)
 
     def _serve(self, link: Link) -> None:
@@ -330,10 +323,10 @@ class Masters:
             route.to_masters = route.scaled = False
         for group in optimizer.param_groups:
             attempt(self._detach_group, optimizer, group)
-        for _, link in self._params.values():
+        for _, link in self.by_master.values():
             if getattr(link.master, "waiting", None) is self.waiting:  # another training may use the master
                 attempt(stop_waiting, link.master)
-        self._params.clear()
+        self.by_master.clear()
         self.parts.clear()
         self._changed()
         attempt.finish()
@@ -341,7 +334,7 @@ class Masters:
     def _detach_group(self, optimizer: Any, group: dict[str, Any]) -> None:
         params = group["params"]
         for index, master in enumerate(params):
-            param = self._param_of(master)
+            param = self.param_of(master)
             if param is not master:
                 _replace(optimizer, params, index, param)
                 if param.dtype is master.dtype:
@@ -351,16 +344,17 @@ class Masters:
 
     def follow(self, wrapper: Any) -> None:
         """Re-key the state of `wrapper`, which wraps this optimizer (SAM), from the parameters to their masters."""
-        for param, link in self._params.values():
+        for param, link in self.by_master.values():
             _rekey(wrapper, param, link.master)
 
     def unfollow(self, wrapper: Any) -> None:
         """Undo `follow`."""
-        for param, link in self._params.values():
+        for param, link in self.by_master.values():
             _rekey(wrapper, link.master, param)
 
-    def _param_of(self, master: Tensor) -> Tensor:
-        known = self._params.get(id(master))
+    def param_of(self, master: Tensor) -> Tensor:
+        """Return the parameter of `master`, a tensor in the groups; a parameter without a master is its own."""
+        known = self.by_master.get(id(master))
         return master if known is None else known[0]
 
 

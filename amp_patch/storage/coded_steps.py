@@ -27,13 +27,15 @@ from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor, is_zero
 from amp_patch.support.generated_class import base_class
 from amp_patch.supported import reason
-from amp_patch.training.stash import Stash, known_stash, stash_of
-from amp_patch.training.step import WHOLE, Plain, Step, Strategy
+from amp_patch.training.joints import Strategy
+from amp_patch.training.stash import Neighbours, Stash, known_stash, stash_of
+from amp_patch.training.step import WHOLE, Plain, Step
 from amp_patch.ways import one_pass, per_parameter, portions
 from amp_patch.ways.batch import Batch
 from amp_patch.ways.partial_step import PartialStep
 
 KEY = ("optimizer_state",)  # key of the generated optimizer classes
+coders = weakref.WeakKeyDictionary[Neighbours, Coder]()  # by the stash of the optimizer whose state they store
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -227,10 +229,7 @@ def _strategy(step: Step) -> Strategy:
 
 def coder_of(optimizer: Any) -> Coder:
     """Return the coder that stores the state of `optimizer`."""
-    stash = stash_of(optimizer)
-    assert stash is not None
-    coder: Coder = stash.neighbours.coder
-    return coder
+    return coders[known_stash(optimizer).neighbours]
 
 
 def is_for(stash: Stash) -> bool:
@@ -240,7 +239,7 @@ def is_for(stash: Stash) -> bool:
 
 def enter(optimizer: Any, stash: Stash) -> None:
     """If the policy asks for state in eight bits, attach a `Coder` to `optimizer` (`keep_state`)."""
-    if stash.policy.optimizer_state is not None and stash.neighbours.coder is None:
+    if stash.policy.optimizer_state is not None and stash.neighbours not in coders:
         keep_state(optimizer, stash, Coder)
 
 
@@ -254,8 +253,7 @@ def keep_state(optimizer: Any, stash: Stash, kind_of_coder: type[Coder]) -> None
         return made
 
     kind = base_class(optimizer)
-    coder = kind_of_coder(kind.__name__, state_of, per_parameter.fp32_state_of(kind))
-    stash.neighbours.coder = coder
+    coders[stash.neighbours] = kind_of_coder(kind.__name__, state_of, per_parameter.fp32_state_of(kind))
     stash.neighbours.before_backward.append(_close)
     stash.neighbours.before_step.append(_close)
 
@@ -274,14 +272,12 @@ def leave_in_fp32(targets: Sequence[Any], params: list[Tensor]) -> None:
 
 def _stays_fp32(stash: Stash | None, param: Tensor) -> bool:
     """Tell whether `param`, or the parameter whose master it is, was given to `leave_in_fp32`."""
-    if stash is None or not stash.fp32_state:
-        return False
-    named, _ = stash.masters.by_master.get(id(param), (param, None))
-    return any(each is named for each in stash.fp32_state)
+    named = None if stash is None else stash.masters.param_of(param)
+    return stash is not None and any(each is named for each in stash.fp32_state)
 
 
 def _close(optimizer: Any, stash: Stash) -> None:
-    stash.neighbours.coder.close(optimizer)
+    coders[stash.neighbours].close(optimizer)
 
 
 def overrides(base: Any) -> dict[str, Any]:
@@ -306,12 +302,12 @@ def _loading(base: Any) -> Any:
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         base.load_state_dict(self, state_dict)
         if (stash := stash_of(self)) is not None:  # with is_lent=False, steps would write into the checkpoint
-            stash.neighbours.coder.adopt(self, list(self.state), is_lent=True)
+            coders[stash.neighbours].adopt(self, list(self.state), is_lent=True)
 
     return load_state_dict
 
 
 def make_whole(optimizer: Any, stash: Stash) -> None:
     """Decode the state of `optimizer` into plain FP32 dicts."""
-    if stash.neighbours.coder is not None:
-        stash.neighbours.coder.make_whole(optimizer)
+    if (coder := coders.get(stash.neighbours)) is not None:
+        coder.make_whole(optimizer)

@@ -62,7 +62,7 @@ def enter(optimizer: Any, stash: Stash) -> None:
     """Add a hook to `optimizer`, by which its `load_state_dict` accepts a result of `compressed`."""
     if isinstance(optimizer, torch.optim.Optimizer):
         # prepend=True: it runs first, so that user code's hooks receive FP32 tensors.
-        stash.neighbours.handles.append(optimizer.register_load_state_dict_pre_hook(_before_load, prepend=True))
+        stash.neighbours.undo.append(optimizer.register_load_state_dict_pre_hook(_before_load, prepend=True).remove)
 
 
 def _before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

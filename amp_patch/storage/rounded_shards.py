@@ -159,7 +159,7 @@ def enter(optimizer: Any, stash: Stash) -> None:
     for group in optimizer.param_groups:
         if any(map(_is_low_shard, group["params"])):
             stash.masters.attach(optimizer, group, form=form)
-    if getattr(type(optimizer), "strategy", None) is ON_MASTERS and stash.neighbours.coder is None:
+    if getattr(type(optimizer), "strategy", None) is ON_MASTERS and stash.neighbours not in coded_steps.coders:
         coded_steps.keep_state(optimizer, stash, InFp32)
 
 
@@ -177,6 +177,6 @@ def overrides(base: Any) -> dict[str, Any]:
             base.load_state_dict(self, state_dict)
         finally:
             stash.masters.exchange(self, shards=True)
-        stash.neighbours.coder.adopt(self, list(self.state), is_lent=True)
+        coded_steps.coder_of(self).adopt(self, list(self.state), is_lent=True)
 
     return coded_steps.overrides(base) | {"strategy": ON_MASTERS, "load_state_dict": load_state_dict}

@@ -131,6 +131,13 @@ def own_methods(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield name, value
 
 
+def subclasses(base: type) -> Iterator[type]:
+    """Yield `base` and all classes that are derived from it."""
+    yield base
+    for each in base.__subclasses__():
+        yield from subclasses(each)
+
+
 def _generated(instance: Any) -> Any:
     return next(cls for cls in type(instance).__mro__ if "_amp_base" in vars(cls))
 

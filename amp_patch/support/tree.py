@@ -248,3 +248,16 @@ def _fields(value: Any, result: Any, fn: TensorFn, other: ObjectFn) -> Any:
                 result = copy.copy(value)
             object.__setattr__(result, field.name, new)  # `object.__setattr__` works on frozen dataclasses too
     return result
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two nested containers of tensors and numbers are equal bit for bit."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)

@@ -29,7 +29,39 @@ keepers: list[Any] = []
 
 # Ways to step ---------------------------------------------------------------------------------------------------------
 
-ways: list[Any] = []  # strategies (step.py); an optimizer gets the first that suits its class
+
+class Strategy:
+    """A way to make the steps of a class of optimizers.
+
+    Attributes:
+        waits: whether the strategy takes deferred gradients, so that no FP32 ones are made before the step. If so,
+            `suits` is called only for optimizers whose gradients may be deferred.
+    """
+
+    waits = True
+
+    def suits_class(self, base: Any) -> bool:
+        """Tell whether optimizers of the class `base` have this strategy by default."""
+        return False
+
+    def knows(self, optimizer: Any, stash: Any) -> bool:
+        """Tell whether the strategy takes deferred gradients at the optimizer's present settings; if not, log why."""
+        return False
+
+    def suits(self, optimizer: Any, stash: Any, given: bool) -> bool:
+        """Tell whether the strategy can make the coming step; if not, log why. `given`: as in `Step` (step.py)."""
+        raise NotImplementedError
+
+    def run(self, step: Any, plain: Callable[..., Any]) -> Any:
+        """Make the step and return its result; no sync with the device.
+
+        The strategy first syncs weights and masters that user code has edited. If it leaves masters that are not
+        rounded into their weights, it stores them in `step.unpublished`.
+        """
+        raise NotImplementedError
+
+
+ways: list[Strategy] = []  # an optimizer gets the first that suits its class
 
 # Surroundings ---------------------------------------------------------------------------------------------------------
 

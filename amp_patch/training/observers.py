@@ -1,10 +1,13 @@
-"""Observers: objects that are notified of bodies of `scale_loss`, of steps and of calls of GradScalers."""
+"""Observers: objects that are notified of bodies of `scale_loss`, of steps and of calls of GradScalers.
+
+The functions at the end tell an observer about an optimizer; the lab uses them, and not the optimizer's stash.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +15,15 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from amp_patch.masters.closed_master import drop_joined, form_of, is_closed
+from amp_patch.masters.grad_field import own_grad
+from amp_patch.policy import Policy
+from amp_patch.support import distributed
 from amp_patch.support.compiled import not_traced
+from amp_patch.support.generated_class import subclasses
 from amp_patch.support.patches import Patches
+from amp_patch.training.innermost import innermost
+from amp_patch.training.stash import enabled_stash, stash_of
 
 
 class Observer:
@@ -131,17 +141,10 @@ _thread = _Thread()
 def _tell_of_scalers() -> None:
     """Make GradScalers notify the observers, until `_patches.remove()`. The caller holds `_lock`."""
     tellers = {"scale": _scaling, "unscale_": _unscaling, "step": _stepping}
-    for owner in _classes(torch.amp.GradScaler):
+    for owner in subclasses(torch.amp.GradScaler):
         for name, told in tellers.items():
             if name in vars(owner):
                 _patches.set(owner, name, _outermost(vars(owner)[name], told))
-
-
-def _classes(base: type) -> Iterator[type]:
-    yield base
-    each: type
-    for each in base.__subclasses__():
-        yield from _classes(each)
 
 
 def _outermost(original: Callable[..., Any], told: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,3 +192,103 @@ def _stepping(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: 
         return result
     finally:
         tell("scaler_stepped", scaler, optimizer, skipped)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Questions about an optimizer
+
+
+def policy_of(optimizer: Any) -> Policy | None:
+    """Return the policy of the training that `optimizer`, or the one inside of it, is in; None without a training."""
+    stash = stash_of(innermost(optimizer))
+    return stash.policy if stash is not None and stash.enabled else None
+
+
+def pairs_of(optimizer: Any) -> Sequence[tuple[Tensor, Tensor]]:
+    """Return (parameter, master) for each tensor in the groups. A parameter without a master is its own."""
+    if (stash := stash_of(optimizer)) is not None:
+        return stash.masters.pairs(optimizer.param_groups)
+    return [(param, param) for group in optimizer.param_groups for param in group["params"]]
+
+
+def models_of(optimizer: Any) -> list[Any]:
+    """Return the models of the optimizer's training that have parameters of this optimizer."""
+    stash = stash_of(optimizer)
+    return [] if stash is None else [model for ref in stash.neighbours.models if (model := ref()) is not None]
+
+
+def body_of(optimizer: Any) -> Any:
+    """Return the running body of `scale_loss` of this optimizer, a `ScaledBackward`; None if there is none."""
+    stash = stash_of(optimizer)
+    return None if stash is None else stash.backward.body
+
+
+def loss_scale_of(optimizer: Any) -> float | None:
+    """Return the scale of the training's first loss; None if the optimizer is in no training. Syncs."""
+    stash = stash_of(optimizer)
+    return stash.scalers[0].loss_scale() if stash is not None and stash.scalers else None
+
+
+def has_made_gradients(optimizer: Any) -> bool:
+    """Tell whether a body of `scale_loss` has made gradients for the optimizer's next step."""
+    stash = stash_of(innermost(optimizer))
+    return stash is not None and stash.gathered
+
+
+def had_bodies(optimizer: Any) -> bool:
+    """Tell whether a body of `scale_loss` of this optimizer has ever begun."""
+    stash = stash_of(optimizer)
+    return stash is not None and stash.bodies > 0
+
+
+def has_stepped(optimizer: Any) -> bool:
+    """Tell at `step_ends` whether a training's step has ended: not an inner `step`, which a subclass's has called."""
+    stash = enabled_stash(optimizer)
+    return stash is not None and stash.step is None
+
+
+def last_skip(optimizer: Any) -> Tensor | float:
+    """Return 1 if the optimizer has skipped its last step, else 0: as a tensor, if only the device knows."""
+    stash = enabled_stash(optimizer)
+    assert stash is not None
+    return stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
+
+
+def count_skips(optimizer: Any) -> None:
+    """Count in the loss scalers the steps that the device has skipped. Syncs."""
+    if (stash := stash_of(optimizer)) is not None:
+        stash.collect_device_skips(wait=True)
+
+
+def gradients_of(tensors: Collection[Tensor]) -> list[Tensor]:
+    """Return the gradients of parameters and masters, deferred ones too, as they are stored."""
+    waiting = {id(table): table for tensor in tensors if (table := getattr(tensor, "waiting", None))}
+    deferred = [grad for table in waiting.values() for grad in table.tensors()]
+    return deferred + [grad for tensor in tensors if (grad := own_grad(tensor)) is not None]
+
+
+@torch.no_grad()
+def fp32_values(
+    optimizer: Any, names: Mapping[int, str], read: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, `read(FP32 value)`) of each parameter that is in low precision, or would be at some level.
+
+    `read` must return a copy. `names` has names of parameters by id. A parameter that is not in it gets the name known
+    to `initialize`, or else its place in the parameter groups as name.
+    """
+    stash, policy = stash_of(optimizer), policy_of(optimizer)
+    pairs = iter(pairs_of(optimizer))
+    known = {} if stash is None else stash.neighbours.names
+    for index, group in enumerate(optimizer.param_groups):
+        for position, (param, master) in enumerate(next(pairs) for _ in group["params"]):
+            form = form_of(master)
+            if master.dtype is not torch.float32 or master.layout is not torch.strided or (form and not form.is_exact):
+                continue  # among others a stochastically rounded weight, which has no FP32 value
+            casts = policy is not None and policy.cast_model_type is not None
+            if casts and param is master and not distributed.is_dtensor(param):
+                continue  # for example of a batch norm, which stays FP32 at each level
+            was_closed = is_closed(master) and not master.is_open  # type: ignore[attr-defined]
+            name = names.get(id(param)) or known.get(id(param), f"group {index}, parameter {position}")
+            yield name, read(distributed.local(master.detach()))
+            if was_closed:
+                drop_joined([master])  # at once, so that only one master is materialized at a time

@@ -24,7 +24,7 @@ from amp_patch.support.quantized import is_quantized
 from amp_patch.training import joints, slips, untouched
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
-from amp_patch.training.step import WHOLE, Strategy, lead_to_step, step_of
+from amp_patch.training.step import WHOLE, lead_to_step, step_of
 from amp_patch.training.unscale import unscale_pending
 
 _copies = Installation()
@@ -34,7 +34,7 @@ _KNOWN_ZERO_GRADS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad) 
 class AmpOptimizer(Generated):
     """Base of the generated classes of optimizers: the methods that `initialize` overrides."""
 
-    strategy: Strategy = WHOLE  # the default of the class; `neighbours.strategy` overrides it for one optimizer
+    strategy: joints.Strategy = WHOLE  # the default of the class; `neighbours.strategy` overrides it for one optimizer
     _step_supports_amp_scaling = slips.SupportsScaling()
 
     @classmethod
@@ -124,7 +124,7 @@ class AmpOptimizer(Generated):
                 note_sharing([other for other, _ in siblings(stash)])
 
 
-def _strategy_of(base: Any) -> Strategy:
+def _strategy_of(base: Any) -> joints.Strategy:
     """Return the first registered strategy that suits the class `base`; if none does, the class's own `step`."""
     return next((way for way in joints.ways if way.suits_class(base)), WHOLE)
 
@@ -189,7 +189,7 @@ def _carry_stash(patches: Patches) -> None:
     def with_hooks(self: Any, state: dict[str, Any]) -> None:
         put(self, state)
         stash = stash_of(self)
-        if stash is not None and stash.enabled and not stash.neighbours.handles and not isinstance(self, Generated):
+        if stash is not None and stash.enabled and not stash.neighbours.undo and not isinstance(self, Generated):
             enter_step(self, stash)
 
     patches.set(cls, "__getstate__", with_stash)
@@ -220,7 +220,7 @@ def enter_step(optimizer: Any, stash: Stash) -> None:
     if isinstance(optimizer, Generated):
         lead_to_step(optimizer)
     else:
-        stash.neighbours.handles += untouched.hook(optimizer)
+        stash.neighbours.undo += untouched.hook(optimizer)
 
 
 def restore(optimizer: Any, *, recast_state: bool = True) -> None:
@@ -237,8 +237,8 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     attempt(drop_overflowed, optimizer, stash)
     for leave in joints.leave_optimizer:
         attempt(leave, optimizer, stash)
-    for handle in stash.neighbours.handles:
-        attempt(handle.remove)
+    for undo in stash.neighbours.undo:
+        attempt(undo)
     params = stash.masters.links.params
     attempt(stash.masters.detach, optimizer)
     attempt(joints.tell, joints.regrouped, optimizer)

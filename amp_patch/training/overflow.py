@@ -43,7 +43,9 @@ def decide(optimizer: Any, stash: Stash, is_capturing: bool, may_skip: bool) -> 
         flags = torch.stack([found_inf.reshape(()) for _, found_inf in stash.found])
         overflow = flags.amax()
         if not is_capturing:
-            stash.device_skips.append(DeviceSkip([scaler for scaler, _ in stash.found], flags, overflow))
+            stash.device_skips.append(
+                DeviceSkip([s for s, _ in stash.found], device_sync.DeviceNumbers(flags), overflow)
+            )
         return False, overflow
     if is_capturing and any(device_sync.waits(found_inf.device) for _, found_inf in stash.found):
         _refuse_in_capture(optimizer, may_skip)
@@ -104,8 +106,7 @@ def culprits(optimizer: Any) -> str:
             grad = held(master.grad)  # this rank's shard: other ranks may not get here, and a collective would hang
             if bool(torch.isfinite(grad).all()):
                 continue
-            param = next(p for p, m in stash.masters.pairs([{"params": [master]}]))
-            name = stash.neighbours.names.get(id(param), f"group {index}, parameter {position}")
+            name = stash.name_of(master, index, position)
             lines.append(f"{name} ({'NaN' if bool(torch.isnan(grad).any()) else 'Inf'})")
     shown = ", ".join(lines[:8]) or f"no gradient {'in the shards of this process' if sharded else 'any more'}"
     return shown + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")

@@ -19,7 +19,7 @@ from amp_patch.training.arguments import Optimizers
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.scaled_backward import ScaledBackward
-from amp_patch.training.stash import Stash, known_stash, stash_of
+from amp_patch.training.stash import Pending, Stash, known_stash, stash_of
 
 
 @compiled.eager_only
@@ -190,4 +190,4 @@ def loss_scale(optimizers: Optimizers, loss_id: int = 0) -> Tensor:
     stash = next((stash for stash in stashes if stash is not None and stash.enabled), None)
     if stash is None:
         return torch.ones((), dtype=torch.float32, device="cpu")
-    return scaler_of(stash, loss_id, "loss_scale").scale_tensor.clone()
+    return Pending(scaler_of(stash, loss_id, "loss_scale")).scale

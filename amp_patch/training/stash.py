@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,50 +63,29 @@ class Pending:
         return self.scaler is scaler and not moved and self.edits == scaler.edits
 
 
-class DeviceSkip:
+class DeviceSkip(NamedTuple):
     """The overflow flags of a step that the device has skipped or taken, while they are copied to the host.
 
-    Args:
+    Attributes:
         scalers: the scalers of the losses whose gradients the step was for.
-        flags: one flag for each scaler, FP32, on the device: not 0 if its loss overflowed.
-        overflow: the maximum of `flags`, shape [], on the device, where the optimizer reads it.
+        flags: one flag for each scaler: not 0 if its loss overflowed.
+        overflow: the maximum of `flags`, FP32, shape [], on the device, where the optimizer reads it.
     """
 
-    def __init__(self, scalers: list[LossScaler], flags: Tensor, overflow: Tensor) -> None:
-        self.scalers = scalers
-        self.overflow = overflow
-        self._flags = DeviceNumbers(flags)
+    scalers: list[LossScaler]
+    flags: DeviceNumbers
+    overflow: Tensor
 
     def here(self) -> bool:
-        """Tell whether the flags have arrived on the host, so that `read` returns without a wait."""
-        return self._flags.here()
-
-    def read(self) -> list[LossScaler]:
-        """Return the scalers whose losses overflowed; for all other scalers call `stepped`.
-
-        Syncs with the device if the flags have not arrived.
-        """
-        return overflowed(self.scalers, self._flags.read())
+        """Tell whether the flags have arrived on the host, so that a read of them does not wait."""
+        return self.flags.here()
 
 
 class OfThisProcess:
     """A part of a `Stash` that is neither copied nor pickled: a copied or loaded stash has a new one."""
 
 
-class _BodyEvents:
-    """The number of times that a body of any optimizer in the process has begun or ended.
-
-    `count` is an attribute of an instance. An assignment to a class attribute would invalidate the interpreter's cache
-    of that class's attributes.
-    """
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-body_events = _BodyEvents()
+body_events = SimpleNamespace(count=0)  # the number of times that a body of any optimizer has begun or ended
 
 
 @dataclass
@@ -154,11 +134,11 @@ class Siblings(list[weakref.ref[Any]]):
             self.append(weakref.ref(optimizer))
 
 
-@dataclass
+@dataclass(eq=False)
 class Neighbours(OfThisProcess):
     """References from an optimizer to other objects of its training, and tables of its parameters by their id.
 
-    References to optimizers, models, modules and wrappers are weak. A copy or a pickle of the stash gets a new object
+    References to optimizers, models and modules are weak. A copy or a pickle of the stash gets a new object
     of this class, which has only `siblings` and `unowned` from the original.
 
     Attributes:
@@ -168,13 +148,11 @@ class Neighbours(OfThisProcess):
         models: the models of the training that have parameters of this optimizer.
         sharded: the FSDP modules of this optimizer's parameters.
         unowned: the models' trainable parameters that no optimizer holds.
-        wrappers: the wrappers around the optimizer whose class was replaced (`AmpWrapper`).
-        handles: the handles of the hooks that are registered with the optimizer and its wrappers.
+        undo: called when the optimizer leaves its training: they remove hooks, and restore the classes of wrappers.
         process_group: the group that reduces overflow flags; None: no explicit reduction.
         names: id(param) -> its qualified name, for messages.
         stepped: id(master) -> the number of state entries after the last step that the host knows was taken.
         has_stepped: whether the optimizer has taken a step outside of any capture.
-        coder: the object that stores the optimizer's state in eight bits (coded_state.py); None if state is FP32.
         strategy: the strategy of this optimizer's steps; None: the strategy of the optimizer's class.
         before_backward, before_step: called with optimizer and stash before each `scale_loss` and each step.
     """
@@ -185,14 +163,12 @@ class Neighbours(OfThisProcess):
     models: list[weakref.ref[nn.Module]] = field(default_factory=list)
     sharded: list[weakref.ref[Any]] = field(default_factory=list)
     unowned: list[Tensor] = field(default_factory=list)
-    wrappers: list[weakref.ref[Any]] = field(default_factory=list)
-    handles: list[Any] = field(default_factory=list)
+    undo: list[Callable[[], Any]] = field(default_factory=list)
     process_group: Any = None
     names: dict[int, str] = field(default_factory=dict)
     stepped: dict[int, int] = field(default_factory=dict)
     has_stepped: bool = False
-    coder: Any = None
-    strategy: Any = None
+    strategy: joints.Strategy | None = None
     before_backward: list[Callable[[Any, Stash], None]] = field(default_factory=list)
     before_step: list[Callable[[Any, Stash], None]] = field(default_factory=list)
 
@@ -267,7 +243,8 @@ class Stash:
         if not self.device_skips or device_sync.is_capturing():
             return
         while self.device_skips and (wait or self.device_skips[0].here()):
-            skipping = self.device_skips.pop(0).read()
+            skip = self.device_skips.pop(0)
+            skipping = overflowed(skip.scalers, skip.flags.read())
             self.last_skipped = bool(skipping)
             for scaler in skipping:
                 scaler.skipped(lambda: "not known, the step was skipped on the device")
@@ -292,6 +269,10 @@ class Stash:
     def unobserved(self) -> bool:
         """Tell whether only this optimizer reads its masters' gradients: no wrapper or other optimizer does."""
         return not (self.wrapped or self.two_passes or self.neighbours.sharing)
+
+    def name_of(self, master: Tensor, group: int, position: int) -> str:
+        """Return the qualified name of the parameter of `master`, which is there in the groups, for messages."""
+        return self.neighbours.names.get(id(self.masters.param_of(master)), f"group {group}, parameter {position}")
 
     def __getstate__(self) -> dict[str, Any]:
         self.collect_device_skips(wait=True)

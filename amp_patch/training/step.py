@@ -34,38 +34,7 @@ from amp_patch.training.unscale import unscale_pending
 Plain = Callable[..., Any]  # the type of the `step` that an optimizer's own class defines
 
 
-class Strategy:
-    """A way to make the steps of a class of optimizers.
-
-    Attributes:
-        waits: whether the strategy takes deferred gradients, so that no FP32 ones are made before the step. If so,
-            `suits` is called only for optimizers whose gradients may be deferred.
-    """
-
-    waits = True
-
-    def suits_class(self, base: Any) -> bool:
-        """Tell whether optimizers of the class `base` have this strategy by default."""
-        return False
-
-    def knows(self, optimizer: Any, stash: Stash) -> bool:
-        """Tell whether the strategy takes deferred gradients at the optimizer's present settings; if not, log why."""
-        return False
-
-    def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
-        """Tell whether the strategy can make the coming step; if not, log why. `given`: as in `Step`."""
-        raise NotImplementedError
-
-    def run(self, step: Step, plain: Plain) -> Any:
-        """Make the step and return its result; no sync with the device.
-
-        The strategy first syncs weights and masters that user code has edited. If it leaves masters that are not
-        rounded into their weights, it stores them in `step.unpublished`.
-        """
-        raise NotImplementedError
-
-
-class Whole(Strategy):
+class Whole(joints.Strategy):
     """The strategy that suits every optimizer: one call of the optimizer's own `step`, on all parameters."""
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
@@ -158,7 +127,7 @@ class Step:
             self._no_casts.__enter__()
 
     @whole
-    def run(self, strategy: Strategy, plain: Plain) -> Any:
+    def run(self, strategy: joints.Strategy, plain: Plain) -> Any:
         """Make the step with `strategy`, unless the step is skipped; return the result of `step`."""
         if self.skipped:
             settle(self.links)
@@ -315,7 +284,7 @@ def _around_hooks(step: Any) -> Any:
 trusted_steps: set[Plain] = set()  # filled by `register_per_parameter_optimizer`
 
 
-def suiting(strategy: Strategy, step: Step, *, trusted: bool) -> Strategy:
+def suiting(strategy: joints.Strategy, step: Step, *, trusted: bool) -> joints.Strategy:
     """Return `strategy`, or WHOLE if it cannot make the step or the class's own step was patched (not `trusted`)."""
     is_asked = trusted and (step.stash.masters.waiting is not None or not strategy.waits)
     return strategy if is_asked and strategy.suits(step.optimizer, step.stash, step.given) else WHOLE
@@ -327,7 +296,7 @@ def _within_hooks(plain: Plain) -> Plain:
 
     @eager_only
     def stepped(self: Any, stash: Stash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        strategy: Strategy = stash.neighbours.strategy or type(self).strategy
+        strategy: joints.Strategy = stash.neighbours.strategy or type(self).strategy
         with Step(self, stash, args, kwargs) as step:
             return step.run(suiting(strategy, step, trusted=is_untouched_step or plain in trusted_steps), plain)
 

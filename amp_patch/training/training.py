@@ -81,6 +81,11 @@ class Training:
     def alive(self) -> bool:
         return any(ref() is not None for ref in (*self.models, *self.optimizers))
 
+    def own_optimizers(self) -> list[Any]:
+        """Return the optimizers that still exist and are in no later training."""
+        alive = [optimizer for ref in self.optimizers if (optimizer := ref()) is not None]
+        return [o for o in alive if (stash := stash_of(o)) is not None and stash.scalers is self.scalers]
+
 
 # Oldest first. `restore` undoes all; `state_dict` without arguments saves the last one's loss scales.
 trainings: list[Training] = []
@@ -118,8 +123,12 @@ def begin_training(
 
 def all_optimizers() -> list[Any]:
     """Return the optimizers of all trainings."""
-    alive = [ref() for training in trainings for ref in training.optimizers]
-    return [optimizer for optimizer in alive if stash_of(optimizer) is not None]
+    return [optimizer for training in trainings for optimizer in training.own_optimizers()]
+
+
+def training_of(optimizer: Any) -> Training | None:
+    """Return the training of `optimizer`; None if it is in no training, or is a copy of one that is."""
+    return next((t for t in trainings if any(optimizer is own for own in t.own_optimizers())), None)
 
 
 def _before_clipping(params: list[Tensor]) -> None:
@@ -188,10 +197,8 @@ def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Mod
     ]
     if recast:
         params = {id(p) for model in recast for p in model.parameters()}
-        earlier = [o for t in trainings for ref in t.optimizers if (o := ref()) is not None]
-        initialized = [(o, stash) for o in earlier if (stash := stash_of(o)) is not None]
-        holders = [o for o, stash in initialized if any(id(p) in params for p, _ in stash.masters.links)]
-        leave(recast, list({id(o): o for o in holders}.values()), give_back=False)
+        holders = [o for o in all_optimizers() if any(id(p) in params for p, _ in known_stash(o).masters.links)]
+        leave(recast, holders, give_back=False)
     for model in again if policy.keep_buffers_fp32 else ():
         model_buffers.uncast(model)
     for target in targets:

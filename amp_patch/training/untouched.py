@@ -37,8 +37,8 @@ class _HookedStep:
 
 
 def hook(optimizer: Any) -> list[Any]:
-    """Register hooks that do around a step at O0 what `Step` does at other levels; return their handles."""
-    return [optimizer.register_step_pre_hook(_before), optimizer.register_step_post_hook(_after)]
+    """Register hooks that do around a step at O0 what `Step` does at other levels; return functions to remove them."""
+    return [optimizer.register_step_pre_hook(_before).remove, optimizer.register_step_post_hook(_after).remove]
 
 
 @not_traced

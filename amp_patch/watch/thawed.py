@@ -42,11 +42,11 @@ def _subscribe(around: Neighbours) -> None:
         around.before_step.append(refuse_thawed)
         optimizer = None if around.owner is None else around.owner()
         if isinstance(optimizer, torch.optim.Optimizer):
-            around.handles += _load_in_fp32(optimizer)
+            around.undo += _load_in_fp32(optimizer)
 
 
 def _load_in_fp32(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Register hooks on `load_state_dict` that keep the state of parameters without masters FP32; return the handles.
+    """Register hooks that keep the state of parameters without masters FP32 at a load; return functions to remove them.
 
     Without these hooks, torch would cast the state to the low-precision type of the parameters.
     """
@@ -70,8 +70,8 @@ def _load_in_fp32(optimizer: torch.optim.Optimizer) -> list[Any]:
         loaded.clear()
 
     return [
-        optimizer.register_load_state_dict_pre_hook(before),
-        optimizer.register_load_state_dict_post_hook(after),
+        optimizer.register_load_state_dict_pre_hook(before).remove,
+        optimizer.register_load_state_dict_post_hook(after).remove,
     ]
 
 

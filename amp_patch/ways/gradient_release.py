@@ -30,7 +30,7 @@ from amp_patch.masters import clipping
 from amp_patch.masters.grad_field import drop_gradients, own_grad
 from amp_patch.masters.gradients import gather
 from amp_patch.masters.held_gradients import HalfGradients
-from amp_patch.masters.masters import Link, LinkList, has_gradient, link_of, master_of, publish, settle
+from amp_patch.masters.masters import Link, LinkList, has_gradient, link_of, master_of, publish
 from amp_patch.policy import Policy, boolean
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
@@ -38,10 +38,11 @@ from amp_patch.support.distributed import is_dtensor, is_zero
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.interrupts import whole
 from amp_patch.support.patches import is_untouched
+from amp_patch.training.joints import Strategy
 from amp_patch.training.stash import Stash, known_stash, stash_of
-from amp_patch.training.step import Plain, Step, Strategy, plain_step, suiting, trusted_steps
-from amp_patch.ways import per_parameter, portions, trial
-from amp_patch.ways.partial_step import PartialStep, Written
+from amp_patch.training.step import Plain, Step, plain_step, suiting
+from amp_patch.ways import portions
+from amp_patch.ways.partial_step import PartialStep
 
 _WHOLE_WITH = ("capturable", "differentiable")
 _BACKWARD_OF_FUNCTION = BackwardCFunction.apply.__code__
@@ -86,7 +87,9 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
         if any(map(is_dtensor, params)) or is_zero(target) or _has_other_processes():
             why = supported.reason("gradient_release", "DDP")
             raise ValueError(f"initialize: gradient_release=True is not for DDP, ZeRO and FSDP2: {why}")
-        trial.check(target, policy.optimizer_state is not None)  # `check_optimizer` skips it at O4
+        if not portions.is_torchs(base_class(target)):
+            why = supported.reason("gradient_release", "registered classes")
+            raise ValueError(f"initialize: gradient_release=True is not for this {name}: {why}")
         if (reason := portions.reason_against(target, _WHOLE_WITH)) is not None:
             raise ValueError(
                 f"initialize: gradient_release=True is not for this {name}, which cannot step one parameter without "
@@ -113,8 +116,7 @@ def enter(targets: Sequence[Any]) -> None:
         around = known_stash(optimizer).neighbours
         around.strategy = release
         around.before_backward.append(release.begin)
-        around.handles.append(optimizer.register_step_post_hook(release.end))
-        around.handles.append(release)
+        around.undo += [optimizer.register_step_post_hook(release.end).remove, release.remove]
 
 
 class _Release(Strategy):
@@ -130,13 +132,12 @@ class _Release(Strategy):
         self._reached: set[int] = set()  # ids of parameters whose gradients came since the last `step()`
         self._body: Any = None  # the `scale_loss` body that filled `_reached`
         self._groups: dict[int, int] = {}  # id(master) -> index of its group at the beginning of the body
-        self._written = Written()  # writes of a registered class; `step()` writes them back
         self._handles: list[Any] = []
         self._known: list[int] = []  # the keys in `_released`
-        links = known_stash(optimizer).masters.by_master
+        masters = known_stash(optimizer).masters
         for group in optimizer.param_groups:
             for master in group["params"]:
-                param = links[id(master)][0] if id(master) in links else master
+                param = masters.param_of(master)
                 if param.requires_grad:
                     self._handles.append(param.register_post_accumulate_grad_hook(self._gradient_is_whole))
                     _released.update({id(tensor): tensor for tensor in (param, master)})
@@ -169,10 +170,10 @@ class _Release(Strategy):
         self._groups = {id(master): index for index, group in groups for master in group["params"]}
 
     def end(self, *_: Any) -> None:
-        """Clear the records of which parameters and settings this iteration has stepped; called after `step()`."""
+        """Clear the records of which parameters this iteration has stepped; called after `step()`."""
         self._forget_ready()
         self._reached.clear()
-        self._body, self._written = None, Written()
+        self._body = None
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         return True
@@ -184,33 +185,7 @@ class _Release(Strategy):
         """
         reached = {id(link.master): link.master for param, link in step.links if id(param) in self._reached}
         step.links = step.links.without({key for key, master in reached.items() if not has_gradient(master)})
-        strategy = _suiting(step, plain, type(step.optimizer))
-        return self._run_rest(step, strategy, plain) if self._written else strategy.run(step, plain)
-
-    def _run_rest(self, step: Step, strategy: Strategy, plain: Plain) -> Any:
-        """Step the groups that no backward has stepped, or that have gradients; then write back collected settings.
-
-        A registered class may count its steps in groups or attributes. As in portions, each partial step begins with
-        the same count, and the new count is written back once.
-        """
-        optimizer, written, result = step.optimizer, self._written, None
-        rest = [
-            group
-            for group in optimizer.param_groups
-            if step.given or not written.has(group) or any(map(has_gradient, group["params"]))
-        ]
-        partial = PartialStep(optimizer, [(group, group["params"]) for group in rest])
-        step.optimizer = partial.shell
-        try:
-            if rest:
-                result = strategy.run(step, plain)
-                written.note(partial)
-            else:
-                settle(step.links)
-        finally:
-            step.optimizer = optimizer
-            written.write_back(optimizer)
-        return result
+        return _suiting(step, plain, type(step.optimizer)).run(step, plain)
 
     @whole
     def _gradient_is_whole(self, param: Tensor) -> None:
@@ -241,7 +216,7 @@ class _Release(Strategy):
         ready = [(index, param) for index, param in self._ready if own_grad(param) is not None]
         self._forget_ready()
         if ready and optimizer is not None and stash is not None:
-            step_some(optimizer, stash, ready, self._written)
+            step_some(optimizer, stash, ready)
 
     def _forget_ready(self) -> None:
         self._ready, self._elements = [], 0
@@ -290,12 +265,11 @@ def _is_nested() -> bool:
 
 
 @without_grad
-def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], written: Written) -> None:
+def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]]) -> None:
     """Step parameters as `optimizer.step` does, and free their gradients. No sync with the device.
 
-    `ready` has (index of the group, parameter) for each parameter to step. All of them have a gradient. Writes of a
-    registered class into its groups and attributes are only collected in `written`. After an exception each parameter
-    is either stepped, weight and master, or unchanged.
+    `ready` has (index of the group, parameter) for each parameter to step. All of them have a gradient. After an
+    exception each parameter is either stepped, weight and master, or unchanged.
     """
     waiting = stash.masters.waiting
     pairs: list[tuple[Tensor, Tensor]] = []
@@ -319,8 +293,6 @@ def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], wri
             _suiting(step, plain, type(optimizer)).run(step, plain)
         if step.unpublished is not None:
             publish(step.unpublished)
-        if per_parameter.is_registered(base_class(optimizer)):
-            written.note(partial)
     finally:
         if waiting is not None:
             waiting.clear([link.master for _, link in linked])
@@ -329,7 +301,7 @@ def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]], wri
 
 def _suiting(step: Step, plain: Plain, kind: Any) -> Strategy:
     """Return the strategy of the generated class `kind`, or WHOLE if it cannot make this step or `step` was patched."""
-    return suiting(kind.strategy, step, trusted=is_untouched(plain) or plain in trusted_steps)
+    return suiting(kind.strategy, step, trusted=is_untouched(plain))
 
 
 def _let_wait(linked: list[tuple[Tensor, Link]], waiting: HalfGradients | None) -> list[tuple[Tensor, Tensor]]:

@@ -33,8 +33,9 @@ from amp_patch.optimizers.sgd import FusedSGD
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import is_untouched
+from amp_patch.training.joints import Strategy
 from amp_patch.training.stash import Stash
-from amp_patch.training.step import WHOLE, Plain, Step, Strategy
+from amp_patch.training.step import WHOLE, Plain, Step
 from amp_patch.ways.batch import Batch, Group, NotKnown
 from amp_patch.ways.partial_step import PartialStep
 

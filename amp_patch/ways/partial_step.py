@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.tree import same
 
 Group = dict[str, Any]
 
@@ -86,16 +86,12 @@ class PortionsDisagreeError(RuntimeError):
 class Written:
     """Settings and attributes that the partial steps of one step have written, until `write_back`.
 
-    They are collected because each partial step must begin with the values from before the step. The object is falsy
-    until the first `note`.
+    They are collected because each partial step must begin with the values from before the step.
     """
 
     def __init__(self) -> None:
         self._attributes: dict[str, Any] | None = None
         self._settings: dict[int, Group] = {}  # by id(group)
-
-    def __bool__(self) -> bool:
-        return self._attributes is not None
 
     def has(self, group: Group) -> bool:
         """Return whether `note` has received a partial step with this group."""
@@ -141,16 +137,3 @@ def changed(before: dict[str, Any], after: dict[str, Any], without: Sequence[str
         for name, value in after.items()
         if name not in without and not (name in before and before[name] is value)
     }
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return whether two nested containers of tensors and numbers are equal bit for bit."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.dtype is other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)

@@ -50,7 +50,7 @@ def register_per_parameter_optimizer(
 
     A registered class gets the same treatment as torch's classes. With masters on a CPU, its steps run in portions and
     its gradients stay in low precision until then. With split masters, only one portion of masters is FP32 at a time.
-    `optimizer_state="8bit"` and `gradient_release=True` are allowed.
+    `optimizer_state="8bit"` is allowed.
 
     `initialize` tests the class on small parameters with the optimizer's settings. The test is short: it misses, for
     example, a step that combines several parameters only once in 1,000 steps.

@@ -29,8 +29,9 @@ from amp_patch.masters.masters import PLAIN_TYPES, LinkList, has_gradient, mater
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import is_untouched
+from amp_patch.training.joints import Strategy
 from amp_patch.training.stash import Stash
-from amp_patch.training.step import WHOLE, Plain, Step, Strategy
+from amp_patch.training.step import WHOLE, Plain, Step
 from amp_patch.ways import per_parameter
 from amp_patch.ways.one_pass import done
 

@@ -19,8 +19,9 @@ from amp_patch.policy import Policy
 from amp_patch.support.distributed import stateful
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.random_states import random_states, restored_random_states
+from amp_patch.support.tree import same
 from amp_patch.training.step import Plain
-from amp_patch.ways.partial_step import NOT_SETTINGS, PortionsDisagreeError, changed, new_of_class, same
+from amp_patch.ways.partial_step import NOT_SETTINGS, PortionsDisagreeError, changed, new_of_class
 from amp_patch.ways.per_parameter import (
     Registration,
     is_registered,
@@ -37,31 +38,21 @@ SHIFT = 64.0  # added to the weights of one toy: a state that holds weights is t
 
 
 def check_optimizer(optimizer: Any, policy: Policy) -> None:
-    """Raise ValueError if a registered optimizer class fails the self-check (`check`).
-
-    Only policies with masters, which lead to steps in portions, or with 8-bit state need this check.
-    """
-    if policy.master_weights or policy.optimizer_state is not None:
-        check(stateful(optimizer), policy.optimizer_state is not None)
-
-
-def check(optimizer: Any, keeps_codes: bool) -> None:
     """Raise ValueError if the (innermost) optimizer is of a registered class and fails the self-check.
 
-    A class named in ``AMP_PATCH_PER_PARAMETER`` is registered here first, so that the script needs no edit.
-
-    Args:
-        keeps_codes: whether the optimizer's state is to be stored in 8 bits.
+    Only policies with masters, which lead to steps in portions, or with 8-bit state need this check. A class named in
+    ``AMP_PATCH_PER_PARAMETER`` is registered here first, so that the script needs no edit.
     """
+    if not policy.master_weights and policy.optimizer_state is None:
+        return
+    optimizer = stateful(optimizer)
     base = base_class(optimizer)
     named = environment.per_parameter_optimizers()
     if base.__name__ in named and not is_registered(base) and isinstance(optimizer, torch.optim.Optimizer):
         register_per_parameter_optimizer(base, fp32_state=named[base.__name__])
-    found = registration_of(base)
-    if found is None:
+    if (found := registration_of(base)) is None:
         return
-    reason = _reason_against(optimizer, found, keeps_codes)
-    if reason is not None:
+    if (reason := _reason_against(optimizer, found, policy.optimizer_state is not None)) is not None:
         raise ValueError(
             f"initialize: {base.__name__} was registered by register_per_parameter_optimizer, but tried on small "
             f"parameters {reason}"

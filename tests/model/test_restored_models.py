@@ -49,7 +49,7 @@ def broken_handle(model, optimizer):
         def remove(self):
             raise ZeroDivisionError("no handle")
 
-    optimizer._amp_stash.neighbours.handles.insert(0, Handle())
+    optimizer._amp_stash.neighbours.undo.insert(0, Handle().remove)
 
 
 BROKEN = {

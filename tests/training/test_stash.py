@@ -38,9 +38,10 @@ def test_all_that_is_declared_to_be_of_this_process_begins_afresh(way):
     stash = _Extended(OPT_LEVELS["O2"], [scaler], bodies=3, wrapped=True, outlives="yes", note=_Note("here"))
     stash.backward.body, stash.backward.ended, stash.backward.aside = lambda: None, 5, {1: None}
     stash.step = lambda: None  # as while a step is running
-    stash.neighbours.names, stash.neighbours.handles = {1: "weight"}, [lambda: None]  # which nothing can pickle
+    stash.neighbours.names, stash.neighbours.undo = {1: "weight"}, [lambda: None]  # which nothing can pickle
     twin = duplicate(stash, way)
-    assert (twin.backward, twin.step, twin.neighbours, twin.note) == (BackwardState(), None, Neighbours(), _Note())
+    assert (twin.backward, twin.step, twin.note) == (BackwardState(), None, _Note())
+    assert vars(twin.neighbours) == vars(Neighbours())
     assert (twin.bodies, twin.wrapped, twin.outlives, twin.scalers[0].loss_scale()) == (3, True, "yes", 128.0)
     assert vars(twin).keys() == {part.name for part in fields(_Extended)}
     assert stash.note.text == "here" and stash.backward.body and stash.neighbours.names == {1: "weight"}

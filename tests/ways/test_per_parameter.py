@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from coded_states import coded, go_on, in_eight_bits, loss_of, net, opened, start, state_of, through_file
+from coded_states import coded, go_on, in_eight_bits, loss_of, net, opened, start, through_file
 from in_portions import Each
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import masters_of, same
 
 from amp_patch import amp, multi_tensor
-from amp_patch.ways import gradient_release, partial_step, per_parameter, portions
+from amp_patch.ways import per_parameter, portions
 
 pytestmark = pytest.mark.usefixtures("registrations")
 
@@ -29,28 +29,18 @@ class Counting(Each):
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.calls += 1
-        for group in self.stepped_groups():
+        for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
                 if param.grad is not None:
                     param.add_(self.direction(group, param), alpha=-group["lr"])
         return loss
 
-    def stepped_groups(self) -> list[Any]:
-        return self.param_groups
-
     def direction(self, group: Any, param: Tensor) -> Tensor:
         state = self.state[param]
         average = state.setdefault("exp_avg", torch.zeros_like(param))
         average.lerp_(param.grad, 0.1)
         return average.sign() / group["step"]
-
-
-class CountingGradients(Counting):
-    """Counts only steps of groups with gradients."""
-
-    def stepped_groups(self) -> list[Any]:
-        return [group for group in self.param_groups if any(param.grad is not None for param in group["params"])]
 
 
 class Averaging(Counting):
@@ -259,97 +249,12 @@ def test_a_copy_and_a_pickle_go_on_as_it_does():
     assert coded(copied) == coded(optimizer) == {"exp_avg": 2}
 
 
-RELEASED = {
-    "O4": {"opt_level": "O4"},
-    "O5": {},
-    "split": {"master_weights": "split"},
-    "stochastic": {"master_weights": "stochastic"},
-    "O4 in eight bits": {"opt_level": "O4", "optimizer_state": "8bit"},
-    "split in eight bits": {"master_weights": "split", "optimizer_state": "8bit"},
-}
-unused = nn.Linear(3, 3)
-
-
-@pytest.mark.parametrize("level", RELEASED.values(), ids=RELEASED)
-@pytest.mark.parametrize("kind", [Counting, CountingGradients])
-@pytest.mark.parametrize("together", [1, gradient_release.TOGETHER])
-def test_a_step_in_backward_has_the_same_bits_and_counts_once(kind, level, together, monkeypatch):
-    amp.register_per_parameter_optimizer(kind)
-    monkeypatch.setattr(gradient_release, "TOGETHER", together)
-
-    def train(release: bool) -> list[Any]:
-        model = net()
-        optimizer = two_groups(kind)(model.parameters())
-        optimizer.add_param_group({"params": list(copy.deepcopy(unused).parameters())})  # without gradients
-        options = {"opt_level": "O5", "verbosity": 0} | level
-        model, optimizer = amp.initialize(model, optimizer, gradient_release=release, **options)
-        counts, losses = [], []
-        for step in range(4):
-            before = model[2].weight.detach().clone()
-            with amp.scale_loss(loss_of(model, step), optimizer) as loss:
-                loss.backward()
-                assert torch.equal(model[2].weight, before) is not release
-            counts.append(unlike(optimizer))
-            optimizer.step()
-            losses.append(loss.item())
-            counts.append(unlike(optimizer))
-            optimizer.zero_grad()
-        end = [*masters_of(optimizer), *model.parameters(), *state_of(optimizer)]
-        found = [[t.detach().clone() for t in end], losses, counts]
-        amp.restore()
-        return found
-
-    released, ordinary = train(True), train(False)
-    assert same(released[0], ordinary[0]) and released[1:] == ordinary[1:]
-
-
-@pytest.mark.parametrize("kind", [Counting, CountingGradients])
-def test_gradients_that_another_backward_leaves_are_stepped_from_the_same_numbers(kind):
-    amp.register_per_parameter_optimizer(kind)
-
-    def train(release: bool) -> tuple[list[Tensor], list[Any]]:
-        model, other = net(), copy.deepcopy(unused)
-        optimizer = two_groups(kind)([*model.parameters(), *other.parameters()])
-        model, optimizer = amp.initialize(
-            [model, other], optimizer, opt_level="O5", gradient_release=release, verbosity=0
-        )
-        for step in range(2):
-            with amp.scale_loss(loss_of(model[0], step), optimizer) as loss:
-                loss.backward()
-            for master in list(amp.master_params(optimizer))[-3:-1]:
-                master.grad = torch.ones_like(master)
-            optimizer.step()
-            optimizer.zero_grad()
-        found = [t.detach().clone() for t in (*masters_of(optimizer), *model[1].parameters(), *state_of(optimizer))]
-        amp.restore()
-        return found, unlike(optimizer)
-
-    released, ordinary = train(True), train(False)
-    assert same(released[0], ordinary[0]) and released[1] == ordinary[1]
-    assert released[1][:2] == [2, {"lr": 0.1, "step": 2}]
-
-
-def test_a_backward_that_fails_counts_no_step_and_the_next_does():
+def test_a_step_in_backward_is_refused_by_name():
     amp.register_per_parameter_optimizer(Counting)
-    model, optimizer = start(Counting, optimizer_state=None, gradient_release=True)
-    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model, 0), optimizer) as loss:
-        loss.backward()
-        raise ZeroDivisionError
-    assert optimizer.calls == 0
-    go_on(model, optimizer, range(1, 3))
-    assert optimizer.calls == optimizer.param_groups[0]["step"] == 2
-
-
-def test_portions_of_a_backward_that_disagree_are_refused_there(monkeypatch):
-    amp.register_per_parameter_optimizer(Estimating)
-    monkeypatch.setattr(gradient_release, "TOGETHER", 1)
-    model, optimizer = start(Estimating, optimizer_state=None, gradient_release=True)
-    go_on(model, optimizer, range(15))
-    with (
-        pytest.raises(partial_step.PortionsDisagreeError, match="has left 'lr' of the group at"),
-        amp.scale_loss(loss_of(model, 15), optimizer) as loss,
+    with pytest.raises(
+        ValueError, match="gradient_release=True is not for this Counting: its class is not one of torch"
     ):
-        loss.backward()
+        start(Counting, optimizer_state=None, gradient_release=True)
 
 
 def test_an_unregistered_class_is_refused_with_the_way_out():
@@ -363,8 +268,6 @@ def test_an_unregistered_class_is_refused_with_the_way_out():
 
     with pytest.raises(ValueError, match=way_out):
         start(Heir)
-    with pytest.raises(ValueError, match=f"gradient_release=True is not for this Heir.*{way_out}"):
-        start(Heir, optimizer_state=None, gradient_release=True)
 
 
 def test_the_environment_registers_its_named_classes(monkeypatch):

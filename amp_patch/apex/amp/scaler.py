@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -91,23 +92,12 @@ class LossScaler(core.LossScaler):
         self.edits += 1
         self.scales = self.dynamic or number != 1.0
 
-    @property
-    def _unskipped(self) -> int:
-        """Clean backward passes since the scale last moved. Reading syncs with the device."""
-        return self.unskipped()
-
-    @_unskipped.setter
-    def _unskipped(self, value: int) -> None:
-        self._growth_tracker.fill_(int(value))
-
-    @property
-    def _scale_seq_len(self) -> int:
-        """The number of consecutive clean backward passes after which the scale grows."""
-        return self.growth_interval
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, value: int) -> None:
-        self.growth_interval = int(value)
+    # Clean backward passes since the scale last moved. Reading syncs with the device.
+    _unskipped = property(core.LossScaler.unskipped, lambda self, value: self._growth_tracker.fill_(int(value)))
+    # The number of consecutive clean backward passes after which the scale grows.
+    _scale_seq_len = property(
+        attrgetter("growth_interval"), lambda self, value: setattr(self, "growth_interval", int(value))
+    )
 
     @property
     def _max_loss_scale(self) -> float:

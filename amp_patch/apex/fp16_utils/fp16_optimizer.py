@@ -14,6 +14,7 @@ from amp_patch.apex.fp16_utils.fp16util import clip_grad_norm
 from amp_patch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from amp_patch.masters import of_optimizer
 from amp_patch.masters.masters import publish, settle
+from amp_patch.optimizers.common import delegated
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.devices import by_device
 
@@ -111,21 +112,8 @@ class FP16_Optimizer:
     def loss_scale(self, value: float) -> None:
         self.loss_scaler.cur_scale = LossScaler(value).cur_scale
 
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    state: Any = delegated("optimizer", "state")
+    param_groups: Any = delegated("optimizer", "param_groups")
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError("FP16_Optimizer cannot be pickled or copied: save its state_dict()")

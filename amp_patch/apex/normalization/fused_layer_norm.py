@@ -153,6 +153,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 class _Function:
     forward: Callable[..., Tensor]
+    mixed = False  # whether the result has the weight's type
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
@@ -172,8 +173,9 @@ class FusedLayerNormFunction(_Function):
 class FusedLayerNormAffineFunction(_Function):
     """`fused_layer_norm_affine` as `apply(input, weight, bias, normalized_shape, eps, memory_efficient=False)`."""
 
-    @staticmethod
+    @classmethod
     def forward(
+        cls,
         ctx: Any,
         input: Tensor,
         weight: Tensor,
@@ -183,24 +185,13 @@ class FusedLayerNormAffineFunction(_Function):
         memory_efficient: bool = False,
     ) -> Tensor:
         """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
-        return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
+        return _layer_norm(input, normalized_shape, weight, bias, eps, (weight if cls.mixed else input).dtype)
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
     """As FusedLayerNormAffineFunction, but the result has the weight's type."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """A new tensor of the shape of `input`, in the dtype of `weight`; `ctx` is ignored."""
-        return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
+    mixed = True
 
 
 class FusedRMSNormFunction(_Function):
@@ -215,23 +206,24 @@ class FusedRMSNormFunction(_Function):
 class FusedRMSNormAffineFunction(_Function):
     """`fused_rms_norm_affine` as `apply(input, weight, normalized_shape, eps, memory_efficient=False)`."""
 
-    @staticmethod
+    @classmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+        cls,
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
     ) -> Tensor:
         """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
-        return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
+        return _rms_norm(input, normalized_shape, weight, eps, (weight if cls.mixed else input).dtype)
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
     """As FusedRMSNormAffineFunction, but the result has the weight's type."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
-    ) -> Tensor:
-        """A new tensor of the shape of `input`, in the dtype of `weight`; `ctx` is ignored."""
-        return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
+    mixed = True
 
 
 class _Norm(nn.Module):
@@ -276,65 +268,56 @@ class FusedLayerNorm(_Norm):
     """
 
     has_bias = True
+    affine = staticmethod(fused_layer_norm_affine)
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` of shape [..., *normalized_shape], normalized: a new tensor in the dtype of `input`."""
         if self.weight is None or self.bias is None:
             return fused_layer_norm(input, self.normalized_shape, self.eps)
-        return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+        return self.affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
 class FusedRMSNorm(_Norm):
     """RMS norm over the last dimensions, of shape `normalized_shape`; the result has the input's type."""
 
     has_bias = False
+    affine = staticmethod(fused_rms_norm_affine)
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` of shape [..., *normalized_shape], normalized: a new tensor in the dtype of `input`."""
         if self.weight is None:
             return fused_rms_norm(input, self.normalized_shape, self.eps)
-        return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
+        return self.affine(input, self.weight, self.normalized_shape, self.eps)
 
 
-def _check_affine(name: str, kwargs: dict[str, Any]) -> None:
-    """Check the other arguments of a mixed module as Apex does.
+class _Mixed(_Norm):
+    """Base of the norms whose result has the weight's type."""
 
-    Warn of `elementwise_affine=True`, and raise for `elementwise_affine=False` and for unknown names.
-    """
-    unknown = sorted(set(kwargs) - {"elementwise_affine"})
-    if unknown:
-        raise TypeError(f"{name}: unexpected arguments {', '.join(unknown)}")
-    if "elementwise_affine" in kwargs:
-        if not kwargs["elementwise_affine"]:
-            raise RuntimeError(f"{name}: elementwise_affine is False, and the type of the result is the weight's")
-        warnings.warn(f"{name} is always affine and has no argument elementwise_affine: leave it out", stacklevel=3)
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+    ) -> None:
+        """Check the other arguments as Apex does.
+
+        Warn of `elementwise_affine=True`, and raise for `elementwise_affine=False` and for unknown names.
+        """
+        name = type(self).__name__
+        unknown = sorted(set(kwargs) - {"elementwise_affine"})
+        if unknown:
+            raise TypeError(f"{name}: unexpected arguments {', '.join(unknown)}")
+        if "elementwise_affine" in kwargs:
+            if not kwargs["elementwise_affine"]:
+                raise RuntimeError(f"{name}: elementwise_affine is False, and the type of the result is the weight's")
+            warnings.warn(f"{name} is always affine and has no argument elementwise_affine: leave it out", stacklevel=2)
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """`FusedLayerNorm` whose result has the weight's type."""
 
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
-    ) -> None:
-        _check_affine("MixedFusedLayerNorm", kwargs)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """`input` of shape [..., *normalized_shape], normalized: a new tensor in the dtype of `weight`."""
-        assert self.weight is not None and self.bias is not None
-        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+    affine = staticmethod(mixed_dtype_fused_layer_norm_affine)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """`FusedRMSNorm` whose result has the weight's type."""
 
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
-    ) -> None:
-        _check_affine("MixedFusedRMSNorm", kwargs)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """`input` of shape [..., *normalized_shape], normalized: a new tensor in the dtype of `weight`."""
-        assert self.weight is not None
-        return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
+    affine = staticmethod(mixed_dtype_fused_rms_norm_affine)

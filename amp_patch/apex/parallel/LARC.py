@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.optimizers.common import loss_of
+from amp_patch.optimizers.common import delegated, loss_of
 from amp_patch.support.devices import by_device
 
 __all__ = ["LARC"]
@@ -64,21 +64,8 @@ class LARC(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return repr(self.optim)
 
-    @property
-    def state(self) -> Any:
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optim.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
+    state: Any = delegated("optim", "state")
+    param_groups: Any = delegated("optim", "param_groups")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict. As in Apex, the arguments of LARC are not in it."""

@@ -10,7 +10,7 @@ from contextlib import redirect_stdout, suppress
 
 from amp_patch.environment import LEVEL
 from amp_patch.lab.commands import run
-from amp_patch.lab.survey.first_step import Ended, FirstStep
+from amp_patch.lab.survey.first_step import FirstStep, FirstStepOver
 from amp_patch.lab.unedited.script import UneditedScript
 
 
@@ -47,9 +47,9 @@ def check_run(script: str, arguments: list[str], as_json: bool) -> None:
         ),
     )
     try:
-        with redirect_stdout(sys.stderr) if as_json else suppress(Ended):
+        with redirect_stdout(sys.stderr) if as_json else suppress(FirstStepOver):
             run.run(given, around=first)
-    except Ended:
+    except FirstStepOver:
         pass
     except SystemExit as error:
         if error.code:

@@ -23,8 +23,6 @@ from amp_patch.lab.unedited.processes import tell
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import observers
-from amp_patch.training.observers import Observer
-from amp_patch.training.stash import enabled_stash, stash_of
 from amp_patch.training.training import Training
 
 _WEIGHED = 2  # steps before the one whose activations are counted
@@ -32,7 +30,7 @@ _NAMES = 3  # the line names at most this many models, and as many optimizers
 _EXIT_PRIORITY = 10  # from 0 on, a finalizer runs before multiprocessing ends the children of this process
 
 
-class RunSummary(Observer):
+class RunSummary(observers.Observer):
     """Observer of the trainings of a process. It builds the summary line when the process ends."""
 
     def __init__(self) -> None:
@@ -76,15 +74,15 @@ class RunSummary(Observer):
             self._sizes.measure_gradients()
 
     def step_ends(self, optimizer: Any) -> None:
-        stash = enabled_stash(optimizer)
-        if stash is None or stash.step is not None:
-            return  # an inner step: a subclass's `step` has called `super().step()`
+        policy = observers.policy_of(optimizer)
+        if policy is None or not observers.has_stepped(optimizer):
+            return
         self._take_over_fork()
         self._steps += 1
         if self._steps == 1 and multiprocessing.parent_process() is not None:
             multiprocessing.util.Finalize(None, self.tell, exitpriority=_EXIT_PRIORITY)
         if self._steps <= _WEIGHED + 1:
-            self._look(changes=not stash.policy.changes_nothing)
+            self._look(changes=not policy.changes_nothing)
 
     def _look(self, *, changes: bool) -> None:
         """Measure the bytes of weights, masters, gradients and state, after one of the first steps.
@@ -124,8 +122,7 @@ class RunSummary(Observer):
             return None
         for training in self._trainings:
             for optimizer in alive(training.optimizers):
-                if (stash := stash_of(optimizer)) is not None:
-                    stash.collect_device_skips(wait=True)
+                observers.count_skips(optimizer)
         skipped = sum(scaler.skips for scaler in self._scalers.values())
         steps = f"{wording.counted(self._steps, 'step')}, {skipped} skipped"
         trained = f"{_listed(self._models)} by {_listed(self._optimizers)}" if self._models else "nothing"

@@ -144,7 +144,7 @@ def _of_the_loss(comparison: Comparison, best: LevelResult, base: LevelResult) -
 def what_breaks(comparison: Comparison) -> str:
     """Return the first lines of user code that break levels which ended badly; "" without one."""
     found = named_lines.edits(comparison.survey, comparison.levels)
-    return " ".join(f"{', '.join(names)}: {line.place} ({line.op}): {line.what}." for line, names in found[:_TOLD])
+    return " ".join(f"{', '.join(names)}: {line}." for line, names in found[:_TOLD])
 
 
 def epoch(comparison: Comparison) -> str:

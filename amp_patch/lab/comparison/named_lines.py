@@ -50,7 +50,7 @@ def beside(survey: Survey | None, level: LevelResult) -> str:
     lines = named(survey, level) if ended_badly(level) else []
     if not lines:
         return ""
-    told = [f"{line.place} ({line.op}): {line.what}" for line in lines[:_TOLD]]
+    told = [str(line) for line in lines[:_TOLD]]
     more = [f"and {counted(len(lines) - _TOLD, 'more line')}"] if len(lines) > _TOLD else []
     return "the survey names " + "; ".join(told + more)
 

@@ -25,7 +25,7 @@ from amp_patch.lab.comparison.plan import BASELINE, LEVELS, MARGIN, MIN_GAIN, Pl
 from amp_patch.lab.comparison.seeds import seeded
 from amp_patch.lab.recording.recorder import Enough, Recorder, log
 from amp_patch.lab.recording.run import Run
-from amp_patch.lab.survey.first_step import Ended, FirstStep
+from amp_patch.lab.survey.first_step import FirstStep, FirstStepOver
 from amp_patch.support.patches import Patches
 from amp_patch.training.scale_loss import scale_loss
 
@@ -127,7 +127,7 @@ def _surveyed(build_fn: Callable[[], Any], plan: Plan) -> dict[str, Any] | None:
     try:
         for name, value in plan.environment(Run(BASELINE)).items():
             environment.set_item(os.environ, name, value)
-        with seeded(0), restored(), first, suppress(Ended):
+        with seeded(0), restored(), first, suppress(FirstStepOver):
             built = build_fn()
             if built is not None:
                 model, optimizer, loss_fn, batches = _checked(built, [])

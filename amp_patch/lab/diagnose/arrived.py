@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.lab.diagnose.module_error import distance, floats, is_random, random_states
+from amp_patch.lab.diagnose.module_error import distance, floats, is_random
 from amp_patch.model.forward import policy_of
 from amp_patch.model.fp32_copies import fp32_copy
+from amp_patch.support import tree
+from amp_patch.support.random_states import random_states, restored_random_states
 
 
 class ExactInputs:
@@ -30,10 +32,8 @@ class ExactInputs:
         stored.
         """
         self._calls = {}
-        devices = sorted({param.device.index for param in model.parameters() if param.device.type == "cuda"})
         try:
-            with torch.random.fork_rng(devices):
-                before = random_states(devices)
+            with restored_random_states() as before:
                 copy = fp32_copy(model)
                 for name, module in copy.named_modules():
                     vars(module)["_forward_hooks"].clear()
@@ -41,7 +41,7 @@ class ExactInputs:
                     if not any(module.children()):
                         module.register_forward_pre_hook(self._note(name), with_kwargs=True)
                 copy(*args, **kwargs)
-                if not all(map(torch.equal, before, random_states(devices))):
+                if not tree.same(before, random_states()):
                     self._calls = {}
         except Exception:  # a model that cannot be copied, or whose forward works once
             self._calls = {}

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.training.innermost import innermost
-from amp_patch.training.observers import Observer
+from amp_patch.training.observers import Observer, innermost
 
 
 class FoundScaler(Observer):

@@ -25,8 +25,7 @@ from amp_patch.model.keep_high import HighModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.training import observers
-from amp_patch.training.innermost import as_list, innermost
-from amp_patch.training.stash import stash_of
+from amp_patch.training.innermost import as_list
 
 _TENSOR: Any = Tensor
 _GRAD = _TENSOR.grad.__get__
@@ -66,7 +65,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
     distributed.refuse(model, "inspect")
     while [name for name, _ in model.named_children()] == ["module"] and not [*model.parameters(recurse=False)]:
         model = model.get_submodule("module")
-    targets = [innermost(each) for each in as_list(optimizers)]
+    targets = [observers.innermost(each) for each in as_list(optimizers)]
     seen = Inspection()
     if (policy := policy_of(model)) is not None and policy.product_format is not None:
         seen.high = [_plain(name) for name, module in model.named_modules() if isinstance(module, HighModule)]
@@ -78,13 +77,13 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
         finally:
             log.conclude()
             log.read_updates()
-            stashes = [stash for t in targets if (stash := stash_of(t)) is not None and stash.scalers]
             if log.scale is not None:
                 seen.scale = float(log.scale)
             elif log.found.scaler is not None:
                 seen.scale = log.found.scaler.get_scale()
-            elif stashes:
-                seen.scale = stashes[0].scalers[0].loss_scale()
+            else:
+                scales = (scale for target in targets if (scale := observers.loss_scale_of(target)) is not None)
+                seen.scale = next(scales, seen.scale)
 
 
 class _unlogged:
@@ -231,8 +230,7 @@ class _NumberLog(CallLog):
         """
         scale = self.found.scale()
         if scale is None:
-            bodies = (stash.backward.body for stash in map(stash_of, self.targets) if stash is not None)
-            scale = next((body.scale for body in bodies if body is not None), None)
+            scale = next((body.scale for body in map(observers.body_of, self.targets) if body is not None), None)
         self.scale = self.scale if scale is None else scale.clone()
         return 1.0 if scale is None else scale.double().reciprocal()
 

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.masters.closed_master import drop_joined, form_of, is_closed
 from amp_patch.policy import LOW_PRECISION
-from amp_patch.support import distributed
-from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training import observers
 
 _SAMPLE = 2**12  # of a larger parameter, about this many evenly spaced elements are sampled
 
@@ -76,11 +74,11 @@ class UpdateMeter:
     """
 
     def __init__(self, optimizer: Any, names: Mapping[int, str] = MappingProxyType({})) -> None:
-        stash = stash_of(optimizer)
+        policy = observers.policy_of(optimizer)
         self.dtype = torch.bfloat16
         self.dtypes: tuple[torch.dtype, ...] = LOW_PRECISION
-        if stash is not None and stash.enabled and stash.policy.makes_low_tensors:
-            self.dtype = stash.policy.dtype
+        if policy is not None and policy.makes_low_tensors:
+            self.dtype = policy.dtype
             self.dtypes = (self.dtype,)
         self._optimizer, self._names = optimizer, names
         self._before = dict(self._values())
@@ -100,33 +98,9 @@ class UpdateMeter:
                 found[dtype][name] = _count(self._before[name], value, dtype)
         return found
 
-    @torch.no_grad()
     def _values(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, sample of FP32 values) of each parameter that is in low precision, or would be at some level."""
-        stash = stash_of(self._optimizer)
-        for name, param, master in _named(self._optimizer, stash, self._names):
-            if master.dtype is not torch.float32 or master.layout is not torch.strided:
-                continue
-            form = form_of(master)
-            if form is not None and not form.is_exact:
-                continue  # a BF16 weight without an FP32 value
-            casts = stash is not None and stash.enabled and stash.policy.cast_model_type is not None
-            if casts and param is master and not distributed.is_dtensor(param):
-                continue  # for example of a batch norm, which stays FP32 at each level
-            was_closed = is_closed(master) and not master.is_open  # type: ignore[attr-defined]
-            yield name, _sample(distributed.local(master.detach()))
-            if was_closed:
-                drop_joined([master])  # at once, so that only one master is materialized at a time
-
-
-def _named(optimizer: Any, stash: Stash | None, given: Mapping[int, str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, parameter, master) of an optimizer's parameters. A parameter without a master is its own master."""
-    known = {} if stash is None or not stash.enabled else stash.masters.by_master
-    names = {} if stash is None else stash.neighbours.names
-    for index, group in enumerate(optimizer.param_groups):
-        for position, master in enumerate(group["params"]):
-            param = known[id(master)][0] if id(master) in known else master
-            yield given.get(id(param)) or names.get(id(param), f"group {index}, parameter {position}"), param, master
+        return observers.fp32_values(self._optimizer, self._names, _sample)
 
 
 def _sample(value: Tensor) -> Tensor:

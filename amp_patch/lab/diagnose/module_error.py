@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from amp_patch.casts import regions
 from amp_patch.masters.masters import master_of
 from amp_patch.support import tree
+from amp_patch.support.random_states import random_states, restored_random_states
 
 
 class _WithoutHooks(nn.Module):
@@ -45,7 +46,7 @@ def relative_error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tens
         FP64, shape [2]: the error; and 1 if an FP32 output is too large for the type of `outputs`, else 0. None if the
         module draws random numbers, or cannot be computed in FP32.
     """
-    exact = _in_fp32(module, args, kwargs, outputs)
+    exact = _in_fp32(module, args, kwargs)
     if exact is None or [a.shape for a in outputs] != [b.shape for b in exact]:
         return None
     return distance(outputs, exact)
@@ -69,7 +70,7 @@ def distance(tensors: list[Tensor], exact: list[Tensor]) -> Tensor:
     return torch.stack([error, torch.stack(too_large).any().double()])
 
 
-def _in_fp32(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> list[Tensor] | None:
+def _in_fp32(module: nn.Module, args: Any, kwargs: Any) -> list[Tensor] | None:
     """Run the module's forward again in FP32, and return the floating tensors of its output.
 
     The arguments, parameters and buffers are FP32 copies; a parameter that has a master is replaced by the master. None
@@ -84,19 +85,12 @@ def _in_fp32(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -
     args, kwargs = tree.cast_floats((args, kwargs), torch.float32)
     attributes = dict(vars(module))
     vars(module).pop("_amp", None)  # with `_amp` the generated forward would cast the arguments to the level's type
-    devices = sorted({t.device.index for t in outputs if t.device.type == "cuda"})
     try:
-        with torch.random.fork_rng(devices), regions.region(None):
-            before = random_states(devices)
+        with restored_random_states() as before, regions.region(None):
             exact = floats(torch.func.functional_call(_WithoutHooks(module), tensors, args, kwargs))
-            return exact if all(map(torch.equal, before, random_states(devices))) else None
+            return exact if tree.same(before, random_states()) else None
     except Exception:  # for example: weight_norm's hook makes a weight in the parameters' type
         return None
     finally:
         vars(module).clear()
         vars(module).update(attributes)
-
-
-def random_states(devices: list[int]) -> list[Tensor]:
-    """Return the states of torch's generators of the CPU and of these CUDA devices."""
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

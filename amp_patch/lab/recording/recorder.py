@@ -37,12 +37,7 @@ from amp_patch.policy import OPT_LEVELS
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import observers
-from amp_patch.training import training as training_module
-from amp_patch.training.innermost import innermost
-from amp_patch.training.observers import Observer
-from amp_patch.training.scaled_backward import ScaledBackward
-from amp_patch.training.stash import Stash, enabled_stash
-from amp_patch.training.training import Training
+from amp_patch.training.training import Training, training_of, trainings
 
 _OTHERS = 100  # after this number of consecutive steps of other optimizers, the lead counts as finished
 
@@ -115,7 +110,7 @@ def log(**scalars: Any) -> None:
             recorder.log(scalars)
 
 
-class Recorder(Observer):
+class Recorder(observers.Observer):
     """A recorder that sends the trainings of this process to sinks, as events (see `Run.add`), while its block runs.
 
     The optimizer that steps first is the lead: each of its steps ends one recorded step. Steps of other optimizers (a
@@ -170,7 +165,6 @@ class Recorder(Observer):
 
     def __enter__(self) -> Recorder:
         self._adopted: list[Training] = []
-        self._scalers: set[int] = set()  # ids of the adopted trainings' lists of scalers, which stashes share
         self._lead: weakref.ref[Any] | None = None
         self._device = ""
         self._losses: dict[int, Tensor] = {}  # id of an open body -> a copy of its loss
@@ -186,7 +180,7 @@ class Recorder(Observer):
         self._peak = PeakMemory()
         self._clock = StepClock()
         self._hooks = ForwardHooks(self._forward_begins)
-        for training in training_module.trainings:
+        for training in trainings:
             self._hooks.add(alive(training.models))
         with _lock:
             _recorders.append(self)
@@ -248,7 +242,6 @@ class Recorder(Observer):
         """Add the training to the recorded ones. Queue its "modules" event, and a "begin" event if it is the first."""
         self.enabled = True
         self._adopted.append(training)
-        self._scalers.add(id(training.scalers))
         begun = self._adopted[0].policy
         if len(self._adopted) == 1:
             device = self._sizes.device()
@@ -273,13 +266,11 @@ class Recorder(Observer):
         if len(self._adopted) > 1 and training.policy != begun:
             self._note(f"initialize was called again, with another policy: {training.policy}")
 
-    def _adopt_earlier(self, stash: Stash) -> None:
+    def _adopt_earlier(self, optimizer: Any) -> None:
         """Adopt the training of an optimizer that was initialized before the recording began."""
-        if id(stash.scalers) not in self._scalers:
-            for training in training_module.trainings:
-                if stash.scalers is training.scalers:
-                    self.trainings += 1
-                    self._adopt(training)
+        if (training := training_of(optimizer)) is not None and training not in self._adopted:
+            self.trainings += 1
+            self._adopt(training)
 
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any, eager: bool) -> None:
         if not torch.is_grad_enabled() or not self.is_recording():
@@ -294,21 +285,21 @@ class Recorder(Observer):
         if eager and self._device in size_advice.DEVICES:
             self._size_advice.forward_begins(model)
 
-    def body_begins(self, body: ScaledBackward) -> None:
+    def body_begins(self, body: Any) -> None:
         if not self.is_recording():
             return
-        for stash in body.stashes:
-            self._adopt_earlier(stash)
+        for optimizer in body.optimizers:
+            self._adopt_earlier(optimizer)
         self._clock.body_begins()
 
-    def loss_scaled(self, body: ScaledBackward, loss: Tensor) -> None:
+    def loss_scaled(self, body: Any, loss: Tensor) -> None:
         if self.is_recording():
             # Without `forget`, a loss that a GradScaler has scaled too would count twice.
             if (samples := self._scaler_losses.forget(loss)) is not None:
                 self._clock.step.unclaimed_samples = samples
             self._losses[id(body)] = single_value(loss)
 
-    def body_ends(self, body: ScaledBackward) -> None:
+    def body_ends(self, body: Any) -> None:
         loss = self._losses.pop(id(body), None)
         if not self.is_recording():
             return
@@ -321,17 +312,13 @@ class Recorder(Observer):
                 self._sizes.measure_gradients()
 
     def step_begins(self, optimizer: Any) -> None:
-        stash = enabled_stash(optimizer)
-        if stash is not None and self.is_recording():
-            self._adopt_earlier(stash)
+        if observers.policy_of(optimizer) is not None and self.is_recording():
+            self._adopt_earlier(optimizer)
             self._clock.step_begins()
 
     def step_ends(self, optimizer: Any) -> None:
-        stash = enabled_stash(optimizer)
-        if stash is None or stash.step is not None or not self.is_recording():
-            return  # if `stash.step` is set, a subclass's `step`, which has called this one, is still running
-        if self._stepped_by_scaler is not optimizer:
-            self._end_step(optimizer, stash)
+        if observers.has_stepped(optimizer) and self.is_recording() and self._stepped_by_scaler is not optimizer:
+            self._end_step(optimizer)
 
     def loss_given_to_scaler(self, scaler: Any, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
         if self.is_recording() and scaled.requires_grad:
@@ -343,7 +330,7 @@ class Recorder(Observer):
             self._clock.backward_ends()
 
     def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
-        optimizer = innermost(optimizer)
+        optimizer = observers.innermost(optimizer)
         losses = self._scaler_losses.take(scaler)
         if self.is_recording() and self._records(optimizer):
             self._stepped_by_scaler = optimizer
@@ -354,24 +341,25 @@ class Recorder(Observer):
     def scaler_stepped(self, scaler: Any, optimizer: Any, skipped: Tensor | None) -> None:
         stepped, self._stepped_by_scaler = self._stepped_by_scaler, None
         if stepped is not None and skipped is not None and self.is_recording():
-            self._end_step(stepped, enabled_stash(stepped), skipped)
+            self._end_step(stepped, skipped)
 
     def _records(self, optimizer: Any) -> bool:
         """Tell whether the steps of `optimizer`, which a GradScaler steps, are recorded.
 
         If no training went through `initialize`, they are. Otherwise only those of optimizers in such a training are.
         """
-        if (stash := enabled_stash(optimizer)) is not None:
-            self._adopt_earlier(stash)
+        is_trained = observers.policy_of(optimizer) is not None
+        if is_trained:
+            self._adopt_earlier(optimizer)
         elif not (self._adopted or self._device):
             device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
             self._device = device.type
             self._clock.time_on(device)
             policy = "torch's own: a GradScaler"
             self._outbox.put({"event": "begin", "level": NATIVE, "policy": policy, "device": self._device})
-        return stash is not None or not self._adopted
+        return is_trained or not self._adopted
 
-    def _end_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | None = None) -> None:
+    def _end_step(self, optimizer: Any, skipped: Tensor | None = None) -> None:
         self._clock.step_ends()
         if self.has_enough:  # the script has caught an earlier `Enough`
             self._clock.take_step()
@@ -381,7 +369,7 @@ class Recorder(Observer):
         if self._lead() is not optimizer:
             self._clock.step.others += 1
             return
-        self._finish_step(optimizer, stash, skipped)
+        self._finish_step(optimizer, skipped)
         self._clock.restart()
         if self.has_enough:
             self._end()  # now, because a script that catches `Enough` may train on until it is killed
@@ -393,13 +381,11 @@ class Recorder(Observer):
         """Whether as many steps have been recorded as `stop_after` asked for."""
         return self._stop_after is not None and self.steps >= self._stop_after
 
-    def _finish_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | float | None) -> None:
+    def _finish_step(self, optimizer: Any, skipped: Tensor | float | None) -> None:
         step = self._clock.take_step()
         self.steps += 1
         if skipped is None:
-            assert stash is not None
-            # If the optimizer skips on the device, only its flag there tells whether it has skipped.
-            skipped = stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
+            skipped = observers.last_skip(optimizer)
         was_looked_at = self._looks.is_looking()
         self._outbox.put_unread(step.unread_event(optimizer, skipped, was_looked_at))
         if was_looked_at:
@@ -413,9 +399,10 @@ class Recorder(Observer):
             self._flush()
             if self._between_steps is not None:
                 self._between_steps()
-        if stash is not None and not self.has_enough and self._looks.wants_inspection(self.steps):
-            models = alive(stash.neighbours.models) or [m for training in self._adopted for m in alive(training.models)]
-            if models:
+        is_trained = observers.policy_of(optimizer) is not None
+        if is_trained and not self.has_enough and self._looks.wants_inspection(self.steps):
+            own = observers.models_of(optimizer)
+            if models := own or [m for training in self._adopted for m in alive(training.models)]:
                 self._looks.inspect(models[0], optimizer, self.steps, self._peak)
         else:
             self._looks.weigh(self._sizes.at_rest, self.steps, self._clock.cuda)

@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from amp_patch.lab.recording.run import LOW_TYPES
-from amp_patch.masters.grad_field import own_grad
-from amp_patch.masters.master import Master
 from amp_patch.masters.masters import kernel_tensors
 from amp_patch.multi_tensor.checks import CODES
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.storage.coded_state import stored
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
+from amp_patch.training import observers
 from amp_patch.training.optimizer import lost_eps
-from amp_patch.training.stash import stash_of
 from amp_patch.training.training import Training
 
 
@@ -93,31 +91,18 @@ class Sizes:
         `bytes["gradients"]` is the largest measurement so far.
         """
         tensors = {id(t): t for pair in self._pairs() for t in pair}.values()
-        waiting = {id(w): w for t in tensors if isinstance(t, Master) and (w := t.waiting)}
-        grads = [grad for table in waiting.values() for grad in table.tensors()]
-        grads += [grad for t in tensors if (grad := own_grad(t)) is not None]
-        self.bytes["gradients"] = max(self.bytes["gradients"], _bytes(grads))
+        self.bytes["gradients"] = max(self.bytes["gradients"], _bytes(observers.gradients_of(tensors)))
 
     def _optimizers(self) -> list[Any]:
         """Return the trainings' optimizers that still exist and are in no later training."""
-        return [
-            optimizer
-            for training in self._trainings
-            for optimizer in alive(training.optimizers)
-            if (stash := stash_of(optimizer)) is not None and stash.scalers is training.scalers
-        ]
+        return [optimizer for training in self._trainings for optimizer in training.own_optimizers()]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return (parameter, master) for all parameters of the models and the optimizers.
 
         A parameter without a master gives (parameter, parameter).
         """
-        pairs = [
-            pair
-            for optimizer in self._optimizers()
-            if (stash := stash_of(optimizer)) is not None
-            for pair in stash.masters.pairs(optimizer.param_groups)
-        ]
+        pairs = [pair for optimizer in self._optimizers() for pair in observers.pairs_of(optimizer)]
         known = {id(param) for param, _ in pairs}
         models = [model for training in self._trainings for model in alive(training.models)]
         return pairs + [(p, p) for model in models for p in model.parameters() if id(p) not in known]

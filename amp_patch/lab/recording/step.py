@@ -13,7 +13,6 @@ from torch import Tensor
 from amp_patch.lab.recording.outbox import UnreadEvent
 from amp_patch.lab.recording.run import LOW_TYPES, PARTS, Event
 from amp_patch.support import distributed, tree
-from amp_patch.training.scaled_backward import ScaledBackward
 
 _NAN = float("nan")
 
@@ -37,7 +36,7 @@ class Body(NamedTuple):
     samples: int
 
     @classmethod
-    def of(cls, body: ScaledBackward, loss: Tensor, samples: int) -> Body:
+    def of(cls, body: Any, loss: Tensor, samples: int) -> Body:
         """Make the record of a `scale_loss` that has ended.
 
         `loss` is a copy of its unscaled loss, `samples` the number of samples in the batch of the forward before it.

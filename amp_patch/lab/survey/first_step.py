@@ -10,16 +10,14 @@ from torch import nn
 from amp_patch.lab.survey.report import Report
 from amp_patch.lab.survey.survey import Surveyor
 from amp_patch.training import observers
-from amp_patch.training.innermost import innermost
-from amp_patch.training.observers import Observer
 
 
-class Ended(SystemExit):
+class FirstStepOver(SystemExit):
     """The exception that ends a surveyed training. The first forward after the first step raises it."""
 
 
-class FirstStep(Observer):
-    """A `with` block that surveys the O0 trainings in it, and ends them (`Ended`) when their first step is over.
+class FirstStep(observers.Observer):
+    """A `with` block that surveys the O0 trainings in it, and raises `FirstStepOver` when their first step is over.
 
     The first step is over when a forward begins after each optimizer has made a step. If one optimizer has made two
     steps before that, the first step is over too: other optimizers may never step.
@@ -56,7 +54,7 @@ class FirstStep(Observer):
     def training_begun(self, training: Any) -> None:
         if training is None:
             return
-        optimizers = [innermost(o) for ref in training.optimizers if (o := ref()) is not None]
+        optimizers = training.own_optimizers()
         for optimizer in optimizers:
             self._steps.setdefault(id(optimizer), 0)
         held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -71,7 +69,7 @@ class FirstStep(Observer):
         def before(*_: Any) -> None:
             steps = self._steps.values()
             if steps and (all(steps) or max(steps) > 1):
-                raise Ended
+                raise FirstStepOver
 
         return before
 

@@ -43,6 +43,9 @@ class Line:
         path = os.path.relpath(self.file) if self.file else "?"
         return f"{self.file if path.startswith('..') else path}:{self.line}"
 
+    def __str__(self) -> str:
+        return f"{self.place} ({self.op}): {self.what}"
+
 
 @dataclass
 class Report:

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp_patch.lab.unedited.reach import Reach
-from amp_patch.training.innermost import innermost
+from amp_patch.training.observers import innermost
 from amp_patch.training.scale_loss import loss_scale
-from amp_patch.training.stash import stash_of
 
 
 class LooseTensors(nn.Module):
@@ -64,10 +63,6 @@ def unscaled(reach: Reach, held: Container[int], models: list[nn.Module], optimi
     yield
     for leaf, before in zip(others, earlier, strict=True):
         grad: Tensor | None = leaf.grad
-        if grad is not None and scale is not None and _scales(optimizers):
+        if grad is not None and scale is not None:
             grad = grad / scale.to(grad.device, grad.dtype)
         leaf.grad = grad if before is None else before if grad is None else before + grad
-
-
-def _scales(optimizers: list[Any]) -> bool:
-    return any((stash := stash_of(innermost(o))) is not None and stash.scales_loss for o in optimizers)

@@ -16,7 +16,7 @@ import io
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters.master import Master
-from amp_patch.masters.masters import LinkList, link_of, links_of, settle
+from amp_patch.masters.masters import link_of, links_of, settle
 from amp_patch.model import buffers, fp32_copies, incoming
 from amp_patch.model.forward import AmpModel, low_buffers_of, policy_of
 from amp_patch.policy import LOW_PRECISION
@@ -33,7 +33,7 @@ from amp_patch.support.forward_hook import ForwardHook, NoHook
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Patches
 from amp_patch.support.quantized import is_quantized
-from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training import observers
 
 _PICKLER: Any = pickle._Pickler
 _STORAGES = (torch.UntypedStorage, torch.storage.TypedStorage)
@@ -150,7 +150,7 @@ class Pickles:
                 if id(module) not in inside and not isinstance(module, Generated):
                     fp32_copies.hold_casts_off(module)
         for each in loaded:
-            if isinstance(each, torch.optim.Optimizer) and stash_of(each) is None:
+            if isinstance(each, torch.optim.Optimizer) and observers.policy_of(each) is None:
                 self._optimizer_loaded(each)
 
 
@@ -212,9 +212,9 @@ class PlainForms:
             return vars(obj).get("_amp_base", obj)
         if isinstance(obj, nn.Module):
             return self._module(obj)
-        stash = stash_of(obj) if _has_stash(obj) else None
-        if stash is not None or (isinstance(obj, Generated) and "_amp_base" in vars(type(obj))):
-            return self._optimizer(obj, stash)
+        has_stash = isinstance(getattr(obj, "__dict__", None), dict) and "_amp_stash" in vars(obj)
+        if has_stash or (isinstance(obj, Generated) and "_amp_base" in vars(type(obj))):
+            return self._optimizer(obj, has_stash)
         return obj
 
     def _tensor(self, param: nn.Parameter) -> Any:
@@ -247,9 +247,9 @@ class PlainForms:
         vars(form).update(own)
         return form
 
-    def _optimizer(self, optimizer: Any, stash: Stash | None) -> Any:
-        if stash is not None:
-            self._note_links(stash.masters.links)
+    def _optimizer(self, optimizer: Any, has_stash: bool) -> Any:
+        if has_stash:
+            self._note_masters(param for param, _ in observers.pairs_of(optimizer))
         form: Any = object.__new__(base_class(optimizer))
         own = dict(vars(optimizer))
         own.pop("_amp_stash", None)
@@ -266,20 +266,17 @@ class PlainForms:
         policy = policy_of(model)
         if policy is None or policy.cast_model_type is None:
             return
-        self._note_links(links_of(model.parameters()))
+        self._note_masters(model.parameters())
         self._cast.update(map(id, model.parameters()))
         exact, low = buffers.exact_values(model, ""), low_buffers_of(model)
         for name, buffer in model.named_buffers(remove_duplicate=False):
             if buffer.dtype in LOW_PRECISION and name not in low and id(buffer) not in self._made:
                 self._made[id(buffer)] = buffer, exact[name] if name in exact else buffer.float()
 
-    def _note_links(self, links: LinkList) -> None:
+    def _note_masters(self, params: Iterable[Tensor]) -> None:
+        links = links_of(params)
         settle(links)
         self._params.update((id(link.master), param) for param, link in links)
-
-
-def _has_stash(obj: Any) -> bool:
-    return isinstance(getattr(obj, "__dict__", None), dict) and isinstance(vars(obj).get("_amp_stash"), Stash)
 
 
 def _widened(param: Any, state: Any) -> Any:

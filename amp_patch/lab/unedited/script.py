@@ -59,10 +59,8 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Patches
 from amp_patch.training import observers
 from amp_patch.training.arguments import ClosureAlreadyRun
-from amp_patch.training.innermost import innermost
-from amp_patch.training.observers import Observer
+from amp_patch.training.observers import innermost
 from amp_patch.training.scale_loss import scale_loss
-from amp_patch.training.stash import stash_of
 
 
 class _Initialized(NamedTuple):
@@ -72,7 +70,7 @@ class _Initialized(NamedTuple):
     optimizers: list[weakref.ref[Any]]
 
 
-class UneditedScript(Observer):
+class UneditedScript(observers.Observer):
     """A `with` block in which a script that uses torch alone is trained at `level`.
 
     A script that imports amp_patch or Apex runs unchanged. At O0 losses and weights are bit-identical to the script's
@@ -273,7 +271,7 @@ class UneditedScript(Observer):
         if not own:
             return
         known = {id(p) for each in self._models() for p in each.parameters()}
-        fresh = any(stash_of(innermost(optimizer)) is None for optimizer in own)
+        fresh = not all(map(observers.policy_of, own))
         if not fresh and all(id(p) in known or id(p) not in self._owners for p in model.parameters()):
             return
         if self._is_of_ours():
@@ -294,7 +292,7 @@ class UneditedScript(Observer):
         held = {id(innermost(optimizer)) for optimizer in optimizers}
         joined = [t for t in self._initialized if any(id(innermost(o)) in held for o in _alive(t.optimizers))]
         earlier = [optimizer for taken in joined for optimizer in _alive(taken.optimizers)]
-        if any(stash.gathered for o in earlier if (stash := stash_of(innermost(o))) is not None):
+        if any(map(observers.has_made_gradients, earlier)):
             raise ScriptRefused(
                 f"{base_class(model).__name__} is called for the first time between backward() and step() of an "
                 "optimizer that it shares with other models",
@@ -387,7 +385,7 @@ class UneditedScript(Observer):
         Raises:
             ScriptRefused: the optimizer holds parameters of a module, or no model has been initialized yet.
         """
-        if stash_of(innermost(optimizer)) is not None:
+        if observers.policy_of(optimizer) is not None:
             return
         name = base_class(innermost(optimizer)).__name__
         loose = steps_loose_tensors(optimizer)
@@ -413,8 +411,7 @@ class UneditedScript(Observer):
             with torch.enable_grad():
                 done = ClosureAlreadyRun(closure())
             result = ((args[0], done, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": done})
-        stash = stash_of(optimizer)
-        if (stash is None or not stash.bodies) and any(p.grad is not None for p in _params(innermost(optimizer))):
+        if not observers.had_bodies(optimizer) and any(p.grad is not None for p in _params(innermost(optimizer))):
             self._take_or_refuse(optimizer)
             raise ScriptRefused(f"the gradients of {name} were made without backward()")
         return result
@@ -429,12 +426,8 @@ def _inside(module: nn.Module) -> nn.Module:
 
 
 def _params(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the parameters that the optimizer updates; for a master in its groups, the parameter of that master."""
-    if (stash := stash_of(optimizer)) is not None:
-        yield from (param for param, _ in stash.masters.pairs(optimizer.param_groups))
-    else:
-        for group in optimizer.param_groups:
-            yield from group["params"]
+    """Return the parameters that the optimizer updates; for a master in its groups, the parameter of that master."""
+    return (param for param, _ in observers.pairs_of(optimizer))
 
 
 def _alive(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
