@@ -64,7 +64,7 @@ from amp_patch.ways.per_parameter import register_per_parameter_optimizer
 
 if TYPE_CHECKING:
     from amp_patch import graph
-    from amp_patch.lab.comparison.notebook import compare
+    from amp_patch.lab.comparison.notebook import assert_level, compare
     from amp_patch.lab.diagnose.explain import explain
     from amp_patch.lab.diagnose.find_loss_scale import find_loss_scale
     from amp_patch.lab.diagnose.inspect import inspect
@@ -77,6 +77,7 @@ __version__ = "0.4.0"
 __all__ = [
     "GradScaler",
     "amp",
+    "assert_level",
     "autocast",
     "compare",
     "compare_outputs",
@@ -116,6 +117,7 @@ __all__ = [
 
 # Name -> the module that defines it, which is imported at the first use of the name. `graph` is a module itself.
 _LAZY = {
+    "assert_level": "amp_patch.lab.comparison.notebook",
     "compare": "amp_patch.lab.comparison.notebook",
     "compare_outputs": "amp_patch.lab.diagnose.output_distance",
     "explain": "amp_patch.lab.diagnose.explain",

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from amp_patch.lab.commands import batch_search, compare_folder, compare_launcher
+from amp_patch.lab.commands import batch_search, compare_baseline, compare_folder, compare_launcher
 from amp_patch.lab.commands.compare_arguments import check_script, defaults, plan_of
 from amp_patch.lab.commands.interrupts import Ended, Interrupts
 from amp_patch.lab.commands.report import comparison_of, print_any_letter, show
@@ -30,6 +30,7 @@ def compare(args: argparse.Namespace) -> None:
         if args.resume is not None:
             args = compare_folder.resumed(args, defaults())
         set_casts(args)
+        before = compare_baseline.read(args)
         plan = _checked(args)
         found = [] if args.resume is None else compare_folder.runs_in(args.out, plan)
         compare_folder.prepare(args.out)
@@ -57,7 +58,7 @@ def compare(args: argparse.Namespace) -> None:
             cut = _survey(plan, args, interrupts, comparison)
             comparison = comparison_of(args, plan, runs, asked, told)
         shown = show(comparison, args.out)
-        if status := cut or shown:
+        if status := cut or shown or (0 if before is None else compare_baseline.tell(before, comparison, args)):
             sys.exit(status)
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from amp_patch.environment import RUNGS
-from amp_patch.lab.commands import batch_search
+from amp_patch.lab.commands import batch_search, compare_baseline
 from amp_patch.lab.commands.run import add_cast_arguments
 from amp_patch.lab.comparison.plan import EMULATED, LEVELS, MARGIN, MIN_GAIN, SEEDS, Plan, quick_levels
 from amp_patch.policy import OPT_LEVELS, PRODUCT_FORMATS
 
-_OF_ONE_CALL = ("levels", "formats", "seeds", "quick", "resume", "module", "script", "arguments")
+_OF_ONE_CALL = ("levels", "formats", "seeds", "quick", "resume", "baseline", "junit", "github")
+_OF_ONE_CALL += ("module", "script", "arguments")
 _EPILOG = """
 The script is not changed. AMP_PATCH_OPT_LEVEL (and with --dtype AMP_PATCH_DTYPE) overrides its arguments of
 amp.initialize; it can read the seed from AMP_PATCH_SEED. Its loss, times, memory and loss scale are recorded by
@@ -34,7 +35,8 @@ output goes to runs/LEVEL-seedN.log in the folder of --out. When a run ends, the
 Ctrl-C, SIGTERM and SIGHUP end the runs, and the finished ones are reported; a second signal does not wait for the
 script. `compare --resume FOLDER` makes the missing runs, `python -m amp_patch report FOLDER` reports the present ones.
 The exit status is 0 if two levels can be compared, 1 if not or if the script fails before its first step, 2 for invalid
-arguments, and 130, 143 or 129 if Ctrl-C, SIGTERM or SIGHUP has ended runs.
+arguments, 3 if a level has become worse since --baseline, and 130, 143 or 129 if Ctrl-C, SIGTERM or SIGHUP has ended
+runs.
 """
 
 
@@ -74,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--inspect", action="store_true", help="look at exponents, overflows and errors with amp.inspect; costs time")
     add("--one-by-one", action="store_true", help="let each run end before the next begins")
     batch_search.add_arguments(parser)
+    compare_baseline.add_arguments(parser)
     add("--out", type=Path, default=Path("amp_compare"), help="folder of the report (default %(default)s)")
     add("--resume", type=Path, metavar="FOLDER", help="make the runs that a comparison in this folder lacks")
     add_cast_arguments(parser)

@@ -1,0 +1,87 @@
+"""`compare --baseline report.json`: fail if a training has become worse since an earlier comparison."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.measures import LOSS
+from amp_patch.lab.comparison.regression import annotations, junit, regressions
+from amp_patch.lab.recording.run import loads
+from amp_patch.support.files import write_whole
+
+STATUS = 3  # the exit status after a regression
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare --baseline and the forms in which it reports."""
+    add = parser.add_argument
+    add(
+        "--baseline",
+        type=Path,
+        metavar="FILE",
+        help=f"the report.json of an earlier comparison of this script: exit with {STATUS} if a level has become "
+        "worse. Levels, seeds, steps and metric are the earlier ones, unless they are given",
+    )
+    add("--junit", type=Path, metavar="FILE", help="with --baseline: write the result as JUnit's XML too")
+    add("--github", action="store_true", help="with --baseline: print each regression as an annotation of GitHub too")
+
+
+def read(args: argparse.Namespace) -> Comparison | None:
+    """Return the comparison that --baseline names, and give `args` its levels, seeds, steps and metric; else None.
+
+    Arguments that the caller has given stay.
+
+    Raises:
+        ValueError: the file has no comparison, or an argument contradicts --baseline.
+    """
+    if args.baseline is None:
+        if args.junit is not None or args.github:
+            raise ValueError("compare: --junit and --github report regressions: give --baseline report.json too")
+        return None
+    if args.quick:
+        raise ValueError("compare: --baseline takes the levels and seeds of its file, and --quick contradicts it")
+    try:
+        before = Comparison.from_dict(loads(args.baseline.read_text(encoding="utf-8")))
+        levels = before.levels
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"compare: --baseline {args.baseline} has no comparison ({error!r}); wanted the report.json that `compare` "
+            "wrote into its --out"
+        ) from None
+    if before.baseline is None:
+        raise ValueError(f"compare: in --baseline {args.baseline} no level has a result; wanted one that went well")
+    if args.resume is not None:  # the folder has its own levels, seeds, steps and metric
+        return before
+    if args.levels is None:
+        args.levels = ",".join(level.level for level in levels)
+    if args.seeds is None:
+        args.seeds = len({run.seed for run in before.runs})
+    if args.steps is None:
+        args.steps = before.asked_steps
+    if args.metric == LOSS:
+        args.metric, args.maximize = before.metric, before.maximize
+    return before
+
+
+def tell(before: Comparison, now: Comparison, args: argparse.Namespace) -> int:
+    """Print what has become worse, and write it as the arguments ask. Return the exit status: STATUS, or 0 if nothing.
+
+    If the file of --junit cannot be written, the status is 1.
+    """
+    found = regressions(before, now)
+    for each in found:
+        print(f"worse than in {args.baseline}: {each.level}: {each.what}")
+    if not found:
+        print(f"no level is worse than in {args.baseline}")
+    if args.github:
+        print("\n".join(annotations(found)))
+    if args.junit is not None:
+        try:
+            write_whole(args.junit, junit(now, found))
+        except OSError as error:
+            print(f"compare: --junit was not written: {error}", file=sys.stderr)
+            return 1
+    return STATUS if found else 0

@@ -1,0 +1,124 @@
+"""Regressions: what has become worse from an earlier comparison of a training to a new one."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from amp_patch.lab.comparison import measures
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.gap import CONFIDENCE
+from amp_patch.lab.comparison.level_result import LevelResult, failures
+from amp_patch.lab.recording.run import Run
+from amp_patch.lab.wording import percent
+
+SKIPPED = 0.01  # a level regresses if it skips a share of the steps that is larger by more than this
+FALLEN = 8.0  # a level regresses if its loss scale ends lower by this factor
+
+# A change of these bytes in either direction is a regression: fewer masters, or a layer more in FP16, lose precision.
+_EITHER_WAY: dict[str, Callable[[Run], int | None]] = {
+    "weights": lambda run: run.weights,
+    "masters": lambda run: run.masters,
+    "optimizer state": lambda run: run.state,
+}
+_MORE: dict[str, Callable[[Run], int | None]] = {
+    "gradients": lambda run: run.gradients,
+    "activations": lambda run: run.activations,
+}
+
+
+class Regression(NamedTuple):
+    """A level that is worse than in the earlier comparison, and by how much, in words."""
+
+    level: str
+    what: str
+
+
+def regressions(before: Comparison, now: Comparison) -> list[Regression]:
+    """Return what has become worse since `before`, by more than the margin of `now`.
+
+    A level regresses if it fails or diverges and did not before; if its gap to the baseline has grown by more than the
+    margin, by Student's interval of the differences at the same seeds; if its weights, masters or optimizer state have
+    another size, or its gradients or activations a larger one; if it skips 1 % more of its steps; or if its loss scale
+    ends at an eighth of its earlier one or lower. Times are not compared. With one seed gaps are not compared.
+    """
+    found = []
+    for level in before.levels:
+        if level.runs:
+            later = next((each for each in now.levels if each.level == level.level), None)
+            found += [Regression(level.level, what) for what in _of_level(level, later, before, now)]
+    return found
+
+
+def _of_level(level: LevelResult, later: LevelResult | None, before: Comparison, now: Comparison) -> list[str]:
+    if later is None:
+        return ["the level was not trained"]
+    if not later.runs:
+        return [f"failed: {each}" for each in failures(later, short=True)]
+    found = []
+    if later.dtype != level.dtype:
+        found.append(f"its type is {later.dtype}, and was {level.dtype}")
+    for seed in sorted(set(level.finite) - set(later.finite)):
+        found.append(f"seed {seed} has no finite result")
+    if (grown := _grown_gap(level, later, before, now)) is not None:
+        found.append(grown)
+    for sizes, either_way in ((_EITHER_WAY, True), (_MORE, False)):
+        for name, size in sizes.items():
+            one, other = (measures.median(map(size, each.runs)) for each in (level, later))
+            if one is None or other is None:
+                continue
+            change = other - one if not either_way else abs(other - one)
+            if change > now.margin * one:
+                found.append(f"{name}: {other:,.0f} bytes, and {one:,.0f} before")
+    one, other = (sum(each.skips) / max(1, sum(run.steps for run in each.runs)) for each in (level, later))
+    if other - one > SKIPPED:
+        found.append(f"{percent(other)} of the steps were skipped, and {percent(one)} before")
+    scales = [measures.median(each.scales) for each in (level, later)]
+    if scales[0] and scales[1] and scales[1] <= scales[0] / FALLEN:
+        found.append(f"its loss scale ended at {scales[1]:g}, and at {scales[0]:g} before")
+    return found
+
+
+def _grown_gap(level: LevelResult, later: LevelResult, before: Comparison, now: Comparison) -> str | None:
+    """Return in words by how much the gap to the baseline has surely grown; None if by less than the margin."""
+    bases = (before.baseline, now.baseline)
+    if bases[0] is None or bases[1] is None or level.level == bases[0].level:
+        return None
+    gaps = []
+    for each, base in zip((level, later), bases, strict=True):
+        scale = abs(statistics.mean(base.finite.values())) or 1.0
+        gaps.append(
+            {seed: (each.finite[seed] - base.finite[seed]) / scale for seed in each.finite if seed in base.finite}
+        )
+    sign = -1 if now.maximize else 1
+    grown = [sign * (gaps[1][seed] - gaps[0][seed]) for seed in gaps[0] if seed in gaps[1]]
+    if len(grown) < 2:
+        return None
+    mean = statistics.mean(grown)
+    if mean - measures.half_width(measures.spread(grown), len(grown), CONFIDENCE) <= now.margin:
+        return None
+    ends = [statistics.mean(each.values()) for each in gaps]
+    return f"its gap to {bases[1].level} is {percent(ends[1])}, and was {percent(ends[0])} before"
+
+
+def junit(now: Comparison, found: list[Regression]) -> str:
+    """Return the result as JUnit's XML: a test case for each level, with its regressions as failures."""
+    names = [level.level for level in now.levels]
+    names += [each for each in dict.fromkeys(regression.level for regression in found) if each not in names]
+    failing = {name: [each.what for each in found if each.level == name] for name in names}
+    suite = ElementTree.Element(
+        "testsuite", name="amp_patch compare", tests=str(len(names)), failures=str(sum(map(bool, failing.values())))
+    )
+    for name in names:
+        case = ElementTree.SubElement(suite, "testcase", classname=now.title, name=name)
+        if failing[name]:
+            ElementTree.SubElement(case, "failure", message="; ".join(failing[name]))
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def annotations(found: list[Regression]) -> list[str]:
+    """Return a line for each regression that GitHub shows as an error of the workflow."""
+    escaped = [each.what.replace("%", "%25").replace("\n", "%0A") for each in found]
+    return [f"::error title=amp_patch: {each.level}::{what}" for each, what in zip(found, escaped, strict=True)]

@@ -1,0 +1,100 @@
+"""`compare --baseline`: arguments, exit status and output."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+from compared_runs import compare, seeds
+
+from amp_patch.__main__ import main
+from amp_patch.lab.commands import compare_baseline
+from amp_patch.lab.commands.compare_arguments import add_arguments, split
+from amp_patch.lab.comparison import page
+
+O0 = seeds("O0", 1.0, 2.0)
+
+
+def parsed(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    own, scripts = split([*given])
+    return argparse.Namespace(**vars(parser.parse_args(own)), arguments=scripts)
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    """A report.json of O0 and O2 with two seeds and 40 steps."""
+    page.write(compare(O0, seeds("O2", 1.0, 2.0, masters=8000), asked_steps=40), tmp_path)
+    return tmp_path / "report.json"
+
+
+def test_levels_seeds_and_steps_are_those_of_the_baseline(report):
+    args = parsed("--baseline", str(report), "train.py")
+    assert compare_baseline.read(args) is not None
+    assert (args.levels, args.seeds, args.steps) == ("O0,O2", 2, 40)
+    args = parsed("--baseline", str(report), "--levels", "O2,O4", "--seeds", "3", "train.py")
+    compare_baseline.read(args)
+    assert (args.levels, args.seeds) == ("O2,O4", 3)
+    args = parsed("train.py")
+    assert compare_baseline.read(args) is None and args.levels is None
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    (["--junit", "x.xml"], "give --baseline report.json too"),
+    (["--github"], "give --baseline report.json too"),
+    (["--baseline", "REPORT", "--quick"], "--quick contradicts it"),
+    (["--baseline", "absent.json"], "has no comparison"),
+    (["--baseline", "EMPTY"], "wanted the report.json"),
+])  # fmt: skip
+def test_bad_arguments_end_with_status_2_before_a_run(given, message, report, capsys, monkeypatch):
+    monkeypatch.chdir(report.parent)
+    (report.parent / "empty.json").write_text("{}")
+    Path("train.py").write_text("raise SystemExit(9)\n")
+    files = {"REPORT": str(report), "EMPTY": "empty.json"}
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *(files.get(each, each) for each in given), "train.py"])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_regression_is_printed_annotated_and_written(report, capsys):
+    before = compare(O0, seeds("O2", 1.0, 2.0, masters=8000))
+    xml = report.parent / "out.xml"
+    args = parsed("--baseline", str(report), "--junit", str(xml), "--github", "train.py")
+    assert compare_baseline.tell(before, compare(O0, seeds("O2", 1.0, 2.0)), args) == 3
+    printed = capsys.readouterr().out
+    assert f"worse than in {report}: O2: masters: 0 bytes, and 8,000 before" in printed
+    assert "::error title=amp_patch: O2::masters: 0 bytes" in printed
+    assert 'failures="1"' in xml.read_text()
+    assert compare_baseline.tell(before, before, args) == 0
+    assert f"no level is worse than in {report}" in capsys.readouterr().out
+    assert 'failures="0"' in xml.read_text()
+
+
+SCRIPT = """
+import torch
+from amp_patch import amp
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), keep_fp32=KEPT)
+for _ in range(4):
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(2, 8)).float().pow(2).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_layer_that_was_kept_in_fp32_and_is_cast_now_ends_with_status_3(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT.replace("KEPT", "['1']"))
+    main(["compare", "--levels", "O5", "--seeds", "1", "--out", "first", "train.py"])
+    main(["compare", "--resume", "first", "--baseline", "first/report.json"])
+    assert "no level is worse than in first/report.json" in capsys.readouterr().out
+    Path("train.py").write_text(SCRIPT.replace("KEPT", "[]"))
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "--baseline", "first/report.json", "--out", "second", "train.py"])
+    assert ended.value.code == 3
+    assert "O5: weights: " in capsys.readouterr().out
