@@ -33,6 +33,7 @@ import amp_patch.apex
 from amp_patch.environment import BANNED, LEVEL, METHODS, asked_level, named_level
 from amp_patch.lab.commands import no_cuda
 from amp_patch.lab.commands.run_summary import RunSummary, told
+from amp_patch.lab.unedited import ipex
 from amp_patch.lab.unedited.processes import tell
 from amp_patch.lab.unedited.script import UneditedScript
 from amp_patch.training import observers
@@ -154,11 +155,12 @@ def at_asked_level(by: str = f"{LEVEL}=") -> Iterator[None]:
 
 
 def begin(device: str | None) -> None:
-    """Install amp_patch's apex in this process, and in all processes that multiprocessing starts from it.
+    """Install amp_patch's apex and its stand-in for IPEX, here and in all processes that multiprocessing starts here.
 
     With `device="cpu"`, calls for CUDA use the CPU (the folder no_cuda).
     """
     amp_patch.apex.install()
+    ipex.install()
     if device == "cpu":
         no_cuda.install()
     original = multiprocessing.spawn.get_preparation_data

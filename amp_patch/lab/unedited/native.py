@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ class NativePrecision:
         self.kept = kept
         self._applies = applies
         self.seen = False
+        self._left = weakref.WeakSet[torch.amp.GradScaler]()  # enabled, because `applies` was False
 
     def install(self, patches: Patches) -> None:
         """Replace methods of torch's autocast and GradScaler, until `patches` are removed."""
@@ -75,8 +77,15 @@ class NativePrecision:
             if scaler._enabled and self._applies():
                 self.seen = True
                 scaler._enabled = self.kept
+            elif scaler._enabled:
+                self._left.add(scaler)
 
         return __init__
+
+    def disable_scalers(self) -> None:
+        """Disable the GradScalers that were constructed while `applies` returned False."""
+        for scaler in self._left:
+            scaler._enabled = False
 
     def note_scaled(self, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
         """Store `loss`, which a GradScaler has multiplied by `scale`, with the result `scaled`, for `before_scaling`.

@@ -117,7 +117,7 @@ class UneditedScript(observers.Observer):
         self._handmade = HandmadeSteps()
         self.processes = Processes()
         self._direct_forwards = DirectForwards(self._call)
-        self._pickles = Pickles(self._models, self._note_optimizer)
+        self._pickles = Pickles(self._models, self.note_optimizer)
         self._patches = Patches()
 
     def __enter__(self) -> UneditedScript:
@@ -180,11 +180,11 @@ class UneditedScript(observers.Observer):
         @functools.wraps(original)
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            self._note_optimizer(optimizer)
+            self.note_optimizer(optimizer)
 
         return __init__
 
-    def _note_optimizer(self, optimizer: Any) -> None:
+    def note_optimizer(self, optimizer: Any) -> None:
         """Record an optimizer that the script has constructed or unpickled."""
         self._optimizers_made = [ref for ref in self._optimizers_made if ref() is not None]
         self._optimizers_made.append(weakref.ref(optimizer))
