@@ -177,11 +177,11 @@ def _broadcast_scales(module: nn.Module, process_group: Any, bucket_size: int, s
     if not scalers:
         return
     states = [scaler.state_dict() for scaler in scalers]
-    numbers = [[state["loss_scale"], state["unskipped"]] for state in states]
     device = next(module.parameters()).device  # where this group can broadcast
-    values = torch.tensor(numbers, dtype=torch.float64, device=device)
-    torch.distributed._broadcast_coalesced(process_group, [values], bucket_size, src)
-    for scaler, (loss_scale, unskipped) in zip(scalers, values.tolist(), strict=True):
+    scales = torch.tensor([state["loss_scale"] for state in states], dtype=torch.float32, device=device)
+    counts = torch.tensor([state["unskipped"] for state in states], dtype=torch.int32, device=device)
+    torch.distributed._broadcast_coalesced(process_group, [scales, counts], bucket_size, src)
+    for scaler, loss_scale, unskipped in zip(scalers, scales.tolist(), counts.tolist(), strict=True):
         scaler.load_state_dict({"loss_scale": loss_scale, "unskipped": unskipped})
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.multi_tensor.checks import Number, Tensors
+from amp_patch.support.devices import widest
 
 # The smallest power of two whose inverse is finite in FP32.
 SMALLEST_SCALE = 2.0**-127
@@ -130,8 +131,10 @@ def moved_scale(
             torch.where(overflow.reshape(hysteresis_tracker.shape), hysteresis_tracker - 1, hysteresis)
         )
         exhausted = overflow & (hysteresis_tracker <= 0).reshape(scale.shape)
-    # The products are in FP64 and rounded once, which gives the extension's bits.
-    lower, higher = (scale.double() * factor for factor in (backoff_factor, growth_factor))
+    # Products in FP64, rounded once, have the extension's bits. So do products in FP32 if FP32 holds the factor, as the
+    # defaults; on a device without FP64, another factor is rounded to FP32.
+    wide = scale.to(widest(scale.device))
+    lower, higher = (wide * factor for factor in (backoff_factor, growth_factor))
     lower, higher = lower.clamp(min=SMALLEST_SCALE).float(), higher.float()
     steps = torch.where(overflow, 0, growth_tracker.reshape(scale.shape) + 1)
     grows = ~overflow & (steps >= growth_interval)

@@ -10,6 +10,7 @@ and compute the weight decay differently, so the last bits of the results may di
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,7 @@ from amp_patch.multi_tensor.checks import Number, Tensors
 from amp_patch.multi_tensor.plain import adopt
 from amp_patch.multi_tensor.plain_codes import decoded, encode_back
 from amp_patch.multi_tensor.plain_random import stochastically_rounded
+from amp_patch.support.devices import widest
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The kernels, on any device
@@ -32,7 +34,7 @@ def _gradients(grads: Tensors, factors: Sequence[Number], maximize: bool) -> lis
     return list(torch._foreach_neg(wide)) if maximize else wide
 
 
-def _number(value: Number, like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+def _number(value: Number, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `value` as a tensor of shape [] on the device of `like`.
 
     `torch.full` makes it on the device. A copy from the host would sync, and could not be captured in a CUDA graph.
@@ -42,9 +44,24 @@ def _number(value: Number, like: Tensor, dtype: torch.dtype = torch.float64) -> 
     return torch.full((), float(value), dtype=dtype, device=like.device)
 
 
-def _times_each(tensors: Tensors, numbers: Tensor) -> list[Tensor]:
-    """Return tensor i times element i of `numbers`, a 1-D tensor, for each i, in FP32."""
-    return [t * number for t, number in zip(tensors, numbers.float().to(tensors[0].device).unbind(), strict=True)]
+def bias_divisor(beta: float, count: Number) -> Number:
+    """Return `1 - beta ** count`: a float, or for a tensor a tensor of type `widest`; no sync."""
+    if not isinstance(count, Tensor):
+        return 1 - beta**count
+    if widest(count.device) is torch.float64:
+        return 1 - beta ** count.double()
+    # For a beta near 1 the difference would lose most of FP32's bits. 1e-300 replaces 0, which has no logarithm.
+    return -torch.expm1(count.float() * math.log(max(beta, 1e-300)))
+
+
+def _times_each(tensors: Tensors, numbers: Number) -> list[Tensor]:
+    """Return each tensor times `numbers`, or tensor i times element i of a 1-D tensor of numbers, in FP32; no sync."""
+    if not isinstance(numbers, Tensor):
+        return list(torch._foreach_mul(tensors, float(numbers)))
+    if numbers.device != tensors[0].device:  # the CPU: the host reads it
+        return list(torch._foreach_mul(tensors, numbers.tolist()))
+    each = numbers.float().reshape(-1).expand(len(tensors)).unbind()
+    return [t * number for t, number in zip(tensors, each, strict=True)]
 
 
 def _write(targets: Sequence[Tensor], values: Sequence[Tensor], found_inf: Tensor | None) -> None:
@@ -152,23 +169,22 @@ def adam(
     if not params:
         return
     g, p = _gradients(grads, factors, maximize), _masters(params, low)
-    rate = _number(lr, p[0])
+    rate = lr.reshape(()).to(widest(lr.device)) if isinstance(lr, Tensor) else lr
     if decoupled:
-        p = _times_each(p, (1 - rate * weight_decay).expand(len(p)))
+        p = _times_each(p, 1 - rate * weight_decay)
     elif weight_decay:
         g = list(torch._foreach_add(g, p, alpha=weight_decay))
-    if steps:
-        counts = torch.stack([step.reshape(()) for step in steps]).double().to(rate.device) + 1
-    else:
-        counts = (_number(count, p[0]) + 1).expand(len(p))
-    first, second = (1 - beta**counts if bias_correction else torch.ones_like(counts) for beta in (beta1, beta2))
+    counts = (torch.stack([step.reshape(()) for step in steps]) if steps else count) + 1
+    if isinstance(rate, Tensor) and isinstance(counts, Tensor):
+        counts = counts.to(rate.device)
+    first, second = (bias_divisor(beta, counts) if bias_correction else 1.0 for beta in (beta1, beta2))
 
     averages, squares = decoded(exp_avgs, average_scales), decoded(exp_avg_sqs, square_scales)
     m = list(torch._foreach_lerp(averages, g, 1 - beta1))
     v = list(torch._foreach_mul(squares, beta2))
     torch._foreach_addcmul_(v, g, g, 1 - beta2)
     max_v = list(torch._foreach_maximum(list(max_exp_avg_sqs), v)) if max_exp_avg_sqs else []
-    denominators = _times_each(torch._foreach_sqrt(max_v or v), 1 / second.sqrt())
+    denominators = _times_each(torch._foreach_sqrt(max_v or v), second**-0.5)
     torch._foreach_add_(denominators, eps)
     torch._foreach_addcdiv_(p, _times_each(m, -rate / first), denominators)
     lists: list[tuple[Tensors, Tensors]]
@@ -213,8 +229,7 @@ def sgd(
             buffers = list(torch._foreach_mul(before, momentum))
             torch._foreach_add_(buffers, g, alpha=1 - dampening)
         g = list(torch._foreach_add(g, buffers, alpha=momentum) if nesterov else buffers)
-    rate = _number(lr, p[0])
-    p = list(torch._foreach_sub(p, _times_each(g, rate.expand(len(g)))))
+    p = list(torch._foreach_sub(p, _times_each(g, lr)))
     for targets, values in [(before, buffers), *_published(params, low, p, seed, draws, starts)]:
         _write(targets, values, found_inf)
     encode_back(before, momentum_buffers, momentum_scales)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
+from amp_patch.multi_tensor.plain_steps import bias_divisor
 from amp_patch.optimizers.common import (
     FusedOptimizer,
     Group,
@@ -137,12 +138,13 @@ def _unless(found_inf: Tensor, number: Number, instead: float, like: Tensor) -> 
 def _corrections(
     betas: tuple[float, float], step: int | Tensor, on: bool, like: Tensor
 ) -> tuple[float, float] | tuple[Tensor, Tensor]:
-    """Return `bias_corrections`. If `step` is a tensor, compute them on its device in FP64, in the type of `like`."""
+    """Return `bias_corrections`. If `step` is a tensor, compute them on the device of `like`, in its type."""
     if not (isinstance(step, Tensor) and on):
         return bias_corrections(betas, 1 if isinstance(step, Tensor) else step, on)
     # If the first step is skipped, the count is 0, and a correction of 0 would make NaNs.
-    at = step.reshape(()).to(like.device).double().clamp(min=1)
-    return (1 - betas[0] ** at).to(like), (1 - betas[1] ** at).to(like)
+    at = step.reshape(()).to(like.device).clamp(min=1)
+    first, second = (torch.as_tensor(bias_divisor(beta, at)).to(like) for beta in betas)
+    return first, second
 
 
 def lamb_apply(p: list[Tensor], updates: list[Tensor], *, lr: Number, norms: tuple[Tensor, Tensor] | None) -> None:

@@ -199,7 +199,7 @@ class ScaledBackward:
                 continue
             stash.forget_cleared(held.pairs)
             if not stash.pending.has_scale_of(self.scaler):
-                gradients.rescale(new.distinct, (self.scale.double() / stash.pending.scale.double()).float())
+                gradients.rescale(new.distinct, self.scale / stash.pending.scale)
                 stash.pending = self.now
         for stash, new in accumulating:  # after the loop above, since optimizers may share parameters
             for param, master in new.distinct:
