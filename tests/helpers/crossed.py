@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import numbers
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, product
 from typing import Any
 
@@ -11,31 +12,59 @@ import pytest
 ParameterSet = type(pytest.param())
 
 
-def crossed(axes: Mapping[str, Mapping[str, Any] | Iterable[Any]], meet: int = 2) -> pytest.MarkDecorator:
+def crossed(*axes: pytest.MarkDecorator | Mapping[str, Any], meet: int = 2) -> pytest.MarkDecorator:
     """Parametrize over the product of `axes`; the cases outside of a covering part are slow.
 
     Args:
-        axes: argument, or arguments with commas -> its values: {id: value}, or `pytest.param`s and values with a name.
-        meet: the number of arguments whose values meet. With 1 each value is in the part, with 2 each pair of values.
+        axes: decorators of `pytest.mark.parametrize`, or {argument, or arguments with commas: values}. Values are
+            {id: value}, or `pytest.param`s and values that a test's name can have.
+        meet: the number of axes whose values meet. With 1 each value is in the part, with 2 each pair of values.
     """
-    values = [_cases(each) for each in axes.values()]
-    cases = []
+    named = [pair for each in axes for pair in _named(each)]
+    values = [_cases(names, each) for names, each in named]
     covered = covering([[not each.marks for each in axis] for axis in values], meet)
+    cases = []
     for indexes in product(*(range(len(axis)) for axis in values)):
         chosen = [axis[index] for axis, index in zip(values, indexes, strict=True)]
         marks = [mark for each in chosen for mark in each.marks] or ([] if indexes in covered else [pytest.mark.slow])
         given = [value for each in chosen for value in each.values]
         cases.append(pytest.param(*given, marks=marks, id="-".join(str(each.id) for each in chosen)))
-    return pytest.mark.parametrize([name.strip() for key in axes for name in key.split(",")], cases)
+    return pytest.mark.parametrize([name for names, _ in named for name in names], cases)
 
 
-def _cases(values: Mapping[str, Any] | Iterable[Any]) -> list[Any]:
+def _named(axes: pytest.MarkDecorator | Mapping[str, Any]) -> Iterator[tuple[list[str], Any]]:
+    """Yield (arguments, values) of each axis."""
+    if isinstance(axes, Mapping):
+        for key, values in axes.items():
+            yield [name.strip() for name in key.split(",")], values
+        return
+    names, values = axes.args
+    names, ids = [*map(str.strip, names.split(","))] if isinstance(names, str) else [*names], axes.kwargs.get("ids")
+    rows = values if len(names) == 1 else [each if isinstance(each, ParameterSet) else (*each,) for each in values]
+    yield names, rows if ids is None else [_param(names, row, id=name) for name, row in zip(ids, rows, strict=True)]
+
+
+def _cases(names: list[str], values: Mapping[str, Any] | Iterable[Any]) -> list[Any]:
     if isinstance(values, Mapping):
-        return [pytest.param(value, id=name) for name, value in values.items()]
-    return [
-        each if isinstance(each, ParameterSet) else pytest.param(each, id=getattr(each, "__name__", str(each)))
-        for each in values
-    ]
+        return [_param(names, value, id=name) for name, value in values.items()]
+    return [_param(names, each, id=_id(names, each, index)) for index, each in enumerate(values)]
+
+
+def _param(names: list[str], value: Any, id: str) -> Any:
+    if isinstance(value, ParameterSet):
+        return pytest.param(*value.values, marks=value.marks, id=value.id or id)
+    return pytest.param(*(value if len(names) > 1 else [value]), id=id)
+
+
+def _id(names: list[str], value: Any, index: int) -> str:
+    """Return what a test's name has of a value, as pytest makes it."""
+    parts = value.values if isinstance(value, ParameterSet) else value if len(names) > 1 else [value]
+    return "-".join(
+        str(part)
+        if part is None or isinstance(part, (str, numbers.Number))
+        else getattr(part, "__name__", f"{name}{index}")
+        for name, part in zip(names, parts, strict=True)
+    )
 
 
 def covering(usable: list[list[bool]], meet: int) -> set[tuple[int, ...]]:

@@ -12,7 +12,7 @@ COLOURS, SIZES, SHAPES = {"red": 1, "green": 2, "blue": 3}, [int, float], ["roun
 
 def split(axes, meet):
     """Return the values of the fast cases, and of the slow ones."""
-    (_, cases) = crossed(axes, meet).args
+    (_, cases) = crossed(axes, meet=meet).args
     fast = [case.values for case in cases if not case.marks]
     assert all(mark.name == "slow" for case in cases for mark in case.marks)
     return fast, [case.values for case in cases if case.marks]
@@ -40,3 +40,14 @@ def test_a_value_that_is_slow_takes_no_place_of_another():
 def test_arguments_and_names_of_cases(first, second, kind, name, request):
     assert (first, second, kind, name) == (1, 2, int, "value")
     assert request.node.name.endswith("[of two-int-key]")
+
+
+@crossed(
+    pytest.mark.parametrize(("first", "second"), [(1, None), pytest.param(2, len, id="two")]),
+    pytest.mark.parametrize("kind", [int, {}]),
+    pytest.mark.parametrize("name", ["of a list"], ids=["listed"]),
+    meet=3,
+)
+def test_decorators_of_pytest_give_the_same_names(first, second, kind, name, request):
+    wanted = f"[{'two' if first == 2 else '1-None'}-{'int' if kind is int else 'kind1'}-listed]"
+    assert request.node.name.endswith(wanted)
