@@ -41,7 +41,10 @@ def _named(axes: pytest.MarkDecorator | Mapping[str, Any]) -> Iterator[tuple[lis
     names, values = axes.args
     names, ids = [*map(str.strip, names.split(","))] if isinstance(names, str) else [*names], axes.kwargs.get("ids")
     rows = values if len(names) == 1 else [each if isinstance(each, ParameterSet) else (*each,) for each in values]
-    yield names, rows if ids is None else [_param(names, row, id=name) for name, row in zip(ids, rows, strict=True)]
+    if ids is not None:
+        ids = map(ids, rows) if callable(ids) else ids
+        rows = [_param(names, row, id=name) for name, row in zip(ids, rows, strict=True)]
+    yield names, rows
 
 
 def _cases(names: list[str], values: Mapping[str, Any] | Iterable[Any]) -> list[Any]:
