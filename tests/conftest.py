@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from searched import left_out
 from syncs import hear_the_notice
 
 from amp_patch import amp
@@ -61,10 +62,19 @@ class FailuresAtOnce:
 
 # Each installation of casts looks for torch's functions in all modules, hundreds of which the tests' tools bring.
 TOOLS = "_pytest hypothesis joblib mpmath networkx numpy pytest rich scipy setuptools sklearn sympy xdist"
+held_names._NEVER |= {*TOOLS.split()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def searched(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Search the modules of this test file for torch's functions, and not those of other test files."""
+    never = held_names._NEVER
+    held_names._NEVER = never | left_out(request.path, never)
+    yield
+    held_names._NEVER = never
 
 
 def pytest_collection_finish() -> None:
-    held_names._NEVER |= {*TOOLS.split()}
     gc.collect()
     gc.freeze()  # imported modules and collected tests are no garbage, and each gc.collect() of a test looked at all
 

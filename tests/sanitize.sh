@@ -30,5 +30,8 @@ FILES=
 for name in $OF_KERNELS refused_calls; do FILES="$FILES tests/multi_tensor/test_$name.py"; done
 for name in $OF_CASTS; do FILES="$FILES tests/casts/test_$name.py"; done
 case ${1:-} in tests/*) FILES= ;; esac
-# Not the compilers of torch, which take minutes. A report must reach the terminal: the process ends right after it.
-LD_PRELOAD="$runtime" "$PYTHON" -m pytest --capture=sys -p no:cacheprovider -q -n "${WORKERS:-2}" --dist loadfile -k "not compile" -m "not slow" $FILES "$@"
+# Not the compilers of torch, which take minutes, nor the cases on plain torch and Python's wrappers, which run no C++ of
+# ours. A report must reach the terminal: the process ends right after it.
+OF_CPP="not compile and not [torch] and not [torch- and not -torch- and not -torch] and not [python and not -python"
+LD_PRELOAD="$runtime" "$PYTHON" -m pytest --capture=sys -p no:cacheprovider -q -n "${WORKERS:-2}" --dist loadfile \
+    -k "$OF_CPP" -m "not slow" $FILES "$@"

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import training
 from conftest import DEVICES
+from crossed import crossed
 from torch import Tensor, nn
 from training import backward
 
@@ -32,7 +33,6 @@ OPTIM = torch.optim
 
 # Torch's own, in one pass, in portions and by itself; Apex's.
 MAKERS = {**makers.MAKERS, "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2, eps=1e-4)}
-every_maker = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 
 # Of initialize.
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -106,22 +106,25 @@ def trained(told: Told, maker: Callable[[Any], Any], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DEFAULTS[:2])
-@pytest.mark.parametrize("options", TRAININGS.values(), ids=TRAININGS)
+@crossed({"options": TRAININGS, "dtype": DEFAULTS[:2]}, meet=1)
 def test_a_training_is_that_without_a_default_type(options, dtype, device):
     same_story(lambda told: trained(told, MAKERS["SGD"], **options), device, dtype=dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", [TRAININGS[name] for name in ("O1", "O2", "O5, split")], ids=["O1", "O2", "split"])
-@pytest.mark.parametrize("dtype", DEFAULTS[:2])
-@every_maker
+@crossed(
+    {
+        "maker": MAKERS,
+        "dtype": DEFAULTS[:2],
+        "options": {name: TRAININGS[name] for name in ("O1", "O2", "O5, split")},
+    },
+    meet=1,
+)
 def test_each_optimizer_is_that_without_a_default_type(maker, dtype, options, device):
     same_story(lambda told: trained(told, maker, **options), device, dtype=dtype)
 
 
-@pytest.mark.parametrize("options", TRAININGS.values(), ids=TRAININGS)
-@pytest.mark.parametrize("name", ["SGD", "FusedAdam", "FusedLAMB"])
+@crossed({"options": TRAININGS, "name": ["SGD", "FusedAdam", "FusedLAMB"]}, meet=1)
 def test_a_training_is_where_its_model_is(name, options):
     """Nothing can be read of a tensor on "meta". (torch's Adam counts its steps on the default device.)"""
     same_story(lambda told: trained(told, MAKERS[name], **options), "cpu", device="meta")
@@ -286,8 +289,7 @@ STORIES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DEFAULTS)
-@pytest.mark.parametrize("story", STORIES)
+@crossed({"story": STORIES, "dtype": DEFAULTS}, meet=1)
 def test_a_default_type_changes_no_story(story, dtype, device):
     same_story(story, device, dtype=dtype)
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEVICES
+from crossed import crossed
 from paths import EXAMPLES
 from python_forks import python
 from torch import Tensor, nn
@@ -98,13 +99,12 @@ def assert_trains_like_torchs(name: str, losses: list[float], device: str, dtype
     assert abs(end(losses) - end(original)) < min(spread(name, device, dtype), 0.02)
 
 
-CASES = pytest.mark.parametrize(
-    ("name", "choice"), CHOICES, ids=["-".join((name, *choice)) for name, choice in CHOICES]
-)
+CASES = [pytest.param(name, choice, id="-".join((name, *choice))) for name, choice in CHOICES]
+every_case = pytest.mark.parametrize(("name", "choice"), CASES)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@CASES
+@every_case
 def test_the_same_code_with_our_amp_gives_the_bits_of_torchs_in_bf16(name, choice, device):
     losses = load(name).native(amp, run_of(device, torch.bfloat16), **choice)
     if name == "threads" or device != "cpu" or not has_arithmetic(torch.bfloat16):  # emulated: sums of another order
@@ -114,15 +114,14 @@ def test_the_same_code_with_our_amp_gives_the_bits_of_torchs_in_bf16(name, choic
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@CASES
+@every_case
 def test_the_same_code_with_our_amp_trains_like_torchs_in_fp16(name, choice, device):
     losses = load(name).native(amp, run_of(device, torch.float16), **choice)
     assert_trains_like_torchs(name, losses, device, torch.float16, **choice)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("level", LEVELS)
-@CASES
+@crossed({"name, choice": CASES, "level": LEVELS}, meet=1)
 def test_every_opt_level_trains_like_torchs_autocast(name, choice, level, device):
     """O3 too: twenty steps of FP16 weights are not yet lost in rounding.
 
@@ -319,8 +318,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, inputs, use_reentrant=False)  # reentrant has no autograd.grad, in torch itself
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
+@crossed({"level": LEVELS, "checkpointed": [False, True]}, meet=1)
 def test_double_backward_at_every_level(level, checkpointed):
     """Through convolutions, a batch norm and a linear layer; against the same in FP64, without amp."""
     exact = convnet().double()
@@ -355,8 +353,7 @@ def flat(tensors: list[Tensor]) -> Tensor:
 # A model that is asked while it trains.
 
 
-@pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("form", ["autocast", *LEVELS])
+@crossed({"form": ["autocast", *LEVELS], "without_grad": [torch.no_grad, torch.inference_mode]}, meet=1)
 def test_inference_in_between_leaves_no_trace_in_the_training(form, without_grad):
     """No weight that was cast without a graph, or as an inference tensor, reaches the training's forward."""
 
@@ -417,8 +414,7 @@ class Dropping(nn.Module):
         return checkpoint(self.classes, features, **self.options)  # preserve_rng_state is True by default
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("form", ["autocast", *LEVELS])
+@crossed({"form": ["autocast", *LEVELS], "option": list(OPTIONS)}, meet=1)
 def test_checkpoints_recompute_the_same_bits_with_every_option(form, option):
     def train(options: dict[str, Any] | None) -> list[Any]:
         model = Dropping(options)

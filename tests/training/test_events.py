@@ -10,14 +10,13 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import product
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import training
+from crossed import crossed
 from makers import MAKERS
 from torch import nn
 from torch_optimizers import VARIANTS, made, of_sparse_gradients, one_step
@@ -174,7 +173,6 @@ EVENTS: dict[str, Callable[[Training, Pair], Pair]] = {
     "initialized again": initialized_again,
     "restored": restored,
 }
-every_event = pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
 
 
 def all_of(pair: Pair) -> Any:
@@ -218,26 +216,17 @@ def of_convnets(make: Callable[[Any], Any], **options: Any) -> Training:
     return Training(fresh, train_step, **options)
 
 
-def crossed() -> Iterator[Any]:
-    """Each level, way and event with each of the other two kinds at once; what is left of the product is slow."""
-    for (i, level), (j, way), (k, event) in product(enumerate(OPTIONS), enumerate(WAYS), enumerate(EVENTS)):
-        marks = [pytest.mark.slow] if (i + j + k) % len(WAYS) else []
-        yield pytest.param(OPTIONS[level], WAYS[way], EVENTS[event], marks=marks, id=f"{level}-{way}-{event}")
-
-
-@pytest.mark.parametrize(("options", "make", "event"), [*crossed()])
+@crossed({"options": OPTIONS, "make": WAYS, "event": EVENTS})
 def test_a_training_at_any_level_goes_on_as_if_nothing_had_been(options, make, event):
     assert_goes_on(of_convnets(make, **options), event)
 
 
-@every_event
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@crossed({"make": MAKERS, "event": EVENTS}, meet=1)
 def test_with_any_of_our_optimizers(make, event):
     assert_goes_on(of_convnets(make, opt_level="O2"), event)
 
 
-@every_event
 @of_sparse_gradients
-@pytest.mark.parametrize(("name", "flags"), VARIANTS)
+@crossed({"name, flags": VARIANTS, "event": EVENTS}, meet=1)
 def test_with_any_optimizer_of_torch(name, flags, event):
     assert_goes_on(Training(lambda: Pair(*made(name, flags)), one_step, opt_level="O2"), event)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import training
 from conftest import DEVICES
+from crossed import crossed
 from torch import Tensor, nn
 from training import assert_unchanged, backward, linear, same, snapshot
 from unscaled_trainings import TRAININGS, every_training
@@ -34,7 +35,6 @@ MAKERS = {
 
 ON = {"skip_nonfinite": True, "verbosity": 0}
 
-every_maker = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 OWN_MASTERS = ["O0", "O3", "O4"]
 
 
@@ -61,8 +61,7 @@ def skipped(optimizer: Any) -> bool:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@every_training
-@every_maker
+@crossed({"options": TRAININGS, "maker": MAKERS}, meet=1)
 def test_a_step_of_gradients_that_are_not_finite_changes_nothing(maker, options, device):
     if maker is MAKERS["SGD, fused"] and options["opt_level"] == "O3" and device == "cpu":
         pytest.skip("torch's fused SGD of FP16 on a CPU comes to other numbers each time (2.13)")
@@ -85,9 +84,13 @@ def test_a_step_of_gradients_that_are_not_finite_changes_nothing(maker, options,
     assert_unchanged(snapshot(model, optimizer), learned)
 
 
-@every_training
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["body.0.weight", "body.1.bias", "head.bias"])
+@crossed(
+    {
+        "options": TRAININGS,
+        "value": [math.nan, math.inf, -math.inf],
+        "where": ["body.0.weight", "body.1.bias", "head.bias"],
+    }
+)
 def test_one_element_is_enough(options, value, where):
     model, optimizer = start_convnet(training.SGD, **options, **ON)
     bad: list[float] = []
@@ -134,9 +137,13 @@ def clipped(model: nn.Module, optimizer: Any, step: int) -> None:
         nn.utils.clip_grad_norm_(amp.master_params(optimizer), limit)
 
 
-@every_training
-@pytest.mark.parametrize("way", [accumulated, delayed, of_two_losses, clipped])
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam", "FusedLAMB"])
+@crossed(
+    {
+        "options": TRAININGS,
+        "way": [accumulated, delayed, of_two_losses, clipped],
+        "name": ["SGD", "AdamW", "NAdam", "FusedLAMB"],
+    }
+)
 def test_finite_gradients_come_to_the_same_bits(way, options, name):
     def learned(**more: Any) -> Any:
         model, optimizer = start_convnet(MAKERS[name], num_losses=2, **options, **more)

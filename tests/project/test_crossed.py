@@ -1,0 +1,53 @@
+"""`crossed` of tests/helpers: its covering part has each combination of values, and the rest of the product is slow."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+from crossed import crossed
+
+COLOURS, SIZES, SHAPES = {"red": 1, "green": 2, "blue": 3}, [int, float], ["round", "square", "flat", "long"]
+
+
+def split(axes, meet):
+    """Return the values of the fast cases, and of the slow ones."""
+    (_, cases) = crossed(axes, meet=meet).args
+    fast = [case.values for case in cases if not case.marks]
+    assert all(mark.name == "slow" for case in cases for mark in case.marks)
+    return fast, [case.values for case in cases if case.marks]
+
+
+@pytest.mark.parametrize(("meet", "number"), [(1, 4), (2, 12), (3, 24)])
+def test_fast_cases_have_each_combination_and_slow_ones_are_the_rest(meet, number):
+    axes = {"colour": COLOURS, "size": SIZES, "shape": SHAPES}
+    fast, slow = split(axes, meet)
+    assert len(fast) == number and sorted(map(str, fast + slow)) == sorted(
+        map(str, product(COLOURS.values(), SIZES, SHAPES))
+    )
+    for which in combinations(range(3), meet):
+        wanted = {tuple(case[i] for i in which) for case in product(COLOURS.values(), SIZES, SHAPES)}
+        assert {tuple(case[i] for i in which) for case in fast} == wanted
+
+
+def test_a_value_that_is_slow_takes_no_place_of_another():
+    sizes = [pytest.param(1, marks=pytest.mark.slow, id="one"), 2]
+    fast, slow = split({"colour": COLOURS, "size": sizes}, meet=1)
+    assert fast == [(1, 2), (2, 2), (3, 2)] and slow == [(1, 1), (2, 1), (3, 1)]
+
+
+@crossed({"first, second": [pytest.param(1, 2, id="of two")], "kind": [int], "name": {"key": "value"}})
+def test_arguments_and_names_of_cases(first, second, kind, name, request):
+    assert (first, second, kind, name) == (1, 2, int, "value")
+    assert request.node.name.endswith("[of two-int-key]")
+
+
+@crossed(
+    pytest.mark.parametrize(("first", "second"), [(1, None), pytest.param(2, len, id="two")]),
+    pytest.mark.parametrize("kind", [int, {}]),
+    pytest.mark.parametrize("name", ["of a list"], ids=["listed"]),
+    meet=3,
+)
+def test_decorators_of_pytest_give_the_same_names(first, second, kind, name, request):
+    wanted = f"[{'two' if first == 2 else '1-None'}-{'int' if kind is int else 'kind1'}-listed]"
+    assert request.node.name.endswith(wanted)
