@@ -15,8 +15,8 @@ from amp_patch.lab.commands.run import add_cast_arguments
 from amp_patch.lab.comparison.plan import EMULATED, LEVELS, MARGIN, MIN_GAIN, SEEDS, Plan, quick_levels
 from amp_patch.policy import OPT_LEVELS, PRODUCT_FORMATS
 
-_OF_ONE_CALL = ("levels", "formats", "seeds", "quick", "resume", "baseline", "junit", "github")
-_OF_ONE_CALL += ("module", "script", "arguments")
+_REGRESSION = ("baseline", "junit", "github")
+_OF_ONE_CALL = ("levels", "formats", "seeds", "quick", "resume", "module", "script", "arguments", *_REGRESSION)
 _EPILOG = """
 The script is not changed. AMP_PATCH_OPT_LEVEL (and with --dtype AMP_PATCH_DTYPE) overrides its arguments of
 amp.initialize; it can read the seed from AMP_PATCH_SEED. Its loss, times, memory and loss scale are recorded by

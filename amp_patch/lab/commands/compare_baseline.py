@@ -8,7 +8,7 @@ from pathlib import Path
 
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.measures import LOSS
-from amp_patch.lab.comparison.regression import annotations, junit, regressions
+from amp_patch.lab.comparison.regression import github_annotations, junit, regressions
 from amp_patch.lab.recording.run import loads
 from amp_patch.support.files import write_whole
 
@@ -77,7 +77,7 @@ def tell(before: Comparison, now: Comparison, args: argparse.Namespace) -> int:
     if not found:
         print(f"no level is worse than in {args.baseline}")
     if args.github:
-        print("\n".join(annotations(found)))
+        print("\n".join(github_annotations(found)))
     if args.junit is not None:
         try:
             write_whole(args.junit, junit(now, found))

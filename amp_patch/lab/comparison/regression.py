@@ -83,24 +83,25 @@ def _of_level(level: LevelResult, later: LevelResult | None, before: Comparison,
 
 def _grown_gap(level: LevelResult, later: LevelResult, before: Comparison, now: Comparison) -> str | None:
     """Return in words by how much the gap to the baseline has surely grown; None if by less than the margin."""
-    bases = (before.baseline, now.baseline)
-    if bases[0] is None or bases[1] is None or level.level == bases[0].level:
+    base = now.baseline
+    if before.baseline is None or base is None or level.level == base.level:
         return None
-    gaps = []
-    for each, base in zip((level, later), bases, strict=True):
-        scale = abs(statistics.mean(base.finite.values())) or 1.0
-        gaps.append(
-            {seed: (each.finite[seed] - base.finite[seed]) / scale for seed in each.finite if seed in base.finite}
-        )
+    earlier, gaps = _gaps(level, before.baseline), _gaps(later, base)
     sign = -1 if now.maximize else 1
-    grown = [sign * (gaps[1][seed] - gaps[0][seed]) for seed in gaps[0] if seed in gaps[1]]
+    grown = [sign * (gaps[seed] - earlier[seed]) for seed in earlier if seed in gaps]
     if len(grown) < 2:
         return None
-    mean = statistics.mean(grown)
-    if mean - measures.half_width(measures.spread(grown), len(grown), CONFIDENCE) <= now.margin:
+    half = measures.half_width(measures.spread(grown), len(grown), CONFIDENCE)
+    if statistics.mean(grown) - half <= now.margin:
         return None
-    ends = [statistics.mean(each.values()) for each in gaps]
-    return f"its gap to {bases[1].level} is {percent(ends[1])}, and was {percent(ends[0])} before"
+    ends = [statistics.mean(each.values()) for each in (gaps, earlier)]
+    return f"its gap to {base.level} is {percent(ends[0])}, and was {percent(ends[1])} before"
+
+
+def _gaps(level: LevelResult, base: LevelResult) -> dict[int, float]:
+    """Return {seed: difference of the results of the level and the baseline, as a share of the baseline's mean}."""
+    unit = abs(base.mean or 1.0)
+    return {seed: (result - base.finite[seed]) / unit for seed, result in level.finite.items() if seed in base.finite}
 
 
 def junit(now: Comparison, found: list[Regression]) -> str:
@@ -118,7 +119,7 @@ def junit(now: Comparison, found: list[Regression]) -> str:
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def annotations(found: list[Regression]) -> list[str]:
+def github_annotations(found: list[Regression]) -> list[str]:
     """Return a line for each regression that GitHub shows as an error of the workflow."""
     escaped = [each.what.replace("%", "%25").replace("\n", "%0A") for each in found]
     return [f"::error title=amp_patch: {each.level}::{what}" for each, what in zip(found, escaped, strict=True)]

@@ -14,7 +14,7 @@ from made_up import made_up_run
 from torch import nn
 
 from amp_patch import amp
-from amp_patch.lab.comparison.regression import annotations, junit, regressions
+from amp_patch.lab.comparison.regression import github_annotations, junit, regressions
 
 O0 = seeds("O0", 1.0, 2.0, 3.0)
 BEFORE = seeds("O2", 1.001, 2.001, 3.001, masters=8000)
@@ -53,7 +53,7 @@ def test_a_planted_regression_is_found_once_and_at_its_level(what):
     assert not more or what in ("all seeds diverge", "one seed diverges")
     case = ElementTree.fromstring(junit(now, [found])).find("testcase[@name='O2']/failure")
     assert case is not None and case.get("message") == found.what
-    (line,) = annotations([found])
+    (line,) = github_annotations([found])
     assert line.startswith("::error title=amp_patch: O2::") and "\n" not in line
 
 
