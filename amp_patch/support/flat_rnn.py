@@ -19,9 +19,9 @@ _KINDS = {"rnn_relu": (0, 1), "rnn_tanh": (1, 1), "lstm": (2, 4), "gru": (3, 3)}
 def flatten_module(module: nn.RNNBase) -> None:
     """Call `module.flatten_parameters()`, and do the same for BF16 weights: torch's method ignores them."""
     module.flatten_parameters()
-    if all(isinstance(weight, Tensor) for weight in module._flat_weights):
-        bidirectional = bool(module.bidirectional)
-        flatten(module.mode.lower(), module._flat_weights, module.bias, module.num_layers, bidirectional)
+    weights = [weight for weight in module._flat_weights if isinstance(weight, Tensor)]
+    if len(weights) == len(module._flat_weights):
+        flatten(module.mode.lower(), weights, module.bias, module.num_layers, bool(module.bidirectional))
 
 
 def flatten_casts(function: str, args: tuple[Any, ...], cast: tuple[Any, ...]) -> None:
