@@ -194,6 +194,7 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
     Raises:
         ValueError, TypeError: an argument that cannot be honored; nothing was changed then.
     """
+    given = locals()
     if not isinstance(enabled, bool | int):
         raise TypeError(
             f"initialize: enabled is {enabled!r}; the third positional argument is `enabled`, so name the level: "
@@ -201,24 +202,9 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
         )
     policy = None
     if enabled:
-        options = Options(
-            dtype=dtype,
-            cast_model_type=cast_model_type,
-            patch_torch_functions=patch_torch_functions,
-            keep_batchnorm_fp32=keep_batchnorm_fp32,
-            master_weights=master_weights,
-            loss_scale=loss_scale,
-            cast_model_outputs=cast_model_outputs,
-            skip_nonfinite=skip_nonfinite,
-            low_precision_norms=low_precision_norms,
-            optimizer_state=optimizer_state,
-            fp32_state=not isinstance(fp32_state, list | tuple) or bool(fp32_state),
-            min_loss_scale=min_loss_scale,
-            max_loss_scale=max_loss_scale,
-            allow_banned=allow_banned,
-            cpu_half=renamed(cpu_half, cpu_fp16),
-        )
-        opt_level, options = overridden(opt_level, options)
+        given["cpu_half"] = renamed(cpu_half, cpu_fp16)
+        given["fp32_state"] = not isinstance(fp32_state, list | tuple) or bool(fp32_state)
+        opt_level, options = overridden(opt_level, Options.of(given))
         policy = resolve(opt_level, options)
         fp32_state = fp32_state if options.fp32_state else ()
     others = keep_fp32, process_group, methods, keep_high, gradient_release, fp32_state

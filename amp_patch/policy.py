@@ -192,6 +192,11 @@ class Options:
     allow_banned: bool = False
     cpu_half: str = "auto"
 
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Options:
+        """Return the options among `given`, {name of an argument of `initialize`: value}."""
+        return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
+
     def given(self) -> dict[str, Any]:
         """Return {name: value} of the options that differ from their defaults and may contradict a level."""
         names = [f.name for f in fields(self) if f.name not in _OF_ANY_LEVEL]

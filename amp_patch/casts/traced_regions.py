@@ -47,8 +47,12 @@ def enter_trace_of(acting: Policy | None, disables_torch_autocast: bool, emulate
         )
 
 
+# The fields of a policy that decide how a call is cast, in the order of `casts_of`.
+_CASTS = ("dtype", "allow_banned", "op_lists", "low_precision_norms", "product_format", "patch_torch_functions")
+
+
 def casts_of(policy: Policy) -> tuple[Any, ...]:
-    """Return the arguments of `casts_policy`: the fields of `policy` that decide how a call is cast."""
+    """Return the arguments of `casts_policy`: the values of `_CASTS` in `policy`."""
     calls = policy.op_lists, policy.low_precision_norms, policy.product_format, policy.patch_torch_functions
     return policy.dtype, policy.allow_banned, *calls
 
@@ -96,21 +100,6 @@ class CastsPolicy(Policy):
 
 
 @functools.cache
-def casts_policy(
-    dtype: torch.dtype,
-    allow_banned: bool,
-    op_lists: str,
-    low_precision_norms: bool,
-    product_format: str | None,
-    patch_torch_functions: bool,
-) -> Policy:
-    """Return a policy with the casts that the arguments describe; for equal arguments the same object."""
-    return CastsPolicy(
-        "O1",
-        dtype=dtype,
-        patch_torch_functions=patch_torch_functions,
-        allow_banned=allow_banned,
-        op_lists=op_lists,
-        low_precision_norms=low_precision_norms,
-        product_format=product_format,
-    )
+def casts_policy(*casts: Any) -> Policy:
+    """Return a policy with the casts that the arguments, of `casts_of`, describe; for equal ones the same object."""
+    return CastsPolicy("O1", **dict(zip(_CASTS, casts, strict=True)))

@@ -155,11 +155,8 @@ class FusedAdam(FusedOptimizer):
                         *(p, g, m, v),
                         step=step,
                         lr=lr.to(device) if isinstance(lr, Tensor) else lr,
-                        betas=group["betas"],
-                        eps=group["eps"],
-                        weight_decay=group["weight_decay"],
+                        **{name: group[name] for name in ("betas", "eps", "weight_decay", "bias_correction")},
                         decoupled=bool(self.adam_w_mode),
-                        bias_correction=group["bias_correction"],
                         grad_scale=None if grad_scale is None else grad_scale.to(device),
                         found_inf=None if found_inf is None else found_inf.to(device),
                     )

@@ -31,21 +31,17 @@ def lamb(
     step: int | Tensor,
     lr: Number,
     betas: tuple[float, float],
-    eps: float,
     weight_decay: float,
-    decoupled: bool,
     bias_correction: bool,
-    grad_averaging: bool,
-    grad_norm: Tensor,
-    max_grad_norm: float | None,
     use_nvlamb: bool,
     found_inf: Tensor | None = None,
+    **update: Any,
 ) -> None:
     """Make a step of LAMB (You et al., arXiv:1904.00962) in place: `lamb_update`, then `lamb_apply`.
 
-    All lists are on one device; params, exp_avgs and exp_avg_sqs are written. `grad_norm` is as in `lamb_update`.
-    `step`, `lr` and `found_inf` may be tensors of one element on the device. If `found_inf` is not 0, nothing changes,
-    provided that the caller has set the gradients to 0: infinities and NaNs would spread. No sync.
+    All lists are on one device; params, exp_avgs and exp_avg_sqs are written. `update` are further arguments of
+    `lamb_update`. `step`, `lr` and `found_inf` may be tensors of one element on the device. If `found_inf` is not 0,
+    nothing changes, provided that the caller has set the gradients to 0: infinities and NaNs would spread. No sync.
     """
     with computable([params, exp_avgs, exp_avg_sqs], [grads]) as ((p, m, v), (g,)):
         if not p:
@@ -57,13 +53,9 @@ def lamb(
             v,
             corrections=_corrections(betas, step, bias_correction, p[0]),
             betas=betas,
-            eps=eps,
             weight_decay=weight_decay,
-            decoupled=decoupled,
-            grad_averaging=grad_averaging,
-            grad_norm=grad_norm,
-            max_grad_norm=max_grad_norm,
             found_inf=found_inf,
+            **update,
         )
         if found_inf is not None:
             lr = _unless(found_inf, lr, 0.0, p[0])

@@ -22,6 +22,7 @@ from amp_patch.optimizers.common import (
     wide,
 )
 
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging")
 NORMS = (0, 2)  # values of `norm_type`, as in Apex: 0 for the largest absolute value, 2 for the 2-norm
 
 
@@ -171,12 +172,7 @@ class FusedNovoGrad(FusedOptimizer):
                     self.averages(params, "exp_avg"),
                     norms,
                     step=step,
-                    lr=group["lr"],
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    bias_correction=group["bias_correction"],
-                    grad_averaging=group["grad_averaging"],
+                    **{name: group[name] for name in _SETTINGS},
                     reg_inside_moment=self.moment_mode == 0,
                 )
 

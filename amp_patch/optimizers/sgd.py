@@ -10,6 +10,8 @@ from torch.optim.optimizer import required
 from amp_patch.multi_tensor.plain_steps import fused_sgd
 from amp_patch.optimizers.common import FusedOptimizer, Group, computable, gradients
 
+_SETTINGS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+
 
 class FusedSGD(FusedOptimizer):
     """Apex's FusedSGD: torch.optim.SGD's formulas.
@@ -71,11 +73,7 @@ class FusedSGD(FusedOptimizer):
                     with computable([some, *buffers], [gradients(some)]) as ((p, *b), (g,)):
                         fused_sgd(
                             *(p, g, b[0] if b else []),
-                            lr=group["lr"],
-                            momentum=group["momentum"],
-                            dampening=group["dampening"],
-                            weight_decay=group["weight_decay"],
-                            nesterov=group["nesterov"],
+                            **{name: group[name] for name in _SETTINGS},
                             wd_after_momentum=self.wd_after_momentum,
                             first_run=first_run,
                             found_inf=None if found_inf is None else found_inf.to(some[0].device),

@@ -23,7 +23,7 @@ from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
 from amp_patch.training import joints, slips, untouched
 from amp_patch.training.overflow import drop_overflowed
-from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
+from amp_patch.training.stash import Stash, give_stash, note_sharing, stash_of, take_stash
 from amp_patch.training.step import WHOLE, lead_to_step, step_of
 from amp_patch.training.unscale import unscale_pending
 
@@ -99,7 +99,7 @@ class AmpOptimizer(Generated):
             stash.masters.keep(stash.master_form)
             joints.tell(joints.regrouped, self)
         joints.tell(joints.group_added, self, stash)
-        note_sharing([other for other, _ in siblings(stash)])
+        note_sharing(stash)
 
     def __getstate__(self) -> dict[str, Any]:
         stash = stash_of(self)
@@ -121,7 +121,7 @@ class AmpOptimizer(Generated):
             if stash.neighbours.owner is None:
                 enter_step(self, stash)
                 stash.neighbours.siblings.enter(self)
-                note_sharing([other for other, _ in siblings(stash)])
+                note_sharing(stash)
 
 
 def _strategy_of(base: Any) -> joints.Strategy:

@@ -350,16 +350,12 @@ def distinct_pairs(optimizers: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor]]
     )
 
 
-def note_sharing(optimizers: Sequence[Any]) -> None:
-    """Store in `sharing` of each optimizer's stash the other `optimizers` that hold parameters of that optimizer."""
-    held = [
-        (optimizer, stash, {id(param) for param, _ in stash.masters.pairs(optimizer.param_groups)})
-        for optimizer in optimizers
-        if (stash := stash_of(optimizer)) is not None
-    ]
-    for optimizer, stash, own in held:
+def note_sharing(stash: Stash) -> None:
+    """Store in `sharing` of each of the training's stashes the other optimizers that hold parameters of its own."""
+    held = [(o, known, {id(p) for p, _ in known.masters.pairs(o.param_groups)}) for o, known in siblings(stash)]
+    for optimizer, known, own in held:
         others = [other for other, _, params in held if other is not optimizer and not own.isdisjoint(params)]
-        stash.neighbours.sharing = [weakref.ref(other) for other in others]
+        known.neighbours.sharing = [weakref.ref(other) for other in others]
 
 
 def siblings(stash: Stash) -> list[tuple[Any, Stash]]:

@@ -249,7 +249,7 @@ def enter(
         name_parameters(stash, models)
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
     if len(targets) > 1:
-        note_sharing(targets)
+        note_sharing(known_stash(targets[0]))
     if policy.changes_nothing:
         untouched.enter_training(models, policy, methods)
     else:

@@ -21,7 +21,7 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.support.quantized import is_quantized
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import joints
-from amp_patch.training.stash import Neighbours, Stash, known_stash, note_sharing, siblings
+from amp_patch.training.stash import Neighbours, Stash, known_stash, note_sharing
 from amp_patch.training.training import Training, all_optimizers
 
 
@@ -92,7 +92,7 @@ def make_masters(optimizer: Any, stash: Stash) -> None:
     stash.note_gathered()
     stash.masters.keep(stash.master_form)
     joints.tell(joints.regrouped, optimizer)
-    note_sharing([other for other, _ in siblings(stash)])
+    note_sharing(stash)
 
 
 def refuse_thawed(optimizer: Any, stash: Stash) -> None:

@@ -206,26 +206,15 @@ def initialize(
             instead); an optimizer is an FP16_Optimizer; combine_ddp is set without a process group.
         ValueError, TypeError: any other invalid argument. Nothing was changed then.
     """
+    arguments = locals()
     if isinstance(enabled, str):
         raise TypeError(f"initialize: enabled, the third argument, is {enabled!r}; name the level: opt_level='O1'")
     if not enabled:
         _amp_state.opt_properties = Properties()
         return initialize_as(dialect(), models, optimizers, None)
     _refuse_fp16_optimizers(optimizers)
-    given = Options(
-        dtype=dtype,
-        cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=loss_scale,
-        cast_model_outputs=cast_model_outputs,
-        min_loss_scale=min_loss_scale,
-        max_loss_scale=max_loss_scale,
-        allow_banned=allow_banned,
-        cpu_half=renamed(cpu_half, cpu_fp16),
-    )
-    opt_level, given = without_rungs(opt_level, given)
+    arguments["cpu_half"] = renamed(cpu_half, cpu_fp16)
+    opt_level, given = without_rungs(opt_level, Options.of(arguments))
     options = _without_contradictions(opt_level, vars(given), patch_torch_functions_type)
     moves = _forks.movement(dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window)
     chosen = _forks.switches(combine_grad, combine_ddp, ddp_replica_count, user_cast_preferred, check_combined_tensors)

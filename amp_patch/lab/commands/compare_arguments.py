@@ -15,6 +15,7 @@ from amp_patch.lab.commands.run import add_cast_arguments
 from amp_patch.lab.comparison.plan import EMULATED, LEVELS, MARGIN, MIN_GAIN, SEEDS, Plan, quick_levels
 from amp_patch.policy import OPT_LEVELS, PRODUCT_FORMATS
 
+_OF_PLAN = ("steps", "dtype", "metric", "maximize", "inspect", "min_gain", "margin")
 _REGRESSION = ("baseline", "junit", "github")
 _OF_ONE_CALL = ("levels", "formats", "seeds", "quick", "resume", "module", "script", "arguments", *_REGRESSION)
 _EPILOG = """
@@ -172,11 +173,5 @@ def plan_of(args: argparse.Namespace) -> Plan:
     return Plan(
         levels=(*levels, *(f"{EMULATED}+{name}" for name in formats)),
         seeds=1 if args.quick else SEEDS if args.seeds is None else args.seeds,
-        steps=args.steps,
-        dtype=args.dtype,
-        metric=args.metric,
-        maximize=args.maximize,
-        inspect=args.inspect,
-        min_gain=args.min_gain,
-        margin=args.margin,
+        **{name: getattr(args, name) for name in _OF_PLAN},
     )

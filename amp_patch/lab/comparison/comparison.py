@@ -18,6 +18,9 @@ from amp_patch.lab.recording.run import INTERRUPTED, NATIVE, Run
 from amp_patch.lab.wording import counted, fine_percent, lacks, listed, metric_in_words, type_name, whole_percent
 
 _MOST_TO_TELL = 20  # the most seeds that an advised command asks for
+# Fields of a Comparison beside its runs, as its report has them; the second are missing in old reports.
+_GIVEN = ("title", "metric", "maximize", "asked_steps", "machine")
+_GIVEN_LATER = ("again", "asked_runs", "command", "min_gain", "margin", "folder", "survey")
 FEW_STEPS = 30  # with fewer steps, losses, step times and a dynamic loss scale have not become steady
 
 
@@ -361,23 +364,9 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every figure, for `run.dumps`."""
+        figures = ("comparable", "summary", "test", "notes")
         return {
-            "title": self.title,
-            "metric": self.metric,
-            "maximize": self.maximize,
-            "asked_steps": self.asked_steps,
-            "machine": self.machine,
-            "again": self.again,
-            "asked_runs": self.asked_runs,
-            "command": self.command,
-            "min_gain": self.min_gain,
-            "margin": self.margin,
-            "folder": self.folder,
-            "comparable": self.comparable,
-            "summary": self.summary,
-            "test": self.test,
-            "notes": self.notes,
-            "survey": self.survey,
+            **{name: getattr(self, name) for name in (*_GIVEN, *_GIVEN_LATER, *figures)},
             "baseline": self.baseline.name if self.baseline is not None else None,
             "levels": [level_dict(level) for level in self.levels],
             "runs": [run.to_dict() for run in self.runs],
@@ -386,9 +375,8 @@ class Comparison:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Comparison:
         """Load a comparison from the result of `to_dict`. All figures are computed from its runs again."""
-        given = {name: values[name] for name in ("title", "metric", "maximize", "asked_steps", "machine")}
-        later = ("again", "asked_runs", "command", "min_gain", "margin", "folder", "survey")  # missing in old reports
-        given.update((name, values[name]) for name in later if name in values)
+        given = {name: values[name] for name in _GIVEN}
+        given.update((name, values[name]) for name in _GIVEN_LATER if name in values)
         return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
 
     @cached_property
