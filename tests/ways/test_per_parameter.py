@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from coded_states import coded, go_on, in_eight_bits, loss_of, net, opened, start, state_of, through_file
+from crossed import crossed
 from in_portions import Each
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -270,9 +271,7 @@ RELEASED = {
 unused = nn.Linear(3, 3)
 
 
-@pytest.mark.parametrize("level", RELEASED.values(), ids=RELEASED)
-@pytest.mark.parametrize("kind", [Counting, CountingGradients])
-@pytest.mark.parametrize("together", [1, gradient_release.TOGETHER])
+@crossed({"together": [1, gradient_release.TOGETHER], "kind": [Counting, CountingGradients], "level": RELEASED})
 def test_a_step_in_backward_has_the_same_bits_and_counts_once(kind, level, together, monkeypatch):
     amp.register_per_parameter_optimizer(kind)
     monkeypatch.setattr(gradient_release, "TOGETHER", together)
