@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from searched import left_out
+from searched import search_for
 from syncs import hear_the_notice
 
 from amp_patch import amp
@@ -68,10 +68,8 @@ held_names._NEVER |= {*TOOLS.split()}
 @pytest.fixture(scope="module", autouse=True)
 def searched(request: pytest.FixtureRequest) -> Iterator[None]:
     """Search the modules of this test file for torch's functions, and not those of other test files."""
-    never = held_names._NEVER
-    held_names._NEVER = never | left_out(request.path, never)
-    yield
-    held_names._NEVER = never
+    with search_for(request.path):
+        yield
 
 
 def pytest_collection_finish() -> None:

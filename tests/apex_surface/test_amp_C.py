@@ -11,6 +11,7 @@ import reference
 import torch
 from amp_c_calls import CHUNK, buffer, on_devices, tensors, zeros
 from conftest import DTYPES
+from crossed import crossed
 from training import same
 
 import amp_patch.apex as shim
@@ -68,9 +69,9 @@ def test_flatten_and_unflatten():
 
 
 @on_devices
-@pytest.mark.parametrize("flag_dtype", [torch.int32, torch.float32, torch.uint8, torch.int64])
-@pytest.mark.parametrize("dst_dtype", DTYPES)
-@pytest.mark.parametrize("src_dtype", DTYPES)
+@crossed(
+    {"src_dtype": DTYPES, "dst_dtype": DTYPES, "flag_dtype": [torch.int32, torch.float32, torch.uint8, torch.int64]}
+)
 def test_scale(src_dtype, dst_dtype, flag_dtype, device):
     src, flag = tensors(dtype=src_dtype, device=device), buffer(device, flag_dtype)
     dst = [torch.empty_like(t, dtype=dst_dtype) for t in src]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import training
 from conftest import DEVICES, DTYPES
+from crossed import crossed
 from torch import nn
 from training import backward, convnet, images, linear
 
@@ -37,9 +38,13 @@ def weights_and_grads(dtype=torch.float32, device="cpu"):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize(("clip", "trust"), [(True, 0.02), (False, 0.001), (True, 100.0)])
-@pytest.mark.parametrize("decay", [0.0, 1e-1])
+@crossed(
+    {
+        "decay": [0.0, 1e-1],
+        "clip, trust": [(True, 0.02), (False, 0.001), (True, 100.0)],
+        "dtype": [*DTYPES, torch.float64],
+    }
+)
 def test_larc_is_the_paper_s(device, dtype, clip, trust, decay):
     params, grads = weights_and_grads(dtype, device)
     optimizer = LARC(optimizer=torch.optim.SGD(params, lr=0.5, weight_decay=decay), trust_coefficient=trust, clip=clip)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -45,9 +46,11 @@ from amp_patch.policy import Policy
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("owner", "name", "expected"), ROWS)
-def test_types_forward_and_backward(owner: str, name: str, expected: tuple[torch.dtype, ...], device: str) -> None:
-    for given, wanted in zip(([HALF], [FULL], [HALF, FULL]), expected, strict=True):
+@pytest.mark.parametrize(("owner", "names", "expected"), ROWS)
+def test_types_forward_and_backward(
+    owner: str, names: list[str], expected: tuple[torch.dtype, ...], device: str
+) -> None:
+    for name, (given, wanted) in product(names, zip(([HALF], [FULL], [HALF, FULL]), expected, strict=True)):
         args, kwargs = arguments(owner, name, given, device)
         floating = [tensor for tensor in flat(args) if tensor.dtype in (HALF, FULL)]
         if len(given) > len(floating):
@@ -62,10 +65,10 @@ def test_types_forward_and_backward(owner: str, name: str, expected: tuple[torch
             result = call_of(owner, name, args, kwargs)
         # CUDA's statistics of a layer norm are FP32.
         typed = result[0] if name == "native_layer_norm" and device != "cpu" else result
-        assert result_types(typed) == {wanted}, given
+        assert result_types(typed) == {wanted}, (name, given)
         torch.autograd.backward([output.float().sum() for output in flat(result) if output.requires_grad])
-        assert leaves[0].grad is not None
-        assert all(leaf.grad is None or leaf.grad.dtype is leaf.dtype for leaf in leaves)
+        assert leaves[0].grad is not None, name
+        assert all(leaf.grad is None or leaf.grad.dtype is leaf.dtype for leaf in leaves), name
 
 
 def test_the_variant_holds_only_differences_each_of_them_tested() -> None:

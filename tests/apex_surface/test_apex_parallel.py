@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import training
 from conftest import DEVICES, DTYPES
+from crossed import crossed
 from torch import nn
 from training import LEVELS, convnet
 
@@ -48,8 +49,9 @@ def maybe_a_world(request):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kwargs", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
+@crossed(
+    {"kwargs": [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], "dtype": DTYPES}, meet=1
+)
 def test_a_lone_process_s_syncbatchnorm_is_batch_norm(maybe_a_world, device, dtype, kwargs):
     ours, theirs = SyncBatchNorm(3, **kwargs).to(device), nn.BatchNorm2d(3, **kwargs).to(device)
     assert isinstance(ours, nn.modules.batchnorm._BatchNorm)
@@ -119,8 +121,7 @@ def test_converted_models_train_at_every_level(maybe_a_world, level):
     assert training.train(late, optimizer, 4) == pytest.approx(losses[1], rel=0.01, abs=0.01)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kwargs", [{}, {"delay_allreduce": True}, {"gradient_predivide_factor": 2.0}])
+@crossed({"kwargs": [{}, {"delay_allreduce": True}, {"gradient_predivide_factor": 2.0}], "level": LEVELS}, meet=1)
 def test_ddp_around_what_initialize_returned(world_of_one, level, kwargs):
     losses = []
     for wrap in (True, False):

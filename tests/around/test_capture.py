@@ -12,6 +12,7 @@ import pytest
 import torch
 import training
 from captured_steps import LEVELS, MAKERS, SCALED, iteration, start_capturable
+from crossed import crossed
 from split_masters import low_half
 from syncs import CopiesToOrFrom, count
 
@@ -50,9 +51,7 @@ def persistent(model, optimizer):
     return [t.data_ptr() for t in tensors if isinstance(t, torch.Tensor)]
 
 
-@pytest.mark.parametrize("skipped_before", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+@crossed({"maker": MAKERS, "level": LEVELS, "skipped_before": [False, True]})
 def test_a_captured_step_asks_nothing_and_does_what_another_does(maker, level, skipped_before, capturing):
     results = []
     for captured in (False, True):
@@ -126,8 +125,7 @@ FIRST = MAKERS | {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("maker", FIRST.values(), ids=FIRST)
+@crossed({"maker": FIRST, "level": LEVELS}, meet=1)
 def test_a_first_step_is_refused(maker, level, capturing):
     """Each replay would initialize the state again: SGD's momentum would become the gradient of the batch."""
     model, optimizer = start_capturable(maker, level)

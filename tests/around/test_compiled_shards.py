@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from crossed import crossed
 from torch import Tensor, nn
 from training import backward, same
 
@@ -59,8 +60,7 @@ def weights(level: str, dtype: Any, compiled: str) -> list[Tensor]:
     return [value.full_tensor().clone() for value in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("compiled", ["all", "parts"])
-@pytest.mark.parametrize("level, dtype", KINDS)
+@crossed(pytest.mark.parametrize("level, dtype", KINDS), {"compiled": ["all", "parts"]}, meet=1)
 def test_compiled_shards_train_as_in_eager(ranks, level, dtype, compiled):
     expected, found = ranks(weights, level, dtype, "no"), ranks(weights, level, dtype, compiled)
     assert same(*found)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from crossed import crossed
 from ddp_trainings import (
     SCALED,
     assert_skipped_by_all,
@@ -73,8 +74,7 @@ def accumulate(level: str, delay: bool, way: str = "together", options: dict[str
     return collected + masters_of(optimizer)
 
 
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
+@crossed({"level": LEVELS, "delay": [False, True]}, meet=1)
 def test_accumulation_under_no_sync(ranks, level, delay):
     """amp sees no_sync by itself: with and without delay_unscale the same gradients, plain DDP's, on both ranks."""
     plain = both_alike(ranks(accumulate_plainly, {"O1": torch.float16, "O4": torch.bfloat16}.get(level)))
@@ -100,8 +100,7 @@ def overflow_before_the_reduction(level: str, rank: int) -> dict[str, Any]:
     return amp.state_dict()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("level", LEVELS)
+@crossed({"level": LEVELS, "rank": [0, 1]}, meet=1)
 def test_an_overflow_under_no_sync_moves_the_scale_alike_on_all_ranks(ranks, level, rank):
     assert ranks(overflow_before_the_reduction, level, rank) == [{"loss_scaler0": HALVED}] * 2
 
@@ -137,8 +136,7 @@ def overflow(level: str, dtype: torch.dtype) -> dict[str, Any]:
     return overflow_on_one_rank(level, ADAM, float("inf"), dtype=dtype)[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@crossed({"level": ["O0", "O1", "O2", "O3"], "dtype": [torch.float16, torch.bfloat16]}, meet=1)
 def test_an_overflow_on_one_rank_skips_on_all(ranks, level, dtype):
     assert_skipped_by_all(ranks(overflow, level, dtype))
 
@@ -171,9 +169,7 @@ def two_losses(level: str | None, options: dict[str, Any], apart: bool, bad: boo
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@crossed({"level": ["O0", "O1", "O2"], "apart": [False, True], "options": [{}, {"gradient_as_bucket_view": True}]})
 def test_gradients_of_another_loss_that_are_reduced_already_are_added_to(ranks, level, apart, options):
     plain = ranks(two_losses, None, {}, apart, False)[0]
     results = ranks(two_losses, level, options, apart, False)
@@ -183,9 +179,7 @@ def test_gradients_of_another_loss_that_are_reduced_already_are_added_to(ranks, 
         assert seen["scales"] == [(1024.0, 1), (1024.0, 1 if apart else 2)] and not seen["skipped"]
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@crossed({"level": ["O0", "O1", "O2"], "apart": [False, True], "options": [{}, {"gradient_as_bucket_view": True}]})
 def test_an_overflow_of_another_loss_on_one_rank_is_blamed_on_that_loss_on_all(ranks, level, apart, options):
     start = [param.detach() for param in mlp().parameters()]
     for seen in ranks(two_losses, level, options, apart, True):
@@ -240,8 +234,7 @@ def gan(level: str | None, options: dict[str, Any], dropping: bool = False) -> l
     return [tensor for model in models for tensor in learned(model)]
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@crossed({"level": ["O0", "O1", "O2", "O5"], "options": [{}, {"gradient_as_bucket_view": True}]}, meet=1)
 def test_a_gan_under_two_ddps(ranks, level, options):
     """Gradients of the generator's loss in the discriminator are added up, as in torch; masters do not receive them."""
     plain = both_alike(ranks(gan, None, {}, dropping=level in ("O2", "O5")))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from crossed import crossed
 from ddp_trainings import SCALED, both_alike, learned, loss_of, mine, mlp, sgd, train_ranks, wrapped
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -85,8 +86,7 @@ def test_a_ddp_inside_of_the_model_trains_at_o2_where_it_is_kept_in_fp32(ranks):
     both_alike(ranks(kept_inside))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["inside", "around"])
+@crossed({"kind": ["inside", "around"], "level": LEVELS}, meet=1)
 def test_an_earlier_ddp_reduces_cast_weights(ranks, kind, level):
     expected, *_ = ranks(wrapped, level, "after")
     found, other = ranks(wrapped, level, kind)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from crossed import crossed
 from fsdp_trainings import (
     MAKERS,
     SGD,
@@ -216,8 +217,11 @@ def sharded_first(level: str, dtype: Any) -> list[Tensor]:
     return weights(model)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["GradScaler", "initialize again"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@crossed(
+    {"level": ["O0", "O1", "O4"]},
+    pytest.mark.parametrize("again", [False, True], ids=["GradScaler", "initialize again"]),
+    meet=1,
+)
 def test_initialize_may_come_before_fully_shard_without_an_optimizer(ranks, level, again):
     for (first, dtype), other in zip(
         ranks(initialized_first, level, None, again), ranks(sharded_first, level, None), strict=True

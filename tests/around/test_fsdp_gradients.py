@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from crossed import crossed
 from fsdp_trainings import (
     ADAM,
     SGD,
@@ -80,17 +81,19 @@ def overflow_in_one_shard(level: str, dtype: Any, form: str, where: int, mesh: A
     return seen
 
 
-@pytest.mark.parametrize("where", [0, 1])
-@pytest.mark.parametrize(
-    ("level", "dtype", "form"),
-    [
-        ("O1", torch.float16, "scale_loss"),
-        ("O2", torch.float16, "scale_loss"),
-        ("O2", torch.bfloat16, "scale_loss"),
-        ("O2", torch.float16, "GradScaler"),
-        ("O0", None, "GradScaler without initialize"),
-        ("O0", None, "GradScaler without initialize, fused"),
-    ],
+@crossed(
+    {
+        "level, dtype, form": [
+            ("O1", torch.float16, "scale_loss"),
+            ("O2", torch.float16, "scale_loss"),
+            ("O2", torch.bfloat16, "scale_loss"),
+            ("O2", torch.float16, "GradScaler"),
+            ("O0", None, "GradScaler without initialize"),
+            ("O0", None, "GradScaler without initialize, fused"),
+        ],
+        "where": [0, 1],
+    },
+    meet=1,
 )
 def test_an_overflow_in_one_shard_is_skipped_by_all(ranks, level, dtype, form, where):
     both = ranks(overflow_in_one_shard, level, dtype, form, where)
@@ -208,8 +211,7 @@ def accumulate(level: str, dtype: Any, form: str, delay: bool = False) -> tuple[
     return weights(model), None if form == "torch" else amp.state_dict()["loss_scaler0"]
 
 
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize(("level", "dtype"), [("O0", None), ("O1", torch.float16), ("O2", torch.float16)])
+@crossed({"level, dtype": [("O0", None), ("O1", torch.float16), ("O2", torch.float16)], "delay": [False, True]}, meet=1)
 def test_gradients_that_are_held_back_keep_one_scale(ranks, level, dtype, delay):
     (first, state), (second, other_state) = ranks(accumulate, level, dtype, "held back", delay)
     assert same(first, second) and state == other_state
@@ -246,8 +248,9 @@ def two_losses(level: str | None, dtype: Any, held_back: bool, bad: bool) -> dic
     }
 
 
-@pytest.mark.parametrize("held_back", [False, True])
-@pytest.mark.parametrize(("level", "dtype"), [("O0", None), ("O1", torch.float16), ("O2", torch.float16)])
+@crossed(
+    {"level, dtype": [("O0", None), ("O1", torch.float16), ("O2", torch.float16)], "held_back": [False, True]}, meet=1
+)
 def test_the_overflow_of_another_loss_is_not_blamed_on_gradients_that_are_added(ranks, level, dtype, held_back):
     for seen in ranks(two_losses, level, dtype, held_back, True):
         assert seen["scales"] == [(512.0, 0), (1024.0, 1 if held_back else 2)] and seen["skipped"] and not seen["moved"]

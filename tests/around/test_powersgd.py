@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
+from crossed import crossed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import backward
@@ -40,8 +40,7 @@ def skips(level: str, how: str) -> list[bool]:
     return skipped
 
 
-@pytest.mark.parametrize("how", ["keeps nothing", "cleared", "as it is"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@crossed({"level": ["O1", "O2"], "how": ["keeps nothing", "cleared", "as it is"]}, meet=1)
 def test_an_overflow_stays_in_what_the_hook_keeps(ranks, level, how):
     after = how == "as it is"
     assert ranks(skips, level, how) == [[False] * 3 + [True] + [after] * 3] * 2

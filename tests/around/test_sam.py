@@ -13,6 +13,7 @@ import math
 import pytest
 import torch
 import training
+from crossed import crossed
 from torch import nn
 from training import LEVELS, backward, convnet, images, linear
 
@@ -127,9 +128,9 @@ def plain_curve(kind, steps=12):
     return losses
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("whole", [True, False], ids=["the wrapper", "its base"])
-@pytest.mark.parametrize("level", LEVELS)
+@crossed(
+    {"level": LEVELS}, pytest.mark.parametrize("whole", [True, False], ids=["the wrapper", "its base"]), {"kind": KINDS}
+)
 def test_it_trains_as_in_fp32(level, whole, kind):
     losses, expected = curve(level, kind, whole), plain_curve(kind)
     if level == "O0":
@@ -157,9 +158,7 @@ def test_the_second_pass_is_at_the_moved_weights(level, kind):
     assert next(amp.master_params(sam)).item() == 0.5 and model(torch.ones(1, 1)).item() == 0.5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("delayed", [0, 1])
+@crossed({"delayed": [0, 1], "level": LEVELS, "kind": KINDS})
 def test_gradients_of_a_delayed_exit_serve_both_passes(delayed, level, kind):
     model = linear([[64.0]])
     sam = kind(model.parameters(), torch.optim.SGD, rho=1.0, lr=1.0)
@@ -183,10 +182,12 @@ def test_the_move_reaches_forwards_without_a_check_at_once(level, kind):  # comp
     assert model[0].weight.item() == 3.0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("whole", [True, False], ids=["the wrapper", "its base"])
-@pytest.mark.parametrize("overflows", [(True, False), (False, True), (True, True)], ids=["first", "second", "both"])
-@pytest.mark.parametrize("level", SCALED)
+@crossed(
+    {"level": SCALED},
+    pytest.mark.parametrize("overflows", [(True, False), (False, True), (True, True)], ids=["first", "second", "both"]),
+    pytest.mark.parametrize("whole", [True, False], ids=["the wrapper", "its base"]),
+    {"kind": KINDS},
+)
 def test_an_overflow_in_either_pass_changes_nothing(level, overflows, whole, kind):
     model = convnet()
     sam = kind(model.parameters(), torch.optim.Adam, lr=0.01, rho=0.1)

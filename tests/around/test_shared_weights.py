@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from crossed import crossed
 from torch import nn
 from training import LEVELS, backward, linear
 
@@ -80,9 +81,7 @@ def test_after_a_delayed_exit_for_both_a_loss_of_one_leaves_the_shared_gradient_
     assert model.weight.item() == 64.0 - 2 * 3.0
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("loss_id", [0, 1])
+@crossed({"loss_id": [0, 1], "order": [(0, 1), (1, 0)], "level": LEVELS})
 def test_after_a_delayed_exit_for_one_a_loss_of_both_adds_to_the_shared_gradient(loss_id, order, level):
     model, *optimizers = two_of_one_weight(level, 8.0)
     amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": 8.0 * 2**i, "unskipped": 0} for i in range(2)})

@@ -9,16 +9,14 @@ import weakref
 import pytest
 import torch
 from conftest import DEVICES
+from crossed import crossed
 from torch import nn
 from training import linear
 
 from amp_patch import amp
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("earlier", [False, True])
-@pytest.mark.parametrize("sparse", [False, True])
+@crossed({"sparse": [False, True], "earlier": [False, True], "bad": [math.inf, math.nan], "level": ["O1", "O2"]})
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_overflow_is_not_in_the_norm_of_later_steps(level, bad, earlier, sparse, device):
     """`clip_grad_norm_(model.parameters())` takes their gradients too, and would multiply all others by NaN."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from crossed import crossed
 from ddp_trainings import SCALED, assert_skipped_by_all, both_alike, learned, loss_of, mine, mlp, overflow_on_one_rank
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -135,8 +136,7 @@ def zero_resume(level: str, order: str) -> tuple[list[Tensor], list[Tensor]]:
     return straight, learned(model)
 
 
-@pytest.mark.parametrize("order", ["initialize first", "load first"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", *CLOSED])
+@crossed({"level": ["O0", "O1", "O2", "O3", *CLOSED], "order": ["initialize first", "load first"]}, meet=1)
 def test_zero_redundancy_optimizer_is_consolidated_and_resumed(ranks, level, order):
     for straight, resumed in ranks(zero_resume, level, order):
         assert same(straight, resumed)

@@ -23,6 +23,7 @@ from cpu_half_cases import (
     o1,
     only_emulates,
 )
+from crossed import crossed
 from half_kernels import half_kernels
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -96,8 +97,7 @@ def gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [*first, *(g for g in second if g is not None)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", CALLS)
+@crossed({"name": list(CALLS), "policy": POLICIES}, meet=1)
 @double_differentiable()
 def test_result_gradients_and_double_gradients_are_fp32_rounded_once(name, policy, installed):
     function, shapes = CALLS[name]
@@ -229,8 +229,7 @@ def test_an_overflow_in_backward_skips_the_step(level):
     assert training.same([p.detach() for p in amp.master_params(optimizer)], before)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@crossed({"kind": [nn.LSTM, nn.GRU, nn.RNN], "policy": POLICIES}, meet=1)
 def test_recurrent_networks_are_near_fp32(kind, policy, installed):
     """Their products are emulated, and what stands between them is torch's, in the low type."""
     torch.manual_seed(0)

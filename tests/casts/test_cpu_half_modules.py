@@ -8,6 +8,7 @@ import pytest
 import torch
 import training
 from cpu_half_cases import double_differentiable
+from crossed import crossed
 from half_kernels import half_kernels
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -110,8 +111,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer, shape: tuple[
         model(inputs)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
-@pytest.mark.parametrize("name", MODULES)
+@crossed({"name": list(MODULES), "level": ["O1", "O2", "O3", "O4", "O5"]}, meet=1)
 def test_no_native_half_gemm_is_left(name, level):
     make, shape = MODULES[name]
     model = make()
@@ -149,8 +149,7 @@ def test_functions_of_the_user_s_are_emulated_in_backward_too(level, cast_inputs
         amp.restore()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "Bilinear"])  # at O1 it is FP32 by the lists
+@crossed({"name": [name for name in MODULES if name != "Bilinear"], "level": ["O1", "O2", "O3"]}, meet=1)
 def test_the_count_sees_native_half_gemms(name, level):
     make, shape = MODULES[name]
     model = make()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from conftest import DEVICES
+from crossed import crossed
 from torch import nn
 
 from amp_patch import amp
@@ -254,8 +255,7 @@ KINDS = {
 SAYS = {"ours": torch.float16, "torch's": torch.bfloat16}
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize("names", list(itertools.product(KINDS, repeat=2)))
+@crossed({"names": list(itertools.product(KINDS, repeat=2)), "elsewhere": [False, True]}, meet=1)
 def test_backward_has_the_mixture_of_its_forward_wherever_it_runs(names, elsewhere, seen):
     """The innermost region of the forward also decides in backward, inside every region and on every thread."""
     expected = next((SAYS.get(name, torch.float32) for name in reversed(names) if name != "none"), torch.float32)

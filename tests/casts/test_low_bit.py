@@ -11,6 +11,7 @@ import reference_formats
 import torch
 from compiled import same_as_eager
 from conftest import WRAPPERS
+from crossed import crossed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -147,8 +148,7 @@ CALLS: dict[str, tuple[Any, list[tuple[int, ...]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", CALLS)
+@crossed({"name": list(CALLS), "level": LEVELS}, meet=1)
 def test_calls_are_low_bit_products_forward_and_backward(name, level, installed):
     function, shapes, operator = CALLS[name]
     inputs = [low(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
@@ -188,8 +188,7 @@ STAY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", STAY)
+@crossed({"name": list(STAY), "level": LEVELS}, meet=1)
 def test_other_products_stay_as_they_are(name, level, installed):
     with regions.region(replace(policy_of(level), product_format=None)):
         expected = STAY[name]()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from crossed import crossed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -231,9 +232,11 @@ def test_the_operator_behind_varlen_attention_keeps_its_overloads_and_comes_back
 
 
 @needs_loss
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("given", [torch.float32, None], ids=["FP32", "low"])
-@pytest.mark.parametrize("how", HOW)
+@crossed(
+    {"how": list(HOW)},
+    pytest.mark.parametrize("given", [torch.float32, None], ids=["FP32", "low"]),
+    {"chunked": [False, True]},
+)
 def test_the_loss_with_its_layer_is_fp32(how: str, given: torch.dtype | None, chunked: bool) -> None:
     class Head(nn.Module):
         def __init__(self) -> None:

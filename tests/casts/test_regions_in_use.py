@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from conftest import DEVICES
+from crossed import crossed
 from half_kernels import half_kernels
 from other_thread import run_in_thread
 from regions_of_casts import (
@@ -229,8 +230,7 @@ def test_cast_weights_die_with_the_region_inside_torch_s() -> None:
 # Backward
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("names", list(itertools.product(KINDS, repeat=2)))
+@crossed({"names": list(itertools.product(KINDS, repeat=2)), "reentrant": [True, False]}, meet=1)
 def test_checkpoint_recomputes_under_the_mixture_of_the_first_time(names: tuple[str, str], reentrant: bool) -> None:
     """Wherever backward runs; the block may enter regions of its own."""
     (outer, _), (inner, expected) = (KINDS[name] for name in names)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEVICES
+from crossed import crossed
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -100,9 +101,10 @@ def result(net: nn.Module, x: Tensor, around: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("level, dtype", CASTING)
-@pytest.mark.parametrize("compiled", [torch.jit.script, traced])
-@pytest.mark.parametrize("part", [linear, matmul, convolution, Part, Nested])
+@crossed(
+    {"part": [linear, matmul, convolution, Part, Nested], "compiled": [torch.jit.script, traced]},
+    pytest.mark.parametrize("level, dtype", CASTING),
+)
 def test_compiled_code_casts_as_under_torch_autocast(wrappers, part, compiled, level, dtype, device):
     torch.manual_seed(0)
     eager = PartlyCompiled(part() if isinstance(part, type) else part, dtype).to(device)

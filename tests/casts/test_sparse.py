@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import DEVICES
+from crossed import crossed
 from torch import Tensor, nn
 
 from amp_patch import amp
@@ -46,9 +47,7 @@ def adjacency(layout: str, device: str) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("product", PRODUCTS)
+@crossed({"product": list(PRODUCTS), "layout": list(LAYOUTS), "dtype": LOW})
 def test_products_are_fp32s_rounded_once(product: str, layout: str, dtype: torch.dtype, device: str) -> None:
     a = adjacency(layout, device)
     for given in (torch.float32, dtype):
@@ -77,8 +76,7 @@ class GCN(nn.Module):
         return self.product(a, self.second(self.product(a, self.first(x)).relu()))
 
 
-@pytest.mark.parametrize("product", ["spmm", "sparse.mm", "@", "sparse.addmm"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@crossed({"level": ["O0", "O1", "O2", "O4", "O5"], "product": ["spmm", "sparse.mm", "@", "sparse.addmm"]}, meet=1)
 def test_a_graph_network_trains_at_every_level_as_with_a_dense_adjacency(level: str, product: str) -> None:
     losses = []
     for a in (adjacency("coo", "cpu"), adjacency("coo", "cpu").to_dense()):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from crossed import crossed
 from made_up import made_up_look, made_up_run
 from torch import nn
 from training import DUPLICATES, LEVELS, SGD, assert_unchanged, convnet, images
@@ -28,9 +29,12 @@ from amp_patch.training.loss_scaler import LossScaler
 CLOSED = [{"opt_level": "O5", "master_weights": form} for form in ("split", "stochastic")]
 
 
-@pytest.mark.parametrize("duplicate", DUPLICATES)
-@pytest.mark.parametrize(
-    "options", [*({"opt_level": level} for level in LEVELS), *CLOSED], ids=[*LEVELS, "split", "stochastic"]
+@crossed(
+    pytest.mark.parametrize(
+        "options", [*({"opt_level": level} for level in LEVELS), *CLOSED], ids=[*LEVELS, "split", "stochastic"]
+    ),
+    {"duplicate": DUPLICATES},
+    meet=1,
 )
 def test_a_copied_model_runs_its_own_weights(options, duplicate):
     model = convnet()

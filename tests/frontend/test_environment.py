@@ -10,6 +10,7 @@ import pytest
 import torch
 import training
 from apexed import apex_amp  # noqa: F401  the fixture `amp`: Apex's
+from crossed import crossed
 from torch import nn
 
 import amp_patch as native
@@ -52,8 +53,7 @@ def environment(monkeypatch):
     return set_to
 
 
-@pytest.mark.parametrize("level", training.LEVELS)
-@pytest.mark.parametrize("asked", ["O0", "O1", "O2"])
+@crossed({"asked": ["O2", "O0", "O1"], "level": training.LEVELS}, meet=1)
 def test_the_level_of_the_environment_is_used(initialize, environment, asked, level):
     environment(level)
     assert policy(initialize, opt_level=asked) == resolve(level)

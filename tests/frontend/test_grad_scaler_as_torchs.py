@@ -9,6 +9,7 @@ import gc
 import pytest
 import torch
 from conftest import DEVICES
+from crossed import crossed
 from scaled_loops import INF, iterate, model_and_optimizer, scalers
 from torch import nn
 
@@ -285,9 +286,7 @@ def test_scalers_of_other_or_deleted_optimizers_are_no_mixture():
     assert manual.step(optimizer) is True
 
 
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@crossed({"level": ["O0", "O1", "O2", "O3", "O4", "O5"], "nested": [False, True], "delay": [False, True]}, meet=1)
 def test_gradients_that_came_through_scale_loss_are_refused(level, nested, delay):
     model, optimizer = model_and_optimizer()
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -82,10 +82,9 @@ TABLE: dict[str, dict[str, str]] = {
 }
 
 ROWS = [
-    pytest.param(owner, name, KINDS[kind], id=f"{owner}.{name}")
+    pytest.param(owner, names.split(), KINDS[kind], id=f"{owner}, {kind}")
     for owner, kinds in TABLE.items()
     for kind, names in kinds.items()
-    for name in names.split()
 ]
 
 # Arguments of what test_oplists.py has none for.

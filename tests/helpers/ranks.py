@@ -7,6 +7,7 @@ a fork of a server that has imported torch, which takes a few hundredths of a se
 from __future__ import annotations
 
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -15,8 +16,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 # Imported once, by the server. torch._dynamo is what torch's optimizers import when the first of them is made.
@@ -151,7 +154,7 @@ def _serve_jobs(pipe: Connection) -> None:
             return
         try:
             function, args, kwargs = pickle.loads(job)
-            with warnings.catch_warnings():
+            with _search_for(function), warnings.catch_warnings():
                 warnings.simplefilter("error")
                 warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # by torch 2.8's own checkpoints
                 answer = False, function(*args, **kwargs)
@@ -161,6 +164,12 @@ def _serve_jobs(pipe: Connection) -> None:
         finally:
             _tidy()
         pipe.send_bytes(sent)
+
+
+def _search_for(function: Callable[..., Any]) -> AbstractContextManager[None]:
+    from searched import search_for
+
+    return search_for(Path(inspect.getfile(function)))
 
 
 def _tidy() -> None:

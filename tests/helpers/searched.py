@@ -9,13 +9,27 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from paths import TESTS
 
+from amp_patch.support import held_names
+
 FILES = {path.stem: path for path in TESTS.rglob("*.py")}
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+(\w+)|import(?:orskip|_module)\(\"(\w+)", re.MULTILINE)
+
+
+@contextmanager
+def search_for(path: Path) -> Iterator[None]:
+    """Leave the modules out that the test file `path` does not use."""
+    never = held_names._NEVER
+    held_names._NEVER = never | left_out(path, never)
+    try:
+        yield
+    finally:
+        held_names._NEVER = never
 
 
 def left_out(path: Path, never: Iterable[str]) -> frozenset[str]:

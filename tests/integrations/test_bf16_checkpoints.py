@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 
 EXTRAS = "pip install amp_patch[lightning,transformers]; `make test-all` does"
 lightning = pytest.importorskip("lightning", reason=EXTRAS)
@@ -105,9 +106,7 @@ def test_a_loop_has_the_bits_of_the_model_in_fp32(training, name, folder):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-@every_model
-@every_training
-@pytest.mark.parametrize("reentrant", [False, True])
+@crossed({"reentrant": [False, True]}, every_training, every_model, meet=1)
 def test_gradient_checkpointing_changes_nothing(reentrant, training, name, folder):
     losses, wide = expected(folder, name, training)
     model, optimizer = begun(folder, name, training)
@@ -120,9 +119,12 @@ def test_gradient_checkpointing_changes_nothing(reentrant, training, name, folde
     assert len(calls) == 2 * len(losses), "each forward comes again in backward"
 
 
-@pytest.mark.parametrize("methods", [(), ("generate",)], ids=["model.generate", "methods=('generate',)"])
-@pytest.mark.parametrize("name", WRITERS)
-@every_training
+@crossed(
+    every_training,
+    {"name": WRITERS},
+    pytest.mark.parametrize("methods", [(), ("generate",)], ids=["model.generate", "methods=('generate',)"]),
+    meet=1,
+)
 def test_generate_between_steps_changes_nothing(training, name, methods, folder):
     def write(model, step):
         before = by_name(model)
@@ -138,8 +140,7 @@ def test_generate_between_steps_changes_nothing(training, name, methods, folder)
     assert same(masters_of(optimizer), wide)
 
 
-@every_model
-@every_training
+@crossed(every_training, every_model, meet=1)
 def test_save_pretrained_writes_fp32_and_from_pretrained_reads_it_back(training, name, folder, tmp_path):
     model, optimizer = begun(folder, name, training)
     iterate(model, optimizer, name, 3)
@@ -202,8 +203,7 @@ def with_trainer(
     return made
 
 
-@every_model
-@every_training
+@crossed(every_training, every_model, meet=1)
 def test_the_trainer_has_the_bits_of_the_model_in_fp32(training, name, folder, tmp_path):
     runs = []
     checkpointing = [{"gradient_checkpointing": True}] if name == "Llama" else []
@@ -219,8 +219,7 @@ def test_the_trainer_has_the_bits_of_the_model_in_fp32(training, name, folder, t
         assert same_by_name(state, runs[0][1])
 
 
-@pytest.mark.parametrize("name", WRITERS)  # the Trainer itself does not resume a ViT, which it saves under other names
-@every_training
+@crossed(every_training, {"name": WRITERS}, meet=1)
 def test_the_trainer_resumes_to_the_same_bits(training, name, folder, tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 2}
     whole = with_trainer(folder, tmp_path, name, training, **saves)
@@ -247,8 +246,7 @@ def with_lightning(
     return module
 
 
-@every_model
-@every_training
+@crossed(every_training, every_model, meet=1)
 def test_lightning_has_the_bits_of_the_fp32_model_and_restores_the_incoming_type(training, name, folder):
     wide = with_lightning(folder, name, training, widen=True)
     module = with_lightning(folder, name, training)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from torch import nn
 
 EXTRAS = "pip install amp_patch[lightning,transformers]; `make test-all` does"
@@ -58,9 +59,7 @@ CLIPS = {
 }
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("level", LEVELS)
+@crossed({"level": LEVELS, "clip": list(CLIPS), "every": [1, 2]})
 def test_lightning_does_what_the_loop_does(level, clip, every):
     options, function = CLIPS[clip]
     module, precision = Classifier(), OptLevelPrecision(level)

@@ -31,6 +31,7 @@ from checkpoints import (
     same_by_name,
     types,
 )
+from crossed import crossed
 from frameworks import PACKAGES_WARN
 from peak import Peak
 from safetensors.torch import load_file
@@ -55,9 +56,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 # The numbers, and the bytes
 
 
-@every_adapter
-@every_base
-@every_training
+@crossed(every_training, every_base, every_adapter, meet=1)
 def test_adapters_train_over_a_frozen_base(training, base, adapters):
     fp32 = lora("FP32", adapters).float()
     plain = iterate(*amp.initialize(fp32, adamw(fp32, LR), enabled=False))
@@ -182,8 +181,7 @@ def test_a_frozen_value_that_fp16_cannot_hold_is_refused_with_the_line_that_work
 # Checkpoints, merged and further adapters
 
 
-@every_adapter
-@every_training
+@crossed(every_training, every_adapter, meet=1)
 def test_adapters_are_saved_in_fp32_and_read_back(training, adapters, tmp_path):
     model, optimizer = begun(training, lora("BF16", adapters))
     iterate(model, optimizer, steps=3)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from adapters import CAST, OLDER_NAME, begun, every_training, lora
 from checkpoints import TRAININGS, adamw, by_name, iterate, loaded, random_model, same_by_name
+from crossed import crossed
 from frameworks import PACKAGES_WARN, hf_trainer
 
 from amp_patch import amp
@@ -69,9 +70,7 @@ def test_the_trainer_that_corrects_the_config_does_not_warn(level, tmp_path, sai
     assert only(said(), SAVES.format("torch.bfloat16")) if level == "O5" else not said()
 
 
-@pytest.mark.parametrize("name", ["merge_and_unload", "merge_adapter"])
-@pytest.mark.parametrize("base", ["BF16", "FP32"])
-@every_training
+@crossed(every_training, {"base": ["BF16", "FP32"], "name": ["merge_and_unload", "merge_adapter"]}, meet=1)
 def test_merging_adapters_into_low_weights_warns_and_merges(training, base, name, said, tmp_path):
     model, optimizer = begun(training, lora(base))
     iterate(model, optimizer, steps=2)

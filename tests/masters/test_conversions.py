@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from split_masters import MAKERS, iterate_split, net
 from torch import nn
 from training import same, weights
@@ -26,9 +27,13 @@ def start(form: Any) -> tuple[Any, Any]:
     return amp.initialize(model, make(model.parameters()), opt_level="O5", master_weights=form, verbosity=0)
 
 
-@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
-@pytest.mark.parametrize("part", [lambda m: m[0][0], lambda m: m[1], nn.DataParallel], ids=["layer", "block", "around"])
-@pytest.mark.parametrize("form", [True, "split", "stochastic"])
+@crossed(
+    {"form": [True, "split", "stochastic"]},
+    pytest.mark.parametrize(
+        "part", [lambda m: m[0][0], lambda m: m[1], nn.DataParallel], ids=["layer", "block", "around"]
+    ),
+    {"convert": CONVERSIONS},
+)
 def test_a_conversion_of_parameters_with_masters_is_refused_before_anything_changes(form, part, convert):
     model, optimizer = start(form)
     iterate_split(model, optimizer, range(2))

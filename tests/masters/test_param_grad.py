@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from conftest import DEVICES
+from crossed import crossed
 from one_weight import backward_row, master_of
 from torch import Tensor, nn
 from training import backward, linear
@@ -64,9 +65,7 @@ EDITS = {
 }
 
 
-@LEVELS
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@crossed({"optimizer": list(OPTIMIZERS), "edit": list(EDITS)}, LEVELS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_edits_of_param_grad_reach_the_step(level, options, optimizer, edit, device):
     """Compare with the optimizer on FP32 weights, given the gradient after the edit."""

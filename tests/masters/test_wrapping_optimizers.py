@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from crossed import crossed
 from mastered import CAST, output, start_scalar
 from torch import nn
 from training import LEVELS, backward, convnet, images, linear
@@ -64,10 +65,14 @@ def four_steps(model, lookahead):
     return seen
 
 
-@pytest.mark.parametrize("put", [put_copy, put_data_copy, put_data])
-@pytest.mark.parametrize("kind", [Lookahead, LookaheadOptimizer])
-@pytest.mark.parametrize("when", ["given", "put around afterwards"])
-@pytest.mark.parametrize("level", LEVELS)
+@crossed(
+    {
+        "level": LEVELS,
+        "when": ["given", "put around afterwards"],
+        "kind": [Lookahead, LookaheadOptimizer],
+        "put": [put_copy, put_data_copy, put_data],
+    }
+)
 def test_lookahead_equals_fp32(level, when, kind, put):
     model = linear([[4.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from torch import nn
 from training import LEVELS, SGD, backward
 
@@ -51,10 +52,10 @@ def losses_of(model: nn.Module, optimizer: Any, steps: int = 30) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("everything", [False, True], ids=["adapters alone", "all in the optimizer"])
-@pytest.mark.parametrize("adapters", ["FP32", "BF16"])
-@pytest.mark.parametrize("base", TYPES)
-@pytest.mark.parametrize("level", LEVELS)
+@crossed(
+    {"level": LEVELS, "base": list(TYPES), "adapters": ["FP32", "BF16"]},
+    pytest.mark.parametrize("everything", [False, True], ids=["adapters alone", "all in the optimizer"]),
+)
 def test_adapters_train_over_a_frozen_base(level, base, adapters, everything):
     model = net(TYPES[base], TYPES[adapters])
     before = {name: p.dtype for name, p in model.named_parameters()}

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import training
+from crossed import crossed
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from training import LEVELS, backward, convnet, images, linear
@@ -47,8 +48,7 @@ def follow(values, model):
     values.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("level", LEVELS)
+@crossed({"level": LEVELS, "way": list(WAYS)}, meet=1)
 def test_averagedmodel_averages_the_masters_in_fp32(level, way):
     values = convnet()
     expected = AveragedModel(values, **WAYS[way])

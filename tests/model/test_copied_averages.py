@@ -8,6 +8,7 @@ import pytest
 import torch
 import training
 from cast_models import CAST, MASTERED, start_kind, values
+from crossed import crossed
 from torch import nn
 from training import backward, images, linear, masters_of
 
@@ -80,8 +81,7 @@ BLENDS = {
 }
 
 
-@pytest.mark.parametrize("blend", BLENDS)
-@pytest.mark.parametrize("kind", MASTERED)
+@crossed({"kind": MASTERED, "blend": list(BLENDS)}, meet=1)
 def test_an_average_in_a_deepcopy_is_fp32s(kind, blend):
     """The tolerance is 1 % of the movement, because the blended weights are rounded."""
     model, optimizer = start_kind(kind)

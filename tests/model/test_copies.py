@@ -9,6 +9,7 @@ import pytest
 import torch
 import training
 from cast_models import CAST, MASTERED, start_kind, values
+from crossed import crossed
 from interrupts import Interrupt
 from torch import nn
 from training import DUPLICATES, LEVELS, SGD, convnet, images, linear, masters_of
@@ -273,8 +274,7 @@ def test_a_copy_of_a_copy_is_alike(kind, duplicate):
     assert training.same(training.weights(twin), training.weights(model))
 
 
-@pytest.mark.parametrize("second", LEVELS)
-@pytest.mark.parametrize("kind", CAST)
+@crossed({"kind": list(CAST), "second": LEVELS}, meet=1)
 def test_a_copy_enters_a_separate_training(kind, second):
     model, optimizer = trained(kind)
     expected = masters_of(optimizer)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from low_models import CAST, LowNet, every_half, iterate_low, loss_of, net
 from split_masters import MAKERS
 from torch import nn
@@ -36,9 +37,7 @@ def states(optimizer: Any) -> list[torch.Tensor]:
 # The numbers
 
 
-@every_half
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5", "O5, split"])
+@crossed({"level": ["O1", "O2", "O4", "O5", "O5, split"], "make": MAKERS}, every_half, meet=1)
 def test_a_training_has_the_bits_of_one_of_the_model_in_fp32(level, make, half):
     options = options_of(level)
     models = [net(half), net(half).float()]
@@ -84,10 +83,19 @@ def of_torch(name: str, flags: dict[str, bool], half: torch.dtype, wide: bool) -
 
 
 @of_sparse_gradients
-@every_half
-@pytest.mark.parametrize(("name", "flags"), VARIANTS)
-@pytest.mark.parametrize(
-    "level", [*(pytest.param(level, marks=pytest.mark.slow) for level in ("O1", "O4")), "O2", "O3", "O5", "O5, split"]
+@crossed(
+    {
+        "level": [
+            *(pytest.param(level, marks=pytest.mark.slow) for level in ("O1", "O4")),
+            "O2",
+            "O3",
+            "O5",
+            "O5, split",
+        ],
+        "name, flags": VARIANTS,
+    },
+    every_half,
+    meet=1,
 )
 def test_each_of_torchs_optimizers_comes_to_the_bits_of_fp32(level, name, flags, half):
     pairs = [amp.initialize(*of_torch(name, flags, half, wide), **options_of(level)) for wide in (False, True)]
@@ -220,9 +228,7 @@ def test_a_copy_that_is_initialized_again_knows_what_came_low(level, by):
     assert model.frozen.weight.dtype is torch.bfloat16 and model.shared.weight.dtype is torch.float32
 
 
-@every_half
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("level", LEVELS)
+@crossed({"level": LEVELS}, pytest.mark.parametrize("split", [False, True], ids=["whole", "split"]), every_half)
 def test_restore_restores_the_incoming_type(level, split, half):
     model = net(half)
     before, frozen = types(model), model.frozen.weight.detach().clone()
@@ -273,9 +279,7 @@ def test_frozen_fp16_of_65504_survives_bf16():
     assert model.weight.dtype is torch.float16 and model.weight.item() == 65504.0
 
 
-@every_half
-@pytest.mark.parametrize("first", LEVELS)
-@pytest.mark.parametrize("then", LEVELS)
+@crossed({"then": LEVELS, "first": LEVELS}, every_half)
 def test_a_second_call_keeps_the_values_and_settles(first, then, half):
     model = net(half)
     before = types(model)

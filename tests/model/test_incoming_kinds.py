@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from crossed import crossed
 from low_models import CAST, every_half, iterate_low, loss_of, net
 from peak import Peak
 from ranks import RankError
@@ -183,8 +184,7 @@ def quantized(kind: str, *, trained: bool = False) -> nn.Linear:
     return model
 
 
-@pytest.mark.parametrize("kind", ["FP8", "int8", "bitsandbytes", "torchao"])
-@pytest.mark.parametrize("level", LEVELS)
+@crossed({"level": LEVELS, "kind": ["FP8", "int8", "bitsandbytes", "torchao"]}, meet=1)
 def test_quantized_weights_are_left_alone(level, kind):
     model = nn.Sequential(nn.Linear(4, 4), quantized(kind))
     weight, place, dtype = model[1].weight, model[1].weight.data_ptr(), model[1].weight.dtype
@@ -195,8 +195,7 @@ def test_quantized_weights_are_left_alone(level, kind):
     assert model[1].weight is weight and (weight.data_ptr(), weight.dtype) == (place, dtype)
 
 
-@pytest.mark.parametrize("kind", ["FP8", "bitsandbytes", "torchao"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+@crossed({"level": ["O1", "O2", "O3", "O4", "O5"], "kind": ["FP8", "bitsandbytes", "torchao"]}, meet=1)
 def test_quantized_weights_that_are_trained_are_refused_by_name(level, kind):
     model = nn.Sequential(nn.Linear(4, 4), quantized(kind, trained=True))
     with pytest.raises(ValueError, match=r"'1.weight' of Sequential is quantized .*requires_grad_\(False\)"):
@@ -282,8 +281,7 @@ def wrapped_first(level: str, half: torch.dtype, widen: bool) -> list[torch.Tens
     return found
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-@every_half
+@crossed(every_half, {"level": ["O1", "O2", "O4", "O5"]}, meet=1)
 def test_a_model_in_ddp_is_reduced_in_the_types_that_it_gets(ranks, level, half):
     mine, others = ranks(wrapped_first, level, half, False)
     assert same(mine, others)

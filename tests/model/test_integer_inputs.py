@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from crossed import crossed
 from torch import nn
 
 from amp_patch import amp
@@ -50,9 +51,7 @@ def error_of(function, *args) -> RuntimeError:
     return caught.value
 
 
-@pytest.mark.parametrize("dtype", INTEGERS)
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("level", CAST)
+@crossed({"level": CAST, "layer": list(LAYERS), "dtype": INTEGERS})
 def test_integers_given_to_a_layer_of_floats_are_named_and_not_the_level(level, layer, dtype):
     make, shape = LAYERS[layer]
     model, inputs = Net(make()), torch.ones(shape, dtype=dtype)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -224,9 +225,11 @@ def sharded_rows(level: str, keep_high: Any, part: bool) -> list[list[int]]:
     torch.__version__.startswith("2.6."),
     reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event",
 )
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("part", [False, True], ids=["whole", "table apart"])
-@pytest.mark.parametrize(("keep_high", "kept"), [(None, [16, 8]), (["table"], [16, 8, 8])])
+@crossed(
+    {"keep_high, kept": [(None, [16, 8]), (["table"], [16, 8, 8])]},
+    pytest.mark.parametrize("part", [False, True], ids=["whole", "table apart"]),
+    {"level": LEVELS},
+)
 def test_fully_shard_gathers_kept_weights_that_stay_high_until_another_training(ranks, keep_high, kept, part, level):
     nothing_kept = [16, 8, 8, 11]
     assert ranks(sharded_rows, level, keep_high, part) == [[kept, kept, nothing_kept, nothing_kept]] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import training
+from crossed import crossed
 from probes import CAST
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
@@ -15,8 +16,10 @@ from amp_patch import amp
 from amp_patch.policy import OPT_LEVELS
 
 
-@pytest.mark.parametrize("rule", ["body.0", nn.Conv2d, lambda name, module: name == "body.0", ["body.0", "body.3"]])
-@pytest.mark.parametrize("level", LEVELS)
+@crossed(
+    {"level": LEVELS, "rule": ["body.0", nn.Conv2d, lambda name, module: name == "body.0", ["body.0", "body.3"]]},
+    meet=1,
+)
 def test_kept_modules_stay_fp32_inside_and_fit_outside(level, rule):
     seen = []
     model = convnet()
@@ -67,8 +70,7 @@ def test_keep_batchnorm_fp32_false_casts_batch_norms():
     assert model.body[1].weight.dtype is torch.float16
 
 
-@pytest.mark.parametrize("cell", [nn.RNN, nn.LSTM, nn.GRU])
-@pytest.mark.parametrize("level", LEVELS)
+@crossed({"level": LEVELS, "cell": [nn.RNN, nn.LSTM, nn.GRU]}, meet=1)
 def test_rnns_train_at_every_level(level, cell):
     class Tagger(nn.Module):
         def __init__(self):
@@ -197,8 +199,7 @@ def test_kept_containers_keep_the_modules_inside(level):
         assert model(torch.ones(1, 2)).dtype is torch.float32
 
 
-@pytest.mark.parametrize("rule", [nn.LayerNorm, nn.Linear, nn.MultiheadAttention])
-@pytest.mark.parametrize("level", LEVELS)
+@crossed({"level": LEVELS, "rule": [nn.LayerNorm, nn.Linear, nn.MultiheadAttention]}, meet=1)
 def test_modules_inside_a_transformer_can_be_kept_in_train_and_eval(level, rule):
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), 2)
     model = amp.initialize(model, opt_level=level, keep_fp32=rule)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from split_masters import high_half
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -135,9 +136,7 @@ def rows(count: int, options: dict[str, Any]) -> tuple[Any, Any]:
     return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **options)
 
 
-@every_way
-@pytest.mark.parametrize("payload", PAYLOADS)
-@pytest.mark.parametrize("level", ["O5", "O5, split"])
+@crossed({"level": ["O5", "O5, split"], "payload": list(PAYLOADS)}, every_way)
 def test_every_payload_comes_back(level, payload, load):
     value = PAYLOADS[payload]()
     model, optimizer = rows(len(value), LEVELS[level])

@@ -14,6 +14,7 @@ import weakref
 import pytest
 import torch
 import training
+from crossed import crossed
 from probes import CAST
 from python_forks import python
 from torch import nn
@@ -72,8 +73,7 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("kind", CONTAINERS)
-@pytest.mark.parametrize("level", CAST)
+@crossed({"level": list(CAST), "kind": list(CONTAINERS)}, meet=1)
 def test_inputs_are_cast_and_outputs_cast_back_through(level, kind):
     value, leaf = CONTAINERS[kind]
     model = amp.initialize(Probe(), opt_level=level)

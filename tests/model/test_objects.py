@@ -10,8 +10,8 @@ import weakref
 from collections import UserDict
 from typing import Any
 
-import pytest
 import torch
+from crossed import crossed
 from torch import Tensor, nn
 
 from amp_patch import amp
@@ -108,8 +108,7 @@ def made(kind: Any) -> Any:
     return kind(x=torch.ones(2, 4), index=torch.tensor([1, 0]))
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O4", "O5"])
-@pytest.mark.parametrize("kind", KINDS)
+@crossed({"kind": KINDS, "level": ["O0", "O2", "O3", "O4", "O5"]}, meet=1)
 def test_they_are_cast_and_edits_reach_the_caller(kind: Any, level: str) -> None:
     net = Net()
     low = {"O2": torch.float16, "O3": torch.float16, "O5": LOW}.get(level, torch.float32)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import training
+from crossed import crossed
 from torch import nn
 from training import ADAM, convnet
 
@@ -48,8 +49,7 @@ def trained(kind, convert):
     return model, optimizer
 
 
-@pytest.mark.parametrize("conversion", CONVERSIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@crossed({"kind": list(KINDS), "conversion": list(CONVERSIONS)}, meet=1)
 def test_a_model_in_training_is_converted_and_loaded(kind, conversion, swapping):
     swapped, _ = trained(kind, CONVERSIONS[conversion])
     torch.__future__.set_swap_module_params_on_conversion(False)

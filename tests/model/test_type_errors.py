@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -81,8 +82,7 @@ def test_fp32_partner_in_a_cast_model_is_explained(name: str, level: str, low: s
     assert f"mixes types: initialize() cast the model to torch.{low}" in words and "other.to(x.dtype)" in words
 
 
-@pytest.mark.parametrize(("level", "low"), [("O2", "float16"), ("O5", "bfloat16")])
-@pytest.mark.parametrize("name", MISSING)
+@crossed({"name": list(MISSING), "level, low": [("O2", "float16"), ("O5", "bfloat16")]}, meet=1)
 def test_function_without_a_low_precision_kernel_is_explained(name: str, level: str, low: str) -> None:
     words = words_of(MISSING[name], level)
     assert f"torch does not have for torch.{low}, the type of {level}" in words
@@ -108,8 +108,7 @@ def test_function_that_a_local_variable_holds_since_before_initialize_is_explain
         product(outputs, torch.ones(4, 4))
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-@pytest.mark.parametrize("name", [*PARTNERS, *MISSING])
+@crossed({"name": [*PARTNERS, *MISSING], "level": ["O1", "O4"]}, meet=1)
 def test_o1_and_o4_cast_what_cast_models_explain(name: str, level: str) -> None:
     call = {**PARTNERS, **MISSING}[name]
     model, _ = trained(lambda x: call(x @ x.T + 4 * torch.eye(4)), level)

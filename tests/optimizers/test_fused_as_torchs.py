@@ -11,6 +11,7 @@ import pytest
 import torch
 import training
 from conftest import DEVICES, DTYPES
+from crossed import crossed
 from fused_cases import ORACLES, cases, every, give_gradients, parameters, relative, required, run_steps
 from syncs import count
 from torch import nn
@@ -121,9 +122,7 @@ def test_complex_parameters_are_refused_by_name(make):
         make([p], **required(make)).step()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("through", ["load_state_dict", "torch.save", "deepcopy", "pickle"])
-@cases
+@crossed(cases, {"through": ["load_state_dict", "torch.save", "deepcopy", "pickle"], "dtype": DTYPES}, meet=1)
 def test_resume_is_bit_exact(make, flags, through, dtype):
     params = parameters(dtype)
     optimizer = make(params, **flags)
@@ -309,10 +308,14 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", [b for b in backends.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"])
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, amp.GradScaler])
-@pytest.mark.parametrize("masters", [False, True])
+@crossed(
+    {
+        "masters": [False, True],
+        "kind": [torch.amp.GradScaler, amp.GradScaler],
+        "layout": list(LAYOUTS),
+        "dtype": [*DTYPES, torch.float64],
+    }
+)
 def test_a_capturable_adam_unscales_every_gradient_in_place(kind, masters, layout, dtype, backend, device):
     """As with torch's fused Adam: gradients are unscaled after a step, and unchanged after a skipped step."""
     skip_if_it_cannot_unscale(kind, dtype, device)

@@ -10,6 +10,7 @@ import reference_optimizers as reference
 import torch
 import training
 from conftest import DEVICES, DTYPES
+from crossed import crossed
 from fused_cases import ORACLES, SHAPES, cases, every, give_gradients, parameters, relative, required, run_steps
 from syncs import CopiesToOrFrom
 from torch import nn
@@ -32,8 +33,13 @@ from amp_patch.optimizers import (
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)], ids=["FP32", "FP64"])
-@cases
+@crossed(
+    cases,
+    pytest.mark.parametrize(
+        ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)], ids=["FP32", "FP64"]
+    ),
+    meet=1,
+)
 def test_100_steps_match_the_oracle(make, flags, dtype, tolerance, device):
     params = parameters(dtype, device, [s for s in SHAPES if s != (0,)])
     exact, states = [p.detach().double() for p in params], [{} for _ in params]
@@ -72,8 +78,7 @@ def test_100_steps_match_torch(make, flags, plain, plain_flags):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-@cases
+@crossed(cases, {"dtype": DTYPES[1:]}, meet=1)
 def test_low_precision_parameters_are_stepped_in_fp32_and_rounded_once(make, flags, dtype, device):
     params = parameters(dtype, device)
     optimizer = make(params, **flags)
@@ -205,9 +210,7 @@ def test_o2_publishes_the_bits_of_the_oracle_on_fp32_masters(make):
     assert all(map(torch.equal, amp.master_params(optimizer), twins))
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@every
+@crossed(every, {"level": ["O1", "O2", "O3"]}, pytest.mark.parametrize("first", [False, True], ids=["later", "first"]))
 def test_a_skipped_step_is_exact(make, level, first):
     model = training.convnet()
     optimizer = make(model.parameters(), **{**UNDER_AMP[make], **({"eps": 1e-4} if make is not FusedSGD else {})})

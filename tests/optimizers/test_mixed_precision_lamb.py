@@ -9,6 +9,7 @@ import pytest
 import reference_optimizers as reference
 import torch
 from conftest import DEVICES, DTYPES
+from crossed import crossed
 from syncs import count
 from torch import nn
 from torch_scalers import skip_if_it_cannot_unscale
@@ -89,10 +90,12 @@ def test_without_a_scaler_the_bits_equal_fused_lamb_on_fp32_weights(dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("flags", [{}, {"adam_w_mode": False}, {"weight_decay": 0.0}], ids=str)
-@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
-@pytest.mark.parametrize("how", ["scaler.step", "step(grad_scaler=)"])
-@SCALERS
+@crossed(
+    SCALERS,
+    {"how": ["scaler.step", "step(grad_scaler=)"]},
+    pytest.mark.parametrize("first", [True, False], ids=["first", "later"]),
+    pytest.mark.parametrize("flags", [{}, {"adam_w_mode": False}, {"weight_decay": 0.0}], ids=str),
+)
 def test_an_overflow_changes_nothing_without_a_sync(make_scaler, how, first, flags, device):
     params = parameters(torch.float16, device)
     optimizer = FusedMixedPrecisionLamb(params, reduced_precision_dtype=torch.float16, **flags)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from conftest import DEVICES
+from crossed import crossed
 from paths import ROOT
 from torch import nn
 from torch_optimizers import OPTIMIZERS, VARIANTS, made, of_sparse_gradients, one_step
@@ -61,8 +62,7 @@ def has_fused(name, device):
 
 @of_sparse_gradients
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize(("name", "flags"), VARIANTS)
+@crossed({"name, flags": VARIANTS, "level": ["O1", "O2"]}, meet=1)
 def test_a_skipped_step_is_exact(name, flags, level, device):
     model, optimizer = setup(name, flags, level, device)
     if flags.get("fused") and not has_fused(name, device):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from coded_states import LEVELS, MAKERS, OPTIM, coded, go_on, in_eight_bits, loss_of, net, opened, start, state_of
+from crossed import crossed
 from split_masters import memory_of
 from three_ways import rounds_as_torch
 from torch import Tensor, nn
@@ -226,9 +227,13 @@ def written(optimizer: Any, way: str, new: Tensor) -> Tensor:
     return found
 
 
-@one_of_each_way
-@pytest.mark.parametrize("where", ["before backward", "before step", "in a hook"])
-@pytest.mark.parametrize("way", ["in place", "item", "update", "data", "|=", "dict", "|= of states"])
+@crossed(
+    {
+        "way": ["in place", "item", "update", "data", "|=", "dict", "|= of states"],
+        "where": ["before backward", "before step", "in a hook"],
+    },
+    one_of_each_way,
+)
 def test_writes_are_encoded(make, where, way):
     def train(new: Tensor | None, way: str) -> list[Tensor]:
         model, optimizer = start(make)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from coded_states import LEVELS, MAKERS, OPTIM, coded, go_on, in_codes, interrupt, loss_of, net, opened, start, state_of
+from crossed import crossed
 from paths import ROOT
 from torch import nn
 from training import backward, masters_of, same, through_pickle
@@ -124,8 +125,7 @@ def test_a_pickle_of_a_state_is_an_ordinary_dict():
         assert all(a is not b for a, b in zip(twin.values(), state.values(), strict=True) if a.dim())
 
 
-@every_level
-@one_of_each_way
+@crossed(one_of_each_way, every_level, meet=1)
 def test_restore_leaves_an_ordinary_optimizer_with_fp32_state(make, options):
     model, optimizer = start(make, **options)
     go_on(model, optimizer, range(3))

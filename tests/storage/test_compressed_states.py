@@ -25,6 +25,7 @@ from coded_states import (
     state_of,
     through_file,
 )
+from crossed import crossed
 from fsdp_trainings import restored_fixture  # noqa: F401  the fixture `restored`
 from torch import Tensor, nn
 from training import masters_of, same
@@ -125,8 +126,7 @@ def test_state_that_is_fp32_is_left_as_it_is(make):
 # Loading
 
 
-@every_maker
-@pytest.mark.parametrize("masters", [None, "split", "stochastic"])
+@crossed({"masters": [None, "split", "stochastic"]}, every_maker, meet=1)
 def test_a_training_resumes_from_it_to_the_bit(make, masters):
     model, optimizer = trained(make, master_weights=masters)
     states = through_file([model.state_dict(), amp.compressed(optimizer.state_dict()), amp.state_dict()])
@@ -139,8 +139,7 @@ def test_a_training_resumes_from_it_to_the_bit(make, masters):
     assert same([*masters_of(its_optimizer), *state_of(its_optimizer)], wanted[1:])
 
 
-@one_of_each_way
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5", "split"])
+@crossed({"level": ["O0", "O1", "O2", "O5", "split"]}, one_of_each_way, meet=1)
 def test_a_training_with_fp32_state_loads_the_fp32_numbers(make, level):
     _, optimizer = trained(make)
     states, wanted = through_file(amp.compressed(optimizer.state_dict())), state_of(optimizer)

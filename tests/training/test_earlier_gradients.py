@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from conftest import DEVICES
+from crossed import crossed
 from torch import nn
 from training import backward, linear
 
@@ -177,9 +178,7 @@ def test_scaled_once_more_an_earlier_gradient_may_be_more_than_its_type_holds():
     assert not optimizer._amp_stash.step_skipped and model.weight.tolist() == [[-128.0, -2.0]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bad", [False, True])
-@pytest.mark.parametrize("scale", [64.0, 3.0])
+@crossed({"scale": [64.0, 3.0], "bad": [False, True], "kind": KINDS})
 def test_an_exception_in_the_body_brings_the_earlier_gradient_back_to_the_bit(kind, bad, scale):
     optimizer, param, loss = overflowed_earlier(kind, scale)
     backward(loss(0.1), optimizer, loss_id=0)
@@ -236,10 +235,7 @@ def test_the_gradient_is_the_same_tensor_after_it_was_added_to(accumulates):
         assert buffer.tolist() == [0.0, 1.5, 0.75, 0.0]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("how", ["optimizer", "model"])
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("delay", [False, True])
+@crossed({"delay": [False, True], "to_none": [True, False], "how": ["optimizer", "model"], "level": ["O1", "O2"]})
 def test_gradients_cleared_in_the_body_or_while_they_wait_do_not_come_back(level, how, to_none, delay):
     model = linear([[1.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from crossed import crossed
 from one_weight import EVERY, SCALED, master_grads, setup, sgd, x
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -14,9 +15,13 @@ from training import backward, linear
 from amp_patch import amp
 
 
-@pytest.mark.parametrize("level", EVERY)
-@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_], ids=["imported early", "attribute"])
-@pytest.mark.parametrize("whose", ["masters", "model"])
+@crossed(
+    {"whose": ["masters", "model"]},
+    pytest.mark.parametrize(
+        "clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_], ids=["imported early", "attribute"]
+    ),
+    {"level": EVERY},
+)
 def test_clipping_the_norm_acts_on_the_gradients_of_the_step(level, clip, whose):
     model, optimizer = setup(level)
     backward(model(x(3.0, 4.0)).sum(), optimizer)

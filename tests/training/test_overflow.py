@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import training
+from crossed import crossed
 from training import backward, linear
 
 from amp_patch import amp
@@ -300,9 +301,7 @@ class Raising(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("level", training.LEVELS)
-@pytest.mark.parametrize("value", [0.5, math.inf])
-@pytest.mark.parametrize("again", ["retry", "scale_loss", "grad_scaler"])
+@crossed({"again": ["retry", "scale_loss", "grad_scaler"], "value": [0.5, math.inf], "level": training.LEVELS})
 def test_a_step_that_an_exception_left_is_over(level, value, again):
     model = linear([[1.0]])
     optimizer = Raising(model.parameters(), lr=1.0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from crossed import crossed
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from training import backward
@@ -89,8 +90,7 @@ def test_noise_added_to_the_gradients_is_in_the_step(level):
         assert not torch.equal(new, old)
 
 
-@every_level
-@pytest.mark.parametrize("when", ["before the step", "after the step"])
+@crossed({"when": ["before the step", "after the step"]}, every_level, meet=1)
 def test_statistics_of_the_gradients_equal_fp32(level, when):
     model, optimizer = start_integers(level)
     backward_ones(model, optimizer)
@@ -103,8 +103,7 @@ def test_statistics_of_the_gradients_equal_fp32(level, when):
     assert all(param.grad is None for param in model.parameters())
 
 
-@every_level
-@pytest.mark.parametrize("foreach", [None, False, True])
+@crossed({"foreach": [None, False, True]}, every_level, meet=1)
 def test_torchs_clipping_in_two_calls(level, foreach):
     model, optimizer = start_integers(level)
     backward_ones(model, optimizer)
@@ -188,8 +187,7 @@ def clipped_in_parallel(level: str, foreach: bool | None) -> tuple[float, float]
     return norm.full_tensor().item(), left.full_tensor().item()
 
 
-@pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@crossed({"level": ["O0", "O1", "O4"], "foreach": [None, False, True]}, meet=1)
 def test_clipping_where_tensors_are_parallel(ranks, level, foreach):
     # Of the first weight every gradient is 2, of the second 4: sums over two rows of ones, halved.
     expected = (16 * 2.0**2 + 8 * 4.0**2) ** 0.5

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from crossed import crossed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import ADAM, backward, same
@@ -52,8 +53,7 @@ def train_rank(options: dict[str, Any], way: str, bad: float, on: bool) -> dict[
     return seen
 
 
-@every_training
-@pytest.mark.parametrize("way", ["ddp", "no_sync", "process group"])
+@crossed({"way": ["ddp", "no_sync", "process group"]}, every_training, meet=1)
 def test_all_ranks_skip_a_step_that_is_not_finite_on_one(ranks, options, way):
     results = ranks(train_rank, options, way, math.nan, True)
     for seen in results:

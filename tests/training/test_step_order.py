@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from crossed import crossed
 from one_weight import backward_row
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -99,10 +100,7 @@ def parameters_of_groups(optimizer):
     return [master for group in optimizer.param_groups for master in group["params"]]
 
 
-@REGISTERED
-@AT_LEVELS
-@KINDS
-@pytest.mark.parametrize("delay", [False, True])
+@crossed({"delay": [False, True]}, KINDS, AT_LEVELS, REGISTERED)
 def test_pre_hooks_find_unscaled_gradients(make, level, registered, delay):
     seen = []
     model, optimizer = start_observed(
@@ -113,9 +111,7 @@ def test_pre_hooks_find_unscaled_gradients(make, level, registered, delay):
     assert seen[0] == [[4.0, -4.0]]
 
 
-@REGISTERED
-@AT_LEVELS
-@KINDS
+@crossed(KINDS, AT_LEVELS, REGISTERED)
 def test_post_hooks_find_published_weights(make, level, registered):
     seen, held = [], []
     model, optimizer = start_observed(make, level, registered, post=lambda *_: seen.append(held[0].weight.tolist()))
@@ -127,9 +123,7 @@ def test_post_hooks_find_published_weights(make, level, registered):
     assert seen[-1] == model.weight.tolist()
 
 
-@REGISTERED
-@AT_LEVELS
-@KINDS
+@crossed(KINDS, AT_LEVELS, REGISTERED)
 @torch.no_grad()
 def test_the_step_begins_from_what_a_pre_hook_has_written(make, level, registered):
     def write(optimizer, *_):
@@ -146,9 +140,7 @@ def test_the_step_begins_from_what_a_pre_hook_has_written(make, level, registere
     assert first == -second != 0.0
 
 
-@REGISTERED
-@AT_LEVELS
-@KINDS
+@crossed(KINDS, AT_LEVELS, REGISTERED)
 def test_a_post_hook_s_writes_into_masters_are_in_the_model_after_the_step(make, level, registered):
     @torch.no_grad()
     def write(optimizer, *_):
@@ -162,9 +154,13 @@ def test_a_post_hook_s_writes_into_masters_are_in_the_model_after_the_step(make,
         assert model.weight.tolist() == [[0.25, 0.25]]
 
 
-@AT_LEVELS
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.ASGD, Foreign], ids=["one pass", "portions", "foreign"])
-@pytest.mark.parametrize("value", [4.0, math.inf], ids=["taken", "skipped"])
+@crossed(
+    pytest.mark.parametrize("value", [4.0, math.inf], ids=["taken", "skipped"]),
+    pytest.mark.parametrize(
+        "make", [torch.optim.SGD, torch.optim.ASGD, Foreign], ids=["one pass", "portions", "foreign"]
+    ),
+    AT_LEVELS,
+)
 def test_hooks_run_once_around_each_step_taken_or_skipped(make, level, value):
     seen = []
     model, optimizer = start_observed(
@@ -244,9 +240,7 @@ def compiled(optimizer):
     return torch.compile(optimizer.step, backend="eager")
 
 
-@pytest.mark.parametrize("capture", [captured, wrapped, wrapped_for_a_scheduler, compiled])
-@AT_LEVELS
-@KINDS
+@crossed(KINDS, AT_LEVELS, {"capture": [captured, wrapped, wrapped_for_a_scheduler, compiled]})
 def test_a_method_that_was_captured_before_initialize_steps_and_skips(make, level, capture):
     model = linear([[1.0, 2.0]])
     optimizer = make(model.parameters(), lr=0.5)
@@ -320,9 +314,7 @@ def test_a_closure_that_is_refused_leaves_delayed_gradients_as_they_are(make):
     assert model.weight.tolist() != [[1.0, 2.0]]
 
 
-@KINDS
-@AT_LEVELS
-@pytest.mark.parametrize("scheduled", ["before", "after"])
+@crossed({"scheduled": ["before", "after"]}, AT_LEVELS, KINDS)
 def test_a_scheduler_that_has_captured_step_leads_to_the_one_of_the_training(make, level, scheduled):
     model = linear([[1.0, 2.0]])
     optimizer = make(model.parameters(), lr=0.5)

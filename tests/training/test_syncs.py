@@ -8,6 +8,7 @@ import pytest
 import torch
 import training
 from conftest import DEVICES
+from crossed import crossed
 from syncs import Syncs, count, hear_the_notice
 
 from amp_patch import amp, multi_tensor
@@ -81,10 +82,19 @@ def test_one_sync_a_step_and_that_in_step(level, clipped, backend, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", [b for b in backends.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"])
-@pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize(
-    ("level", "masters"),
-    [("O0", None), ("O3", None), ("O4", None), ("O5", None), ("O5", "split"), ("O5", "stochastic")],
+@crossed(
+    {
+        "level, masters": [
+            ("O0", None),
+            ("O3", None),
+            ("O4", None),
+            ("O5", None),
+            ("O5", "split"),
+            ("O5", "stochastic"),
+        ],
+        "clipped": [False, True],
+    },
+    meet=1,
 )
 def test_gradients_that_are_only_checked_cost_the_same_sync(level, masters, clipped, backend, device):
     def clip(params):

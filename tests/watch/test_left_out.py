@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEVICES
+from crossed import crossed
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 from training import backward
@@ -203,10 +204,10 @@ def start(level: str, split: bool = False, **options: Any) -> tuple[Task, list[A
     return task, optimizers
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["one optimizer", "two"])
-@pytest.mark.parametrize("bodies", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@crossed(
+    {"level": ["O2", "O3", "O5"], "way": list(WAYS), "bodies": [1, 2]},
+    pytest.mark.parametrize("split", [False, True], ids=["one optimizer", "two"]),
+)
 def test_an_average_inside_a_cast_model_is_warned_of_once_and_named(level, way, bodies, split):
     task, optimizers = start(level, split)
     words = r"^initialize: the weights of \['ema'\] are torch\.\w+16, no optimizer .*keep_fp32=\['ema'\]\)"

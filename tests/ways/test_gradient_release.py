@@ -9,6 +9,7 @@ from typing import Any
 import benchmark_scripts
 import pytest
 import torch
+from crossed import crossed
 from interrupts import Interrupt
 from released import LEVELS, MAKERS, OPTIM, numbers, start, twice_checkpointed
 from split_masters import loss_of, net
@@ -24,8 +25,7 @@ CODED = ["O4+8bit", "O5+split+8bit"]
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS["AdamW"], MAKERS["NAdam"]], ids=["AdamW", "NAdam"])
 
 
-@pytest.mark.parametrize("level", [*LEVELS, *CODED])
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@crossed({"make": MAKERS, "level": [*LEVELS, *CODED]}, meet=1)
 def test_the_bits_equal_a_step_after_backward(make, level, monkeypatch):
     monkeypatch.setattr(gradient_release, "TOGETHER", 2000)  # two calls
 
@@ -228,10 +228,10 @@ def raw(param: Tensor) -> Tensor | None:
     return torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]
 
 
-@one_of_each_way
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("together", [1, gradient_release.TOGETHER])
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@crossed(
+    {"error": [MemoryError, KeyboardInterrupt], "together": [1, gradient_release.TOGETHER], "level": LEVELS},
+    one_of_each_way,
+)
 def test_a_backward_that_fails_leaves_each_parameter_stepped_or_not_and_the_next_goes_on(
     make, level, error, together, monkeypatch
 ):

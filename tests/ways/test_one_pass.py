@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from crossed import crossed
 from interrupts import send, sent_again_by_the_test
 from three_ways import (
     ADAM,
@@ -179,8 +180,7 @@ OWN_WAYS = {
 }
 
 
-@both_levels
-@pytest.mark.parametrize("recipe, change, calls", OWN_WAYS.values(), ids=OWN_WAYS)
+@crossed(pytest.mark.parametrize("recipe, change, calls", OWN_WAYS.values(), ids=OWN_WAYS), both_levels, meet=1)
 def test_the_optimizer_s_own_way(level, recipe, change, calls, kernels):
     ours, theirs = (trained(level, recipe, 2, way) for way in (OnePass(), Unfused()))
     for both, wanted in ((ours, calls), (theirs, 0)):
@@ -272,9 +272,7 @@ def test_hooks_are_called_once_a_step(level, recipe, own_way, kernels):
     assert max(seen.index("pre"), seen.index("pre, of all")) < min(seen.index("post"), seen.index("post, of all"))
 
 
-@both_levels
-@ONE_OF_EACH
-@pytest.mark.parametrize("captured", ["before", "after", "by a scheduler"])
+@crossed({"captured": ["before", "after", "by a scheduler"]}, ONE_OF_EACH, both_levels, meet=1)
 def test_a_step_that_was_captured(level, recipe, captured, kernels):
     both = []
     for way in (OnePass(), Eager()):
@@ -357,10 +355,12 @@ class Interrupting:
         return call
 
 
-@both_levels
-@ONE_OF_EACH
-@pytest.mark.parametrize("own_way", [False, True], ids=["in one pass", "partly its own way"])
-@pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
+@crossed(
+    pytest.mark.parametrize("first", [False, True], ids=["later", "first"]),
+    pytest.mark.parametrize("own_way", [False, True], ids=["in one pass", "partly its own way"]),
+    ONE_OF_EACH,
+    both_levels,
+)
 def test_an_interrupt_waits_for_the_end_of_the_step(level, recipe, own_way, first, monkeypatch):
     def begin() -> tuple[LateNet, Any]:
         model, optimizer = trained(level, recipe, 0 if first else 3)

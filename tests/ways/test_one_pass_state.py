@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from crossed import crossed
 from python_forks import python
 from three_ways import SGD, LateNet, Recipe, both_levels, ends, every_recipe, go_on, loss_of, spied_kernels, trained
 from torch import nn
@@ -50,8 +51,7 @@ def test_the_state_is_torch_s(level, recipe):
     assert names[0] == names[1]
 
 
-@pytest.mark.parametrize("level", training.LEVELS)
-@every_recipe
+@crossed(every_recipe, {"level": training.LEVELS}, meet=1)
 def test_the_state_goes_through_torch_s_optimizer_and_back(level, recipe):
     recipe = recipe._replace(
         options=recipe.options | ({"eps": 1e-4} if not issubclass(recipe.make, (SGD, FusedSGD)) else {})
@@ -72,9 +72,12 @@ def test_the_state_goes_through_torch_s_optimizer_and_back(level, recipe):
     training.assert_unchanged(*models)
 
 
-@both_levels
-@every_recipe
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, training.through_pickle], ids=["deepcopy", "pickle"])
+@crossed(
+    pytest.mark.parametrize("duplicate", [copy.deepcopy, training.through_pickle], ids=["deepcopy", "pickle"]),
+    every_recipe,
+    both_levels,
+    meet=1,
+)
 def test_a_copy_goes_on_in_one_pass(level, recipe, duplicate, kernels):
     both = trained(level, recipe)
     twins = duplicate(both)

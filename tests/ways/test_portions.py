@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 from conftest import DEVICES
+from crossed import crossed
 from in_portions import Each
 from torch import Tensor, nn
 from torch_optimizers import AVAILABLE, OPTIMIZERS, recipe
@@ -129,15 +130,17 @@ def fifty_steps(make: Callable[[Any], Any], level: str) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize(
-    ("level", "foreach"),
-    [
-        ("O2", None),
-        ("O5", True),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [("O2", True), ("O5", None)]),
-    ],
+@crossed(
+    {
+        "name": IN_PORTIONS,
+        "level, foreach": [
+            ("O2", None),
+            ("O5", True),
+            *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [("O2", True), ("O5", None)]),
+        ],
+    },
+    meet=1,
 )
-@pytest.mark.parametrize("name", IN_PORTIONS)
 def test_portions_give_the_numbers_of_the_whole(name, level, foreach, how_many, monkeypatch):
     def make(params: Any) -> Any:
         optimizer = MAKERS[name](params)

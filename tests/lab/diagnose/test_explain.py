@@ -14,6 +14,7 @@ import pytest
 import torch
 import training
 from apexed import apex_amp  # noqa: F401  the fixture `amp`: Apex's
+from crossed import crossed
 from torch import nn
 from torch.nn import functional as F
 
@@ -260,8 +261,7 @@ def whole(level, **options):
     return initialize(model, opt_level=level, **options)
 
 
-@pytest.mark.parametrize("training_mode", [True, False])
-@pytest.mark.parametrize("level", training.LEVELS)
+@crossed({"level": training.LEVELS, "training_mode": [True, False]}, meet=1)
 def test_explain_changes_no_number_of_a_forward(wrappers, level, training_mode, capsys):
     model, x = whole(level).train(training_mode), training.images(0)[0]
     state, random = training.weights(model), torch.random.get_rng_state()

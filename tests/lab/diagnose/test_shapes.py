@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import DEVICES
+from crossed import crossed
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -62,8 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("level", [None, "O0", "O1", "O4", "O5"])
-@pytest.mark.parametrize("case", CASES)
+@crossed({"case": list(CASES), "level": [None, "O0", "O1", "O4", "O5"]}, meet=1)
 def test_the_count_of_multiply_adds_equals_that_of_torch(case, level):
     make, shape = CASES[case]
     model, x = make(), torch.randn(shape)

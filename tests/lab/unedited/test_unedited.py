@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from crossed import crossed
 from torch import nn
 from training import LEVELS
 from unedited import edited, run_source
@@ -152,8 +153,7 @@ def quiet(monkeypatch):
     assert [vars(owner)[name] for owner, name in places] == before
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", SCRIPTS)
+@crossed({"name": list(SCRIPTS), "level": LEVELS}, meet=1)
 def test_an_unedited_script_trains_as_with_three_lines(name, level):
     plain = run_source(SCRIPTS[name])["losses"]
     with UneditedScript(level) as trained:
@@ -294,8 +294,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
-@pytest.mark.parametrize("name", REFUSED)
+@crossed({"name": list(REFUSED), "level": ["O0", "O2"]}, meet=1)
 def test_an_unsupported_script_is_refused_in_one_message(name, level):
     script, words, there = REFUSED[name]
     trained = UneditedScript(level)
@@ -377,9 +376,7 @@ for step in range(3):
 """
 
 
-@pytest.mark.parametrize("limit", [0, 0.01])
-@pytest.mark.parametrize("raises", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
+@crossed({"level": LEVELS, "raises": [False, True], "limit": [0, 0.01]}, meet=1)
 def test_a_script_clips_the_gradients_of_its_step(level, raises, limit):
     script = NET.replace("optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)", "optim.SGD(net.parameters(), lr=0.5)")
     script += READS.format(raises=raises, limit=limit)

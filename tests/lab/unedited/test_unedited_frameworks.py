@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from crossed import crossed
 from torch import nn
 
 EXTRAS = "pip install amp_patch[lightning,transformers]; `make test-all` does"
@@ -72,8 +73,7 @@ def with_accelerate(folder: Path, level: str | None) -> Result:
     return losses, weights(model)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-@pytest.mark.parametrize("train", [with_lightning, with_transformers, with_accelerate])
+@crossed({"train": [with_lightning, with_transformers, with_accelerate], "level": ["O0", "O1", "O2", "O5"]}, meet=1)
 def test_an_unedited_framework_loop_trains_as_an_edited_one(train, level, tmp_path):
     with UneditedScript(level) as trained:
         losses, found = train(tmp_path, None)

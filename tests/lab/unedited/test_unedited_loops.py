@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from crossed import crossed
 from scripts import start_script
 from torch import nn
 from training import LEVELS
@@ -91,8 +92,7 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("script", [LAYERS, ROOT], ids=["layers", "root"])
+@crossed(pytest.mark.parametrize("script", [LAYERS, ROOT], ids=["layers", "root"]), {"level": LEVELS}, meet=1)
 def test_direct_calls_of_forward_train_as_with_three_lines(script, level):
     plain = run_source(script)["losses"]
     with UneditedScript(level) as trained:
@@ -144,8 +144,7 @@ UPDATES = {
 WAY_OUT = r"(?s)updates its weights by hand{}\. With an optimizer it needs no other line.*torch\.optim\.SGD\(model"
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
-@pytest.mark.parametrize("update", UPDATES)
+@crossed({"update": list(UPDATES), "level": ["O0", "O2"]}, meet=1)
 def test_manual_steps_are_refused_at_the_second_with_an_optimizer_to_use(update, level):
     with (
         pytest.raises(ScriptRefused, match=WAY_OUT.format(r" \(train\.py, line 9\)")) as refused,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from crossed import crossed
 from unedited import edited, run_source
 
 from amp_patch import amp
@@ -219,8 +219,7 @@ def run_at(script: str, level: str) -> list[torch.Tensor]:
     return losses
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("kind", FORWARDS)
+@crossed({"kind": list(FORWARDS), "level": ["O1", "O2", "O5"]}, meet=1)
 def test_what_a_public_programs_forward_does_trains_at_each_level(kind: str, level: str) -> None:
     net, loss = FORWARDS[kind]
     script = FRAME.format(net=net, loss=loss)
@@ -380,8 +379,7 @@ optimizer.load_state_dict(saved["optimizer"])
 }
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("kind", LOOPS)
+@crossed({"kind": list(LOOPS), "level": ["O1", "O2", "O5"]}, meet=1)
 def test_a_public_programs_loop_trains_as_with_three_lines(kind, level):
     script = BEGIN + LOOPS[kind]
     plain = run_source(script)["losses"]

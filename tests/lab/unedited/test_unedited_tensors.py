@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from crossed import crossed
 from training import LEVELS
 from unedited import edited, run_source
 
@@ -66,8 +67,11 @@ AGENT = TEMPERATURE.replace(
 )
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("script", [TEMPERATURE, COEFFICIENT, AGENT], ids=["temperature", "coefficient", "agent"])
+@crossed(
+    pytest.mark.parametrize("script", [TEMPERATURE, COEFFICIENT, AGENT], ids=["temperature", "coefficient", "agent"]),
+    {"level": LEVELS},
+    meet=1,
+)
 def test_an_optimizer_of_a_free_tensor_trains_as_in_an_edited_script(script, level):
     with UneditedScript(level) as trained:
         losses = run_source(script)["losses"]
