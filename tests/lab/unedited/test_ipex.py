@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -114,13 +116,16 @@ for step in range(4):
 """
 SCRIPTS = {"plain": NET + PLAIN, "accumulates": NET + ACCUMULATES, "early": EARLY, "gan": GAN}
 SPLIT, WHOLE, HALF = {"opt_level": "O5", "master_weights": "split"}, {"opt_level": "O5"}, {"opt_level": "O2"}
+CALL = "dtype=torch.bfloat16, optimizer=optimizer"
 CALLS = {
-    "dtype=torch.bfloat16, optimizer=optimizer": SPLIT,
+    CALL: SPLIT,
     "torch.bfloat16, optimizer, 'O1', True": SPLIT,
     "dtype=torch.bfloat16, optimizer=optimizer, level='O0'": WHOLE,
     "dtype=torch.bfloat16, optimizer=optimizer, split_master_weight_for_bf16=False": WHOLE,
     "dtype=torch.half, optimizer=optimizer, sample_input=torch.ones(1), fuse_update_step=True": HALF,
 }
+
+PRINTS = "print([x.item().hex() for x in losses])"
 
 
 def filled(script: str, call: str) -> str:
@@ -177,21 +182,42 @@ def test_a_level_of_the_environment_replaces_that_of_ipex(level, options, served
 # The commands
 
 
-def test_run_compare_and_check_serve_a_script_of_ipex(tmp_path):
-    script = (
-        filled(NET + PLAIN, "dtype=torch.bfloat16, optimizer=optimizer") + "print([x.item().hex() for x in losses])\n"
-    )
-    ours = f"from amp_patch import amp\noptions = {SPLIT}\n" + edited(script).replace(f"import {NAME} as ipex", "")
-    ran, wanted = start_script(tmp_path, script, "-m", "amp_patch", "run"), start_script(tmp_path, ours)
-    assert (ran.returncode, ran.stdout) == (0, wanted.stdout)
+def both(tmp_path: Path) -> tuple[str, str]:
+    """Return a script of IPEX that prints its losses, and what the edited script prints."""
+    # The first line has names that do not make the script one that imports amp_patch.
+    script = f"from {NAME} import llm, optimize\n{filled(NET + PLAIN, CALL)}\n{PRINTS}"
+    bare = edited(script).replace(f"from {NAME} import llm, optimize", "").replace(f"import {NAME} as ipex", "")
+    return script, start_script(tmp_path, f"from amp_patch import amp\noptions = {SPLIT}\n{bare}").stdout
+
+
+def test_run_and_check_serve_a_script_of_ipex(tmp_path):
+    script, wanted = both(tmp_path)
+    ran = start_script(tmp_path, script, "-m", "amp_patch", "run")
+    assert (ran.returncode, ran.stdout) == (0, wanted)
     assert ran.stderr.startswith("amp_patch: O5+split BF16 trained Sequential by SGD: 4 steps, 0 skipped")
     checked = start_script(tmp_path, script, "-m", "amp_patch", "check", "--run")
-    assert checked.returncode == 0 and checked.stdout.startswith("clear: O1")
+    assert checked.returncode == 0 and "clear: O1" in checked.stdout
+
+
+@pytest.mark.slow
+def test_compare_serves_a_script_of_ipex(tmp_path):
+    script, wanted = both(tmp_path)
     compared = start_script(tmp_path, script, "-m", "amp_patch", "compare", "--levels", "O0,O5+split", "--seeds", "1")
     assert (compared.returncode, compared.stderr) == (0, "")
     runs = [Run.from_dict(run) for run in loads((tmp_path / "amp_compare/report.json").read_text())["runs"]]
     found = {run.level: [loss.hex() for loss in run.loss] for run in runs}
-    assert {*found} == {"O0", "O5+split", "native"} and str(found["O5+split"]) == wanted.stdout.strip()
+    assert {*found} == {"O0", "O5+split", "native"} and str(found["O5+split"]) == wanted.strip()
+
+
+@pytest.mark.slow
+def test_a_spawned_process_trains_at_the_level_of_its_optimize(tmp_path):
+    script = f"{filled(NET + PLAIN, CALL)}\n{PRINTS}"
+    spawning = f"def work(rank):\n{textwrap.indent(script, '    ')}\nif __name__ == '__main__':\n"
+    spawning += "    import torch\n    torch.multiprocessing.spawn(work, nprocs=1)\n"
+    wanted = start_script(tmp_path, script, "-m", "amp_patch", "run")
+    done = start_script(tmp_path, spawning, "-m", "amp_patch", "run")
+    assert (done.returncode, done.stdout) == (0, wanted.stdout)
+    assert re.match(r"amp_patch: process \d+: O5\+split BF16 trained Sequential by SGD: 4 steps", done.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
