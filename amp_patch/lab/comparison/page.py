@@ -91,7 +91,7 @@ def _about(comparison: Comparison) -> str:
     said = [f"{len(comparison.levels)} levels", wording.counted(seeds, "seed")]
     said += [f"{comparison.steps} steps"] if comparison.steps else []
     devices = {run.device for run in comparison.runs if run.device}
-    processor = machine.get("gpu" if devices == {"cuda"} else "cpu", "")
+    processor = machine.get("gpu" if devices and "cpu" not in devices else "cpu", "")
     said += [processor] if processor and processor != "none" else sorted(devices)
     return " · ".join([*said, *([f"torch {machine['torch']}"] if "torch" in machine else [])])
 
