@@ -17,13 +17,14 @@ import torch
 from amp_patch import __version__, multi_tensor
 from amp_patch.casts import wrappers as cast_wrappers
 from amp_patch.lab.commands import check, compare, compare_arguments, installation, report, run, search
-from amp_patch.lab.comparison.machine import low_precision
+from amp_patch.lab.comparison.machine import accelerators, low_precision
+from amp_patch.support.devices import widest
 
 
 def info(_: argparse.Namespace) -> None:
     """print versions, the amp_patch in use, backends of kernels and casts and why, devices, BF16 and FP16 support"""
     devices = [f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"]
-    devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    devices += [f"{device} ({name}{_lacks(device)})" for device, name in accelerators().items()]
     rows = {
         "amp_patch": __version__,
         "package": installation.package_in_words(),
@@ -37,6 +38,10 @@ def info(_: argparse.Namespace) -> None:
     }
     for name, value in rows.items():
         print(f"{name:<12} {value}")
+
+
+def _lacks(device: str) -> str:
+    return "" if device.startswith("cuda") or widest(torch.device(device)) is torch.float64 else ", no FP64"
 
 
 class Command(NamedTuple):

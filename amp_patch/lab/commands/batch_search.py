@@ -82,7 +82,7 @@ def _limit(args: argparse.Namespace) -> int:
         return batch_search.size_in_bytes(args.batch_search)
     # In a child process: a CUDA context of this process would take some of the free memory.
     asked = subprocess.run([sys.executable, "-c", _FREE], capture_output=True, text=True)
-    if args.device == "cpu" or not asked.stdout.strip().isdigit():
+    if args.device is not None or not asked.stdout.strip().isdigit():
         raise ValueError("compare: --batch-search is free, and there is no GPU: give a size, as --batch-search 8GiB")
     return int(asked.stdout)
 

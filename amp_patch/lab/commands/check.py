@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import amp_patch.apex
-from amp_patch.lab.commands import apex_surface, check_fp32
+from amp_patch.lab.commands import apex_surface, check_fp32, no_cuda
 from amp_patch.lab.commands.apex_served import (
     CALL,
     DIFFERS,
@@ -51,13 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     words = "run the first step of a script in FP32 (its arguments follow --), and list the lines that a level breaks"
     parser.add_argument("--run", action="store_true", help=words)
+    words = "with --run, cpu, mps or xpu: use this device wherever the script asks for CUDA"
+    parser.add_argument("--device", type=no_cuda.here, help=words)
 
 
 def check(args: argparse.Namespace) -> None:
     """list the names of Apex and of torch's mixed precision that files use, without running them; for an FP32 script,
     say whether `compare` accepts it; exit code 1 if a name of Apex is missing, 2 if a file cannot be read"""
     if args.run:
-        check_run(args.paths[0], args.paths[1:], args.json)
+        check_run(args.paths[0], args.paths[1:], args.json, args.device)
     paths = [Path(path) for path in args.paths]
     uses, errors = read(paths)
     findings = [finding(name, places) for name, places in sorted(uses.items())]

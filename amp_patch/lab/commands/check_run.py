@@ -33,7 +33,7 @@ class SurveyedScript(FirstStep):
         return "it made no step" if missing is None else f"{missing.why}{missing.way_out}"
 
 
-def check_run(script: str, arguments: list[str], as_json: bool) -> None:
+def check_run(script: str, arguments: list[str], as_json: bool, device: str | None = None) -> None:
     """Run a script until its first step is over, print the survey of that step, and exit the process.
 
     With `as_json` the survey is printed as JSON, and the script's own output goes to stderr. The exit status is 1 if a
@@ -43,7 +43,13 @@ def check_run(script: str, arguments: list[str], as_json: bool) -> None:
     first, given = (
         SurveyedScript(),
         argparse.Namespace(
-            module=False, script=script, arguments=arguments, level=None, device=None, methods=None, allow_banned=False
+            module=False,
+            script=script,
+            arguments=arguments,
+            level=None,
+            device=device,
+            methods=None,
+            allow_banned=False,
         ),
     )
     try:

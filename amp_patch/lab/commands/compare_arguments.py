@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_patch.environment import RUNGS
-from amp_patch.lab.commands import batch_search, compare_baseline
+from amp_patch.lab.commands import batch_search, compare_baseline, no_cuda
 from amp_patch.lab.commands.run import add_cast_arguments
 from amp_patch.lab.comparison.plan import EMULATED, LEVELS, MARGIN, MIN_GAIN, SEEDS, Plan, quick_levels
 from amp_patch.policy import OPT_LEVELS, PRODUCT_FORMATS
@@ -102,7 +102,7 @@ def add_judging_arguments(parser: argparse.ArgumentParser) -> None:
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that name the script and its device."""
     add = parser.add_argument
-    add("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
+    add("--device", type=no_cuda.here, help="cpu, mps or xpu: where the script says CUDA, take this device")
     add("-m", dest="module", action="store_true", help="script is a module, as in python -m")
     add("script", nargs="?", help="a script, or a folder or zip file with a __main__.py, or with -m a module")
 

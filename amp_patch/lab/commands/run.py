@@ -41,11 +41,12 @@ from amp_patch.training import observers
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `run`; the process of each run of `compare` parses the same ones."""
-    options = "[--level LEVEL] [--device cpu] [--methods NAMES] [--allow-banned]"
+    options = "[--level LEVEL] [--device DEVICE] [--methods NAMES] [--allow-banned]"
     parser.usage = f"python -m amp_patch run [-h] {options} [-m] script ..."
     words = "train at this level, for example O2 or O5+split; sets AMP_PATCH_OPT_LEVEL for it and its children"
     parser.add_argument("--level", type=_level, metavar="LEVEL", help=words)
-    parser.add_argument("--device", choices=["cpu"], help="cpu: use the CPU wherever the script asks for CUDA")
+    words = "cpu, mps or xpu: use this device wherever the script asks for CUDA"
+    parser.add_argument("--device", type=no_cuda.here, help=words)
     add_cast_arguments(parser)
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("script", help="a script, a folder or zip file with a __main__.py, or after -m a module")
@@ -108,8 +109,9 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
         os.environ[LEVEL] = args.level
     sys.argv = ["-m" if args.module else args.script, *args.arguments]
     begin(args.device)  # after the change of sys.path: `install` looks there for a real Apex
-    if args.device == "cpu":
-        print("amp_patch: CUDA is the CPU for this process (--device cpu)", file=sys.stderr)
+    if args.device is not None:
+        meant = "the CPU" if args.device == "cpu" else args.device
+        print(f"amp_patch: CUDA is {meant} for this process (--device {args.device})", file=sys.stderr)
     # Spawned processes unpickle from `__mp_main__`. Without this line it is the main module of amp_patch.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     try:
@@ -157,12 +159,12 @@ def at_asked_level(by: str = f"{LEVEL}=") -> Iterator[None]:
 def begin(device: str | None) -> None:
     """Install amp_patch's apex and its stand-in for IPEX, here and in all processes that multiprocessing starts here.
 
-    With `device="cpu"`, calls for CUDA use the CPU (the folder no_cuda).
+    With a `device`, calls for CUDA use it (the folder no_cuda).
     """
     amp_patch.apex.install()
     ipex.install()
-    if device == "cpu":
-        no_cuda.install()
+    if device is not None:
+        no_cuda.install(device)
     original = multiprocessing.spawn.get_preparation_data
     multiprocessing.spawn.get_preparation_data = partial(_preparation_data, original, device)
 

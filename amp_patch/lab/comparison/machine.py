@@ -1,9 +1,10 @@
-"""The machine of a comparison: versions, processor, devices, and the speed of low-precision products."""
+"""The machine of a comparison: versions, processor, devices, their types, and the speed of low-precision products."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import statistics
 import time
 from typing import NamedTuple
@@ -20,6 +21,8 @@ _STEADY = 1.5  # if the slowest measurement takes more than this times the faste
 # cpu_half="auto" chooses native or emulated arithmetic. If products in the chosen arithmetic take more than this times
 # as long as in the other one, the report says so.
 SLOW = 1.3
+# GPUs of the capability 7.5 without tensor cores (TU116, TU117). Reports: pytorch#58123, pytorch#77955.
+_WITHOUT_TENSOR_CORES = re.compile(r"GTX 16\d\d|\bMX[45]50\b|\bT(4|5|6|10|12|20)00\b|\bT550\b")
 
 
 class ProductTime(NamedTuple):
@@ -47,13 +50,12 @@ def machine(load: OtherWork | None = None) -> dict[str, str]:
         "load": a warning, if other work disturbed the speeds.
     """
     busy = load.words() if load is not None else None
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "cpu": processor(),
         "threads": str(torch.get_num_threads()),
-        "gpu": ", ".join(devices) or "none",
+        "gpu": ", ".join(accelerators().values()) or "none",
         **low_precision(),
         **({"lacks": " ".join(lacking())} if lacking() else {}),
         **({"limited": limited} if (limited := " ".join(_limits())) else {}),
@@ -73,14 +75,36 @@ def low_precision() -> dict[str, str]:
 
     Returns:
         "bfloat16", "float16": the result of `products_in_words` for this type.
-        "tensor_cores": only with a GPU: the types that the tensor cores of all GPUs compute in.
+        "tensor_cores": only with CUDA: the types that the tensor cores of the GPUs compute in, and what is emulated.
     """
     found = {"bfloat16": products_in_words(torch.bfloat16), "float16": products_in_words(torch.float16)}
-    capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    if capabilities:
-        least = min(capabilities)
-        found["tensor_cores"] = "FP16 and BF16" if least >= (8, 0) else "FP16" if least >= (7, 0) else "none"
+    count = torch.cuda.device_count()
+    told = {name: _tensor_cores(name, i) for i in range(count) if (name := torch.cuda.get_device_name(i))}
+    if told:
+        alike = len(set(told.values())) == 1
+        found["tensor_cores"] = "; ".join(
+            set(told.values()) if alike else [f"{name}: {its}" for name, its in told.items()]
+        )
     return found
+
+
+def _tensor_cores(name: str, index: int) -> str:
+    capability = torch.cuda.get_device_capability(index)
+    if capability >= (8, 0):
+        return "FP16 and BF16"
+    emulated = "BF16 is emulated, although torch.cuda.is_bf16_supported() is True"
+    if capability < (7, 0):
+        return f"none; {emulated}"
+    if _WITHOUT_TENSOR_CORES.search(name):
+        return f"none, and FP16 convolutions of cuDNN have given NaN on such GPUs; {emulated}"
+    return f"FP16; {emulated}"
+
+
+def accelerators() -> dict[str, str]:
+    """Return {device: its name} of the GPUs that this torch finds, as "cuda:0", "mps" or "xpu:0"."""
+    modules = {"cuda": torch.cuda, "xpu": torch.xpu}
+    found = {f"{kind}:{i}": m.get_device_name(i) for kind, m in modules.items() for i in range(m.device_count())}
+    return {**found, "mps": "Apple GPU"} if torch.backends.mps.is_available() else found
 
 
 def time_of_products(dtype: torch.dtype, emulated: bool = False) -> ProductTime:

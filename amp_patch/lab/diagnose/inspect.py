@@ -24,6 +24,7 @@ from amp_patch.model.forward import KeptModule, policy_of
 from amp_patch.model.keep_high import HighModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
+from amp_patch.support.devices import widest
 from amp_patch.training import observers
 from amp_patch.training.innermost import as_list
 
@@ -232,7 +233,7 @@ class _NumberLog(CallLog):
         if scale is None:
             scale = next((body.scale for body in map(observers.body_of, self.targets) if body is not None), None)
         self.scale = self.scale if scale is None else scale.clone()
-        return 1.0 if scale is None else scale.double().reciprocal()
+        return 1.0 if scale is None else scale.to(widest(scale.device)).reciprocal()
 
     def _gradient_of(self, name: str) -> Any:
         def hook(grad: Tensor) -> None:

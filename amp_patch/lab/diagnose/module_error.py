@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from amp_patch.casts import regions
 from amp_patch.masters.masters import master_of
 from amp_patch.support import tree
+from amp_patch.support.devices import widest
 from amp_patch.support.random_states import random_states, restored_random_states
 
 
@@ -60,14 +61,15 @@ def distance(tensors: list[Tensor], exact: list[Tensor]) -> Tensor:
         finite = wanted.isfinite()
         wanted = torch.where(finite, wanted, 0)
         difference = torch.where(finite, output.float() - wanted, 0)
-        apart.append(torch.linalg.vector_norm(difference, dtype=torch.float64))
-        size.append(torch.linalg.vector_norm(wanted, dtype=torch.float64))
+        wide = widest(output.device)
+        apart.append(torch.linalg.vector_norm(difference, dtype=wide))
+        size.append(torch.linalg.vector_norm(wanted, dtype=wide))
         too_large.append((~wanted.to(output.dtype).isfinite()).any())
     difference = torch.stack(apart).norm()
     error = torch.where(difference == 0, 0.0, difference / torch.stack(size).norm()).nan_to_num(
         math.inf, posinf=math.inf
     )
-    return torch.stack([error, torch.stack(too_large).any().double()])
+    return torch.stack([error, torch.stack(too_large).any().to(error)])
 
 
 def _in_fp32(module: nn.Module, args: Any, kwargs: Any) -> list[Tensor] | None:

@@ -20,6 +20,7 @@ from amp_patch.lab.diagnose.tables import Part, Table, as_html, as_text
 from amp_patch.model.forward import policy_of
 from amp_patch.model.fp32_copies import fp32_copy
 from amp_patch.support import distributed
+from amp_patch.support.devices import widest
 
 BASELINE = "O0"
 COMPILED = " compiled"  # suffix of a level that runs through torch.compile
@@ -240,9 +241,10 @@ def _squares(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
     """
     total = torch.zeros(2, dtype=torch.float64, device="cpu")
     for one, other in zip(first, second, strict=True):
-        apart = other.double() - one.double()
+        wide = widest(one.device)
+        apart = other.to(wide) - one.to(wide)
         apart[(one == other).expand_as(apart)] = 0  # equal infinities: masked attention scores
-        size = torch.where(one.isfinite(), one.double(), 0)
+        size = torch.where(one.isfinite(), one.to(wide), 0)
         total += torch.stack([apart.square().sum(), size.square().sum()]).cpu()
     return total
 
@@ -299,7 +301,7 @@ def _logits(output: Any, given: Callable[[Any], Tensor] | None) -> Tensor | None
     found = given(output) if given is not None else getattr(output, "logits", output)
     if not isinstance(found, Tensor) or not found.is_floating_point() or found.dim() < 2 or not found.shape[-1]:
         return None
-    return found.double()
+    return found.to(widest(found.device))
 
 
 def _asked(level: str) -> str:

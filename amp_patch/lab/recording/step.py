@@ -13,6 +13,7 @@ from torch import Tensor
 from amp_patch.lab.recording.outbox import UnreadEvent
 from amp_patch.lab.recording.run import LOW_TYPES, PARTS, Event
 from amp_patch.support import distributed, tree
+from amp_patch.support.devices import widest
 
 _NAN = float("nan")
 
@@ -134,9 +135,9 @@ def _is_exact(loss: float, dtype: str) -> bool:
 
 
 def single_value(loss: Tensor) -> Tensor:
-    """Return a detached copy of the loss as a tensor of one element: the mean in FP64 if it has several."""
+    """Return a detached copy of the loss as a tensor of one element: the mean, in type `widest`, if it has several."""
     value = distributed.local(loss.detach())
-    return value.clone() if value.numel() == 1 else value.double().mean()
+    return value.clone() if value.numel() == 1 else value.to(widest(value.device)).mean()
 
 
 def sizes_of(args: Any, kwargs: Any) -> list[int]:

@@ -1,5 +1,7 @@
 """CUDA-only scripts on the CPU, for one process: `python -m amp_patch run --device cpu train.py`.
 
+With `--device mps` or `--device xpu`, that device takes the place of the CPU in what follows, and FP16 is not emulated.
+
 Three rules hold while it is installed:
 
 1. *A device of type CUDA that is passed to torch means the CPU.* This covers the `device=` of functions and methods
@@ -21,7 +23,12 @@ result in place without changing the original. A tensor that requires a gradient
 
 from __future__ import annotations
 
-from amp_patch.lab.commands.no_cuda import machine
+import argparse
+from functools import partial
+
+import torch
+
+from amp_patch.lab.commands.no_cuda import devices, machine
 from amp_patch.lab.commands.no_cuda.autocast import redirect_autocast
 from amp_patch.lab.commands.no_cuda.devices import (
     redirect_checkpoints,
@@ -30,6 +37,7 @@ from amp_patch.lab.commands.no_cuda.devices import (
     redirect_types,
 )
 from amp_patch.lab.commands.no_cuda.parallel import redirect_parallel
+from amp_patch.lab.comparison.machine import accelerators
 from amp_patch.lab.recording.peak_memory import PeakMemory
 from amp_patch.support.patches import Installation, Patches
 
@@ -46,17 +54,31 @@ _REDIRECTIONS = (
 _installation = Installation(of_process=True)
 
 
-def install() -> None:
-    """Redirect CUDA to the CPU in this process, until `uninstall`. Idempotent. Call it before the script's imports."""
-    _installation.install(_redirect)
+def here(kind: str) -> str:
+    """Return `kind`, a type of device that CUDA can become, if this machine has a device of this type.
+
+    Raises:
+        argparse.ArgumentTypeError: it has none; the message lists the types that it has.
+    """
+    found = ["cpu", *sorted({name.partition(":")[0] for name in accelerators()} - {"cuda"})]
+    if kind not in found:
+        missing = f"torch {torch.__version__} finds no device {kind!r} here to replace CUDA by"
+        raise argparse.ArgumentTypeError(f"{missing}; wanted {' or '.join(found)}")
+    return kind
 
 
-def _redirect(patches: Patches) -> None:
+def install(target: str = "cpu") -> None:
+    """Redirect CUDA to `target` in this process, until `uninstall`. Idempotent. Call it before the script's imports."""
+    _installation.install(partial(_redirect, target))
+
+
+def _redirect(target: str, patches: Patches) -> None:
+    patches.set(devices, "target", target)
     patches.set(machine, "peak", PeakMemory())
     for redirect in _REDIRECTIONS:
         redirect(patches)
 
 
 def uninstall() -> None:
-    """Undo `install`. Tensors made since then are on the CPU and stay there."""
+    """Undo `install`. Tensors made since then are on its target and stay there."""
     _installation.uninstall()

@@ -1,4 +1,4 @@
-"""Redirection of torch's and amp_patch's autocast regions for "cuda": they act on the CPU, by default in FP16.
+"""Redirection of torch's and amp_patch's autocast regions for "cuda": they act on the target, by default in FP16.
 
 On a CPU without FP16 arithmetic, torch's FP16 kernels are ten to a hundred times slower than FP32's (cpu_half.py), and
 torch's autocast calls them. On such a CPU a torch.autocast in FP16 enters an amp_patch.autocast instead, which emulates
@@ -17,6 +17,7 @@ import torch
 from amp_patch.casts import autocast as casts_autocast
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import resolve_cpu_half
+from amp_patch.lab.commands.no_cuda import devices
 from amp_patch.lab.commands.no_cuda.devices import is_cuda
 from amp_patch.policy import Policy
 from amp_patch.support.compiled import constant_in_traces
@@ -24,42 +25,44 @@ from amp_patch.support.patches import Patches
 
 
 def redirect_autocast(patches: Patches) -> None:
-    """Make autocast regions for "cuda" act on the CPU, and make torch's queries about "cuda" report these regions."""
+    """Make autocast regions for "cuda" act on the target, and torch's queries about "cuda" report these."""
     autocast = torch.amp.autocast_mode.autocast
     make, asked, told = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
     @functools.wraps(make)
-    def cast_on_cpu(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+    def cast_on_target(
+        self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
         if is_cuda(device_type):
-            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+            device_type, dtype = devices.target, dtype or torch.get_autocast_dtype("cuda")
         make(self, device_type, dtype, *args, **kwargs)
         self._amp_area = _emulating_region(self)
 
-    patches.set(autocast, "__init__", cast_on_cpu)
+    patches.set(autocast, "__init__", cast_on_target)
     _enter_emulating_regions(patches, autocast)
     for name in "custom_fwd", "custom_bwd":
-        patches.set(torch.amp, name, _cuda_type_is_cpu(getattr(torch.amp, name)))
+        patches.set(torch.amp, name, _cuda_type_is_targets(getattr(torch.amp, name)))
 
     def is_enabled(device_type: Any = "cuda") -> bool:
-        kind = "cpu" if is_cuda(device_type) else device_type
+        kind = devices.target if is_cuda(device_type) else device_type
         return asked(kind) or (kind == "cpu" and _emulates())
 
     def dtype_of(device_type: str) -> torch.dtype:
         if not (is_cuda(device_type) or device_type == "cpu") or not is_enabled(device_type):
             return told(device_type)
-        return torch.float16 if _emulates() else told("cpu")
+        return torch.float16 if _emulates() else told(devices.target if is_cuda(device_type) else "cpu")
 
     for function, asked_for in ((is_enabled, "is_autocast_enabled"), (dtype_of, "get_autocast_dtype")):
         constant_in_traces(function)
         patches.set(torch, asked_for, function)
     policy_of = casts_autocast.autocast_policy
 
-    def of_cpu(device_type: Any, dtype: Any, enabled: bool) -> Policy | None:
+    def of_target(device_type: Any, dtype: Any, enabled: bool) -> Policy | None:
         if device_type is None or (isinstance(device_type, str) and is_cuda(device_type)):
-            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+            device_type, dtype = devices.target, dtype or torch.get_autocast_dtype("cuda")
         return policy_of(device_type, dtype, enabled)
 
-    patches.set(casts_autocast, "autocast_policy", of_cpu)
+    patches.set(casts_autocast, "autocast_policy", of_target)
 
 
 class _TorchAutocasts(threading.local):
@@ -136,9 +139,9 @@ def _emulates() -> bool:
     return bool(areas) and areas[-1].acting is not None and casts_state.current() is areas[-1].acting
 
 
-def _cuda_type_is_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+def _cuda_type_is_targets(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, device_type: str, **kwargs: Any) -> Any:
-        return function(*args, device_type="cpu" if is_cuda(device_type) else device_type, **kwargs)
+        return function(*args, device_type=devices.target if is_cuda(device_type) else device_type, **kwargs)
 
     return call

@@ -1,4 +1,4 @@
-"""Devices that are passed to torch: CUDA becomes the CPU. Types such as torch.cuda.HalfTensor become the CPU's."""
+"""Devices that are passed to torch: CUDA becomes `target`. Types such as torch.cuda.HalfTensor become the CPU's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from amp_patch.casts.wrappers import register_with_jit
 from amp_patch.support.patches import Patches
 
+target = "cpu"  # the type of device that CUDA becomes; set between install and uninstall
+
 
 def is_cuda(device: Any) -> bool:
     """Return whether `device` means CUDA: as "cuda:1", torch.device("cuda"), or an index such as 0."""
@@ -23,14 +25,14 @@ def is_cuda(device: Any) -> bool:
     return isinstance(device, int)
 
 
-def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function`: the keyword argument `device` becomes the CPU if it is CUDA, and memory is never pinned."""
+def on_target(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `function`: the keyword argument `device` becomes `target` if it is CUDA, and memory is never pinned."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             if is_cuda(kwargs.get("device")):
-                kwargs["device"] = "cpu"
+                kwargs["device"] = target
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
         return function(*args, **kwargs)
@@ -45,7 +47,7 @@ def _takes_device(operator: str) -> bool:
 
 
 def redirect_devices(patches: Patches) -> None:
-    """Replace CUDA by the CPU in the arguments of every function of torch that takes a device."""
+    """Replace CUDA by `target` in the arguments of every function of torch that takes a device."""
     defaults = importlib.import_module("torch.utils._device")
     context = defaults.DeviceContext
     defaults._device_constructors()  # it caches torch's functions: must run before they are replaced
@@ -56,44 +58,44 @@ def redirect_devices(patches: Patches) -> None:
             if name[0] == "_" or name in special or isinstance(function, type) or not callable(function):
                 continue
             if _takes_device(prefix + name) or name in ("asarray", "new_tensor", "new"):
-                patches.set(owner, name, on_cpu(function))
+                patches.set(owner, name, on_target(function))
 
     # `with torch.device("cuda")` and torch.set_default_device construct a DeviceContext.
     original = context.__init__
-    patches.set(context, "__init__", lambda self, device: original(self, "cpu" if is_cuda(device) else device))
+    patches.set(context, "__init__", lambda self, device: original(self, target if is_cuda(device) else device))
 
     class GeneratorType(type):
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, generator)
 
         def __call__(cls, device: Any = "cpu") -> Any:
-            return generator("cpu" if is_cuda(device) else device)
+            return generator(target if is_cuda(device) else device)
 
     generator = torch.Generator
     body = {"__module__": "torch", "__doc__": generator.__doc__}
     patches.set(torch, "Generator", GeneratorType("Generator", (), body))
 
 
-def _first_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (("cpu", *args[1:]), kwargs) if args else (args, {**kwargs, "device": "cpu"})
+def _first_on_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((target, *args[1:]), kwargs) if args else (args, {**kwargs, "device": target})
 
 
 def redirect_moves(patches: Patches) -> None:
-    """Make `cuda()`, `to` and related methods accept CUDA devices and stay on the CPU."""
+    """Make `cuda()`, `to` and related methods accept CUDA devices and move to `target`."""
     move, parse = Tensor.to, torch._C._nn._parse_to
 
     @functools.wraps(move)
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not is_cuda(args[0] if args else kwargs.get("device")):
             return move(self, *args, **kwargs)
-        args, kwargs = _first_on_cpu(args, kwargs)
-        if len(args) < 4 and not self.requires_grad:  # argument 4 is `copy`
+        args, kwargs = _first_on_target(args, kwargs)
+        if target == "cpu" and len(args) < 4 and not self.requires_grad:  # argument 4 is `copy`
             kwargs["copy"] = True
         return move(self, *args, **kwargs)
 
     def parse_to(*args: Any, **kwargs: Any) -> Any:
         if is_cuda(args[0] if args else kwargs.get("device")):
-            args, kwargs = _first_on_cpu(args, kwargs)
+            args, kwargs = _first_on_target(args, kwargs)
         return parse(*args, **kwargs)
 
     def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
@@ -120,15 +122,20 @@ def redirect_moves(patches: Patches) -> None:
 
 
 def redirect_checkpoints(patches: Patches) -> None:
-    """Load a checkpoint on the CPU if its own locations, or `map_location`, name CUDA."""
+    """Load a checkpoint on `target` if its own locations, or `map_location`, name CUDA."""
+    serialization = importlib.import_module("torch.serialization")
+
+    def moved(storage: Any, *_: Any, **__: Any) -> Any:
+        return serialization.default_restore_location(storage, target)
+
     for storage in importlib.import_module("torch.storage")._StorageBase, torch.storage.TypedStorage:
-        patches.set(storage, "cuda", lambda self, device=None, non_blocking=False: self)
-        patches.set(storage, "to", on_cpu(storage.to))
+        patches.set(storage, "cuda", moved)
+        patches.set(storage, "to", on_target(storage.to))
 
     def restore(storage: Any, location: str) -> Any:
-        return storage if is_cuda(location) else None
+        return moved(storage) if is_cuda(location) else None
 
-    registry = importlib.import_module("torch.serialization")._package_registry
+    registry = serialization._package_registry
     entry = (0, lambda storage: None, restore)  # priority 0: torch's own restore functions begin at 10
     patches.apply(lambda: registry.insert(0, entry), lambda: registry.remove(entry))
 

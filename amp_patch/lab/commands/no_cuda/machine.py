@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from amp_patch.lab.commands.no_cuda import devices
 from amp_patch.lab.recording.peak_memory import PeakMemory
 from amp_patch.support.patches import Patches
 
@@ -159,6 +160,11 @@ def _memory_summary(*_: Any, **__: Any) -> str:
     return f"{NAME}: the process has grown by {_held() // mib} MiB, at most by {_most_held() // mib} MiB"
 
 
+def _synchronize(device: Any = None) -> None:
+    if devices.target != "cpu":
+        getattr(torch, devices.target).synchronize()
+
+
 def _properties(device: Any = None) -> Any:
     major, minor = CAPABILITY
     return SimpleNamespace(
@@ -184,10 +190,11 @@ _ANSWERS: tuple[tuple[Any, str], ...] = (
     ),
     (
         None,
-        "init set_device synchronize empty_cache ipc_collect set_stream set_sync_debug_mode "
+        "init set_device empty_cache ipc_collect set_stream set_sync_debug_mode "
         "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all reset_accumulated_memory_stats "
         "set_per_process_memory_fraction nvtx.mark nvtx.range_end profiler.init profiler.start profiler.stop",
     ),
+    (_synchronize, "synchronize"),
     ("", "list_gpu_processes"),
     (_held, "memory_allocated memory_reserved memory_cached device_memory_used"),
     (_most_held, "max_memory_allocated max_memory_reserved max_memory_cached"),
