@@ -15,8 +15,15 @@ WITH_AVX2_ALONE := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_I
 OF_EMULATION := $(wildcard tests/casts/test_cpu_half*.py) tests/frontend/test_levels.py
 # C++ and CUDA, in all folders: what clang-format reads, and what the extension is older than when one has changed.
 SOURCES := $(sort $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu'))
-# Folders whose tests come to other code without the extension. (Those of the casts try both kinds of wrapper anyway.)
-OF_KERNELS := $(addprefix tests/,apex_surface around frontend masters model multi_tensor optimizers storage training ways)
+# Tests that come to other code without the extension: optimizers step by themselves, gradients of masters are FP32 at
+# once, masters count versions and deny their memory otherwise. (Those of kernels, casts and Apex's lists try both anyway.)
+OF_KERNELS := $(addprefix tests/,masters optimizers storage ways) \
+	$(patsubst %,tests/apex_surface/test_%.py,amp_C amp_C_steps apex_fp16_optimizer apex_scalers apex_stash) \
+	$(patsubst %,tests/around/test_%.py,ddp_gradients fsdp_gradients sam several_optimizers shared_weights unowned) \
+	$(patsubst %,tests/frontend/test_%.py,capabilities grad_scaler grad_scaler_as_torchs supported users) \
+	$(patsubst %,tests/model/test_%.py,copies restored_models) \
+	$(patsubst %,tests/training/test_%.py,closures copied_trainings earlier_gradients edited_gradients loss_scaler \
+		overflow readers_of_gradients scale_loss skip_nonfinite stash steps_in_bodies stories storms)
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null))
 
 .DEFAULT_GOAL := help
@@ -52,7 +59,7 @@ test: $(VENV)/installed ## every test that is not marked slow
 test-more: $(VENV)/ecosystem ## the tests of `test` in other surroundings: without the extension, on AVX2 alone, beside other packages
 	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" $(OF_KERNELS)
 	$(WITH_AVX2_ALONE) $(PYTEST_FILES) -m "not slow" $(OF_EMULATION)
-	$(PYTEST_FILES) -m "not slow" tests/integrations tests/lab/unedited
+	$(PYTEST_FILES) -m "not slow" tests/integrations tests/lab/unedited/test_unedited_frameworks.py
 
 test-all: test-more ## what `test` leaves out: `test-more`, and the tests marked slow
 	$(PYTEST_FILES) -m "slow and not release"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import about
 import pytest
 
+pytestmark = pytest.mark.slow  # a tool that no training needs
+
 SKIPS = '''"""What a skip must not change."""
 
 def test_a_bad_loss_is_told(x):

@@ -15,6 +15,8 @@ from paths import BENCHMARKS
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.recording.run import dumps
 
+pytestmark = pytest.mark.slow  # a tool that no training needs
+
 SCRIPT = BENCHMARKS / "accuracy.py"
 SEEDS = 5
 

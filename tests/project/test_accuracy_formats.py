@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.policy import PRODUCT_FORMATS
 
+pytestmark = pytest.mark.slow  # a tool that no training needs
+
 
 @pytest.fixture(scope="module")
 def script():

@@ -14,6 +14,8 @@ import torch
 from paths import BENCHMARKS, ROOT
 from python_forks import python
 
+pytestmark = pytest.mark.slow  # a tool that no training needs
+
 
 @pytest.fixture(scope="module")
 def timing():
@@ -152,7 +154,6 @@ def test_the_survey_s_cost_is_a_ratio_to_the_step_s_time_and_memory(tmp_path):
     assert "memory " in output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "dtype"),
     [("step", "bf16"), pytest.param("step", "fp16", marks=pytest.mark.release), ("compile", "bf16")],
@@ -220,7 +221,6 @@ def test_the_rival_without_torch_s_kernel_has_its_result(value, before, monkeypa
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.slow
 def test_the_recorded_turns_are_recorded(tmp_path):
     output, rows = run_benchmark("recording", tmp_path, "--levels", "O0", "O2", "--steps", "2", "--batch", "1")
     assert [row["level"] for row in rows] == ["O0", "O2"]
@@ -228,7 +228,6 @@ def test_the_recorded_turns_are_recorded(tmp_path):
         assert row["off"] > 0 and row["recorded"] > 0 and f"{row['ratio']:9.4f}" in output
 
 
-@pytest.mark.slow
 def test_norms_are_weighed_timed_and_trained_beside_each_other(tmp_path):
     options = ["--models", "gpt", "convnext", "--levels", "O4", "--seeds", "2", "--steps", "2"]
     output, rows = run_benchmark("norms", tmp_path, *options)
@@ -243,7 +242,6 @@ def test_norms_are_weighed_timed_and_trained_beside_each_other(tmp_path):
     assert ratios[2] < 1.0 and ratios[5] < ratios[4] < 1.0
 
 
-@pytest.mark.slow
 def test_the_optimizers_half_of_a_step_equals_plain_training(tmp_path):
     output, rows = run_benchmark("optimizer", tmp_path, "--size", "tiny")
     assert len(rows) == len({(row["work"], row["dtype"]) for row in rows}) == 36
@@ -275,7 +273,6 @@ def test_peak_bytes_include_the_memory_from_before_the_last_block(timing):
     assert timing.most_bytes(call, "the block") == 1000 + 2 * 100 + 8000
 
 
-@pytest.mark.slow
 def test_gradient_release_takes_fewer_bytes(tmp_path):
     output, rows = run_benchmark("gradient_release", tmp_path, "--size", "tiny", "--batches", "1")
     assert [row["level"] for row in rows] == ["O5", "O5+split", "O5+stochastic", "O4"]

@@ -259,6 +259,7 @@ def test_a_failed_build_names_the_compiler(sources):
     assert version in reason(sources)
 
 
+@pytest.mark.slow
 def test_a_source_distribution_holds_the_cuda_sources_wherever_it_is_made(sources):
     shutil.copy(ROOT / "MANIFEST.in", sources)
     for name in ("part.h", "kernels.cu"):
@@ -272,6 +273,7 @@ def test_a_source_distribution_holds_the_cuda_sources_wherever_it_is_made(source
     assert "_build.py" not in held
 
 
+@pytest.mark.slow
 def test_source_distributions_and_wheels_hold_the_templates_of_the_page_and_say_that_there_are_types(sources):
     shutil.copy(ROOT / "MANIFEST.in", sources)
     templates = Path("amp_patch", "lab", "comparison", "templates")
@@ -395,7 +397,8 @@ def test_without_a_gpu_it_is_compiled_for_the_compiler_s_architectures(toolkit):
 OLD_SETUPTOOLS = "setuptools==65.*" if sys.version_info < (3, 12) else "setuptools==69.*"
 
 
-@pytest.mark.parametrize("release", ["installed", pytest.param(OLD_SETUPTOOLS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["installed", OLD_SETUPTOOLS])
 def test_old_and_new_setuptools_take_the_metadata(sources, release):
     path = []
     if release != "installed":

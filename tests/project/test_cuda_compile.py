@@ -10,6 +10,8 @@ import sys
 import pytest
 from paths import ROOT, TESTS
 
+pytestmark = pytest.mark.slow  # a tool that no training needs
+
 NAMESPACE = "_ZN9amp_patch51_GLOBAL__N__88d550de_13_steps_cuda_cu_a1108f4d_9063"
 NAMES = [  # run_steps<Sgd<false>, SgdRule, 32508> and <..., 3840>
     f"{NAMESPACE}9run_stepsINS_3SgdILb0EEENS_7SgdRuleELi{size}EEEvNS_9ArgumentsINS_10StepBlocksEXT1_EEEPKS6_iiNS_8Step"

@@ -16,6 +16,8 @@ import pytest
 import torch
 from paths import BENCHMARKS, ROOT
 
+pytestmark = pytest.mark.slow  # a tool that no training needs
+
 
 @pytest.fixture
 def modules(monkeypatch):

@@ -8,6 +8,8 @@ import sys
 import pytest
 from paths import BENCHMARKS, TESTS
 
+pytestmark = pytest.mark.slow  # a tool that no training needs
+
 
 @pytest.fixture
 def gpu_tests(monkeypatch):

@@ -22,6 +22,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_rows_name_the_catching_test_and_the_source_is_unchanged(tree):
     rows: list[str] = []
     caught = Mutation("it doubles", "2 * x", "3 * x", ("test_double.py",))
@@ -32,6 +33,7 @@ def test_rows_name_the_catching_test_and_the_source_is_unchanged(tree):
     assert (tree / "amp_patch" / "__init__.py").read_text() == CODE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "instead", "tests", "why"),
     [

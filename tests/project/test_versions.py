@@ -9,6 +9,8 @@ import pytest
 import versions
 from paths import ROOT
 
+pytestmark = pytest.mark.slow  # a tool that no training needs
+
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.casts.test_regions" name="test_one[O1]" />
 <testcase classname="tests.casts.test_regions" name="test_two"><failure message="no" /></testcase>

@@ -339,8 +339,9 @@ class Comparison:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether all runs with a known device trained on a GPU."""
-        return {run.device for run in self.runs if run.device} == {"cuda"}
+        """Whether all runs with a known device trained on another one than the CPU."""
+        devices = {run.device for run in self.runs if run.device}
+        return bool(devices) and "cpu" not in devices
 
     @property
     def lack_note(self) -> str:
