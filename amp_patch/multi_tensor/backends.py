@@ -119,7 +119,7 @@ def run(contract: Contract, in_torch: Callable[..., Any], lists: tuple[Any, ...]
     # Refused and TypeError come before the first write. pybind11 raises TypeError: an argument is no tensor or number.
     except (kernels.Refused, TypeError):
         device = contract.check(lists, arguments)
-        if device.type in kernels.devices and (device.type == "cpu" or not contract.has_codes(lists)):
+        if device.type in kernels.devices:
             raise
     return _plainly(in_torch, *lists, *arguments)
 

@@ -135,10 +135,6 @@ class Contract:
             raise type(error)(f"{self.name}: {error}") from None
         return device
 
-    def has_codes(self, lists: Sequence[Any]) -> bool:
-        """Tell whether a call has scales, and so may have codes. The extension's kernels for codes are for the CPU."""
-        return any(wanted.scales_of and tensors for wanted, tensors in zip(self.lists, lists, strict=True))
-
     def _check_lists(self, lists: dict[TensorList, Tensors], device: torch.device, flags: Sequence[object]) -> None:
         lead = self.lists[self.lead]
         # The leading list is checked first: the others are compared with its tensors.

@@ -1,8 +1,8 @@
 """The step strategy of optimizers whose state is stored as codes (coded_state.py).
 
-On a CPU, the one-pass kernels read and write codes directly. Any other optimizer runs its own step in portions: the
-states of one portion at a time are decoded to FP32. If neither is possible, for example in a step with a closure, all
-states are decoded to FP32 for the step.
+The one-pass kernels read and write codes directly. Any other optimizer runs its own step in portions: the states of one
+portion at a time are decoded to FP32. If neither is possible, for example in a step with a closure, all states are
+decoded to FP32 for the step.
 """
 
 from __future__ import annotations
@@ -215,8 +215,9 @@ def _strategy(step: Step) -> Strategy:
     if step.given:
         return WHOLE
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    on_cpu = all(param.device.type == "cpu" and not is_dtensor(param) for param in params)
-    if one_pass.kernel_of(optimizer) is not None and on_cpu and backends.active is not None:
+    devices = () if backends.active is None else backends.active.devices
+    in_kernels = all(param.device.type in devices and not is_dtensor(param) for param in params)
+    if one_pass.kernel_of(optimizer) is not None and in_kernels:
         return CODED_ONE_PASS
     if portions.is_sound(optimizer) and (stash.masters.waiting is None or stash.unobserved):
         return CODED_PORTIONS

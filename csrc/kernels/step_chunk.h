@@ -176,12 +176,22 @@ struct StepWork {
     constexpr int S = F::kStates;
     // Issue all loads before the first use: otherwise each would wait for memory separately.
     const Bits<float, V> grads = read_bits<V>(row, kGrad, at);
-    Pack<float, V> g, states[S + 1];
+    Pack<float, V> states[S + 1];
     AMP_PATCH_UNROLL
     for (int s = 0; s < S; ++s) {
       states[s] = *global(static_cast<const Pack<float, V>*>(row.data[kState + s]) + at);
     }
-    const MasterBits<V> masters = read_masters<V>(row, at);
+    step_pack(row, at, grads, read_masters<V>(row, at), states);
+    AMP_PATCH_UNROLL
+    for (int s = 0; s < S; ++s) write_pack(row, kState + s, at, states[s]);
+  }
+
+  // Steps loaded packs, and writes the masters.
+  template <int V, int kPacks>
+  C10_HOST_DEVICE void step_pack(const StepBlocks& row, int64_t at, const Bits<float, V>& grads,
+                                 const MasterBits<V>& masters, Pack<float, V> (&states)[kPacks]) const {
+    constexpr int S = F::kStates;
+    Pack<float, V> g;
     with_element<float, V>(row.dtype[kGrad], [&](auto element) {
       const auto pack = grads.template as<decltype(element)>();
       AMP_PATCH_UNROLL
@@ -198,8 +208,6 @@ struct StepWork {
       for (int s = 0; s < S; ++s) states[s].element[v] = own[s];
     }
     write_masters<V, kRounds>(row, seed, at, p);
-    AMP_PATCH_UNROLL
-    for (int s = 0; s < S; ++s) write_pack(row, kState + s, at, states[s]);
   }
 };
 

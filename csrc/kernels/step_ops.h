@@ -7,7 +7,6 @@
 //   split(StepJob), join(StepJob)   FP32 masters into split ones, and back
 //   stochastic_round(StepJob)       FP32 masters into weights
 //   encode(StepJob), decode         FP32 states into codes and scales (codes.h), and back
-// Only the CPU's loop takes states as codes.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -253,7 +252,7 @@ void check_scales(const StepList& list, const Tensors& scales, StepPlace place, 
   const bool recorded = c10::GradMode::is_enabled();
   for (size_t i = 0; i < states.size(); ++i) {
     const bool coded = is_coded(states[i].scalar_type());
-    require(!coded || (!scales.empty() && Loop::device == c10::DeviceType::CPU), "codes");
+    require(!coded || !scales.empty(), "codes");
     if (!coded) continue;
     const at::Tensor& t = scales[i];
     check_plain(t, job.device);

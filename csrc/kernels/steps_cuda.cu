@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include "coded_chunk.h"
 #include "cuda_launch.h"
 #include "step_chunk.h"
 #include "step_ops.h"
@@ -13,15 +14,53 @@ namespace {
 __device__ bool is_skipped(const float* found_inf) { return found_inf != nullptr && *found_inf != 0; }
 
 // One thread per row.
-template <int kBytes>
+template <class R, int kBytes>
 __global__ void __launch_bounds__(kThreads)
-    count_steps(const __grid_constant__ Arguments<StepBlocks, kBytes> arguments, const StepBlocks* buffer, int count,
-                AdamRule rule, const float* found_inf, AdamRates* rates) {
-  const StepBlocks* rows = buffer != nullptr ? buffer : arguments.rows;
+    count_steps(const __grid_constant__ Arguments<R, kBytes> arguments, const R* buffer, int count, AdamRule rule,
+                const float* found_inf, AdamRates* rates) {
+  const R* rows = buffer != nullptr ? buffer : arguments.rows;
   const int slot = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
   if (slot < count && rows[slot].begins && !is_skipped(found_inf)) {
     rates[rows[slot].index] = rule.count(rows[slot].step);
   }
+}
+
+// Sets the numbers in `work` that are read from the device's memory.
+template <class Work, class Rule, class Rates>
+__device__ void load_numbers(Work& work, const Rule& rule, const UnscaleRule& unscale, const Rates* rates, int index) {
+  work.f.unscale = unscale.unscale();
+  if constexpr (Rule::kCounts) {
+    work.rates = rates[index];
+  } else {
+    work.rates = rule.rates();
+  }
+}
+
+// Returns the largest `own` of the `group` threads beside each other that this thread belongs to. `group` is a power of
+// two. All threads of the block must call it.
+struct LargestOfGroup {
+  __device__ uint32_t operator()(uint32_t own, int group) const {
+    __shared__ uint32_t values[kThreads];
+    const int thread = static_cast<int>(threadIdx.x), within = thread % group;
+    __syncthreads();  // Without this, a slower thread would read the new values as results of the call before
+    values[thread] = own;
+    for (int half = group / 2; half > 0; half /= 2) {
+      __syncthreads();
+      if (within < half && values[thread] < values[thread + half]) values[thread] = values[thread + half];
+    }
+    __syncthreads();
+    return values[thread - within];
+  }
+};
+
+// Does the work of this thread in a launch.
+template <class Work>
+__device__ void run_work(const Work& work, const StepBlocks& row, int chunk) {
+  run_step_chunk(work, row, chunk, blockIdx.x, static_cast<int>(threadIdx.x));
+}
+template <class Work>
+__device__ void run_work(const Work& work, const CodedBlocks& row, int chunk) {
+  run_coded_chunk(work, row, chunk, blockIdx.x, static_cast<int>(threadIdx.x), LargestOfGroup());
 }
 
 template <class F, class Rule, int kBytes, bool kRounds>
@@ -32,25 +71,33 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (is_skipped(found_inf)) return;
   const StepBlocks* rows = buffer != nullptr ? buffer : arguments.rows;
   const StepBlocks& row = rows[row_of(rows, count, blockIdx.x)];
-  work.f.unscale = unscale.unscale();
-  if constexpr (Rule::kCounts) {
-    work.rates = rates[row.index];
-  } else {
-    work.rates = rule.rates();
-  }
-  run_step_chunk(work, row, chunk, blockIdx.x, static_cast<int>(threadIdx.x));
+  load_numbers(work, rule, unscale, rates, row.index);
+  run_work(work, row, chunk);
 }
 
-template <class Work, int kBytes>
-__global__ void __launch_bounds__(kThreads, 4)
-    run_conversion(const __grid_constant__ Arguments<StepBlocks, kBytes> arguments, const StepBlocks* buffer, int count,
-                   int chunk, Work work) {
-  const StepBlocks* rows = buffer != nullptr ? buffer : arguments.rows;
-  run_step_chunk(work, rows[row_of(rows, count, blockIdx.x)], chunk, blockIdx.x, static_cast<int>(threadIdx.x));
+// Three blocks per multiprocessor: with the registers of four, twice as many bytes would be spilled.
+template <class F, class Rule, int kBytes>
+__global__ void __launch_bounds__(kThreads, 3)
+    run_coded_steps(const __grid_constant__ Arguments<CodedBlocks, kBytes> arguments, const CodedBlocks* buffer,
+                    int count, int chunk, CodedStepWork<F> work, Rule rule, UnscaleRule unscale, const float* found_inf,
+                    const typename F::Rates* rates) {
+  if (is_skipped(found_inf)) return;
+  const CodedBlocks* rows = buffer != nullptr ? buffer : arguments.rows;
+  const CodedBlocks& row = rows[row_of(rows, count, blockIdx.x)];
+  load_numbers(work, rule, unscale, rates, row.index);
+  run_work(work, row, chunk);
+}
+
+template <class Work, class R, int kBytes>
+__global__ void __launch_bounds__(kThreads, 4) run_conversion(const __grid_constant__ Arguments<R, kBytes> arguments,
+                                                              const R* buffer, int count, int chunk, Work work) {
+  const R* rows = buffer != nullptr ? buffer : arguments.rows;
+  run_work(work, rows[row_of(rows, count, blockIdx.x)], chunk);
 }
 
 // A copy on the device of step counts that are on the CPU, because kernels cannot read memory of the CPU.
-at::Tensor copy_steps(const StepJob& job, std::vector<StepBlocks>& blocks) {
+template <class R>
+at::Tensor copy_steps(const StepJob& job, std::vector<R>& blocks) {
   const auto count = static_cast<int64_t>(job.rows.size());
   const auto options = at::TensorOptions().dtype(at::kFloat);
   const at::Tensor host = at::empty({count}, options.device(at::kCPU).pinned_memory(true));
@@ -58,7 +105,7 @@ at::Tensor copy_steps(const StepJob& job, std::vector<StepBlocks>& blocks) {
   float* const values = host.mutable_data_ptr<float>();
   for (int64_t i = 0; i < count; ++i) values[i] = *job.rows[i].step;
   copy.copy_(host, /*non_blocking=*/true);
-  for (StepBlocks& row : blocks) row.step = copy.mutable_data_ptr<float>() + row.index;
+  for (R& row : blocks) row.step = copy.mutable_data_ptr<float>() + row.index;
   return copy;
 }
 
@@ -72,14 +119,53 @@ struct CudaSteps {
   template <class F, class Rule>
   static bool step(const StepJob& job, const F& f, const Rule& rule) {
     static_assert(sizeof(StepWork<F, true>) + sizeof(Rule) + sizeof(UnscaleRule) + 32 <= 256, "beside the rows");
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(job.device.index());
+    if constexpr (F::kStates > 0) {
+      if (!job.scales.empty()) {
+        launch_steps<Rule>(job, coded_blocks_of(job.rows, job.scales), rule,
+                           [&](const auto& arguments, const CodedBlocks* buffer, const Extent& extent,
+                               const typename F::Rates* rates) {
+                             constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
+                             run_coded_steps<F, Rule, kBytes>
+                                 <<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
+                                     arguments, buffer, extent.rows, extent.chunk, CodedStepWork<F>{{f, {}, job.seed}},
+                                     rule, job.unscale, job.found_inf, rates);
+                           });
+        return true;
+      }
+    }
+    const bool rounds = std::any_of(job.rows.begin(), job.rows.end(),
+                                    [](const StepRow& row) { return row.dtype[kParam] == at::kBFloat16; });
+    launch_steps<Rule>(
+        job, blocks_of(job.rows), rule,
+        [&](const auto& arguments, const StepBlocks* buffer, const Extent& extent, const typename F::Rates* rates) {
+          constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
+          const auto run = [&](auto rounds) {
+            constexpr bool kRounds = decltype(rounds)::value;
+            run_steps<F, Rule, kBytes, kRounds><<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
+                arguments, buffer, extent.rows, extent.chunk, StepWork<F, kRounds>{f, {}, job.seed}, rule, job.unscale,
+                job.found_inf, rates);
+          };
+          rounds ? run(std::true_type()) : run(std::false_type());
+        });
+    return true;
+  }
+
+  static void split(const StepJob& job) { convert(job, blocks_of(job.rows), StoreWork<false>{0}); }
+  static void join(const StepJob& job) { convert(job, blocks_of(job.rows), JoinWork()); }
+  static void stochastic_round(const StepJob& job) { convert(job, blocks_of(job.rows), StoreWork<true>{job.seed}); }
+  static void encode(const StepJob& job) { convert(job, coded_blocks_of(job.rows, job.scales), EncodeWork()); }
+  static void decode(const StepJob& job) { convert(job, coded_blocks_of(job.rows, job.scales), DecodeWork()); }
+
+ private:
+  // Counts the steps of all rows, and calls launch(arguments, buffer, extent, rates) for each launch of `rows`.
+  template <class Rule, class R, class Launch>
+  static void launch_steps(const StepJob& job, std::vector<R> rows, const Rule& rule, const Launch& launch) {
     const c10::cuda::CUDAGuard guard(job.device);
     const c10::NoGradGuard no_grad;
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(job.device.index());
     require(!job.host_steps || !is_capturing(stream), "steps on the host in a capture");
-    std::vector<StepBlocks> rows = blocks_of(job.rows);
     const bool all = rows.size() == job.rows.size();
-    const bool rounds = std::any_of(job.rows.begin(), job.rows.end(),
-                                    [](const StepRow& row) { return row.dtype[kParam] == at::kBFloat16; });
     at::Tensor steps, rates;
     if (job.host_steps) steps = copy_steps(job, rows);
     if constexpr (Rule::kCounts) {
@@ -87,10 +173,11 @@ struct CudaSteps {
       rates = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(job.device));
     }
     auto* const own = rates.defined() ? static_cast<typename Rule::Rates*>(rates.mutable_data_ptr()) : nullptr;
-    const auto count = [&](const auto& arguments, const StepBlocks* buffer, const Extent& extent) {
+    const auto count = [&](const auto& arguments, const auto* buffer, const Extent& extent) {
       if constexpr (Rule::kCounts) {
         constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
-        count_steps<kBytes><<<(extent.rows + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
+        using Given = std::remove_const_t<std::remove_pointer_t<decltype(buffer)>>;
+        count_steps<Given, kBytes><<<(extent.rows + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
             arguments, buffer, extent.rows, rule, job.found_inf, own);
         C10_CUDA_KERNEL_LAUNCH_CHECK();
       }
@@ -100,46 +187,29 @@ struct CudaSteps {
       launch_rows<kManyBytes>(blocks_of(job.rows, true), job.device, stream, count);
     }
     launch_rows<kManyBytes>(std::move(rows), job.device, stream,
-                            [&](const auto& arguments, const StepBlocks* buffer, const Extent& extent) {
-                              constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
+                            [&](const auto& arguments, const R* buffer, const Extent& extent) {
                               count(arguments, buffer, extent);
-                              const auto run = [&](auto rounds) {
-                                constexpr bool kRounds = decltype(rounds)::value;
-                                run_steps<F, Rule, kBytes, kRounds>
-                                    <<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
-                                        arguments, buffer, extent.rows, extent.chunk,
-                                        StepWork<F, kRounds>{f, {}, job.seed}, rule, job.unscale, job.found_inf, own);
-                                C10_CUDA_KERNEL_LAUNCH_CHECK();
-                              };
-                              rounds ? run(std::true_type()) : run(std::false_type());
+                              launch(arguments, buffer, extent, own);
+                              C10_CUDA_KERNEL_LAUNCH_CHECK();
                             });
     // Count last, when nothing can fail any more: steps are counted if and only if they are made.
     for (const StepRow& row : job.rows) {
       if (job.host_steps) *row.step += 1;
     }
-    return true;
   }
 
-  static void split(const StepJob& job) { convert(job, StoreWork<false>{0}); }
-  static void join(const StepJob& job) { convert(job, JoinWork()); }
-  static void stochastic_round(const StepJob& job) { convert(job, StoreWork<true>{job.seed}); }
-  static void encode(const StepJob&) {}  // checks refuse codes
-  static void decode(const StepJob&) {}
-
- private:
-  template <class Work>
-  static void convert(const StepJob& job, const Work& work) {
+  template <class R, class Work>
+  static void convert(const StepJob& job, std::vector<R> rows, const Work& work) {
     const c10::cuda::CUDAGuard guard(job.device);
     const c10::NoGradGuard no_grad;
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(job.device.index());
-    launch_rows<kManyBytes>(blocks_of(job.rows), job.device, stream,
-                            [&](const auto& arguments, const StepBlocks* buffer, const Extent& extent) {
-                              constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
-                              run_conversion<Work, kBytes>
-                                  <<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
-                                      arguments, buffer, extent.rows, extent.chunk, work);
-                              C10_CUDA_KERNEL_LAUNCH_CHECK();
-                            });
+    launch_rows<kManyBytes>(
+        std::move(rows), job.device, stream, [&](const auto& arguments, const R* buffer, const Extent& extent) {
+          constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
+          run_conversion<Work, R, kBytes><<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
+              arguments, buffer, extent.rows, extent.chunk, work);
+          C10_CUDA_KERNEL_LAUNCH_CHECK();
+        });
   }
 };
 

@@ -33,7 +33,8 @@ namespace host {
 
 // What a test sets and reads.
 bool capturing = false, steps_on_host = false, backwards = false;
-int64_t fails_at = -1;  // which allocation or launch fails
+int64_t fails_at = -1;            // which allocation or launch fails
+int64_t most_blocks = INT32_MAX;  // of a launch
 int64_t allocations = 0, launches = 0;
 
 int64_t guards = 0;
@@ -181,10 +182,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("split", bound(&Steps<CudaSteps>::split));
   m.def("join", bound(&Steps<CudaSteps>::join));
   m.def("stochastic_round", bound(&Steps<CudaSteps>::stochastic_round));
+  m.def("encode", bound(&Steps<CudaSteps>::encode));
+  m.def("decode", bound(&Steps<CudaSteps>::decode));
   m.def("cuda_metadata", &choose_metadata);
   m.def("capture", [](bool on) { host::capturing = on; });
   m.def("steps_on_host", [](bool on) { host::steps_on_host = on; });
   m.def("run_backwards", [](bool on) { host::backwards = on; });
+  m.def("most_blocks", [](int64_t count) { host::most_blocks = count; });
   m.def("fail_at", [](int64_t event) {
     host::fails_at = event;
     host::allocations = host::launches = 0;

@@ -21,7 +21,7 @@ from amp_patch.storage.coded_state import Coded, CodedState
 
 OPTIM = torch.optim
 
-# In one pass; in portions.
+IN_ONE_PASS = ("AdamW", "AdamW, amsgrad", "SGD", "FusedAdam", "FusedSGD")  # of MAKERS; the others step in portions
 MAKERS = {
     "AdamW": lambda p: OPTIM.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),
     "AdamW, amsgrad": lambda p: OPTIM.AdamW(p, lr=1e-2, amsgrad=True, fused=True),
@@ -56,7 +56,7 @@ def start(make: Any, model: nn.Module | None = None, **options: Any) -> tuple[An
 
 def loss_of(model: Any, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(8, 48, generator=generator)
+    inputs = torch.randn(8, 48, generator=generator).to(next(model.parameters()).device)
     return (model(inputs).float() - inputs[:, :5].sin()).square().mean()
 
 

@@ -18,6 +18,11 @@ CHANGES = [
     ("*.cu cuda_launch.h", r"\bat::empty\(", "host::empty("),
     ("steps_cuda.cu cuda_launch.h", r"\.pinned_memory\(true\)", ""),
     (
+        "cuda_launch.h",
+        r"constexpr (int64_t kMaxBlocks = )std::numeric_limits<int32_t>::max\(\)",
+        r"const \1host::most_blocks",
+    ),
+    (
         "step_ops.h",
         r"job\.host_steps = counted_on != job\.device;",
         "job.host_steps = !steps.empty() && host::steps_on_host;",

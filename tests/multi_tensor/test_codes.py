@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from coded_cases import FORMS, MAPS, OF_KERNEL, SGD, SIZES, decoded, drawn, encoded, same_bits, states, stepped
 from conftest import DEVICES
 from on_every_backend import INF, NAN, SETS, backend_fixture, on_every_set  # noqa: F401
 from step_backends import BF16, no_grad_fixture  # noqa: F401
@@ -12,37 +13,8 @@ from torch import Tensor
 from amp_patch import multi_tensor as mt
 from amp_patch.multi_tensor import plain_codes
 
-MAPS = [torch.int8, torch.uint8]
 every_map = pytest.mark.parametrize("dtype", MAPS, ids=["signed", "unsigned"])
 every_device = pytest.mark.parametrize("device", DEVICES)
-SIZES = [0, 1, 7, 255, 256, 257, 512, 5000]
-
-
-def encoded(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    codes = torch.full_like(values, 77, dtype=dtype)
-    scales = torch.full((-(-values.numel() // 256),), NAN, device=values.device)
-    mt.multi_tensor_encode([values], [codes], [scales])
-    return codes, scales
-
-
-def decoded(codes: Tensor, scales: Tensor) -> Tensor:
-    values = torch.full_like(codes, NAN, dtype=torch.float32)
-    mt.multi_tensor_decode([codes], [values], [scales])
-    return values
-
-
-def drawn(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Numbers of twelve decades."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(size, generator=generator) * 10.0 ** torch.randint(-9, 3, (size,), generator=generator)
-    return values if dtype is torch.int8 else values.abs()
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.dtype is not torch.float32:
-        return torch.equal(a, b)
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The codec
@@ -132,14 +104,15 @@ def test_a_square_beside_others_is_never_0():
     assert (decoded(*encoded(values, torch.uint8))[256:512] == values[256:512].max()).all()
 
 
+@every_device
 @every_map
 @pytest.mark.parametrize("size", SIZES)
-def test_each_instruction_set_and_plain_torch_give_the_same_bits(dtype, size):
-    values = drawn(size, dtype, seed=size)
-    codes = torch.empty(size, dtype=dtype)
-    scales = torch.empty(-(-size // 256))
+def test_each_instruction_set_and_plain_torch_give_the_same_bits(dtype, size, device):
+    values = drawn(size, dtype, seed=size).to(device)
+    codes = torch.empty_like(values, dtype=dtype)
+    scales = torch.empty(-(-size // 256), device=device)
     plain_codes.encode([values], [codes], [scales])
-    wanted = torch.empty(size)
+    wanted = torch.empty_like(values)
     plain_codes.decode([codes], [wanted], [scales])
     ours, its_scales = encoded(values, dtype)
     assert torch.equal(ours, codes) and same_bits(its_scales, scales)
@@ -161,10 +134,11 @@ def test_codes_of_what_codes_give_are_the_same(dtype, size):
 
 
 @on_every_set
+@every_device
 @every_map
 @pytest.mark.parametrize("bad", [NAN, -NAN, INF, -INF, 2.0**126])
-def test_a_block_that_is_not_finite_is_nan_as_a_whole_and_the_others_are_as_ever(dtype, bad):
-    values = drawn(3 * 256 + 10, dtype)
+def test_a_block_that_is_not_finite_is_nan_as_a_whole_and_the_others_are_as_ever(dtype, bad, device):
+    values = drawn(3 * 256 + 10, dtype).to(device)
     wanted = decoded(*encoded(values, dtype))
     values[300] = bad
     found = decoded(*encoded(values, dtype))
@@ -177,14 +151,15 @@ def test_a_block_that_is_not_finite_is_nan_as_a_whole_and_the_others_are_as_ever
 
 
 @on_every_set
+@every_device
 @every_map
-def test_zeros_of_both_signs_and_momenta_that_are_too_small_are_zeros(dtype):
+def test_zeros_of_both_signs_and_momenta_that_are_too_small_are_zeros(dtype, device):
     zeros = [torch.zeros(300), -torch.zeros(300)]
     small = [torch.full((300,), 2.0**-110), torch.full((300,), -1e-45)] if dtype is torch.int8 else []
     for values in zeros + small:
-        codes, scales = encoded(values, dtype)
+        codes, scales = encoded(values.to(device), dtype)
         assert (codes == 0).all() and (scales == 0).all() and (decoded(codes, scales) == 0).all()
-    values = torch.tensor([2.0**-109, 2.0**-127, 0.0, -0.0, 1e-45])
+    values = torch.tensor([2.0**-109, 2.0**-127, 0.0, -0.0, 1e-45], device=device)
     assert decoded(*encoded(values, torch.int8)).tolist() == [2.0**-109, 0, 0, 0, 0]
 
 
@@ -251,80 +226,33 @@ def test_what_breaks_the_contract_is_refused(change, error, match):
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps on codes
 
-ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
-SGD = {"lr": 0.01, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "nesterov": True}
-FORMS = ["whole", "published", "split", "stochastic"]
 every_form = pytest.mark.parametrize("form", FORMS)
-
-
-def params_of(form: str, values: list[Tensor]) -> tuple[list[Tensor], dict[str, object]]:
-    """What is stepped, and what the kernel is given beside."""
-    if form == "stochastic":
-        return [value.bfloat16() for value in values], {"seed": 3, "draws": list(range(len(values)))}
-    if form == "whole":
-        return [value.clone() for value in values], {}
-    low = [value.bfloat16() for value in values]
-    if form == "published":
-        return [value.clone() for value in values], {"low": low}
-    halves = [torch.empty_like(value, dtype=torch.int16) for value in values]
-    mt.multi_tensor_split(values, low, halves)
-    return halves, {"low": low}
-
-
-def states(sizes: list[int], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    return [encoded(drawn(size, dtype, seed), dtype) for seed, size in enumerate(sizes)]
-
-
-def stepped(form: str, kernel: str, coded: bool, **more: object) -> list[list[Tensor]]:
-    """After a step on codes, or on FP32 states that are decoded before and encoded afterwards."""
-    sizes = [3000, 17, 40_000]
-    generator = torch.Generator().manual_seed(1)
-    values = [torch.randn(size, generator=generator) for size in sizes]
-    grads = [torch.randn(size, generator=generator).bfloat16() for size in sizes]
-    params, options = params_of(form, values)
-    kept = [states(sizes, dtype) for dtype in ([torch.int8, torch.uint8] if kernel == "adam" else [torch.int8])]
-    if coded:
-        lists = [[codes for codes, _ in state] for state in kept]
-        options["scales"] = [[scales for _, scales in state] for state in kept]
-        lists[-1][1] = decoded(*kept[-1][1])  # one in FP32 among them
-        options["scales"][-1][1] = torch.empty(0)
-    else:
-        lists = [[decoded(*state) for state in of_name] for of_name in kept]
-    if kernel == "adam":
-        mt.multi_tensor_adam(grads, params, *lists, None, [torch.tensor(4.0) for _ in sizes], **ADAM, **options, **more)
-    else:
-        mt.multi_tensor_sgd(grads, params, *lists, **SGD, **options, **more)
-    if not coded:
-        for state, tensors in zip(kept, lists, strict=True):
-            for i, tensor in enumerate(tensors):
-                if (state is kept[-1]) and i == 1:
-                    continue
-                mt.multi_tensor_encode([tensor], [state[i][0]], [state[i][1]])
-    kept[-1][1] = (lists[-1][1], torch.empty(0))
-    return [params, options.get("low", []), *([t for pair in of_name for t in pair] for of_name in kept)]
+every_kernel = pytest.mark.parametrize("kernel", list(OF_KERNEL))
 
 
 @on_every_set
+@every_device
 @every_form
-@pytest.mark.parametrize("kernel", ["adam", "sgd"])
-def test_a_step_on_codes_is_decode_step_encode_to_the_bit(form, kernel):
-    for ours, wanted in zip(stepped(form, kernel, True), stepped(form, kernel, False), strict=True):
+@every_kernel
+def test_a_step_on_codes_is_decode_step_encode_to_the_bit(form, kernel, device):
+    for ours, wanted in zip(stepped(form, kernel, True, device), stepped(form, kernel, False, device), strict=True):
         assert all(map(same_bits, ours, wanted))
 
 
+@every_device
 @every_form
-@pytest.mark.parametrize("kernel", ["adam", "sgd"])
-def test_a_step_that_is_skipped_leaves_codes_as_they_are(form, kernel):
-    *_, codes = stepped(form, kernel, True, found_inf=torch.ones(()))
-    dtype = torch.uint8 if kernel == "adam" else torch.int8
-    for i, state in enumerate(states([3000, 17, 40_000], dtype)):
+@every_kernel
+def test_a_step_that_is_skipped_leaves_codes_as_they_are(form, kernel, device):
+    *_, codes = stepped(form, kernel, True, device, found_inf=torch.ones((), device=device))
+    for i, state in enumerate(states(OF_KERNEL[kernel][-1], device)):
         if i != 1:
             assert all(map(same_bits, codes[2 * i : 2 * i + 2], state))
 
 
-def test_the_first_step_of_sgd_reads_no_momentum():
-    grad, param = torch.randn(5000), torch.ones(5000)
-    codes, scales = torch.full((5000,), 99, dtype=torch.int8), torch.full((20,), NAN)
+@every_device
+def test_the_first_step_of_sgd_reads_no_momentum(device):
+    grad, param = torch.randn(5000, device=device), torch.ones(5000, device=device)
+    codes, scales = torch.full((5000,), 99, dtype=torch.int8, device=device), torch.full((20,), NAN, device=device)
     mt.multi_tensor_sgd([grad], [param], [codes], first_run=True, scales=[[scales]], **SGD | {"weight_decay": 0.0})
     wanted = encoded(grad, torch.int8)
     assert torch.equal(codes, wanted[0]) and torch.equal(scales, wanted[1])

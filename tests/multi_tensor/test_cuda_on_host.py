@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
+import coded_cases
 import cuda_on_host
 import emulated
 import pytest
 import reference
 import torch
+from coded_cases import FORMS, MAPS, OF_KERNEL, decoded, drawn, encoded, same_bits, states, stepped
+from coded_cases import SIZES as CODED_SIZES
 from reference_steps import ADAM, SGD, State, draw
 
 from amp_patch import multi_tensor as mt
@@ -37,6 +40,7 @@ def gpu(library, monkeypatch):
         yield library
     library.fail_at(-1)
     library.cuda_metadata("auto")
+    library.most_blocks(2**31 - 1)
     for switch in (library.capture, library.steps_on_host, library.run_backwards):
         switch(False)
 
@@ -137,6 +141,56 @@ def test_stochastic_rounding_has_the_cpus_bits(way):
     mt.multi_tensor_sgd(grads, whole, None, **options)
     mt.multi_tensor_stochastic_round(whole, theirs, 3, draws, starts)
     assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", MAPS)
+def test_codes_have_the_bits_of_plain_torch(way, dtype, offset):
+    sizes = [*CODED_SIZES, *[5] * 250, 9000]  # more rows than arguments hold, and more chunks than one
+    values = [drawn(size + offset, dtype, seed)[offset:] for seed, size in enumerate(sizes)]
+    values[5][3], values[6][256:], values[7][:256] = math.inf, 0.0, 1e-45
+    codes = [[torch.empty_like(value, dtype=dtype) for value in values] for _ in range(2)]
+    scales = [[torch.empty(-(-value.numel() // 256)) for value in values] for _ in range(2)]
+    numbers = [[torch.empty_like(value) for value in values] for _ in range(2)]
+    for backend, *lists in zip(("cpp", "torch"), codes, scales, numbers, strict=True):
+        with mt.use_backend(backend):
+            mt.multi_tensor_encode(values, *lists[:2])
+            mt.multi_tensor_decode(lists[0], lists[2], lists[1])
+    for ours, theirs in (codes, scales):
+        assert all(map(same_bits, ours, theirs))
+    for ours, theirs in zip(*numbers, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("way", ["auto", "backwards"], indirect=True)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kernel", list(OF_KERNEL))
+def test_a_step_on_codes_is_decode_step_encode_to_the_bit(way, form, kernel, monkeypatch):
+    monkeypatch.setattr(coded_cases, "STATE_SIZES", [3000, 17, 9000])
+    for ours, wanted in zip(stepped(form, kernel, True), stepped(form, kernel, False), strict=True):
+        assert all(map(same_bits, ours, wanted))
+    *_, codes = stepped(form, kernel, True, found_inf=torch.ones(()))
+    for i, state in enumerate(states(OF_KERNEL[kernel][-1])):
+        if i != 1:  # FP32
+            assert all(map(same_bits, codes[2 * i : 2 * i + 2], state))
+
+
+def test_a_tensor_in_several_launches_has_its_own_scales(gpu):
+    values = [drawn(size, torch.uint8, size) for size in (5000, 20_000)]
+    wanted = [encoded(value, torch.uint8) for value in values]
+    gpu.most_blocks(3)
+    for value, (codes, scales) in zip(values, wanted, strict=True):
+        again, its_scales = encoded(value, torch.uint8)
+        assert same_bits(again, codes) and same_bits(its_scales, scales)
+        assert same_bits(decoded(again, its_scales), decoded(codes, scales))
+
+
+def test_a_step_on_codes_takes_two_launches(gpu, monkeypatch):
+    monkeypatch.setattr(coded_cases, "STATE_SIZES", [3000, 17, 300])
+    gpu.fail_at(-1)
+    stepped("published", "adam", True)
+    encoded_first = 2 * 3 + 1  # the codes of two states of three tensors, and one of them decoded
+    assert gpu.seen()[1] == encoded_first + 2
 
 
 @pytest.mark.parametrize("shapes", [[], [0], [(3, 0), 0]])

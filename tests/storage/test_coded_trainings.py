@@ -13,7 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from coded_states import LEVELS, MAKERS, OPTIM, coded, go_on, in_codes, interrupt, loss_of, net, opened, start, state_of
+from coded_states import (
+    IN_ONE_PASS,
+    LEVELS,
+    MAKERS,
+    OPTIM,
+    coded,
+    go_on,
+    in_codes,
+    interrupt,
+    loss_of,
+    net,
+    opened,
+    start,
+    state_of,
+)
+from conftest import DEVICES
 from crossed import crossed
 from paths import ROOT
 from torch import nn
@@ -187,6 +202,23 @@ def test_two_optimizers_of_one_training_and_one_parameter_in_both():
         for optimizer in both:
             optimizer.zero_grad()
     assert coded(first) == {"momentum_buffer": 2} and coded(second) == {"exp_avg": 1, "exp_avg_sq": 1}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", [MAKERS[name] for name in IN_ONE_PASS], ids=IN_ONE_PASS)
+def test_the_kernels_step_codes_without_a_state_in_fp32(make, device, monkeypatch):
+    if device not in getattr(multi_tensor.extension(), "devices", ()):
+        pytest.skip(multi_tensor.backend_reason())
+    with multi_tensor.use_backend("torch"):
+        losses = go_on(*start(make), range(4))
+    amp.restore()
+    model, optimizer = start(make, net().to(device))
+    found = go_on(model, optimizer, range(2))
+    with monkeypatch.context() as patches:
+        patches.setattr(multi_tensor, "multi_tensor_decode", lambda *_: pytest.fail("a state was decoded"))
+        found += go_on(model, optimizer, range(2, 4))
+    assert coded(optimizer) and opened(optimizer) == 0
+    torch.testing.assert_close(found, losses, rtol=5e-2, atol=1e-2)
 
 
 @one_of_each_way

@@ -1,0 +1,150 @@
+// One chunk of one parameter whose states are codes (codes.h): the work of each thread of a CUDA block. As in
+// step_chunk.h, nothing here calls CUDA.
+//
+// A thread has V elements of a block of kBlock elements, so the kBlock / V threads beside each other have the whole
+// block. They find the block's largest magnitude with most(own, kBlock / V), which returns the largest `own` of these
+// threads to each of them. `most` waits for all threads of the CUDA block, so each of them must call it equally often.
+#pragma once
+
+#include "codes.h"
+#include "step_chunk.h"
+
+namespace amp_patch {
+
+static_assert(kThreads % kBlock == 0, "the threads of a CUDA block have whole blocks of codes");
+
+// A row with the scales of its states; null if a state is FP32.
+struct CodedBlocks : StepBlocks {
+  float* scales[kPlaces - kState];
+
+  // `from` is the first element of a chunk, and a chunk has whole blocks of codes.
+  void begin_at(int64_t from) {
+    StepBlocks::begin_at(from);
+    for (float*& own : scales) {
+      if (own != nullptr) own += from / kBlock;
+    }
+  }
+};
+
+inline std::vector<CodedBlocks> coded_blocks_of(const std::vector<StepRow>& rows,
+                                                const std::vector<StepScales>& scales) {
+  std::vector<CodedBlocks> blocks;
+  blocks.reserve(rows.size());
+  for (const StepBlocks& row : blocks_of(rows)) {
+    blocks.push_back({row, {}});
+    std::copy(scales[row.index].begin(), scales[row.index].end(), blocks.back().scales);
+  }
+  return blocks;
+}
+
+// Pack `at` of the codes of state s.
+template <int V>
+C10_HOST_DEVICE inline Pack<uint8_t, V>* code_pack(const CodedBlocks& row, int s, int64_t at) {
+  return reinterpret_cast<Pack<uint8_t, V>*>(global(static_cast<uint8_t*>(row.data[kState + s]) + at * V));
+}
+
+// Reads pack `at` of state s, which is codes or FP32.
+template <int V>
+C10_HOST_DEVICE inline Pack<float, V> read_state(const CodedBlocks& row, int s, int64_t at) {
+  const void* const data = row.data[kState + s];
+  if (row.scales[s] == nullptr) return *global(static_cast<const Pack<float, V>*>(data) + at);
+  const Pack<uint8_t, V> codes = *code_pack<V>(row, s, at);
+  const bool is_signed = row.dtype[kState + s] == c10::ScalarType::Char;
+  const float scale = *global(row.scales[s] + at * V / kBlock);
+  const float unit = over(scale, is_signed ? kTop<true> : kTop<false>);
+  Pack<float, V> values;
+  AMP_PATCH_UNROLL
+  for (int v = 0; v < V; ++v) {
+    values.element[v] = is_signed ? number_of<true>(codes.element[v], unit) : number_of<false>(codes.element[v], unit);
+  }
+  return values;
+}
+
+// The codes of a pack of a block with this scale.
+template <bool kSigned, int V>
+C10_HOST_DEVICE inline Pack<uint8_t, V> codes_of(const Pack<float, V>& values, float scale) {
+  Pack<uint8_t, V> codes{};
+  if (!has_numbers(scale)) return codes;
+  const float inverse = over(kTop<kSigned>, scale);
+  const int least = least_of<kSigned>(scale);
+  AMP_PATCH_UNROLL
+  for (int v = 0; v < V; ++v) codes.element[v] = code_of<kSigned>(times(values.element[v], inverse), least);
+  return codes;
+}
+
+// Writes pack `at` of state s, as codes or FP32. If `live` is false, the thread has no elements, and `values` are 0.
+template <int V, class Most>
+C10_HOST_DEVICE inline void write_state(const CodedBlocks& row, int s, int64_t at, bool live,
+                                        const Pack<float, V>& values, const Most& most) {
+  if (row.scales[s] == nullptr) {
+    if (live) write_pack(row, kState + s, at, values);
+    return;
+  }
+  uint32_t own = 0;
+  AMP_PATCH_UNROLL
+  for (int v = 0; v < V; ++v) {
+    const uint32_t magnitude = bits_of(values.element[v]) & 0x7FFFFFFFu;
+    own = own < magnitude ? magnitude : own;
+  }
+  const uint32_t largest = most(own, static_cast<int>(kBlock / V));
+  if (!live) return;
+  const bool is_signed = row.dtype[kState + s] == c10::ScalarType::Char;
+  const float scale = is_signed ? scale_of<true>(largest) : scale_of<false>(largest);
+  *code_pack<V>(row, s, at) = is_signed ? codes_of<true>(values, scale) : codes_of<false>(values, scale);
+  if (at * V % kBlock == 0) *global(row.scales[s] + at * V / kBlock) = scale;  // by the block's first thread
+}
+
+// The work of a thread: run<V>(row, at, live, most) does pack `at` if `live` is true, and else only calls `most`. This
+// is an optimizer's step; EncodeWork and DecodeWork convert FP32 values, which are at kGrad, to codes and back.
+template <class F>
+struct CodedStepWork : StepWork<F, true> {
+  template <int V, class Most>
+  C10_HOST_DEVICE void run(const CodedBlocks& row, int64_t at, bool live, const Most& most) const {
+    Pack<float, V> states[F::kStates] = {};
+    if (live) {
+      const Bits<float, V> grads = read_bits<V>(row, kGrad, at);
+      AMP_PATCH_UNROLL
+      for (int s = 0; s < F::kStates; ++s) states[s] = read_state<V>(row, s, at);
+      this->step_pack(row, at, grads, read_masters<V>(row, at), states);
+    }
+    AMP_PATCH_UNROLL
+    for (int s = 0; s < F::kStates; ++s) write_state(row, s, at, live, states[s], most);
+  }
+};
+struct EncodeWork {
+  template <int V, class Most>
+  C10_HOST_DEVICE void run(const CodedBlocks& row, int64_t at, bool live, const Most& most) const {
+    Pack<float, V> values{};
+    if (live) values = read_bits<V>(row, kGrad, at).template as<float>();
+    write_state(row, 0, at, live, values, most);
+  }
+};
+struct DecodeWork {
+  template <int V, class Most>
+  C10_HOST_DEVICE void run(const CodedBlocks& row, int64_t at, bool live, const Most&) const {
+    if (live) write_pack(row, kGrad, at, read_state<V>(row, 0, at));
+  }
+};
+
+// Does `work` on the packs of one thread of block `block` in a launch; `found` is the block's row. The number of calls
+// of `run` is the same for all threads.
+template <class Work, class Most>
+C10_HOST_DEVICE inline void run_coded_chunk(const Work& work, const CodedBlocks& found, int chunk, uint32_t block,
+                                            int thread, const Most& most) {
+  const CodedBlocks row = found;  // a copy in registers: the compiler would reload it after each store
+  const int64_t begin = static_cast<int64_t>(block - row.first) * chunk, left = row.size - begin;
+  const int length = left < chunk ? static_cast<int>(left) : chunk;
+  int done = 0;
+  if (row.width == 4) {  // whole blocks of codes; the elements of the last block are done one by one
+    done = length / static_cast<int>(kBlock) * static_cast<int>(kBlock);
+    for (int from = 0; from < done; from += 4 * kThreads) {
+      const int own = from + 4 * thread;
+      work.template run<4>(row, (begin + own) / 4, own < done, most);
+    }
+  }
+  for (int from = done; from < length; from += kThreads) {
+    work.template run<1>(row, begin + from + thread, from + thread < length, most);
+  }
+}
+
+}  // namespace amp_patch
