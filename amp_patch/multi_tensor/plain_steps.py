@@ -57,9 +57,9 @@ def bias_divisor(beta: float, count: Number) -> Number:
 def _times_each(tensors: Tensors, numbers: Number) -> list[Tensor]:
     """Return each tensor times `numbers`, or tensor i times element i of a 1-D tensor of numbers, in FP32; no sync."""
     if not isinstance(numbers, Tensor):
-        return list(torch._foreach_mul(tensors, float(numbers)))
+        return list(torch._foreach_mul(list(tensors), float(numbers)))
     if numbers.device != tensors[0].device:  # the CPU: the host reads it
-        return list(torch._foreach_mul(tensors, numbers.tolist()))
+        return list(torch._foreach_mul(list(tensors), numbers.tolist()))
     each = numbers.float().reshape(-1).expand(len(tensors)).unbind()
     return [t * number for t, number in zip(tensors, each, strict=True)]
 

@@ -110,6 +110,13 @@ at::Tensor as_strided(const at::Tensor& self, at::IntArrayRef sizes, at::IntArra
 
 at::Tensor view(const at::Tensor& self, at::IntArrayRef sizes) { return at::cpu::view(self, sizes); }
 
+at::Tensor& set(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(source);
+  impl->set_sizes_and_strides(sizes, strides, offset);
+  return self;
+}
+
 at::Scalar read(const at::Tensor& self) { return on_cpu(self).item(); }
 
 void other(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -132,14 +139,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &read);
-  m.impl("set_.source_Storage_storage_offset",
-         [](at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef sizes,
-            at::IntArrayRef strides) -> at::Tensor& {
-           auto* impl = self.unsafeGetTensorImpl();
-           impl->set_storage_keep_dtype(source);
-           impl->set_sizes_and_strides(sizes, strides, offset);
-           return self;
-         });
+  m.impl("set_.source_Storage_storage_offset", &set);
+  m.impl("set_.source_Storage", [](at::Tensor& self, at::Storage source) -> at::Tensor& {
+    const auto count = static_cast<int64_t>(source.nbytes() / self.element_size());
+    return set(self, source, 0, {count}, {1});
+  });
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&other>()); }

@@ -29,8 +29,43 @@ def register() -> None:
     module.device_count, module.current_device = (lambda: 1), (lambda: 0)
     module._lazy_init = lambda: None
     module.manual_seed_all = lambda seed: None
+    module.synchronize = lambda: None
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     torch._register_device_module(NAME, module)
+
+
+def tools() -> dict[str, Any]:
+    """Return what tools tell of a training there: {name: a number, or a type of device}."""
+    from without_fp64 import Net
+
+    from amp_patch import amp
+    from amp_patch.lab.commands import no_cuda
+
+    model = Net().to(NAME)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    tokens, classes = (torch.randint(5, (6,)).to(NAME) for _ in range(2))
+    found = {}
+    with amp.record() as recorded, amp.inspect(model, optimizer) as inspection:
+        for _ in range(2):
+            loss = torch.nn.functional.cross_entropy(model(tokens), classes, reduction="none")
+            with amp.scale_loss(loss.mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    found["inspected"], found["recorded"] = len(str(inspection)), recorded.loss
+    amp.restore()
+    compared = amp.compare_outputs(Net().to(NAME), (tokens,), ["O2", "O5"], targets=classes)
+    found["distance"] = compared.distances[0].output
+    no_cuda.install(NAME)
+    try:
+        cuda = Net().cuda()
+        with torch.autocast("cuda"):
+            found["casts"] = [torch.is_autocast_enabled(kind) for kind in (NAME, "cuda", "cpu")]
+        found["moved"] = cuda.head.weight.device.type
+        torch.cuda.synchronize()
+    finally:
+        no_cuda.uninstall()
+    return found
 
 
 def main(folder: str) -> None:
@@ -59,6 +94,7 @@ def main(folder: str) -> None:
         found["types"].append(str(widest(torch.device(NAME))))
         for level, name in CASES:
             found["losses"].setdefault(f"{level} {name}", []).append(losses(level, name, NAME))
+    found["tools"] = tools()
     found["called"] = sorted(device.called())
     print(json.dumps(found))
 

@@ -103,6 +103,15 @@ def test_on_another_device_each_training_has_the_same_losses_without_fp64(elsewh
 
 
 @pytest.mark.slow
+def test_tools_work_on_another_device_without_fp64(elsewhere):
+    """Record, inspect and compare outputs there; then run code for CUDA there, as `run --device` does."""
+    found = elsewhere["tools"]
+    assert found["inspected"] > 100 and len(found["recorded"]) == 2 and all(map(math.isfinite, found["recorded"]))
+    assert 0 < found["distance"] < 0.1
+    assert found["moved"] == "singles" and found["casts"] == [True, True, False]
+
+
+@pytest.mark.slow
 def test_apples_devices_have_every_operator_of_a_training(elsewhere):
     """Look up the operators that ran in torch's own table: it has a kernel for MPS, or one for all devices."""
     yaml = pytest.importorskip("yaml")

@@ -43,7 +43,8 @@ def compare(args: argparse.Namespace) -> None:
         if args.batch_search is not None:
             sys.exit(batch_search.run(args, plan, interrupts))
         print(f"starting {', '.join(plan.levels)}", flush=True)
-        _note_emulated_types(plan, args)
+        if args.device in (None, "cpu"):
+            _note_emulated_types(plan)
         if compare_launcher.shares_port() and not args.one_by_one:
             print(
                 "MASTER_PORT is set, on which one run at a time can listen: each ends before the next begins",
@@ -104,9 +105,9 @@ def _survey(plan: Plan, args: argparse.Namespace, interrupts: Interrupts, compar
     return 0
 
 
-def _note_emulated_types(plan: Plan, args: argparse.Namespace) -> None:
+def _note_emulated_types(plan: Plan) -> None:
     """Print a note for each type that this processor emulates: levels of this type have about FP32's speed here."""
-    if (args.device or "cpu") != "cpu" or torch.cuda.is_available():
+    if torch.cuda.is_available():
         return
     for dtype in lacking():
         if levels := [level for level in plan.levels if plan.type_of(level) == dtype]:
