@@ -25,7 +25,7 @@ def check(optimizer: Any, stash: Stash) -> None:
             each replay would reset the state: SGD's momentum would always be the gradient of the last batch.
     """
     for index, group in enumerate(optimizer.param_groups):
-        if _keeps_state(group):
+        if "dampening" not in group or group.get("momentum", 0) != 0:  # SGD without momentum creates no state
             _refuse_first_step(optimizer, stash, index)
         lr = group.get("lr")
         on_device = isinstance(lr, Tensor) and device_sync.waits(lr.device)
@@ -37,11 +37,6 @@ def check(optimizer: Any, stash: Stash) -> None:
                 "takes one, or capture again after each change",
                 stacklevel=stacklevel(),
             )
-
-
-def _keeps_state(group: dict[str, Any]) -> bool:
-    """Tell whether the first step of a parameter of `group` may create state. False for SGD without momentum."""
-    return "dampening" not in group or group.get("momentum", 0) != 0
 
 
 def _refuse_first_step(optimizer: Any, stash: Stash, index: int) -> None:

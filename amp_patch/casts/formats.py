@@ -126,7 +126,8 @@ def quantized(
     extension = multi_tensor.extension() if tensor.device.type == "cpu" else None
     draw: int | Tensor | None = None
     if recipe.stochastic and role == "gradient":
-        draw = _sum_of_bits(tensor) if extension is None else extension.casts.sum_of_bits(tensor)
+        bits = tensor.view(torch.int16)
+        draw = bits.sum(dtype=torch.int64) if extension is None else extension.casts.sum_of_bits(tensor)
     if hadamard:
         if along == ROWS:  # the matrix multiplies along columns
             tensor = tensor.mT.contiguous()
@@ -298,7 +299,3 @@ def hadamard_plainly(tensor: Tensor) -> Tensor:
         a, b = pairs.unbind(-3)
         wide = torch.stack((a + b, a - b), -3).flatten(-4, -2)
     return (wide * 0.25).flatten(-3, -2).reshape(*tensor.shape[:-2], bands * _HADAMARD, columns)
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16).sum(dtype=torch.int64)

@@ -236,15 +236,12 @@ def custom_bwd(backward: Callable[..., Any] | None = None, *, device_type: str |
 
 
 def _now(device_type: str | None) -> _Casts:
-    types = [device_type] if device_type is not None else _device_types()
+    known = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    types = known if device_type is None else [device_type]
     native: dict[str, torch.dtype | None] = {}
     native.update({kind: torch.get_autocast_dtype(kind) for kind in types if torch.is_autocast_enabled(kind)})
     emulated = None if is_dynamo_compiling() else casts_state.in_use.emulated()
     return _Casts(casts_state.current(), native, emulated)
-
-
-def _device_types() -> list[str]:
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def _call_under(casts: _Casts, outside: _Casts, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

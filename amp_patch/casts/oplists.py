@@ -373,23 +373,6 @@ LATE: dict[str, str] = {
     "torch.ops.torch_attn": "torch.nn.attention.varlen",
 }
 
-# Names of the lists ("owner.name") that some torch since 2.6 lacks.
-OPTIONAL: frozenset[str] = frozenset(
-    {
-        "torch.Tensor.__rdiv__",  # an operator of Python 2, which newer versions of torch have removed
-        "torch._grouped_mm",
-        "torch.linalg.matrix_sqrth",
-        "torch.linalg.polar",
-        "torch.linalg.solve_ex",
-        "torch.nn.attention.flex_attention._validate_sdpa_input",
-        "torch.nn.attention.flex_attention.flex_attention_hop",
-        "torch.nn.functional.linear_cross_entropy",
-        "torch.ops.torch_attn._varlen_attn",
-        "torch.ops.torch_attn._varlen_attn_out",
-        "torch.pairwise_distance",
-    }
-)
-
 
 def rules_by_name(op_lists: str) -> dict[tuple[str, str], str]:
     """Return {(owner, name): rule} in the variant ``"torch"`` (OPLISTS) or ``"apex"`` (OPLISTS, overridden by APEX)."""

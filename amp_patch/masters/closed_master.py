@@ -32,6 +32,7 @@ from amp_patch.support.blocks import without_grad
 from amp_patch.support.compiled import asks_first
 from amp_patch.support.patches import Installation, Patches
 
+Kept = tuple[Tensor, "ClosedMaster", Tensor]  # weight, master, value
 _DATA: Any = Tensor.data
 _raw = torch._C.DisableTorchFunctionSubclass  # in its `with` block torch reads a master's memory as it is
 lock = RLock()  # held while masters are opened or closed, because another thread may read them
@@ -69,11 +70,11 @@ class Form:
         """Store the start value of `master`: `value` (FP32, the strides of weight `param`); None: the weight itself."""
         raise NotImplementedError
 
-    def read(self, masters: list[tuple[Tensor, ClosedMaster, Tensor]]) -> None:
+    def read(self, masters: list[Kept]) -> None:
         """Restore the value of each (weight, master, value) into `value`, FP32 with the weight's strides; no sync."""
         raise NotImplementedError
 
-    def write(self, masters: list[tuple[Tensor, ClosedMaster, Tensor]]) -> None:
+    def write(self, masters: list[Kept]) -> None:
         """Store each (weight, master, value): split the value into weight and low half, or round it into the weight."""
         raise NotImplementedError
 
@@ -290,7 +291,7 @@ def opened(tensors: list[Tensor]) -> list[Any]:
 @without_grad
 def _join(masters: list[ClosedMaster]) -> None:
     """Restore the stored values of `masters` into their memory, which is allocated first if there is none."""
-    kept = _ByForm()
+    kept: list[Kept] = []
     others: list[tuple[Tensor, Tensor]] = []  # (value of a master, buffer) if the weight's strides have changed
     with _raw():
         for master in masters:
@@ -304,12 +305,12 @@ def _join(masters: list[ClosedMaster]) -> None:
             value = _DATA.__get__(master)  # `.data` has a separate version counter: this write is no edit
             if param.dtype is torch.bfloat16:
                 joined = value if _is_alike(value, param) else torch.empty_like(param, dtype=torch.float32)
-                kept.add(param, master, joined)
+                kept.append((param, master, joined))
                 if joined is not value:
                     others.append((value, joined))
             else:  # user code changed the dtype: the parameter itself has the whole value
                 value.copy_(param)
-        for form, group in kept.groups:
+        for form, group in _by_form(kept):
             form.read(group)
         for value, joined in others:
             value.copy_(joined)
@@ -349,29 +350,20 @@ def store(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _write_all(pairs: list[tuple[Tensor, ClosedMaster]]) -> None:
-    kept = _ByForm()
-    for param, master in pairs:
-        kept.add(param, master, _laid_out_as(param, master.detach()))
-    for form, group in kept.groups:
+    for form, group in _by_form((param, master, _laid_out_as(param, master.detach())) for param, master in pairs):
         form.write(group)
 
 
-class _ByForm:
-    """Lists of (weight, master, value), grouped by form and device for one kernel call each."""
-
-    def __init__(self) -> None:
-        self._of: dict[tuple[int, torch.device], tuple[Form, list[tuple[Tensor, ClosedMaster, Tensor]]]] = {}
-
-    def add(self, param: Tensor, master: ClosedMaster, value: Tensor) -> None:
+def _by_form(values: Iterable[Kept]) -> Iterable[tuple[Form, list[Kept]]]:
+    """Group `values` by form and device, for one kernel call each; low halves get the strides of their weights."""
+    groups: dict[tuple[int, torch.device], tuple[Form, list[Kept]]] = {}
+    for param, master, value in values:
         form = master.form
         assert form is not None
         if master.low_half is not None:
             master.low_half = _laid_out_as(param, master.low_half)
-        self._of.setdefault((id(form), param.device), (form, []))[1].append((param, master, value))
-
-    @property
-    def groups(self) -> Iterable[tuple[Form, list[tuple[Tensor, ClosedMaster, Tensor]]]]:
-        return self._of.values()
+        groups.setdefault((id(form), param.device), (form, []))[1].append((param, master, value))
+    return groups.values()
 
 
 @without_grad

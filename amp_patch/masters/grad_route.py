@@ -96,7 +96,4 @@ def _attribute(link_of: Callable[[Tensor], HasRoute | None]) -> property:
         if stepped:
             stepped.drop(master)
 
-    def delete(param: Tensor) -> None:
-        write(param, None)
-
-    return property(read, write, delete, GRAD.__doc__)
+    return property(read, write, lambda param: write(param, None), GRAD.__doc__)

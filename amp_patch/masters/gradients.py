@@ -145,7 +145,10 @@ def gather(
                 sums.append((param, before.value))
             continue
         if master.device != grad.device:
-            raise _apart(param, grad, master)
+            raise RuntimeError(
+                f"scale_loss: a parameter of shape {list(param.shape)} is on {grad.device}, its master on "
+                f"{master.device}; move the model to its device before initialize()"
+            )
         if master.requires_grad is not param.requires_grad:  # the parameter was frozen or unfrozen after `initialize`
             master.requires_grad_(param.requires_grad)
         total: Tensor | None = master.grad
@@ -175,13 +178,6 @@ def clear_overflowed(params: Iterable[Tensor], found: FoundInf) -> None:
 def held(grad: Tensor) -> Tensor:
     """Return the local elements of a gradient: the values of a sparse one, uncoalesced; the shard of a sharded one."""
     return grad._values() if grad.is_sparse else distributed.local(grad)
-
-
-def _apart(param: Tensor, grad: Tensor, master: Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"scale_loss: a parameter of shape {list(param.shape)} is on {grad.device}, its master on {master.device}; "
-        "move the model to its device before initialize()"
-    )
 
 
 def rescale(pairs: Iterable[tuple[Tensor, Tensor]], factor: Tensor) -> None:

@@ -133,11 +133,11 @@ class Masters:
         return link
 
     def pairs(self, groups: Groups) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return (param, master) for every parameter in `groups`; one without a master is paired with itself."""
+        """Return (param, master) for every parameter in `groups`, as `of_groups`; one without a master is its own."""
         return self.of_groups(groups).pairs
 
     def of_groups(self, groups: Groups) -> GroupParams:
-        """Return the parameters in `groups` with their masters; the result is cached until the groups change."""
+        """Return the parameters in `groups` with their masters: an identity test for each if none has changed."""
         masters = groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
         known = self._known
         if known is None or len(masters) != len(known.masters) or not all(map(is_, masters, known.masters)):
@@ -148,7 +148,7 @@ class Masters:
 
     @cached_property
     def links(self) -> LinkList:
-        """The parameters that have a master, with their links, in the order of the groups."""
+        """The values of `by_master`, in the order of the groups: made once after each change of the table."""
         return LinkList(self.by_master.values())
 
     @cached_property

@@ -140,7 +140,7 @@ class WrittenBuffers:
     def __init__(self, model: nn.Module, owned: Iterable[Owned]) -> None:
         names = {id(module): path for path, module in model.named_modules()}
         inside = [(m, name) for m, name in owned if id(m) in names]
-        averages = [(m, name) for m, name in inside if not (_is_statistic(m) or _is_vector_of_a_norm(m, name))]
+        averages = [(m, name) for m, name in inside if not _is_of_a_norm(m, name)]
         self.owned = [(names[id(m)], weakref.ref(m), name) for m, name in averages]
         self.looks = 0
 
@@ -183,12 +183,11 @@ class WrittenBuffers:
         return buffer, buffer._version if isinstance(buffer, Tensor) and not buffer.is_inference() else -1
 
 
-def _is_statistic(module: nn.Module) -> bool:
-    """Tell whether `module` is a torch norm: no warning, since `keep_batchnorm_fp32` decides on its statistics."""
-    return isinstance(module, nn.modules.batchnorm._NormBase)
+def _is_of_a_norm(module: nn.Module, name: str) -> bool:
+    """Tell whether forwards write buffer `name`, and no warning is due: a norm's statistic, or spectral norm's vector.
 
-
-def _is_vector_of_a_norm(module: nn.Module, name: str) -> bool:
-    """Tell whether buffer `name` is a vector of torch's spectral norm, which each forward writes and none averages."""
+    `keep_batchnorm_fp32` decides on the statistics, and no vector is an average.
+    """
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
-    return any(name in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks)
+    of_hooks = any(name in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks)
+    return of_hooks or isinstance(module, nn.modules.batchnorm._NormBase)

@@ -297,11 +297,6 @@ def _drop_casts(*_: Any) -> None:
     casts_state.drop_cache()
 
 
-def _is_under_fsdp(module: nn.Module) -> bool:
-    """Tell whether `fully_shard` has made a subclass of the generated class of `module`."""
-    return "_amp_base" not in vars(type(module)) and fsdp.is_fsdp(module)
-
-
 def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
     """Give `module` a generated class with the overrides of `mixin`, and `state`; they replace earlier ones.
 
@@ -334,7 +329,7 @@ def take(module: nn.Module) -> None:
     """Undo `give`: remove the state, and the generated class unless `fully_shard` has subclassed it."""
     # Without `_amp` the module behaves like its base class, even if the generated class stays.
     vars(module).pop("_amp", None)
-    if not _is_under_fsdp(module):
+    if "_amp_base" in vars(type(module)) or not fsdp.is_fsdp(module):
         generated_class.take(module)
 
 

@@ -44,11 +44,6 @@ def note_type(param: Tensor, dtype: torch.dtype | None) -> None:
     _params[param] = dtype
 
 
-def note_buffer_type(module: nn.Module, name: str, dtype: torch.dtype) -> None:
-    """Record the original type of a buffer, unless one is recorded."""
-    _buffers.setdefault(module, {}).setdefault(name, dtype)
-
-
 def give_buffers_back(model: nn.Module) -> None:
     """Cast the FP32 buffers inside `model` to their original types; a shared buffer stays shared."""
     done: dict[int, tuple[Tensor, Tensor]] = {}
@@ -216,5 +211,5 @@ def widen_buffers(owned: Iterable[Owned]) -> None:
     for module, name in owned:
         buffer = module._buffers[name]
         if buffer is not None:
-            note_buffer_type(module, name, buffer.dtype)
+            _buffers.setdefault(module, {}).setdefault(name, buffer.dtype)
             _, module._buffers[name] = done.setdefault(id(buffer), (buffer, buffer.float()))

@@ -29,11 +29,8 @@ from typing import Literal, overload
 from torch import Tensor
 
 from amp_patch.multi_tensor import plain
-from amp_patch.multi_tensor.backends import backend as backend
-from amp_patch.multi_tensor.backends import backend_reason as backend_reason
+from amp_patch.multi_tensor.backends import backend, backend_reason, run, use_backend
 from amp_patch.multi_tensor.backends import extension as extension
-from amp_patch.multi_tensor.backends import run
-from amp_patch.multi_tensor.backends import use_backend as use_backend
 from amp_patch.multi_tensor.checks import FP32, INT32, Argument, Contract, Number, TensorList, Tensors, floats, number
 from amp_patch.multi_tensor.plain import SMALLEST_SCALE as SMALLEST_SCALE
 from amp_patch.multi_tensor.steps import multi_tensor_adam as multi_tensor_adam

@@ -86,7 +86,10 @@ class OnMasters(coded_steps.InCodes):
         try:
             super().run(step, plain)
         finally:
-            _take_gradients(stash)
+            for part in stash.masters.parts.values():  # the DTensors keep their gradients
+                if stash.masters.waiting is not None:
+                    stash.masters.waiting.drop(part.master)
+                set_own_grad(part.master, None)
         return result
 
     def steppable(self, optimizer: Any, coder: Coder) -> PartialStep:
@@ -130,14 +133,6 @@ def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
     for part in stash.masters.parts.values():
         if (grad := grads.get(id(part.master))) is not None:
             set_own_grad(part.master, grad.float())
-
-
-def _take_gradients(stash: Stash) -> None:
-    """Clear, after the step, the gradients of the local shards' masters; the DTensors keep their gradients."""
-    for part in stash.masters.parts.values():
-        if stash.masters.waiting is not None:
-            stash.masters.waiting.drop(part.master)
-        set_own_grad(part.master, None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def own_methods(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield name, value
 
 
-def subclasses(base: type) -> Iterator[type]:
+def subclasses(base: type[Any]) -> Iterator[type[Any]]:
     """Yield `base` and all classes that are derived from it."""
     yield base
     for each in base.__subclasses__():

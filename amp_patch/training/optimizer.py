@@ -39,7 +39,8 @@ class AmpOptimizer(Generated):
 
     @classmethod
     def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
-        overrides = {"step": step_of(base), "strategy": _strategy_of(base)}
+        strategy = next((way for way in joints.ways if way.suits_class(base)), WHOLE)
+        overrides = {"step": step_of(base), "strategy": strategy}
         for keeper in joints.keepers:
             overrides |= keeper.overrides(base) if set(keeper.KEY) <= set(key) else {}
         return overrides
@@ -82,7 +83,9 @@ class AmpOptimizer(Generated):
         stash = stash_of(self)
         if stash is not None and stash.enabled:
             added = _new_params(param_group)
-            _refuse_known(self, stash, added)
+            known = {id(param) for param, _ in stash.masters.pairs(self.param_groups)}  # type: ignore[attr-defined]
+            if any(id(p) in known for p in added):
+                raise ValueError("add_param_group: some parameters appear in more than one parameter group")
             if stash.policy.master_weights:
                 joints.tell(joints.check_group, self, stash, added)
         super().add_param_group(param_group)  # type: ignore[misc]
@@ -122,11 +125,6 @@ class AmpOptimizer(Generated):
                 enter_step(self, stash)
                 stash.neighbours.siblings.enter(self)
                 note_sharing(stash)
-
-
-def _strategy_of(base: Any) -> joints.Strategy:
-    """Return the first registered strategy that suits the class `base`; if none does, the class's own `step`."""
-    return next((way for way in joints.ways if way.suits_class(base)), WHOLE)
 
 
 def check_optimizer(optimizer: Any, policy: Policy) -> None:
@@ -323,9 +321,3 @@ def _new_params(param_group: Any) -> list[Tensor]:
     given = params if isinstance(params, list | tuple) else [params]
     unnamed = [p[-1] if isinstance(p, tuple) and p else p for p in given]  # torch takes (name, parameter) too
     return [p for p in unnamed if isinstance(p, Tensor)]
-
-
-def _refuse_known(optimizer: Any, stash: Stash, params: list[Tensor]) -> None:
-    known = {id(param) for param, _ in stash.masters.pairs(optimizer.param_groups)}
-    if any(id(p) in known for p in params):
-        raise ValueError("add_param_group: some parameters appear in more than one parameter group")

@@ -151,7 +151,7 @@ class ScaledBackward:
             slips.refuse_unscaled(of_loss, self.scale, self.params())
             return
         if self._returned is not None and (scaled := self._returned()) is not None:
-            scaled.register_hook(slips.TooLate(self.stashes[0]))
+            slips.refuse_too_late(scaled, weakref.ref(self.stashes[0]))
         slips.warn_of_other_gradients(self.params(), () if self._had_grad is None else self._had_grad[1])
 
     def begin(self) -> None:

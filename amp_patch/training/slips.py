@@ -185,22 +185,17 @@ class OtherBackwards:
             )
 
 
-class TooLate:
-    """A hook of a scaled loss that its body did not use: a backward pass through that loss after the body raises.
+def refuse_too_late(scaled: Tensor, ref: weakref.ref[Stash]) -> None:
+    """Make a backward pass through a scaled loss that its body did not use raise, unless another body is running."""
 
-    If another body of the optimizer is running at that time, the hook does nothing.
-    """
-
-    def __init__(self, stash: Stash) -> None:
-        self._stash = weakref.ref(stash)
-
-    def __call__(self, grad: Tensor) -> None:
-        stash = self._stash()
-        if stash is not None and stash.backward.body is None:
+    def hook(grad: Tensor) -> None:
+        if (stash := ref()) is not None and stash.backward.body is None:
             raise RuntimeError(
                 "scale_loss: backward of the scaled loss after its with block has ended, where nothing unscales the "
                 "gradients; call scaled_loss.backward() inside the block"
             )
+
+    scaled.register_hook(hook)
 
 
 def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: list[Tensor]) -> None:

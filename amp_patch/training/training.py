@@ -131,11 +131,7 @@ def training_of(optimizer: Any) -> Training | None:
     return next((t for t in trainings if any(optimizer is own for own in t.own_optimizers())), None)
 
 
-def _before_clipping(params: list[Tensor]) -> None:
-    slips.warn_of_scaled(params, all_optimizers())
-
-
-clipping.before_clipping.append(_before_clipping)
+clipping.before_clipping.append(lambda params: slips.warn_of_scaled(params, all_optimizers()))
 
 
 def leave_all(trainings: list[Training]) -> None:

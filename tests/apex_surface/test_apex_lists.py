@@ -31,14 +31,14 @@ from apex_casts import (
     installed_fixture,  # noqa: F401  the fixture `installed`
 )
 from conftest import DEVICES, original
-from op_calls import flat, resolve, result_types, sample
+from op_calls import OPTIONAL, flat, resolve, result_types, sample
 from torch import Tensor, nn
 
 from amp_patch import amp
 from amp_patch.apex.amp import lists
 from amp_patch.casts import install, regions
 from amp_patch.casts.apex_oplists import APEX
-from amp_patch.casts.oplists import OPTIONAL, rules_by_name
+from amp_patch.casts.oplists import rules_by_name
 from amp_patch.policy import Policy
 
 # ---------------------------------------------------------------------------------------------------------------------

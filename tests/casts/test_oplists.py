@@ -11,12 +11,12 @@ import torch
 from conftest import DEVICES, DTYPES, WRAPPERS, original
 from cpu_half_cases import POLICIES
 from half_kernels import half_kernels
-from op_calls import SAMPLES, call, flat, mask, resolve, result_types, sample, vectors
+from op_calls import OPTIONAL, SAMPLES, call, flat, mask, resolve, result_types, sample, vectors
 from torch import Tensor, nn
 
 from amp_patch.casts import cpu_half, install, regions
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.oplists import OPLISTS, OPTIONAL
+from amp_patch.casts.oplists import OPLISTS
 from amp_patch.casts.rules import RULES
 from amp_patch.policy import Policy
 

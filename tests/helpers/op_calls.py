@@ -16,6 +16,23 @@ from amp_patch.casts.oplists import LATE
 Make = Callable[..., Tensor]  # shape -> the next floating tensor of the call
 Sample = Callable[[Make], tuple[Any, ...]]
 
+# Names of the lists ("owner.name") that some torch since 2.6 lacks.
+OPTIONAL: frozenset[str] = frozenset(
+    {
+        "torch.Tensor.__rdiv__",  # an operator of Python 2, which newer versions of torch have removed
+        "torch._grouped_mm",
+        "torch.linalg.matrix_sqrth",
+        "torch.linalg.polar",
+        "torch.linalg.solve_ex",
+        "torch.nn.attention.flex_attention._validate_sdpa_input",
+        "torch.nn.attention.flex_attention.flex_attention_hop",
+        "torch.nn.functional.linear_cross_entropy",
+        "torch.ops.torch_attn._varlen_attn",
+        "torch.ops.torch_attn._varlen_attn_out",
+        "torch.pairwise_distance",
+    }
+)
+
 
 def resolve(address: str) -> Any:
     with suppress(ImportError):  # varlen is younger than torch 2.6

@@ -65,7 +65,7 @@ class TurnClient:
         self._patches = Patches()
 
     def __enter__(self) -> TurnClient:
-        announce(self._patches, self.write_begins, self.process_begins, self.temporary_made)
+        announce(self._patches, self.write_begins, self.keep, self.temporary_made)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -108,10 +108,6 @@ class TurnClient:
         """
         if self.kept_for is None and os.getpid() == self._process and any(map(self._is_shared, paths)):
             self.keep("writes files")
-
-    def process_begins(self, why: str) -> None:
-        """Call `keep`, because a process is about to be started (`why` says how), and may write files."""
-        self.keep(why)
 
     def temporary_made(self, path: Any) -> None:
         """Note a path that tempfile makes. Its name is unique, so a write to it does not keep the turn."""

@@ -112,7 +112,8 @@ class TurnScheduler:
         try:
             for seed in range(self._plan.seeds):
                 self._train_seed(seed)
-                if self._all_failed(seed):
+                # If the script fails with the first seed at each level, it would fail with the others too.
+                if seed == 0 and all(_failed_by_itself(run) for run in self.runs if run.seed == seed):
                     if self._plan.seeds > 1:
                         self._progress.say(f"every level has failed with seed {seed}: other seeds are not tried")
                     self.runs = [run for run in self.runs if run.seed <= seed]
@@ -135,18 +136,12 @@ class TurnScheduler:
         for child in self._alive:
             child.interrupt(until, lambda: self._interrupts.hurried)
             child.keep_outcome()
-        self.runs = [run for run in self.runs if run.steps or _has_failed(run)] or self.runs[:1]
+        told = [run for run in self.runs if run.steps or (run.error is not None and run.error_kind != INTERRUPTED)]
+        self.runs = told or self.runs[:1]
         ended, self._alive = self._alive, []
         for child in ended:
             if any(child.run is run for run in self.runs):
                 self._progress.end(child.run)
-
-    def _all_failed(self, seed: int) -> bool:
-        """Return whether `seed` is 0, and its run failed at each level by an error of the script.
-
-        If so, the runs of all other seeds would fail too, and `train` leaves them out.
-        """
-        return seed == 0 and all(_failed_by_itself(run) for run in self.runs if run.seed == seed)
 
     def _look(self, run: Run) -> None:
         self._progress.show(run)
@@ -231,10 +226,6 @@ class TurnScheduler:
             return set()
         more = {NATIVE} if native or run.native or run.level == NATIVE else set()
         return more if self._plan.has_masters(run.weights_type) else {*more, with_masters(run.weights_type)}
-
-
-def _has_failed(run: Run) -> bool:
-    return run.error is not None and run.error_kind != INTERRUPTED
 
 
 def _failed_by_itself(run: Run) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -86,7 +87,9 @@ class Comparison:
 
         Runs whose last loss is not finite do not shorten it.
         """
-        return measures.common_steps([run for run in self.runs if went_well(run)])
+        well = [run for run in self.runs if went_well(run)]
+        finite = [run.steps for run in well if run.loss and math.isfinite(run.loss[-1])]
+        return min(finite or [run.steps for run in well], default=0)
 
     @cached_property
     def levels(self) -> list[LevelResult]:

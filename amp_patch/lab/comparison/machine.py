@@ -49,6 +49,7 @@ def machine(load: OtherWork | None = None) -> dict[str, str]:
         "limited": the environment variables that limit torch's instructions, if one is set.
         "load": a warning, if other work disturbed the speeds.
     """
+    limited = " ".join(f"{name}={os.environ[name]}" for name in _LIMITING if os.environ.get(name))
     busy = load.words() if load is not None else None
     return {
         "torch": str(torch.__version__),
@@ -58,7 +59,7 @@ def machine(load: OtherWork | None = None) -> dict[str, str]:
         "gpu": ", ".join(accelerators().values()) or "none",
         **low_precision(),
         **({"lacks": " ".join(lacking())} if lacking() else {}),
-        **({"limited": limited} if (limited := " ".join(_limits())) else {}),
+        **({"limited": limited} if limited else {}),
         **({"load": busy} if busy is not None else {}),
     }
 
@@ -155,11 +156,6 @@ def _in_words(time: ProductTime) -> str:
     """Return "1.1x", the median; "30x to 399x" if the slowest measurement takes `_STEADY` times the fastest or more."""
     low, median, high = (f"{wording.short(value)}x" for value in time)
     return median if time.high < _STEADY * time.low else f"{low} to {high}"
-
-
-def _limits() -> list[str]:
-    """List the set environment variables that keep torch from using instructions of the CPU, as NAME=value."""
-    return [f"{name}={os.environ[name]}" for name in _LIMITING if os.environ.get(name)]
 
 
 def processor() -> str:

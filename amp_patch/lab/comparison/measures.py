@@ -54,12 +54,6 @@ class Ratio(NamedTuple):
         return self.pace == "faster" and self.median > ALIKE
 
 
-def common_steps(runs: Sequence[Run]) -> int:
-    """Return the number of steps that all of `runs` trained, except runs whose last loss is not finite."""
-    finite = [run.steps for run in runs if run.loss and math.isfinite(run.loss[-1])]
-    return min(finite or [run.steps for run in runs], default=0)
-
-
 def final(run: Run, metric: str, steps: int) -> float:
     """Return the result of a run; NaN if it has none, or if a value in it is not finite.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -107,10 +108,6 @@ def _convolution(
     yield ((f"in channels{of_group}", into), (f"out channels{of_group}", out)), count, 0
 
 
-def _transposed(result: Tensor, *args: Any, **kwargs: Any) -> Iterator[_Found]:
-    yield from _convolution(result, *args, **kwargs, transposed=True)
-
-
 def _attention(result: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Iterator[_Found]:
     head, of_value = query.shape[-1], value.shape[-1]
     sizes = tuple(dict.fromkeys((("head size", head), ("head size", of_value))))
@@ -142,7 +139,7 @@ _FUNCTIONS: dict[str, Callable[..., Iterator[_Found]]] = {
     "rmatmul": lambda result, a, b: _matmul(result, b, a),
     **dict.fromkeys(("addmm", "baddbmm"), _added),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _transposed),
+    **{f"conv_transpose{dims}d": partial(_convolution, transposed=True) for dims in (1, 2, 3)},
     **dict.fromkeys(("scaled_dot_product_attention", "flex_attention_hop"), _attention),
     "multi_head_attention_forward": _multi_head,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),

@@ -24,7 +24,8 @@ class InspectedStep:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, step: int) -> None:
-        if foreign := [mode for mode in _mode_stack() if not _is_default_device(mode)]:
+        # The mode of torch.set_default_device stays entered for a whole program, below all others.
+        if foreign := [mode for mode in _mode_stack() if type(mode).__module__ != "torch.utils._device"]:
             raise RuntimeError(
                 f"inspect: step {step} ends inside of a TorchFunctionMode ({type(foreign[-1]).__name__}), so the next "
                 "one is not inspected"
@@ -77,11 +78,3 @@ def _look_event(seen: Inspection, step: int) -> Event:
 
 def _mode_stack() -> list[Any]:
     return modes._get_current_function_mode_stack()
-
-
-def _is_default_device(mode: Any) -> bool:
-    """Tell whether `mode` is the mode of torch.set_default_device, which torch keeps below all other modes.
-
-    It stays entered for a whole program, so an inspection may begin above it.
-    """
-    return type(mode).__module__ == "torch.utils._device"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,17 +19,16 @@ from amp_patch.support.device_sync import DeviceNumbers
 _FLUSH_EVENTS, _FLUSH_SECONDS = 50, 0.5
 
 
-class UnreadEvent:
+class UnreadEvent(NamedTuple):
     """An event whose numbers are not read yet.
 
-    Args:
+    Attributes:
         values: the numbers, some of them in tensors of one element on a device.
         make: returns the event; called with the numbers of `values`, in the same order, once they are on the host.
     """
 
-    def __init__(self, values: list[Tensor | float], make: Callable[[list[float]], Event]) -> None:
-        self.values = values
-        self.make = make
+    values: list[Tensor | float]
+    make: Callable[[list[float]], Event]
 
 
 class UnreadBatch:
