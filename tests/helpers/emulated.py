@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
 import os
 import shutil
@@ -10,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import torch
-from paths import TESTS
+from paths import ROOT, TESTS
 from torch.utils import cpp_extension
 
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
@@ -41,18 +42,27 @@ class Seen(ctypes.Structure):
     _fields_ = tuple((n, ctypes.c_int64) for n in ("linear", "strided", "scattered", "launches", "blocks", "widest"))
 
 
-def build(folder: Path) -> ctypes.CDLL:
-    target = folder / "emulate.so"
+def build() -> ctypes.CDLL:
+    """Compile the kernels, unless out/ has those of the same sources and command."""
     torch_lib = Path(torch.__file__).parent / "lib"
     command = [
         *(COMPILER, "-std=c++20", "-O1", "-Wall", "-Werror", "-ffp-contract=off", "-shared", "-fPIC"),
         *os.environ.get("CXXFLAGS", "").split(),
-        *(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", "-o", str(target)),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *itertools.chain.from_iterable(("-isystem", path) for path in cpp_extension.include_paths()),
         *(str(TESTS / "cuda" / "emulate.cpp"), f"-L{torch_lib}", "-lc10", f"-Wl,-rpath,{torch_lib}"),
     ]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    sources = sorted(path for path in [*(ROOT / "csrc").rglob("*"), *(TESTS / "cuda").iterdir()] if path.is_file())
+    read = hashlib.sha256(f"{torch.__version__} {command}".encode())
+    for path in sources:
+        read.update(path.read_bytes())
+    target = ROOT / "out" / "emulate" / f"{read.hexdigest()}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        own = target.with_suffix(f".{os.getpid()}")  # another process may compile it too
+        result = subprocess.run([*command, "-o", str(own)], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        own.replace(target)
     return ctypes.CDLL(str(target))
 
 

@@ -23,8 +23,8 @@ SIZES = [0, 1, 3, 8, 255, 257, 2047, PASS - 1, PASS, PASS + 1, 3 * PASS + 7, 0]
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return emulated.build(tmp_path_factory.mktemp("emulate"))
+def library():
+    return emulated.build()
 
 
 @pytest.fixture

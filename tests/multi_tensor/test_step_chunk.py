@@ -26,8 +26,8 @@ class Places(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return emulated.build(tmp_path_factory.mktemp("emulate"))
+def library():
+    return emulated.build()
 
 
 @pytest.fixture
