@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -135,7 +135,7 @@ def _corrections(
         return bias_corrections(betas, 1 if isinstance(step, Tensor) else step, on)
     # If the first step is skipped, the count is 0, and a correction of 0 would make NaNs.
     at = step.reshape(()).to(like.device).clamp(min=1)
-    first, second = (torch.as_tensor(bias_divisor(beta, at)).to(like) for beta in betas)
+    first, second = (cast(Tensor, bias_divisor(beta, at)).to(like) for beta in betas)
     return first, second
 
 

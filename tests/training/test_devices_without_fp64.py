@@ -44,7 +44,7 @@ def test_a_training_has_the_same_losses_without_fp64(level, name):
 
 
 @pytest.mark.parametrize("steps", ["float", "tensor", "tensors"])
-@pytest.mark.parametrize("rate", [1e-3, torch.tensor([1e-3])], ids=["float", "tensor"])
+@pytest.mark.parametrize("rate", [1.0, torch.tensor([1.0])], ids=["float", "tensor"])
 def test_the_kernel_of_adam_has_the_same_numbers_without_fp64(rate, steps):
     """Compare two steps, the first and the thousandth, whose bias corrections lose bits in FP32 if subtracted."""
     counts = [{"float": float(n), "tensor": torch.tensor(float(n))}.get(steps) for n in (0, 999)]
@@ -65,7 +65,7 @@ def test_the_kernel_of_adam_has_the_same_numbers_without_fp64(rate, steps):
         wanted = trained()
         with cpu_without_fp64():
             found = trained()
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, 1.5, 0.75, 2.0**-20])
