@@ -215,9 +215,7 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
     low = None
     if policy.product_format is not None:
         policy = _with_product_format(policy, given.dtype)
-    else:
-        low = _low_precision("dtype", given.dtype)
-    if low is not None:
+    elif (low := _low_precision("dtype", given.dtype)) is not None:
         if policy.opt_level in ("O4", "O5") and low is not torch.bfloat16:
             partner = {"O4": "O1", "O5": "O2"}[policy.opt_level]
             raise ValueError(
@@ -240,8 +238,7 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
 
     if given.loss_scale is not None:
         policy = replace(policy, loss_scale=parse_loss_scale(given.loss_scale))
-    if given.cast_model_outputs is not None:
-        outputs = given.cast_model_outputs
+    if (outputs := given.cast_model_outputs) is not None:
         if not isinstance(outputs, torch.dtype) or not outputs.is_floating_point:
             raise TypeError(
                 f"initialize: cast_model_outputs is {outputs!r}, not a floating dtype such as torch.float32"

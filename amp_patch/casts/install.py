@@ -24,8 +24,8 @@ from amp_patch.casts.wrappers import (
     BACKENDS,
     Wrapped,
     backend,
-    forget_methods,
     register_wrapper,
+    tensor_methods,
     wrapped_by,
     wrapper_at,
 )
@@ -164,7 +164,7 @@ def uninstall() -> None:
 
 
 def _forget_installation() -> None:
-    forget_methods()
+    tensor_methods.clear()
     _originals.clear()
     _installed.clear()
     _listed_names.clear()

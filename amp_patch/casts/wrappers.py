@@ -71,11 +71,6 @@ def wrapped_by(wrapper: Any) -> Wrapped | None:
     return by_id.get(id(wrapper), (None, None))[1]
 
 
-def forget_methods() -> None:
-    """Clear the table of wrapped methods: torch.Tensor has its own methods again."""
-    tensor_methods.clear()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Wrappers.
 

@@ -171,7 +171,7 @@ class _Release(Strategy):
 
     def end(self, *_: Any) -> None:
         """Clear the records of which parameters this iteration has stepped; called after `step()`."""
-        self._forget_ready()
+        self._ready, self._elements = [], 0
         self._reached.clear()
         self._body = None
 
@@ -185,7 +185,7 @@ class _Release(Strategy):
         """
         reached = {id(link.master): link.master for param, link in step.links if id(param) in self._reached}
         step.links = step.links.without({key for key, master in reached.items() if not has_gradient(master)})
-        return _suiting(step, plain, type(step.optimizer)).run(step, plain)
+        return suiting(type(step.optimizer).strategy, step, trusted=is_untouched(plain)).run(step, plain)
 
     @whole
     def _gradient_is_whole(self, param: Tensor) -> None:
@@ -214,12 +214,9 @@ class _Release(Strategy):
         optimizer = self._optimizer()
         stash = None if optimizer is None else stash_of(optimizer)
         ready = [(index, param) for index, param in self._ready if own_grad(param) is not None]
-        self._forget_ready()
+        self._ready, self._elements = [], 0
         if ready and optimizer is not None and stash is not None:
             step_some(optimizer, stash, ready)
-
-    def _forget_ready(self) -> None:
-        self._ready, self._elements = [], 0
 
     def _refuse(self, stash: Stash, param: Tensor) -> None:
         """Raise, before any write, if the gradient may be incomplete or is not usable for a step."""
@@ -290,18 +287,13 @@ def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]]) -> 
         if others := _let_wait(linked, waiting):
             gather(others, None)
         with regions.region(None):
-            _suiting(step, plain, type(optimizer)).run(step, plain)
+            suiting(type(optimizer).strategy, step, trusted=is_untouched(plain)).run(step, plain)
         if step.unpublished is not None:
             publish(step.unpublished)
     finally:
         if waiting is not None:
             waiting.clear([link.master for _, link in linked])
         drop_gradients([tensor for pair in pairs for tensor in pair])
-
-
-def _suiting(step: Step, plain: Plain, kind: Any) -> Strategy:
-    """Return the strategy of the generated class `kind`, or WHOLE if it cannot make this step or `step` was patched."""
-    return suiting(kind.strategy, step, trusted=is_untouched(plain))
 
 
 def _let_wait(linked: list[tuple[Tensor, Link]], waiting: HalfGradients | None) -> list[tuple[Tensor, Tensor]]:

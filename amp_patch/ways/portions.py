@@ -50,20 +50,9 @@ _said: set[tuple[type, str]] = set()
 
 # Class of torch.optim -> why its step needs all parameters at once; None if portions give the same numbers.
 BY_CLASS: dict[str, str | None] = {
-    "ASGD": None,
-    "Adadelta": None,
-    "Adafactor": None,
-    "Adagrad": None,
-    "Adam": None,
-    "AdamW": None,
-    "Adamax": None,
+    **dict.fromkeys(("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon")),
+    **dict.fromkeys(("NAdam", "RAdam", "RMSprop", "Rprop", "SGD")),
     "LBFGS": "one direction is made of all gradients",
-    "Muon": None,
-    "NAdam": None,
-    "RAdam": None,
-    "RMSprop": None,
-    "Rprop": None,
-    "SGD": None,
     "SparseAdam": "it takes sparse gradients alone",
 }
 

@@ -116,7 +116,7 @@ class Child:
         self._is_waiting = False
         while True:
             message = self._read_message(_POLL)
-            self._read_record()
+            self._rest = add_events(self.run, self._rest + self._lines.read())
             self._load.read()
             look(self.run)
             if message is not None:
@@ -205,12 +205,9 @@ class Child:
         self._guard.join()
         if self._socket is not None:
             self._socket.close()
-        self._read_record()
+        self._rest = add_events(self.run, self._rest + self._lines.read())
         self._lines.close()
         name_as_asked(self.run, self._asked)
-
-    def _read_record(self) -> None:
-        self._rest = add_events(self.run, self._rest + self._lines.read())
 
     def _has_enough(self) -> bool:
         return self._steps is not None and self.run.steps >= self._steps

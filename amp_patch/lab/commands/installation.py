@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 _NAME = "amp_patch"
+_OWN = Path(__file__).resolve().parents[2]
 _BUILD = "`pip install --no-build-isolation -e .`"
 
 
@@ -25,7 +26,7 @@ class Installed(NamedTuple):
     editable: bool  # installed by `pip install -e`
 
 
-def package_in_words(package: Path | None = None, installed: list[Installed] | None = None) -> str:
+def package_in_words(package: Path = _OWN, installed: list[Installed] | None = None) -> str:
     """Say which amp_patch runs: its folder, and whether the folder is installed, a clone or a copy.
 
     If amp_patch is installed in another folder too, the words name that folder.
@@ -34,7 +35,7 @@ def package_in_words(package: Path | None = None, installed: list[Installed] | N
         package: the folder; default: the folder of this file's package.
         installed: the installations of pip; default: all on this Python's sys.path.
     """
-    package = _own() if package is None else package.resolve()
+    package = package.resolve()
     installed = [*_installed()] if installed is None else installed
     same = [each for each in installed if each.package == package]
     others = [each for each in installed if each.package != package]
@@ -49,9 +50,8 @@ def package_in_words(package: Path | None = None, installed: list[Installed] | N
     return f"{package} ({kind}; {rest})"
 
 
-def extension_in_words(package: Path | None = None) -> str:
+def extension_in_words(package: Path = _OWN) -> str:
     """Return the path of the compiled extension; in a clone also whether a source file is newer. "none" without one."""
-    package = _own() if package is None else package
     file = next(iter(sorted(each for each in package.glob("_C.*") if each.suffix in (".so", ".pyd"))), None)
     if file is None:
         return "none"
@@ -63,10 +63,6 @@ def extension_in_words(package: Path | None = None) -> str:
         return f"{file}, newer than its sources"
     changed = newest.relative_to(package.parent).as_posix()
     return f"{file}, OLDER than its sources ({changed}): build it with {_BUILD}"
-
-
-def _own() -> Path:
-    return Path(__file__).resolve().parents[2]
 
 
 def _is_clone(package: Path) -> bool:

@@ -129,7 +129,7 @@ def _edits(comparison: Comparison) -> list[str]:
 def _times(comparison: Comparison) -> list[str]:
     headings = [wording.part_name(part).replace(", ", ",\n") for part in PARTS]
     rows: list[Sequence[str]] = []
-    for level in filter(_went_well, comparison.levels):
+    for level in filter(lambda level: level.runs, comparison.levels):
         split = measures.part_ms(level.runs, level.step_ms)
         parts = [wording.short(split[part] if level.step_ms is not None else None) for part in PARTS]
         rows.append((level.name, *parts, wording.short(level.samples_per_second)))
@@ -144,7 +144,7 @@ def _sizes(comparison: Comparison) -> list[str]:
     # On a CPU `memory_bytes` is the sum of the parts. The peak of the process includes libraries and data too.
     headings += ["peak"] if on_cuda else ["sum", "process\npeak"]
     rows: list[Sequence[str]] = []
-    for level in filter(_went_well, comparison.levels):
+    for level in filter(lambda level: level.runs, comparison.levels):
         sizes = (_mib(level.runs, size) for size in ("weights", "masters", "gradients", "state", "activations"))
         peak = None if level.memory_bytes is None else level.memory_bytes / 2**20
         process = [] if on_cuda else [_mib(level.runs, "peak_memory")]
@@ -221,10 +221,6 @@ def _wrapped(text: str, width: int = _WIDTH) -> list[str]:
 
 def _coloured(text: str, style: str, colours: bool) -> str:
     return f"\x1b[{_COLOURS[style]}m{text}\x1b[0m" if colours and style else text
-
-
-def _went_well(level: LevelResult) -> bool:
-    return bool(level.runs)
 
 
 def _gave_none(level: LevelResult, metric: str) -> bool:
