@@ -8,6 +8,7 @@ import torch._dynamo
 import torch.nn.functional as F
 import training
 from compiled import operands, same_as_eager, zoo
+from crossed import crossed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,8 +71,7 @@ def test_a_compiled_model_trains_as_in_eager(level, backend):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("how", ["torch.compile first", "in place first", "in place after"])
+@crossed({"how": ["torch.compile first", "in place first", "in place after"], "level": ["O1", "O2"]}, meet=1)
 def test_when_the_model_is_compiled_makes_no_difference(level, how):
     expected = train_steps(step_of(*initialized(level)))
     amp.restore()

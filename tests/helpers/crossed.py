@@ -38,7 +38,7 @@ def _named(axes: pytest.MarkDecorator | Mapping[str, Any]) -> Iterator[tuple[lis
         for key, values in axes.items():
             yield [name.strip() for name in key.split(",")], values
         return
-    names, values = axes.args
+    names, values = axes.args[0], [*axes.args[1]]  # of a dict, the keys: as pytest does
     names, ids = [*map(str.strip, names.split(","))] if isinstance(names, str) else [*names], axes.kwargs.get("ids")
     rows = values if len(names) == 1 else [each if isinstance(each, ParameterSet) else (*each,) for each in values]
     if ids is not None:

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import training
+from crossed import crossed
 from python_forks import python
 from torch import nn
 from training import LEVELS, SGD, backward, convnet, linear
@@ -111,8 +112,7 @@ def test_an_fp32_copy_has_plain_classes_without_process_casts():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("how", ["trace", "script", "export", "compile"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@crossed({"level": ["O1", "O2"], "how": ["trace", "script", "export", "compile"]}, meet=1)
 def test_an_fp32_copy_is_exported_in_fp32_while_the_training_lives(level, how, fresh_compiler):
     _, plain, expected = generating(level)
     with torch.no_grad():

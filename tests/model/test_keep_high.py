@@ -190,8 +190,7 @@ def test_a_tied_head_stays_high_when_its_weight_becomes_another_tensor(how, way,
     assert rows_of(SURVIVED[way](model, optimizer), TOKENS) == [16, 8]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("how", ["module", "linear", "matmul"])
+@crossed({"how": ["module", "linear", "matmul"], "level": LEVELS}, meet=1)
 def test_compiled_models_and_their_compiled_copies_keep_a_tied_head(how, level):
     torch._dynamo.reset()
     model = amp.initialize(Tied(how), opt_level=level, verbosity=0)

@@ -45,9 +45,9 @@ def test_arguments_and_names_of_cases(first, second, kind, name, request):
 @crossed(
     pytest.mark.parametrize(("first", "second"), [(1, None), pytest.param(2, len, id="two")]),
     pytest.mark.parametrize("kind", [int, {}]),
-    pytest.mark.parametrize("name", ["of a list"], ids=["listed"]),
+    pytest.mark.parametrize("name", {"key": 1}, ids=["listed"]),
     meet=3,
 )
 def test_decorators_of_pytest_give_the_same_names(first, second, kind, name, request):
     wanted = f"[{'two' if first == 2 else '1-None'}-{'int' if kind is int else 'kind1'}-listed]"
-    assert request.node.name.endswith(wanted)
+    assert request.node.name.endswith(wanted) and name == "key"

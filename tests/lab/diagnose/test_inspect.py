@@ -10,6 +10,7 @@ import pytest
 import torch
 import training
 from conftest import DEVICES
+from crossed import crossed
 from inspected import NormedNet, identity
 from torch import nn
 from torch.nn import functional as F
@@ -145,8 +146,7 @@ def test_inspect_changes_no_weight_and_leaves_no_hook(device):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("before", [True, False])
+@crossed({"before": [True, False], "level": ["O1", "O2"]}, meet=1)
 def test_inspect_runs_a_compiled_model_eagerly_and_keeps_its_graphs(before, level):
     """Inspect before or after the first compilation. Afterwards the model uses its graphs again."""
     graphs = []
