@@ -250,7 +250,8 @@ class _TypeLog(CallLog):
         with self._unseen():
             result = rule.apply(spy, args, kwargs, policy)
         keeps_type = policy.low_precision_norms and rule.name == "norm"
-        why = "low_precision_norms" if keeps_type else _decided(place, rule)
+        decided = f"your {rule.registered_by}" if place.registered else str(rule.shown)
+        why = "low_precision_norms" if keeps_type else decided
         call = self.calls[index]
         if rule.name == PRODUCT and call.ran is call.got:  # a low-bit product never calls the function itself
             why = f"{rule.shown} ({policy.product_format})"
@@ -351,10 +352,6 @@ def _ran(rule: Rule, given: Any) -> Types:
         low = torch.get_autocast_dtype("cuda")
         types = tuple(low if dtype.is_floating_point else dtype for dtype in types)
     return types
-
-
-def _decided(place: install.Place, rule: Rule) -> str:
-    return f"your {rule.registered_by}" if place.registered else str(rule.shown)
 
 
 def _address_at(place: install.Place) -> str:
