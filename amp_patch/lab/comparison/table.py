@@ -59,11 +59,13 @@ def _overview(comparison: Comparison) -> list[str]:
     final = "\n".join(_wrapped(f"final {comparison.metric_in_words}", 12))
     headings = ("level", "seeds", final, of_base, "ms per\nstep", "speed", "memory")
     rows: list[Sequence[str]] = []
+    metric = comparison.metric
     for level in comparison.levels:
+        missing = metric != measures.LOSS and any(metric not in run.logged for run in level.runs)
         seeds = f"{len(level.runs)}/{len(level.runs) + len(level.failed)}" if level.failed else str(len(level.runs))
         cells = (
             seeds,
-            "missing" if _gave_none(level, comparison.metric) else _with_range(level.final),
+            "missing" if missing else _with_range(level.final),
             _against(level, base),
             wording.short(level.step_ms),
             f"{wording.ratio(level.speedup.median)}x" if level.speedup else "emulated" if level.emulated else "",
@@ -221,11 +223,6 @@ def _wrapped(text: str, width: int = _WIDTH) -> list[str]:
 
 def _coloured(text: str, style: str, colours: bool) -> str:
     return f"\x1b[{_COLOURS[style]}m{text}\x1b[0m" if colours and style else text
-
-
-def _gave_none(level: LevelResult, metric: str) -> bool:
-    """Return whether a run of the level never gave the metric to `amp.log`."""
-    return metric != measures.LOSS and any(metric not in run.logged for run in level.runs)
 
 
 def _with_range(values: list[float]) -> str:

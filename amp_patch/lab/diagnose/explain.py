@@ -250,7 +250,8 @@ class _TypeLog(CallLog):
         with self._unseen():
             result = rule.apply(spy, args, kwargs, policy)
         keeps_type = policy.low_precision_norms and rule.name == "norm"
-        why = "low_precision_norms" if keeps_type else _decided(place, rule)
+        decided = f"your {rule.registered_by}" if place.registered else str(rule.shown)
+        why = "low_precision_norms" if keeps_type else decided
         call = self.calls[index]
         if rule.name == PRODUCT and call.ran is call.got:  # a low-bit product never calls the function itself
             why = f"{rule.shown} ({policy.product_format})"
@@ -343,10 +344,6 @@ def _types(value: Any) -> Types:
     """Return the dtypes of the tensors in a value, nested containers included."""
     with torch._C.DisableTorchFunction():  # without this the mode would log each `tensor.dtype`
         return tuple(tensor.dtype for tensor in tree.tensors(value))
-
-
-def _decided(place: install.Place, rule: Rule) -> str:
-    return f"your {rule.registered_by}" if place.registered else str(rule.shown)
 
 
 def _address_at(place: install.Place) -> str:

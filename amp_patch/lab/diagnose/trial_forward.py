@@ -8,15 +8,16 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from amp_patch.support.random_states import restored_random_states
+
 
 @contextmanager
 def state_restored(model: nn.Module) -> Iterator[None]:
     """Restore buffers (a batch norm's statistics) and the states of the random generators at the end of the body."""
     # Both the tensor and a copy: a forward may write to a buffer, or replace it by another tensor.
     held = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=sorted(d.index for d in devices)):
+        with restored_random_states():
             yield
     finally:
         with torch.no_grad():
