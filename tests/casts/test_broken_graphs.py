@@ -79,7 +79,12 @@ def traced(monkeypatch) -> list[CodeType]:
     return found
 
 
-@pytest.mark.parametrize("level", LEVELS)
+SLOW = ("O0", "O3", "O4")
+
+
+@pytest.mark.parametrize(
+    "level", [pytest.param(level, marks=[pytest.mark.slow] if level in SLOW else []) for level in LEVELS]
+)
 def test_a_graph_that_breaks_inside_of_the_model_trains_as_in_eager(wrappers, level, traced):
     expected = weights(level, compiled=False)
     found = weights(level, compiled=True)

@@ -400,8 +400,7 @@ def tensors_there_are() -> int:
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
-@both_levels
-@ONE_OF_EACH
+@crossed(ONE_OF_EACH, both_levels, meet=1)
 def test_nothing_grows(level, recipe):
     model, optimizer = trained(level, recipe, 10)
     first, held = tensors_there_are(), len(pickle.dumps(optimizer))
