@@ -26,6 +26,10 @@ def later(*finals: float, **fields):
 
 PLANTED = {
     "masters lost": later(1.001, 2.001, 3.001, masters=0),
+    "one layer's masters lost": later(1.001, 2.001, 3.001, masters=6000),
+    "state in FP16": later(1.001, 2.001, 3.001, state=4000),
+    "a norm cast": later(1.001, 2.001, 3.001, weights=3980),
+    "a loss scale of 1": later(1.001, 2.001, 3.001, scale=[1.0] * 40),
     "a layer cast": later(1.001, 2.001, 3.001, weights=3000),
     "a layer in FP32": later(1.001, 2.001, 3.001, weights=5000),
     "state in eight bits": later(1.001, 2.001, 3.001, state=2000),
