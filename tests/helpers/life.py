@@ -261,7 +261,13 @@ class Life:
                 assert len(group["params"]) == len(theirs["params"])
                 check_state(settings(group), settings(theirs))
             for master, weight in zip(amp.master_params(optimizer), owner.weights, strict=True):
-                check_state(optimizer.state.get(master, {}), owner.optimizer.state.get(weight.master, {}))
+                expected = owner.optimizer.state.get(weight.master, {})
+                if weight.lacks_master:  # its state gets the master's type with the master
+                    expected = {
+                        name: value.to(weight.held.dtype) if isinstance(value, Tensor) and value.dim() else value
+                        for name, value in expected.items()
+                    }
+                check_state(optimizer.state.get(master, {}), expected)
         self._check_masters(look)
         if self.options is not None:
             scales = [{"loss_scale": scale.value, "unskipped": scale.unskipped} for scale in self.trainer.scales]
