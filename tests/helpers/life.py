@@ -261,13 +261,13 @@ class Life:
                 assert len(group["params"]) == len(theirs["params"])
                 check_state(settings(group), settings(theirs))
             for master, weight in zip(amp.master_params(optimizer), owner.weights, strict=True):
-                expected = owner.optimizer.state.get(weight.master, {})
-                if weight.lacks_master:  # its state gets the master's type with the master
-                    expected = {
-                        name: value.to(weight.held.dtype) if isinstance(value, Tensor) and value.dim() else value
-                        for name, value in expected.items()
-                    }
-                check_state(optimizer.state.get(master, {}), expected)
+                states = [optimizer.state.get(master, {}), owner.optimizer.state.get(weight.master, {})]
+                if weight.lacks_master:  # its state is low precision or FP32 until the master is made
+                    states = [
+                        {name: value.float() for name, value in state.items() if isinstance(value, Tensor)}
+                        for state in states
+                    ]
+                check_state(*states)
         self._check_masters(look)
         if self.options is not None:
             scales = [{"loss_scale": scale.value, "unskipped": scale.unskipped} for scale in self.trainer.scales]
