@@ -118,7 +118,7 @@ class Surveyor:
         Before later steps do nothing. An `eps` that is 0 in FP16 is reported for each optimizer.
         """
         if not getattr(optimizer, "computes_in_fp32", False):
-            for eps in {group.get("eps") for group in optimizer.param_groups}:
+            for eps in [group.get("eps") for group in optimizer.param_groups]:
                 if isinstance(eps, float) and _FP16.vanishes(eps):
                     what = f"eps={eps:g} of {type(optimizer).__name__} is 0 in FP16, and a gradient of 0 gives 0 / 0"
                     self.report.add(user_line(), "step", [_UNSCALED], what, "eps=1e-4, or O2, which steps in FP32")

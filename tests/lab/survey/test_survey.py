@@ -145,6 +145,13 @@ def test_an_eps_that_is_0_in_fp16_is_named_for_the_level_that_steps_in_fp16(eps,
     assert all(line.file == __file__ and "eps=1e-08 of Adam is 0 in FP16" in line.what for line in report.lines)
 
 
+def test_an_eps_that_is_a_list_is_no_error():
+    model, loss_fn, inputs = made(survey_clean.cnn)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["eps"] = [1e-30, 1e-3]  # as Adafactor's
+    assert amp.survey(model, loss_fn, inputs, optimizer).lines == []
+
+
 def test_the_report_says_what_it_judges_and_which_levels_are_clear():
     report = amp.survey(*made(survey_cases.mask_of_a_billion))
     text = str(report)
