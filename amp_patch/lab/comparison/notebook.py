@@ -20,6 +20,7 @@ from amp_patch.casts import install
 from amp_patch.frontend import initialize, restored
 from amp_patch.lab.comparison import page
 from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.finding import Finding
 from amp_patch.lab.comparison.machine import machine
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.outcome import failure
@@ -153,8 +154,7 @@ def assert_level(
     found = tested.finding
     if len(compared.levels) < 2 or compared.baseline is None or compared.baseline.level != BASELINE:
         raise AssertionError(f"assert_level: O0 has no result beside {level}: {compared.why_nothing()}")
-    bad = found.faults or found.kind == "failed" or found.rejected or found.skips or found.fallen_scale is not None
-    if bad:
+    if found.rejected or _is_bad(found):
         raise AssertionError(f"assert_level: {tested.name}: {tested.verdict.text}")
     if not _decided(compared):
         warnings.warn(
@@ -168,8 +168,13 @@ def assert_level(
 def _decided(compared: Comparison) -> bool:
     """Return whether further seeds cannot change the answer of `assert_level`: the gap is decided, or a run is bad."""
     found = compared.levels[-1].finding
-    bad = found.faults or found.kind == "failed" or found.diverged or found.skips or found.fallen_scale is not None
-    return bool(bad or found.to_the_bit or (found.gap is not None and found.gap.told is not None))
+    return _is_bad(found) or found.to_the_bit or (found.gap is not None and found.gap.told is not None)
+
+
+def _is_bad(found: Finding) -> bool:
+    """Return whether a run failed, diverged or skipped too many steps, or its loss scale fell below 1."""
+    failed = found.kind == "failed" or bool(found.faults or found.diverged or found.skips)
+    return failed or found.fallen_scale is not None
 
 
 def _compared(build_fn: Callable[[], Any], plan: Plan, metric: str | None, runs: list[Run]) -> Compared:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from typing import NamedTuple
 from xml.etree import ElementTree
 
@@ -11,22 +10,13 @@ from amp_patch.lab.comparison import measures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.gap import CONFIDENCE
 from amp_patch.lab.comparison.level_result import LevelResult, failures
-from amp_patch.lab.recording.run import Run
 from amp_patch.lab.wording import percent
 
 SKIPPED = 0.01  # a level regresses if it skips a share of the steps that is larger by more than this
 FALLEN = 8.0  # a level regresses if its loss scale ends lower by this factor
 
-# A change of these bytes in either direction is a regression: fewer masters, or a layer more in FP16, lose precision.
-_EITHER_WAY: dict[str, Callable[[Run], int | None]] = {
-    "weights": lambda run: run.weights,
-    "masters": lambda run: run.masters,
-    "optimizer state": lambda run: run.state,
-}
-_MORE: dict[str, Callable[[Run], int | None]] = {
-    "gradients": lambda run: run.gradients,
-    "activations": lambda run: run.activations,
-}
+# Bytes of a run -> whether fewer are a regression too: fewer masters, or a layer more in FP16, lose precision.
+_BYTES = {"weights": True, "masters": True, "state": True, "gradients": False, "activations": False}
 
 
 class Regression(NamedTuple):
@@ -64,14 +54,13 @@ def _of_level(level: LevelResult, later: LevelResult | None, before: Comparison,
         found.append(f"seed {seed} has no finite result")
     if (grown := _grown_gap(level, later, before, now)) is not None:
         found.append(grown)
-    for sizes, either_way in ((_EITHER_WAY, True), (_MORE, False)):
-        for name, size in sizes.items():
-            one, other = (measures.median(map(size, each.runs)) for each in (level, later))
-            if one is None or other is None:
-                continue
-            change = other - one if not either_way else abs(other - one)
-            if change > now.margin * one:
-                found.append(f"{name}: {other:,.0f} bytes, and {one:,.0f} before")
+    for name, either_way in _BYTES.items():
+        one, other = (measures.median(getattr(run, name) for run in each.runs) for each in (level, later))
+        if one is None or other is None:
+            continue
+        if (abs(other - one) if either_way else other - one) > now.margin * one:
+            called = "optimizer state" if name == "state" else name
+            found.append(f"{called}: {other:,.0f} bytes, and {one:,.0f} before")
     one, other = (sum(each.skips) / max(1, sum(run.steps for run in each.runs)) for each in (level, later))
     if other - one > SKIPPED:
         found.append(f"{percent(other)} of the steps were skipped, and {percent(one)} before")

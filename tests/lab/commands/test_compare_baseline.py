@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
+from compare_arguments import parsed
 from compared_runs import compare, seeds
 
 from amp_patch.__main__ import main
 from amp_patch.lab.commands import compare_baseline
-from amp_patch.lab.commands.compare_arguments import add_arguments, split
 from amp_patch.lab.comparison import page
 
 O0 = seeds("O0", 1.0, 2.0)
-
-
-def parsed(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    own, scripts = split([*given])
-    return argparse.Namespace(**vars(parser.parse_args(own)), arguments=scripts)
 
 
 @pytest.fixture

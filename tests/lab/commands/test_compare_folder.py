@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 
 import pytest
+from compare_arguments import parsed
 from compared_runs import compare as compare_runs
 from compared_runs import seeds
 
 from amp_patch.__main__ import main
 from amp_patch.lab.commands import compare, compare_folder
-from amp_patch.lab.commands.compare_arguments import add_arguments as add_compare_arguments
-from amp_patch.lab.commands.compare_arguments import defaults, plan_of, split
+from amp_patch.lab.commands.compare_arguments import defaults, plan_of
 from amp_patch.lab.commands.report import show
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.recording.run import INTERRUPTED, KILLED, PARTS, Run, dumps, loads
-
-
-def parsed(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_compare_arguments(parser)
-    own, scripts = split([*given])
-    return argparse.Namespace(**vars(parser.parse_args(own)), arguments=scripts)
 
 
 def record(folder: Path, run: Run, *, ended: bool = True, steps: int = 4) -> None:
