@@ -139,13 +139,14 @@ class Neighbours(OfThisProcess):
     """References from an optimizer to other objects of its training, and tables of its parameters by their id.
 
     References to optimizers, models and modules are weak. A copy or a pickle of the stash gets a new object
-    of this class, which has only `siblings` and `unowned` from the original.
+    of this class, which has only `siblings`, `unowned` and `cast_weights` from the original.
 
     Attributes:
         owner: the optimizer itself.
         siblings: all optimizers of the training, `owner` included.
         sharing: all optimizers of the training but `owner` that hold parameters of `owner`.
         models: the models of the training that have parameters of this optimizer.
+        cast_weights: in a copy, one cast parameter of each copied model, since a copy has no `models`.
         sharded: the FSDP modules of this optimizer's parameters.
         unowned: the models' trainable parameters that no optimizer holds.
         undo: called when the optimizer leaves its training: they remove hooks, and restore the classes of wrappers.
@@ -161,6 +162,7 @@ class Neighbours(OfThisProcess):
     siblings: Siblings = field(default_factory=Siblings)
     sharing: list[weakref.ref[Any]] = field(default_factory=list)
     models: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    cast_weights: list[weakref.ref[Tensor]] = field(default_factory=list)
     sharded: list[weakref.ref[Any]] = field(default_factory=list)
     unowned: list[Tensor] = field(default_factory=list)
     undo: list[Callable[[], Any]] = field(default_factory=list)
@@ -280,15 +282,16 @@ class Stash:
         owner = None if self.neighbours.owner is None else self.neighbours.owner()
         params = [] if owner is None else [param for param, _ in self.masters.pairs(owner.param_groups)]
         narrow = [param for param in params if param.dtype in LOW_PRECISION]
+        # `copies.narrow` finds a model by any one of its cast parameters, and the optimizer may hold none of them.
+        known = [param for ref in self.neighbours.cast_weights if (param := ref()) is not None]
         for model in [model for ref in self.neighbours.models if (model := ref()) is not None]:
-            # `copies.narrow` finds a model by any one of its cast parameters, and the optimizer may hold none of them.
-            narrow += [param for param in model.parameters() if param.dtype in LOW_PRECISION][:1]
-        copied_with = (self.neighbours.siblings, self.neighbours.unowned)
-        return {**state, "step": None, "narrow": narrow, "copied_with": copied_with}
+            known += [param for param in model.parameters() if param.dtype in LOW_PRECISION][:1]
+        copied_with = (self.neighbours.siblings, self.neighbours.unowned, known)
+        return {**state, "step": None, "narrow": narrow + known, "copied_with": copied_with}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        siblings, unowned = state.pop("copied_with", (Siblings(), []))
+        siblings, unowned, *known = state.pop("copied_with", (Siblings(), []))  # older pickles have these two
         if narrowed := copies.narrow(state.pop("narrow", ())):
             joints.tell(joints.retyped, set(map(id, narrowed)))
         vars(self).update({"fp32_state": [], **state})  # older pickles have none
@@ -296,6 +299,7 @@ class Stash:
             if isinstance(part.default_factory, type) and issubclass(part.default_factory, OfThisProcess):
                 setattr(self, part.name, part.default_factory())
         self.neighbours.siblings, self.neighbours.unowned = siblings, unowned
+        self.neighbours.cast_weights = [weakref.ref(param) for params in known for param in params]
         if (form := self.master_form) is not None:
             self.masters.keep(form)
         if self.policy.master_weights:

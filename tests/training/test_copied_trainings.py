@@ -43,6 +43,15 @@ def ones(*layers: nn.Module) -> nn.Sequential:
     return model
 
 
+@both_ways
+def test_copies_of_a_copy_have_the_level_s_types_where_the_optimizer_has_no_cast_parameter(copied: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).requires_grad_(False))
+    pair = start_all(model, sgd(model[0].parameters()), opt_level="O2", keep_fp32="0")
+    for _ in range(3):
+        pair = copied(pair)
+        assert [param.dtype for param in pair[0].parameters()] == [torch.float32] * 2 + [torch.float16] * 2
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The other optimizers of the training
 
