@@ -21,7 +21,7 @@ from amp_patch.model.tables import warn_of_tables
 from amp_patch.policy import Policy
 from amp_patch.support.device_sync import is_capturing
 from amp_patch.support.generated_class import base_class
-from amp_patch.support.interrupts import whole
+from amp_patch.support.interrupts import hold_sigint, whole
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.support.tree import map_tensors, tensors
 
@@ -58,6 +58,7 @@ def look(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str,
     low = own.policy.cast_model_type
     if low is None or own.sharded or is_capturing() or torch.jit.is_tracing():
         return
+    hold_sigint()  # the first region of a training does, and is entered after this
     with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
         given = [each for each in _arguments(model, method, args, kwargs) if _is_readable(each[2])]
         _look_at_numbers(f"{base_class(model).__name__}.{method}", given, low, own)

@@ -87,13 +87,13 @@ sigint_handler: Callable[[], Any] = functools.partial(getsignal, SIGINT)
 
 
 def hold_sigint() -> None:
-    """Set a `WholeFirst` in front of the present handler of SIGINT; `amp.restore()` removes it.
+    """Set a `WholeFirst` in front of the present handler of SIGINT, if that is not one; `amp.restore()` removes it.
 
     Does nothing if SIGINT has no handler in Python (it is ignored, or ends the process), or outside of the main thread,
     where Python cannot set one. Every region calls this if `sigint_handler()` is no `WholeFirst`, because a notebook
     sets its own handler in each cell.
     """
     before = sigint_handler()
-    if callable(before) and threading.current_thread() is threading.main_thread():
+    if callable(before) and type(before) is not WholeFirst and threading.current_thread() is threading.main_thread():
         handler = WholeFirst(before)
         _installation.add(lambda patches: patches.apply(lambda: signal(SIGINT, handler), handler.remove))

@@ -291,6 +291,11 @@ def test_an_interrupt_of_a_step_in_portions_leaves_each_parameter_stepped_or_not
     assert sweep(case, IN_PORTIONS, places, stride=stride, event=event) == []
 
 
+def test_an_interrupt_at_any_call_of_a_first_forward_leaves_everything_right(places):
+    story = Story(lambda t: t.loss("first"), lambda t: t.iteration("second"))
+    assert sweep(CASES[2], story, places) == []
+
+
 # If the interrupt prevents the second backward, its gradients stay scaled, and the story clips them.
 @pytest.mark.filterwarnings("ignore:clipping. called after scale_loss")
 @pytest.mark.slow
