@@ -354,10 +354,11 @@ def round_into_weights(links: LinkList) -> None:
 
 def publish_written(links: LinkList) -> set[int]:
     """Publish the masters written since the last `publish`; no sync with the device. Return these masters' ids."""
-    written = links.versions.written()
-    if not written:
+    if not links.versions.written():
         return set()
-    publish(LinkList((links.params[index], links.links[index]) for index in written))
+    with closed_master.lock:
+        written = links.versions.written()  # asked again, because another thread may have published them meanwhile
+        publish(LinkList((links.params[index], links.links[index]) for index in written))
     return {id(links.masters[index]) for index in written}
 
 
@@ -418,11 +419,12 @@ class ModelLinks:
             self._links = [(id(param), link) for param, link in links]
             self._versions = links.versions if links else None
             self._changes = _changes
-        if self._versions is None or not (written := self._versions.written()):
+        if self._versions is None or not self._versions.written():
             return
-        known = [(_links.get(key), link) for key, link in (self._links[index] for index in written)]
-        found = [(entry[0](), link) for entry, link in known if entry is not None]
-        with torch.inference_mode(False):
+        with closed_master.lock, torch.inference_mode(False):
+            written = self._versions.written()  # asked again, because another thread may have published them meanwhile
+            known = [(_links.get(key), link) for key, link in (self._links[index] for index in written)]
+            found = [(entry[0](), link) for entry, link in known if entry is not None]
             publish(LinkList((param, link) for param, link in found if param is not None))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from training import masters_of, same
 
 from amp_patch import amp
+from amp_patch.masters import closed_master
 
 FORMS = (True, "split", "stochastic")
 ADAGRAD = lambda p: OPTIM.Adagrad(p, lr=0.05, fused=True)  # noqa: E731
@@ -91,6 +92,32 @@ every_form = pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
 def test_readers_on_another_thread_change_no_bit_of_a_training(make, form):
     check_readers(form, make, 5, ("state_dict", "masters"))
+
+
+@pytest.mark.parametrize("read", [READS["forward"], READS["state_dict"]], ids=["forward", "state_dict"])
+def test_masters_that_another_thread_has_copied_back_are_not_copied_back_again(read, monkeypatch):
+    # A second copy would be an in-place write between the other thread's forward and its backward.
+    model, optimizer = start(WAYS["AdamW"], True)
+    weights = list(model.parameters())
+    for master in amp.master_params(optimizer):
+        master.data.copy_(2 * master.detach())
+        torch.autograd.graph.increment_version(master)
+    before = [weight._version for weight in weights]
+    own, came = closed_master.lock, []
+
+    class Contended:
+        def __enter__(self) -> None:
+            if not came:
+                came.append(True)
+                run_in_thread(lambda: read(model, optimizer))
+            own.acquire()
+
+        def __exit__(self, *raised: object) -> None:
+            own.release()
+
+    monkeypatch.setattr(closed_master, "lock", Contended())
+    read(model, optimizer)
+    assert came and [weight._version for weight in weights] == [version + 1 for version in before]
 
 
 @pytest.mark.slow
