@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from threading import RLock, get_ident
 from typing import Any
 
@@ -161,13 +161,13 @@ class CodedState(dict[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()  # Without this method, `dict(state)` would copy the `Coded` objects
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
+    # These call `__getitem__` and `__setitem__`, which the methods of dict do not.
+    get: Any = MutableMapping.get
+    setdefault: Any = MutableMapping.setdefault
+    update: Any = MutableMapping.update
+    items: Any = MutableMapping.items
+    values: Any = MutableMapping.values
+    __eq__: Any = MutableMapping.__eq__
 
     def pop(self, name: str, *default: Any) -> Any:
         value = super().pop(name, *default)
@@ -179,19 +179,9 @@ class CodedState(dict[str, Any]):
         name = next(reversed(list(self)))
         return name, self.pop(name)
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
     def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # dict's does not call `__setitem__`
         self.update(other)
         return self
-
-    def items(self) -> Any:
-        return ItemsView(self)
-
-    def values(self) -> Any:
-        return ValuesView(self)
 
     def copy(self) -> dict[str, Any]:
         return dict(self)
@@ -210,11 +200,6 @@ class CodedState(dict[str, Any]):
 
     def __repr__(self) -> str:
         return repr(self.in_fp32())
-
-    def __eq__(self, other: object) -> bool:
-        return dict(self) == other
-
-    __hash__ = None
 
 
 def stored(state: Any) -> Any:
