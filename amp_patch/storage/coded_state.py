@@ -192,8 +192,7 @@ class CodedState(dict[str, Any]):
 
     def in_fp32(self) -> dict[str, Any]:
         """Return the state as a plain dict, where each `Coded` is decoded into newly allocated memory."""
-        kept = ((name, self.kept(name)) for name in self)
-        return {name: value.decoded() if type(value) is Coded else value for name, value in kept}
+        return {name: value.decoded() if type(value) is Coded else value for name, value in dict.items(self)}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (self.in_fp32(),)
@@ -206,8 +205,7 @@ def stored(state: Any) -> Any:
     """Return the state of a parameter with codes and scales instead of decoded tensors, for counting its bytes."""
     if not isinstance(state, CodedState):
         return state
-    kept = ((name, state.kept(name)) for name in state)
-    return {name: [value.codes, value.scales] if type(value) is Coded else value for name, value in kept}
+    return {name: [v.codes, v.scales] if type(v) is Coded else v for name, v in dict.items(state)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -263,7 +261,7 @@ class Coder:
     def open_all(self, states: Iterable[Any]) -> None:
         """Decode, for a step, every `Coded` in `states` whose `value` is not set by an earlier read."""
         with self._lock:
-            kept = (value for state in states if isinstance(state, CodedState) for value in map(state.kept, state))
+            kept = (value for state in states if isinstance(state, CodedState) for value in dict.values(state))
             closed = [value for value in kept if type(value) is Coded and value.value is None]
             by_device: dict[torch.device, list[Coded]] = {}
             for coded in closed:
@@ -347,7 +345,7 @@ class Coder:
 
     def _forget_replaced(self, states: Iterable[Any]) -> None:
         """Drop each `Coded` that is in no state any more: its reference would keep its value from being freed."""
-        kept = {id(value) for state in states if isinstance(state, CodedState) for value in map(state.kept, state)}
+        kept = {id(value) for state in states if isinstance(state, CodedState) for value in dict.values(state)}
         self._opened = [coded for coded in self._opened if id(coded) in kept]
 
     def _codes_of(self, state: CodedState, name: str) -> torch.dtype | None:
@@ -388,7 +386,7 @@ class Coder:
             return
         self._has_reported = True
         states = [state for state in optimizer.state.values() if isinstance(state, CodedState)]
-        kept = [value for state in states for value in map(state.kept, state)]
+        kept = [value for state in states for value in dict.values(state)]
         if any(type(value) is Coded for value in kept):
             return
         largest = max([value.numel() for value in kept if isinstance(value, Tensor)], default=0)
