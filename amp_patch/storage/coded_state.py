@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from threading import RLock, get_ident
 from typing import Any
 
@@ -161,13 +161,13 @@ class CodedState(dict[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()  # Without this method, `dict(state)` would copy the `Coded` objects
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
+    # These call `__getitem__` and `__setitem__`, which the methods of dict do not.
+    get: Any = MutableMapping.get
+    setdefault: Any = MutableMapping.setdefault
+    update: Any = MutableMapping.update
+    items: Any = MutableMapping.items
+    values: Any = MutableMapping.values
+    __eq__: Any = MutableMapping.__eq__
 
     def pop(self, name: str, *default: Any) -> Any:
         value = super().pop(name, *default)
@@ -179,19 +179,9 @@ class CodedState(dict[str, Any]):
         name = next(reversed(list(self)))
         return name, self.pop(name)
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
     def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # dict's does not call `__setitem__`
         self.update(other)
         return self
-
-    def items(self) -> Any:
-        return ItemsView(self)
-
-    def values(self) -> Any:
-        return ValuesView(self)
 
     def copy(self) -> dict[str, Any]:
         return dict(self)
@@ -202,8 +192,7 @@ class CodedState(dict[str, Any]):
 
     def in_fp32(self) -> dict[str, Any]:
         """Return the state as a plain dict, where each `Coded` is decoded into newly allocated memory."""
-        kept = ((name, self.kept(name)) for name in self)
-        return {name: value.decoded() if type(value) is Coded else value for name, value in kept}
+        return {name: value.decoded() if type(value) is Coded else value for name, value in dict.items(self)}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (self.in_fp32(),)
@@ -211,18 +200,12 @@ class CodedState(dict[str, Any]):
     def __repr__(self) -> str:
         return repr(self.in_fp32())
 
-    def __eq__(self, other: object) -> bool:
-        return dict(self) == other
-
-    __hash__ = None
-
 
 def stored(state: Any) -> Any:
     """Return the state of a parameter with codes and scales instead of decoded tensors, for counting its bytes."""
     if not isinstance(state, CodedState):
         return state
-    kept = ((name, state.kept(name)) for name in state)
-    return {name: [value.codes, value.scales] if type(value) is Coded else value for name, value in kept}
+    return {name: [v.codes, v.scales] if type(v) is Coded else v for name, v in dict.items(state)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -278,7 +261,7 @@ class Coder:
     def open_all(self, states: Iterable[Any]) -> None:
         """Decode, for a step, every `Coded` in `states` whose `value` is not set by an earlier read."""
         with self._lock:
-            kept = (value for state in states if isinstance(state, CodedState) for value in map(state.kept, state))
+            kept = (value for state in states if isinstance(state, CodedState) for value in dict.values(state))
             closed = [value for value in kept if type(value) is Coded and value.value is None]
             by_device: dict[torch.device, list[Coded]] = {}
             for coded in closed:
@@ -362,7 +345,7 @@ class Coder:
 
     def _forget_replaced(self, states: Iterable[Any]) -> None:
         """Drop each `Coded` that is in no state any more: its reference would keep its value from being freed."""
-        kept = {id(value) for state in states if isinstance(state, CodedState) for value in map(state.kept, state)}
+        kept = {id(value) for state in states if isinstance(state, CodedState) for value in dict.values(state)}
         self._opened = [coded for coded in self._opened if id(coded) in kept]
 
     def _codes_of(self, state: CodedState, name: str) -> torch.dtype | None:
@@ -403,7 +386,7 @@ class Coder:
             return
         self._has_reported = True
         states = [state for state in optimizer.state.values() if isinstance(state, CodedState)]
-        kept = [value for state in states for value in map(state.kept, state)]
+        kept = [value for state in states for value in dict.values(state)]
         if any(type(value) is Coded for value in kept):
             return
         largest = max([value.numel() for value in kept if isinstance(value, Tensor)], default=0)
