@@ -20,7 +20,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from amp_patch.lab.recording.peak_memory import PeakAboveRest
+from amp_patch.lab.recording.peak_memory import growth_of
 from amp_patch.lab.recording.run import Event
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed, tree
@@ -135,7 +135,7 @@ class WeighedStep:
             disable = _torch._saved_tensors_hooks_disable
             self._patches.set(_torch, "_saved_tensors_hooks_disable", self._before(disable))
             self._patches.set(_checkpoint, "_VersionWrapper", self._see_and_wrap(_checkpoint._VersionWrapper))
-        self._peak = PeakAboveRest(cuda) if cuda is not None else None
+        self._peak = growth_of(cuda) if cuda is not None else None
 
     def leave_out_inputs(self, args: Any, kwargs: Any) -> None:
         """Do not count inputs of a forward that no autograd function made, such as the batch: all levels hold them."""
@@ -150,7 +150,7 @@ class WeighedStep:
             "event": "memory",
             "step": self._step,
             "activations": self._bytes.peak if whole else None,
-            "step_peak": None if self._peak is None else self._peak.read(),
+            "step_peak": None if self._peak is None else self._peak(),
         }
 
     @property

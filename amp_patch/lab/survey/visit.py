@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import linecache
 import re
 from collections.abc import Callable, Iterable
@@ -14,9 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch.casts.install import resolve_address
-from amp_patch.casts.oplists import LATE, rules_by_name
-from amp_patch.casts.wrappers import wrapped_by
+from amp_patch.casts.install import rule_of
 from amp_patch.lab.survey.calls import LOWERING, Call, finite_range
 from amp_patch.lab.survey.kinds import CASTING, KINDS, NONE, NOTHING, Facts, Kind, Kinds, Place, cast, uncast
 from amp_patch.model.keep_fp32 import is_batch_norm, kept_modules
@@ -425,24 +422,3 @@ def _in_place(name: str, args: Any) -> bool:
 
 def _is_random(op: str) -> bool:
     return any(word in op for word in _RANDOM)
-
-
-@functools.cache
-def _rules() -> dict[Any, str]:
-    found: dict[Any, str] = {}
-    for (address, name), rule in rules_by_name("torch").items():
-        if address in LATE or rule in ("scripted", "rnn_input", "fused_input", "disabled"):
-            continue
-        function = getattr(resolve_address(address), name, None)
-        wrapped = wrapped_by(function)
-        for each in (function, None if wrapped is None else wrapped.original):
-            if each is not None:
-                found[each] = rule
-    found[torch.nn.functional.multi_head_attention_forward] = "lower"
-    return found
-
-
-def rule_of(func: Any) -> str | None:
-    """Return the name of a function's rule at O1, as in casts/oplists.py; None for a function without a rule."""
-    wrapped = wrapped_by(func)
-    return _rules().get(func if wrapped is None else wrapped.original)
