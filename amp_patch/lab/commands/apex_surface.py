@@ -268,3 +268,8 @@ NATIVE = (
         "stays torch's: it does not see amp_patch's autocast",
     ),
 )
+
+
+def names_of(owner: str, rows: tuple[Row, ...] = ROWS) -> frozenset[str]:
+    """Return the names that the rows list for an owner."""
+    return frozenset(name for row in rows if row.owner == owner for name in row.names.split())
