@@ -50,7 +50,7 @@ def replace(
     Returns:
         (module, name, the replaced buffer) for each of `owned`.
     """
-    found = [(m, name, buffer) for m, name in owned if (buffer := m._buffers.get(name)) is not None]
+    found = [(m, name, buffer) for m, name in owned if (buffer := m._buffers[name]) is not None]
     done: dict[int, Tensor] = {}  # by the id of a replaced buffer: `found` references the buffers
     for module, name, buffer in found:
         if id(buffer) not in done:

@@ -208,7 +208,7 @@ class _Job(NamedTuple):
             with seeded(run.seed), restored(), around, suppress(Enough, FirstStepOver):
                 built = self.build_fn()
                 if built is not None:
-                    _train(*_checked(built, known), self.plan.steps, self.evaluate)
+                    _train(*_checked(built, known), steps=self.plan.steps, evaluate=self.evaluate)
         finally:
             environment.remove()
 

@@ -20,6 +20,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from amp_patch.casts.upcast import check_version
 from amp_patch.lab.recording.peak_memory import growth_of
 from amp_patch.lab.recording.run import Event
 from amp_patch.policy import LOW_PRECISION
@@ -248,16 +249,8 @@ class _MarkedAs:
 
 
 def _unpack(saved: _Saved) -> Tensor:
-    """Return the saved tensor. If code has written to it since it was saved, raise torch's RuntimeError for that.
-
-    Under saved-tensor hooks torch itself does not check this.
-    """
-    if saved.tensor._version != saved.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{saved.tensor.type()} {list(saved.tensor.shape)}] is at version {saved.tensor._version}; expected "
-            f"version {saved.version} instead"
-        )
+    """Return the saved tensor. If code has written to it since it was saved, raise torch's RuntimeError for that."""
+    check_version(saved.tensor, saved.version)
     return saved.tensor
 
 

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_patch.casts.install import rule_of
 from amp_patch.lab.survey.calls import LOWERING, Call, finite_range
 from amp_patch.lab.survey.kinds import CASTING, KINDS, NONE, NOTHING, Facts, Kind, Kinds, Place, cast, uncast
+from amp_patch.model.forward import in_backward
 from amp_patch.model.keep_fp32 import is_batch_norm, kept_modules
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.support.compiled import eagerly
@@ -95,11 +96,11 @@ class Visitor(TorchFunctionMode):
     def _hook(self, module: nn.Module, begins: Any, ends: Any) -> None:
         # Functions, not bound methods: a deepcopy of the model copies the object of a bound method, here the visitor.
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.active and not _in_backward():
+            if self.active and not in_backward():
                 begins((args, kwargs))
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self.active and not _in_backward():
+            if self.active and not in_backward():
                 ends((args, kwargs), output)
 
         self.stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -165,7 +166,7 @@ class Visitor(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.active or not self.models or _in_backward():
+        if not self.active or not self.models or in_backward():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -408,10 +409,6 @@ def _floats(value: Any) -> list[Tensor]:
         and tensor.device.type != "meta"
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     ]
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _in_place(name: str, args: Any) -> bool:
