@@ -18,6 +18,7 @@ from amp_patch.policy import scale_number
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
 from amp_patch.support.devices import by_device
+from amp_patch.support.reach import reach_of
 from amp_patch.training import slips
 from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import refuse_sharded_since
@@ -389,7 +390,7 @@ def _has_scaled_loss_of(params: Sequence[Tensor]) -> bool:
     waiting = [vars(scaler) for scaler in list(_scalers)]
     losses = [of["_loss"] for of in waiting if of["_has_scaled"] and not of["_has_served"] and of["_loss"] is not None]
     own = set(map(id, params))
-    return any((loss := ref()) is None or not own.isdisjoint(map(id, slips.leaves_of(loss))) for ref in losses)
+    return any((loss := ref()) is None or not own.isdisjoint(reach_of(loss).leaves) for ref in losses)
 
 
 slips.of_waiting_scaler.append(_has_scaled_loss_of)

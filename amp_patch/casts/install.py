@@ -242,6 +242,28 @@ def resolve_address(address: str) -> Any:
     return owner
 
 
+@functools.cache
+def _rule_names() -> dict[Any, str]:
+    """Return {function: name of its rule} for the functions on torch's op lists that compute, without wrappers."""
+    found: dict[Any, str] = {}
+    for (address, name), rule in rules_by_name("torch").items():
+        if address in LATE or rule == "scripted" or RULES[rule].shown is None:
+            continue
+        if (function := getattr(resolve_address(address), name, None)) is not None:
+            wrapped = wrapped_by(function)
+            found[function if wrapped is None else wrapped.original] = rule
+    # This function is written in Python, and a torch function mode is off inside the calls that it makes. Without
+    # this line, the calls inside would not be cast.
+    found[torch.nn.functional.multi_head_attention_forward] = "lower"
+    return found
+
+
+def rule_of(function: Any) -> str | None:
+    """Return the name of the rule of a function, or of the function behind a wrapper; None for one without a rule."""
+    wrapped = wrapped_by(function)
+    return _rule_names().get(function if wrapped is None else wrapped.original)
+
+
 def _at(owner: Any, name: str) -> Any:
     """Return the attribute `owner.name`. For a class return the unbound object, for example a `staticmethod` object."""
     if not isinstance(owner, type):

@@ -37,14 +37,7 @@ def begin_trace(acting: Policy | None, disable: Callable[[str], Callable[[], obj
 def enter_trace_of(acting: Policy | None, disables_torch_autocast: bool, emulated: torch.dtype | None) -> None:
     """Begin a region in code that is being traced; `leave_traced` ends it. The arguments are those of `region`."""
     # A policy is passed as its fields, because Dynamo passes only plain constants to a `constant_in_traces` function.
-    if acting is None:
-        enter_traced(None, disables_torch_autocast, emulated)
-    else:
-        enter_traced(
-            casts_of(acting),
-            disables_torch_autocast,
-            emulated,
-        )
+    enter_traced(None if acting is None else casts_of(acting), disables_torch_autocast, emulated)
 
 
 # The fields of a policy that decide how a call is cast, in the order of `casts_of`.

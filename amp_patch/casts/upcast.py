@@ -68,13 +68,23 @@ class Upcast:
 
 def _unpack(kept: _Kept) -> Tensor:
     tensor, version, view = kept
+    check_version(tensor, version, " (an operand of a norm computed in FP32, see low_precision_norms)")
+    return tensor if view is None else tensor.float().as_strided(*view)
+
+
+def check_version(tensor: Tensor, version: int, what: str = "") -> None:
+    """Raise torch's RuntimeError if code has written to a saved tensor. Under saved-tensor hooks torch does not check.
+
+    Args:
+        version: the version of the tensor when it was saved.
+        what: the end of the message.
+    """
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
-            "instead (an operand of a norm computed in FP32, see low_precision_norms)"
+            f"instead{what}"
         )
-    return tensor if view is None else tensor.float().as_strided(*view)
 
 
 def _may_exchange_saved() -> bool:

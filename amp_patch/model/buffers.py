@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -42,26 +42,34 @@ def are_all_that(module: nn.Module, low: bool = False) -> bool:
     )
 
 
+def replace(
+    owned: Iterable[Owned], convert: Callable[[nn.Module, str, Tensor], Tensor]
+) -> list[tuple[nn.Module, str, Tensor]]:
+    """Replace each buffer by the result of `convert(module, name, buffer)`. A shared buffer stays shared.
+
+    Returns:
+        (module, name, the replaced buffer) for each of `owned`.
+    """
+    found = [(m, name, buffer) for m, name in owned if (buffer := m._buffers[name]) is not None]
+    done: dict[int, Tensor] = {}  # by the id of a replaced buffer: `found` references the buffers
+    for module, name, buffer in found:
+        if id(buffer) not in done:
+            done[id(buffer)] = convert(module, name, buffer)
+        module._buffers[name] = done[id(buffer)]
+    return found
+
+
 def cast(owned: Iterable[Owned], dtype: torch.dtype) -> None:
     """Cast FP32 buffers to `dtype`, and store each FP32 value that this rounds. A shared buffer stays shared."""
-    done: dict[int, tuple[Tensor, Tensor]] = {}  # key: the buffer's id, unique while the value references the buffer
-    for module, name in owned:
-        buffer = module._buffers[name]
-        assert buffer is not None
-        _, low = done.setdefault(id(buffer), (buffer, buffer.to(dtype)))
-        module._buffers[name] = low
+    for module, name, buffer in replace(owned, lambda module, name, buffer: buffer.to(dtype)):
         _remember(module, name, buffer, dtype)
 
 
 def uncast(model: nn.Module, but: Collection[str] = ()) -> None:
     """Undo `cast` for all low-precision buffers of `model`, except buffers named in `but`; free the stored values."""
-    done: dict[int, tuple[Tensor, Tensor]] = {}
-    for path, module in model.named_modules():
-        for name in _low(module):
-            if _join(path, name) not in but:
-                low = module._buffers[name]
-                assert low is not None
-                _, module._buffers[name] = done.setdefault(id(low), (low, _exact(module, name, low)))
+    modules = [*model.named_modules()]
+    replace(((m, name) for path, m in modules for name in _low(m) if _join(path, name) not in but), _exact)
+    for _, module in modules:
         vars(module).pop(EXACT, None)
 
 

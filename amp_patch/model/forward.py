@@ -141,7 +141,7 @@ class KeptModule(InnerModule):
                 return forward(self, *args, **kwargs)
             came = None
             if policy.cast_model_type is not None:  # a cast model's next layer takes only that type; at O1 it takes any
-                inside = running.policy is not None or _in_backward()
+                inside = running.policy is not None or in_backward()
                 came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if inside else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
             # At O0 nothing is cast, and the script's own torch.autocast must act in modules of `keep_fp32` too.
@@ -350,7 +350,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         if own.wide:
             method = copies.on_casts(method, own.wide, own.calls)
         outer = running.policy
-        if outer is policy or (low is not None and _in_backward() and _low_precision_of((args, kwargs)) is low):
+        if outer is policy or (low is not None and in_backward() and _low_precision_of((args, kwargs)) is low):
             return method(self, *args, **kwargs)  # a nested call, or a recomputation: the inputs are cast already
         if not compiling:
             # A compiled forward does not copy written masters back into weights; the next step does. DataParallel's
@@ -389,7 +389,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
     return entering
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Tell whether autograd runs on this thread. A forward then is a recomputation of activation checkpointing."""
     return not is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
 

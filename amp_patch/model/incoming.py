@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.masters.masters import master_of
+from amp_patch.model import buffers
 from amp_patch.model.buffers import Owned
 from amp_patch.policy import LOW_PRECISION, STOCHASTIC, Policy
 from amp_patch.support.distributed import is_dtensor
@@ -46,12 +47,10 @@ def note_type(param: Tensor, dtype: torch.dtype | None) -> None:
 
 def give_buffers_back(model: nn.Module) -> None:
     """Cast the FP32 buffers inside `model` to their original types; a shared buffer stays shared."""
-    done: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in model.modules():
-        for name, dtype in _buffers.pop(module, {}).items():
-            buffer = module._buffers.get(name)
-            if buffer is not None and buffer.dtype is torch.float32:
-                _, module._buffers[name] = done.setdefault(id(buffer), (buffer, buffer.to(dtype)))
+    types = {(m, name): dtype for m in model.modules() for name, dtype in _buffers.pop(m, {}).items()}
+    there = ((m, name, m._buffers.get(name)) for m, name in types)
+    wide = [(m, name) for m, name, buffer in there if buffer is not None and buffer.dtype is torch.float32]
+    buffers.replace(wide, lambda module, name, buffer: buffer.to(types[module, name]))
 
 
 def forget_types() -> None:
@@ -207,9 +206,5 @@ def buffers_to_widen(models: Iterable[nn.Module], kept: Iterable[nn.Module], pol
 
 def widen_buffers(owned: Iterable[Owned]) -> None:
     """Cast the buffers `owned` to FP32, and record their original types; a shared buffer stays shared."""
-    done: dict[int, tuple[Tensor, Tensor]] = {}
-    for module, name in owned:
-        buffer = module._buffers[name]
-        if buffer is not None:
-            _buffers.setdefault(module, {}).setdefault(name, buffer.dtype)
-            _, module._buffers[name] = done.setdefault(id(buffer), (buffer, buffer.float()))
+    for module, name, buffer in buffers.replace(owned, lambda module, name, buffer: buffer.float()):
+        _buffers.setdefault(module, {}).setdefault(name, buffer.dtype)

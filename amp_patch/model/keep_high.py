@@ -44,7 +44,7 @@ class Kept:
     weights: list[Tensor]
 
 
-def kept_high(models: list[nn.Module], policy: Policy, rules: Rules, caller: str = "initialize") -> Kept:
+def kept_high(models: list[nn.Module], policy: Policy, rules: Rules) -> Kept:
     """Return the modules that `rules` match. If `rules` is None, return the first layer and the head of each model.
 
     A layer is a module with a weight of two or more dimensions. The first layer is the first one that a model defines;
@@ -56,7 +56,7 @@ def kept_high(models: list[nn.Module], policy: Policy, rules: Rules, caller: str
         ValueError, TypeError: as for `keep_fp32`.
     """
     if rules is not None:
-        found = modules_matching(models, rules, "keep_high", caller)
+        found = modules_matching(models, rules, "keep_high", "initialize")
         return Kept(found, [p for module in found for p in module.parameters()])
     if policy.product_format is None:
         return Kept([], [])

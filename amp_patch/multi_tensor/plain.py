@@ -62,21 +62,12 @@ def axpby(
     """
     if not x:
         return
-    # `excused`: elements where the list that is not watched is non-finite. A non-finite result raises no flag there.
-    excused = [
-        torch.zeros_like(p, dtype=torch.bool) if watch_x and watch_y else ~(q if watch_x else p).isfinite()
-        for p, q in zip(x, y, strict=True)
-    ]
-    # `raised`: elements where the watched list is non-finite. The flag is raised there even if they are excused.
-    raised = [
-        torch.zeros_like(p, dtype=torch.bool) if watch_x and watch_y else ~(p if watch_x else q).isfinite()
-        for p, q in zip(x, y, strict=True)
-    ]
+    # A non-finite result raises no flag where only the list that is not watched is non-finite: there it is excused.
+    watched, other = (x, y) if watch_x else (y, x)
+    both = watch_x and watch_y
+    excused = [w.isfinite() & ~(w if both else o).isfinite() for w, o in zip(watched, other, strict=True)]
     torch._foreach_copy_(list(out), torch._foreach_add(_times(x, a), _times(y, b)))
-    finite = [
-        (t.isfinite() | (excuse & ~flagged)).all() for t, excuse, flagged in zip(out, excused, raised, strict=True)
-    ]
-    _raise_flag(found_inf, finite)
+    _raise_flag(found_inf, [(t.isfinite() | excuse).all() for t, excuse in zip(out, excused, strict=True)])
 
 
 def check_finite(tensors: Tensors, found_inf: Tensor | None, factor: Number = 1.0) -> None:

@@ -47,10 +47,7 @@ def lamb(
         if not p:
             return
         updates = lamb_update(
-            p,
-            g,
-            m,
-            v,
+            *(p, g, m, v),
             corrections=_corrections(betas, step, bias_correction, p[0]),
             betas=betas,
             weight_decay=weight_decay,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from types import CellType
 from typing import Any
 
@@ -38,15 +39,7 @@ class Patches:
         Raises:
             AttributeError, TypeError: `owner` refuses the attribute. Nothing has changed.
         """
-        found = _own_slot(owner, name)
-
-        def undo() -> None:
-            if found is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, found)
-
-        self.apply(lambda: setattr(owner, name, value), undo)
+        self._replace(_own_slot(owner, name), partial(setattr, owner, name), partial(delattr, owner, name), value)
 
     def set_cell(self, cell: CellType, value: Any) -> None:
         """Set a closure cell to `value` until `remove`: this redirects a variable that a function has captured."""
@@ -54,26 +47,16 @@ class Patches:
             found = cell.cell_contents
         except ValueError:  # an empty cell
             found = _MISSING
-
-        def fill(content: Any) -> None:
-            if content is _MISSING:
-                del cell.cell_contents
-            else:
-                cell.cell_contents = content
-
-        self.apply(lambda: fill(value), lambda: fill(found))
+        self._replace(found, partial(setattr, cell, "cell_contents"), partial(delattr, cell, "cell_contents"), value)
 
     def set_item(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
         """Set `mapping[key]` to `value` until `remove`."""
         found = mapping.get(key, _MISSING)
+        self._replace(found, partial(mapping.__setitem__, key), partial(mapping.__delitem__, key), value)
 
-        def undo() -> None:
-            if found is _MISSING:
-                del mapping[key]
-            else:
-                mapping[key] = found
-
-        self.apply(lambda: mapping.__setitem__(key, value), undo)
+    def _replace(self, found: Any, put: Callable[[Any], Any], drop: Callable[[], Any], value: Any) -> None:
+        """Call `put(value)` now; in `remove` call `put(found)`, or `drop` if nothing was found."""
+        self.apply(partial(put, value), drop if found is _MISSING else partial(put, found))
 
     def remove(self) -> None:
         """Undo all replacements, last first.

@@ -9,8 +9,16 @@ from pathlib import Path
 from types import FrameType
 
 _NOT_THE_USERS = ("torch", __name__.partition(".")[0])
-_INSTALLED = {"site-packages", "dist-packages"}  # the latter is Debian's name
+INSTALLED = {"site-packages", "dist-packages"}  # the latter is Debian's name
 _RUNNERS = ("runpy", "importlib", "contextlib")
+
+
+def frames() -> Iterator[FrameType]:
+    """Yield the frames of this thread, innermost first. The first one is the frame of the loop over the result."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def stacklevel() -> int:
@@ -24,7 +32,7 @@ def stacklevel() -> int:
 def place(frame: FrameType, line: int) -> str | None:
     """Return "train.py, line 31", or None for code of an installed package, the interpreter or amp_patch."""
     path = frame.f_code.co_filename
-    installed = not _INSTALLED.isdisjoint(Path(path).parts)
+    installed = not INSTALLED.isdisjoint(Path(path).parts)
     if installed or path.startswith(("<frozen", os.path.dirname(os.__file__) + os.sep)):
         return None
     return None if _package(frame) in (*_NOT_THE_USERS, *_RUNNERS) else f"{os.path.basename(path)}, line {line}"

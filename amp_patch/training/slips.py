@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.support.generated_class import base_class
-from amp_patch.support.scripts_line import stacklevel
+from amp_patch.support.reach import reach_of
+from amp_patch.support.scripts_line import frames, stacklevel
 from amp_patch.training.stash import Stash, known_stash, stash_of
 
 _SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
@@ -123,10 +124,7 @@ def _is_scaled_by_scaler(optimizer: Any, stash: Stash) -> bool:
 
 def _in_scaler() -> Any:
     """Return the innermost calling frame that runs a method of GradScaler; None if no calling frame does."""
-    asking: Any = sys._getframe(1)
-    while asking is not None and asking.f_code.co_filename != _SCALERS_FILE:
-        asking = asking.f_back
-    return asking
+    return next((frame for frame in frames() if frame.f_code.co_filename == _SCALERS_FILE), None)
 
 
 def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
@@ -209,13 +207,13 @@ def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: li
         return
     if with_gradient(params) or any(stash.neighbours.sharded for stash in stashes):
         return
-    leaves = leaves_of(loss)
-    others = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and own_grad(leaf) is not None]
+    leaves = reach_of(loss).leaves
+    others = [leaf for leaf in leaves.values() if isinstance(leaf, nn.Parameter) and own_grad(leaf) is not None]
     if not others:
         return
     for own in owns:
         own.is_seen = True
-    if set(map(id, leaves)).isdisjoint(map(id, params)):
+    if leaves.keys().isdisjoint(map(id, params)):
         names = {key: name for stash in stashes for key, name in stash.neighbours.names.items()}
         named = [names.get(id(leaf), f"a parameter of shape {list(leaf.shape)}") for leaf in others]
         held = " and ".join(base_class(optimizer).__name__ for optimizer in optimizers)
@@ -226,22 +224,6 @@ def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: li
             "make the optimizer of the parameters of the model that you train, after it was copied or loaded",
             stacklevel=stacklevel(),
         )
-
-
-def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Return the leaf tensors that a backward pass of `loss` gives gradients to."""
-    if loss.grad_fn is None:
-        return [loss] if loss.requires_grad else []
-    found: dict[int, Tensor] = {}
-    seen, left = {loss.grad_fn}, [loss.grad_fn]
-    while left:
-        node: Any = left.pop()
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found[id(leaf)] = leaf
-        new = {inner for inner, _ in node.next_functions if inner is not None} - seen
-        seen |= new
-        left += new
-    return list(found.values())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

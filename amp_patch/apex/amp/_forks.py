@@ -91,10 +91,8 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def switches(
-    combine_grad: Any, combine_ddp: Any, ddp_replica_count: Any, user_cast_preferred: Any, check_combined_tensors: Any
-) -> dict[str, Any]:
-    """Check Huawei's switches, and return {name of a switch: its value}.
+def switches(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Check Huawei's switches among the arguments of `initialize`, and return {name of a switch: its value}.
 
     Only `initialize` may call this, because `_calls_initialize` looks a fixed number of frames up.
 
@@ -103,16 +101,10 @@ def switches(
         RuntimeError: combine_ddp without a process group; or no combine_ddp, and DeepSpeed has called `initialize` in
             one of several processes.
     """
-    count = ddp_replica_count
+    count = arguments["ddp_replica_count"]
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"initialize: ddp_replica_count is {count!r}; wanted a positive integer")
-    given = {
-        "combine_grad": combine_grad,
-        "combine_ddp": combine_ddp,
-        "user_cast_preferred": user_cast_preferred,
-        "check_combined_tensors": check_combined_tensors,
-    }
-    checked = {name: boolean(name, value) for name, value in given.items()}
+    checked = {name: boolean(name, arguments[name]) for name in SWITCHES if name != "ddp_replica_count"}
     together = distributed.is_available() and distributed.is_initialized()
     several = together and distributed.get_world_size() > 1
     if several and not checked["combine_ddp"] and _calls_initialize() == _DEEPSPEED:

@@ -217,7 +217,7 @@ def initialize(
     opt_level, given = without_rungs(opt_level, Options.of(arguments))
     options = _without_contradictions(opt_level, vars(given), patch_torch_functions_type)
     moves = _forks.movement(dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window)
-    chosen = _forks.switches(combine_grad, combine_ddp, ddp_replica_count, user_cast_preferred, check_combined_tensors)
+    chosen = _forks.switches(arguments)
     policy = _resolved(opt_level, options, moves)
     register_edits(policy.dtype)
     out = initialize_as(dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods)

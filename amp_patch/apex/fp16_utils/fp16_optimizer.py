@@ -92,17 +92,9 @@ class FP16_Optimizer:
         if init_optimizer.state:
             init_optimizer.load_state_dict(init_optimizer.state_dict())  # torch casts the state to its parameters' type
 
-    @property
-    def all_fp16_params(self) -> list[Tensor]:
-        return [param for group in self.fp16_groups for param in group]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        return [param for group in self.fp32_from_fp16_groups for param in group]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        return [param for group in self.fp32_from_fp32_groups for param in group]
+    all_fp16_params = property(lambda self: _flat(self.fp16_groups))
+    all_fp32_from_fp16_params = property(lambda self: _flat(self.fp32_from_fp16_groups))
+    all_fp32_from_fp32_params = property(lambda self: _flat(self.fp32_from_fp32_groups))
 
     @property
     def loss_scale(self) -> float:
@@ -263,6 +255,10 @@ class FP16_Optimizer:
     def _held(self) -> list[Tensor]:
         """Return the tensors that the wrapped optimizer updates."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+
+def _flat(groups: list[list[Tensor]]) -> list[Tensor]:
+    return [param for group in groups for param in group]
 
 
 @torch.no_grad()

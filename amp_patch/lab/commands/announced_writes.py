@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from amp_patch.support.patches import Patches
+from amp_patch.support.scripts_line import frames
 
 # Packages whose processes (compilers, probes) write no file that the training reads.
 _HARMLESS = ("torch", "triton", "platform", "ctypes", "uuid")
@@ -159,10 +160,8 @@ def _caller(*beyond: str) -> str:
 
     "" if there is none.
     """
-    frame = sys._getframe(1)
-    while frame is not None and _is_of(frame.f_globals.get("__name__") or "", (__name__, *beyond)):
-        frame = frame.f_back  # type: ignore[assignment]
-    return "" if frame is None else frame.f_globals.get("__name__") or ""
+    names = (frame.f_globals.get("__name__") or "" for frame in frames())
+    return next((name for name in names if not _is_of(name, (__name__, *beyond))), "")
 
 
 def _is_of(module: str, packages: tuple[str, ...]) -> bool:

@@ -5,12 +5,14 @@ Whether a name is served is looked up in the modules of `amp_patch.apex`; the di
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import amp_patch.apex
 from amp_patch.lab.commands import apex_surface
@@ -44,6 +46,32 @@ def _known() -> dict[str, Any]:
         "handle": amp["apex.amp.handle"].AmpHandle,
         "_amp_stash": amp["apex.amp._process_optimizer"].AmpOptimizerState,
     }
+
+
+class Import(NamedTuple):
+    """One clause of an import statement, for example `a.b` of `import a.b`."""
+
+    bound: str  # the name that it binds in the file: "a"
+    to: str  # the full name of the object that is bound: "a"
+    asked: str  # the full name that must exist: "a.b"
+
+
+def imported(node: ast.AST) -> Iterator[Import]:
+    """Yield the clauses of an import statement; for `import *` also one for each known name of the module."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            first = alias.name.partition(".")[0]
+            yield Import(alias.asname or first, alias.name if alias.asname else first, alias.name)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        for alias in node.names:
+            path = f"{node.module}.{alias.name}"
+            if alias.name != "*":
+                yield Import(alias.asname or alias.name, path, path)
+                continue
+            yield Import("*", path, path)
+            natives = apex_surface.names_of(node.module, apex_surface.NATIVE)
+            for name in getattr(modules().get(node.module), "__all__", natives):
+                yield Import(name, f"{node.module}.{name}", path)
 
 
 def resolve(name: str) -> Any:

@@ -98,17 +98,9 @@ ROWS = (
         "hold torch's newer functions as well; edits act from the next initialize on, those of FP16_FUNCS in bfloat16 "
         "too",
     ),
-    Row(
-        "apex.amp.lists.torch_overrides",
-        "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS",
-        "the same",
-        "the same",
-    ),
-    Row(
-        "apex.amp.lists.tensor_overrides",
-        "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS",
-        "the same",
-        "the same",
+    *(
+        Row(owner, "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS", "the same", "the same")
+        for owner in ("apex.amp.lists.torch_overrides", "apex.amp.lists.tensor_overrides")
     ),
     Row("apex.amp._amp_state", "_amp_state AmpState maybe_print warn_or_err", "the newest initialize"),
     Row(
@@ -250,16 +242,13 @@ _SCALER = (
 # torch's own mixed precision, for scripts that never used Apex: amp_patch has the same names under its own package.
 # A name of torch that amp_patch does not have gets no row.
 NATIVE = (
-    Row("torch", "autocast", "amp_patch.autocast", _AUTOCAST),
-    Row("torch", "GradScaler", "amp_patch.GradScaler", _SCALER),
-    Row("torch.amp", "autocast", "amp_patch.autocast", _AUTOCAST),
-    Row("torch.amp", "GradScaler", "amp_patch.GradScaler", _SCALER),
+    *(
+        Row(module, name, f"amp_patch.{name}", advice)
+        for module in ("torch", "torch.amp", "torch.cuda.amp", "torch.cpu.amp")
+        for name, advice in (("autocast", _AUTOCAST), ("GradScaler", _SCALER))
+    ),
     Row("torch.amp", "custom_fwd custom_bwd is_autocast_available", "amp_patch, functions of these names"),
-    Row("torch.cuda.amp", "autocast", "amp_patch.autocast", _AUTOCAST),
-    Row("torch.cuda.amp", "GradScaler", "amp_patch.GradScaler", _SCALER),
     Row("torch.cuda.amp", "custom_fwd custom_bwd", "amp_patch, functions of these names"),
-    Row("torch.cpu.amp", "autocast", "amp_patch.autocast", _AUTOCAST),
-    Row("torch.cpu.amp", "GradScaler", "amp_patch.GradScaler", _SCALER),
     Row(
         "torch",
         "is_autocast_enabled set_autocast_enabled get_autocast_dtype set_autocast_dtype get_autocast_gpu_dtype "
@@ -268,3 +257,8 @@ NATIVE = (
         "stays torch's: it does not see amp_patch's autocast",
     ),
 )
+
+
+def names_of(owner: str, rows: tuple[Row, ...] = ROWS) -> frozenset[str]:
+    """Return the names that the rows list for an owner."""
+    return frozenset(name for row in rows if row.owner == owner for name in row.names.split())

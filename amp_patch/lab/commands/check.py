@@ -21,9 +21,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import amp_patch.apex
 from amp_patch.lab.commands import apex_surface, check_fp32, no_cuda
@@ -36,7 +34,7 @@ from amp_patch.lab.commands.apex_served import (
     SERVED,
     Finding,
     finding,
-    modules,
+    imported,
 )
 from amp_patch.lab.commands.check_run import check_run
 from amp_patch.lab.text_table import in_columns
@@ -197,50 +195,16 @@ def _unreadable(path: Path, error: Exception) -> str:
     return f"{path}: {getattr(error, 'strerror', None) or error}"
 
 
-class Import(NamedTuple):
-    """One clause of an import statement, for example `a.b` of `import a.b`."""
-
-    bound: str  # the name that it binds in the file: "a"
-    to: str  # the full name of the object that is bound: "a"
-    asked: str  # the full name that must exist: "a.b"
-
-
-def _imported(node: ast.AST) -> Iterator[Import]:
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            first = alias.name.partition(".")[0]
-            yield Import(alias.asname or first, alias.name if alias.asname else first, alias.name)
-    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-        for alias in node.names:
-            path = f"{node.module}.{alias.name}"
-            if alias.name != "*":
-                yield Import(alias.asname or alias.name, path, path)
-                continue
-            yield Import("*", path, path)
-            natives = [name for row in apex_surface.NATIVE if row.owner == node.module for name in row.names.split()]
-            for name in getattr(modules().get(node.module), "__all__", natives):
-                yield Import(name, f"{node.module}.{name}", path)
-
-
 def _is_apex(path: str) -> bool:
     first = path.partition(".")[0]
     return first in ("apex", *amp_patch.apex.TOP_LEVEL) or EXTENSIONS.match(first) is not None
-
-
-@cache
-def _optimizers_own() -> set[str]:
-    return {name for row in apex_surface.ROWS if row.owner == apex_surface.OPTIMIZER for name in row.names.split()}
 
 
 class Names:
     """The names that one file, or notebook, binds to objects of Apex. Scopes are ignored: a file is one namespace."""
 
     follows = staticmethod(_is_apex)  # whether a full name begins with a package that has names of this kind
-
-    @staticmethod
-    def own() -> set[str]:
-        """Return the names of attributes that are recognised on any object, not only on an object of Apex."""
-        return _optimizers_own()
+    own = apex_surface.names_of(apex_surface.OPTIMIZER)  # attributes that are recognised on any object
 
     @staticmethod
     def knows(path: str) -> bool:
@@ -254,7 +218,7 @@ class Names:
     def collect(self, tree: ast.AST) -> None:
         """Record the names that `tree` binds to objects of Apex, by imports and by assignments to variables."""
         for node in ast.walk(tree):
-            for clause in _imported(node):
+            for clause in imported(node):
                 if self.follows(clause.to):
                     self.paths[clause.bound] = clause.to
                 else:
@@ -273,7 +237,7 @@ class Names:
             return self.paths.get(node.id)
         if isinstance(node, ast.Attribute):
             owner = self.path(node.value)
-            if owner is None and node.attr in self.own():
+            if owner is None and node.attr in self.own:
                 owner = apex_surface.OPTIMIZER
             return None if owner is None else f"{owner}.{node.attr}"
         if isinstance(node, ast.Subscript):
@@ -290,7 +254,7 @@ class Names:
 
     def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
         """Yield (full name, line) of each use of an object of Apex in `tree`."""
-        for clause in _imported(tree):
+        for clause in imported(tree):
             if self.follows(clause.asked):
                 yield clause.asked, tree.lineno  # type: ignore[attr-defined]
         if isinstance(tree, ast.Call) and (called := self.path(tree.func)) is not None:
@@ -320,9 +284,7 @@ class Names:
 class Natives(Names):
     """The names that one file, or notebook, binds to objects of torch's mixed precision."""
 
-    @staticmethod
-    def own() -> set[str]:
-        return set()
+    own = frozenset[str]()
 
     @staticmethod
     def follows(path: str) -> bool:
@@ -343,7 +305,7 @@ class Imported(Natives):
     """
 
     def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
-        for clause in _imported(tree):
+        for clause in imported(tree):
             if clause.to == clause.asked and self.knows(clause.asked):
                 yield clause.asked, tree.lineno  # type: ignore[attr-defined]
         for child in ast.iter_child_nodes(tree):
@@ -364,7 +326,7 @@ class InFull(Natives):
 def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
     """Yield (name, line) of each keyword argument that apex_surface.py lists, or that amp_patch's function lacks."""
     owner = called + CALL
-    listed = {name for row in apex_surface.ROWS if row.owner == owner for name in row.names.split()}
+    listed = apex_surface.names_of(owner)
     for keyword in call.keywords if listed else ():
         name = f"{owner}.{keyword.arg}"
         if keyword.arg in listed or (keyword.arg is not None and finding(name, []).status == MISSING):

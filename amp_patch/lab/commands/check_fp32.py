@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from amp_patch.lab.commands.apex_served import imported
+
 # A call in the script -> the reason why `compare` refuses it. docs/unedited.md has a table with the ways out.
 _REFUSED = {
     "torch.optim.LBFGS": "LBFGS evaluates its closure inside of step(): call initialize, then compare --levels O0,O4",
@@ -76,14 +78,7 @@ def _bound(tree: ast.AST, found: Trained) -> dict[str, str]:
     Add the imported libraries with a training loop to `found.loops`. If amp_patch or Apex is imported, set
     `found.of_ours`.
     """
-    names: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                first = alias.name.partition(".")[0]
-                names[alias.asname or first] = alias.name if alias.asname else first
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    names = {clause.bound: clause.to for node in ast.walk(tree) for clause in imported(node)}
     roots = [path.partition(".")[0] for path in names.values()]
     found.of_ours = found.of_ours or any(root in _OURS for root in roots)
     found.loops += [whose for root, whose in _LOOPS.items() if root in roots and whose not in found.loops]

@@ -77,12 +77,11 @@ class Child:
         # One hash seed for all levels: the order of a set of strings depends on it.
         environment = {"PYTHONHASHSEED": "0", **os.environ, **plan.environment(run)}
         channel = () if theirs is None else (theirs.fileno(),)
-        surveys = [] if survey is None else ["--survey", str(survey.absolute())]
         self._guard = Guard()
         try:
             with open(self._log, "xb") as output:
                 self._process = subprocess.Popen(
-                    [*_command(plan, args, self._record, self._asked, surveys, *channel), *arguments],
+                    [*_command(plan, args, self._record, self._asked, survey, *channel), *arguments],
                     env={**environment, **self._guard.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -246,28 +245,24 @@ def _is_whole(record: Path) -> bool:
 
 
 def _command(
-    plan: Plan, args: argparse.Namespace, record: Path, run: Run, more: Sequence[str], channel: int | None = None
+    plan: Plan, args: argparse.Namespace, record: Path, run: Run, survey: Path | None, channel: int | None = None
 ) -> list[str]:
     python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
-    options = ["--record", str(record), *more]
-    if channel is not None:
-        options += ["--turns", str(channel)]
-    if plan.steps is not None:
-        options += ["--steps", str(plan.steps)]
-    if run.level == NATIVE:
-        options += ["--native"]
-    elif plan.inspect:
-        options += ["--inspect"]
-    if plan.keep is not None:
-        options += ["--modules"]
-    if args.seed_flag is None:
-        options += ["--shift"]
-    if args.batch_dim is not None:
-        options += [f"--batch-dim={args.batch_dim}"]
-    if args.device is not None:
-        options += ["--device", args.device]
-    if args.module:
-        options += ["-m"]
+    shift, native = args.seed_flag is None, run.level == NATIVE
+    recorded = {
+        "path": str(record),
+        "steps": plan.steps,
+        "inspect": plan.inspect and not native,
+        "shift": shift,
+        "native": native,
+        "turns": channel,
+        "batch_dim": args.batch_dim or 0,
+        "modules": plan.keep is not None,
+    }
+    surveyed = None if survey is None else {"path": str(survey.absolute()), "shift": shift}
+    options = ["--recorded", json.dumps(recorded), "--surveyed", json.dumps(surveyed)]
+    options += [] if args.device is None else ["--device", args.device]
+    options += ["-m"] if args.module else []
     own = [args.seed_flag, str(run.seed)] if args.seed_flag is not None else []
     return [*python, "-m", "amp_patch.lab.commands.compare_worker", *options, args.script, *args.arguments, *own]
 

@@ -71,7 +71,7 @@ class RunTimes:
         self._asked = steps
         self._clock = clock
         self._begun = self._since = clock()
-        self._timed: list[_Timed] = []
+        self._timed: dict[int, _Timed] = {}  # id of a run that has begun -> its times
 
     @property
     def steps(self) -> int | None:
@@ -79,7 +79,7 @@ class RunTimes:
 
         If a run has ended without error, it is the number of steps of the longest one, else the requested number.
         """
-        taken = [timed.run.steps for timed in self._timed if timed.ended and timed.run.error is None]
+        taken = [timed.run.steps for timed in self._timed.values() if timed.ended and timed.run.error is None]
         return max(taken, default=self._asked)
 
     @property
@@ -88,26 +88,20 @@ class RunTimes:
 
         None if two levels have begun, if none has, or if all runs are of one level.
         """
-        begun = {timed.level for timed in self._timed}
-        others = {run.level for run in self._runs if self._of(run) is None} - begun
+        begun = {timed.level for timed in self._timed.values()}
+        others = {run.level for run in self._runs if id(run) not in self._timed} - begun
         return next(iter(begun)) if others and len(begun) == 1 else None
 
     def look(self, run: Run) -> None:
         """Add the time since the last call of `look` or `end` to the time of `run`: only `run` has trained since."""
         now = self._clock()
-        timed = self._of(run)
-        if timed is None:
-            timed = _Timed(run, run.level)
-            self._timed.append(timed)
-        timed.add(now - self._since)
+        self._timed.setdefault(id(run), _Timed(run, run.level)).add(now - self._since)
         self._since = now
 
     def end(self, run: Run) -> None:
         """Add the time since the last call of `look` or `end` to the time of `run`, and mark the run as ended."""
         self.look(run)
-        for timed in self._timed:
-            if timed.run is run:
-                timed.ended = True
+        self._timed[id(run)].ended = True
 
     def left(self) -> float | None:
         """Estimate the seconds until the last run ends.
@@ -118,7 +112,7 @@ class RunTimes:
         steps = self.steps
         if steps is None or not self._timed:
             return None
-        there = [timed for timed in self._timed if any(timed.run is run for run in self._runs)]
+        there = [self._timed[id(run)] for run in self._runs if id(run) in self._timed]
         ends = [each.spent - each.last_at for each in there if each.ended and each.run.error is None]
         end = statistics.mean(ends) if ends else 0.0
         left = 0.0
@@ -134,14 +128,13 @@ class RunTimes:
                 well.append(whole)
         if len(there) == 1 and not there[0].ended and there[0].last_at - there[0].first_at < _ALONE:
             return None
-        waiting = [run for run in self._runs if self._of(run) is None]
+        waiting = [run for run in self._runs if id(run) not in self._timed]
         known = [of_level.get(run.level, well) for run in waiting]
         return left + sum(map(statistics.mean, known)) if all(known) else None
 
     def seconds_a_step(self, run: Run) -> float | None:
         """Return the mean seconds of a step of `run`; None if too few of its steps were timed."""
-        timed = self._of(run)
-        return None if timed is None else timed.seconds_a_step
+        return self._timed[id(run)].seconds_a_step if id(run) in self._timed else None
 
     def total_of(self, steps: int) -> float | None:
         """Estimate the seconds of all runs if each takes `steps` steps; None if no run has enough timed steps.
@@ -149,7 +142,7 @@ class RunTimes:
         A level with too few timed steps is expected to take the mean time of the other levels' runs.
         """
         of_level: dict[str, list[float]] = {}
-        for timed in self._timed:
+        for timed in self._timed.values():
             if timed.seconds_a_step is not None:
                 known = timed.first_at + max(0, steps - timed.first_steps) * timed.seconds_a_step
                 of_level.setdefault(timed.level, []).append(known)
@@ -165,8 +158,4 @@ class RunTimes:
 
     def _level_of(self, run: Run) -> str:
         """Return the requested level of a run. While it trains, `run.level` is the recorded level, which may differ."""
-        timed = self._of(run)
-        return run.level if timed is None else timed.level
-
-    def _of(self, run: Run) -> _Timed | None:
-        return next((timed for timed in self._timed if timed.run is run), None)
+        return self._timed[id(run)].level if id(run) in self._timed else run.level

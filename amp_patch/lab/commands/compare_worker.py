@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -102,22 +103,11 @@ def surveyed(path: str, *, shift: bool) -> Iterator[None]:
 def main() -> None:
     """Run a script, recorded, with the options from the command line of `compare`."""
     parser = argparse.ArgumentParser(prog="python -m amp_patch.lab.commands.compare_worker", allow_abbrev=False)
-    parser.add_argument("--record", required=True)
-    parser.add_argument("--survey")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--inspect", action="store_true")
-    parser.add_argument("--shift", action="store_true")
-    parser.add_argument("--native", action="store_true")
-    parser.add_argument("--modules", action="store_true")
-    parser.add_argument("--turns", type=int)
-    parser.add_argument("--batch-dim", type=int, default=0)
+    parser.add_argument("--recorded", type=json.loads, help="the arguments of `recorded`, as JSON")
+    parser.add_argument("--surveyed", type=json.loads, help="the arguments of `surveyed`, as JSON")
     runner.add_arguments(parser)
     args = parser.parse_args()
-    options = {
-        name: getattr(args, name) for name in ("steps", "inspect", "shift", "native", "turns", "batch_dim", "modules")
-    }
-    around = surveyed(args.survey, shift=args.shift) if args.survey else recorded(args.record, **options)
-    runner.run(args, around)
+    runner.run(args, recorded(**args.recorded) if args.surveyed is None else surveyed(**args.surveyed))
 
 
 if __name__ == "__main__":

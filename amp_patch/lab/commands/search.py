@@ -78,9 +78,9 @@ def search(args: argparse.Namespace) -> None:
         try:
             with ended_by_failures("search", args.script):
                 found = module_search.search(trials.run, trials.modules, args.trials, trials.named)
-        except _Cut as cut:
+        except _Cut:
             print(f"To continue: python -m amp_patch search --resume {shlex.quote(str(args.out))}")
-            sys.exit(cut.status)
+            raise
     _report(args, trials.level, found)
     sys.exit(0 if found.answer is not None else 1)
 
@@ -94,12 +94,8 @@ def _report(args: argparse.Namespace, level: str, found: Found) -> None:
     print(f"report: {path}")
 
 
-class _Cut(Exception):
-    """The exception for a trial that Ctrl-C or another signal has ended; `status` is the exit status of `search`."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
+class _Cut(SystemExit):
+    """The exit for a trial that Ctrl-C or another signal has ended; `code` is the exit status of `search`."""
 
 
 class _Trials:

@@ -137,9 +137,7 @@ class Plot:
         height = (value - low) / ((high - low) or 1)
         return self.height * (1 - min(3.0, max(-2.0, height)))  # clamped: renderers drop a path that goes to 1e30
 
-    def curve(
-        self, points: Iterable[tuple[float, float | None]], colour: str, *, width: float = 1.6, dash: str = ""
-    ) -> None:
+    def curve(self, points: Iterable[tuple[float, float | None]], colour: str, *, width: float = 1.6) -> None:
         """Draw a line through the points, with a gap at each None."""
         path, pen = [], "M"
         for x, y in points:
@@ -148,9 +146,8 @@ class Plot:
                 continue
             path.append(f"{pen}{_short(self.x(x))} {_short(self.y(y))}")
             pen = "L"
-        dashed = f' stroke-dasharray="{dash}"' if dash else ""
         look = f"fill: none; stroke: {var(colour)}; stroke-width: {width}"
-        self.inner.append(f'<path d="{"".join(path) or "M0 0"}" style="{look}"{dashed}/>')
+        self.inner.append(f'<path d="{"".join(path) or "M0 0"}" style="{look}"/>')
 
     def area(
         self, edges: Iterable[tuple[float, float | None, float | None]], colour: str, opacity: float = 1.0

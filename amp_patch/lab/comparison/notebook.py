@@ -9,9 +9,9 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -104,10 +104,10 @@ def compare(
         raise TypeError(f"compare: levels is {levels!r}; wanted a list, as ['O0', 'O2']")
     plan = Plan(tuple(levels), seeds, steps, named, metric or "loss", maximize, inspect, min_gain, margin)
     load = OtherWork()
-    runs = _train_all(build_fn, plan, evaluate, verbosity, load)
+    runs = _train_all(_Job(build_fn, plan, evaluate), verbosity, load)
     compared = replace(_compared(build_fn, plan, metric, runs), machine=machine(load))
     if compared.unexplained and len(runs) == len(plan.runs()):  # else an interrupt has ended it
-        compared = replace(compared, survey=_surveyed(build_fn, plan))
+        compared = replace(compared, survey=_surveyed(_Job(build_fn, plan)))
     return compared
 
 
@@ -149,7 +149,7 @@ def assert_level(
     named = str(dtype).removeprefix("torch.") if dtype is not None else None
     plan = Plan((level,), seeds, steps, named, metric or "loss", maximize, margin=margin)
     known = functools.partial(_compared, build_fn, plan, metric)
-    compared = known(_train_all(build_fn, plan, evaluate, 0, OtherWork(), lambda runs: _decided(known(runs))))
+    compared = known(_train_all(_Job(build_fn, plan, evaluate), 0, OtherWork(), lambda runs: _decided(known(runs))))
     tested = compared.levels[-1]
     found = tested.finding
     if len(compared.levels) < 2 or compared.baseline is None or compared.baseline.level != BASELINE:
@@ -191,50 +191,58 @@ def _compared(build_fn: Callable[[], Any], plan: Plan, metric: str | None, runs:
     )
 
 
-def _surveyed(build_fn: Callable[[], Any], plan: Plan) -> dict[str, Any] | None:
+class _Job(NamedTuple):
+    """The arguments of `compare` that say what to train."""
+
+    build_fn: Callable[[], Any]
+    plan: Plan
+    evaluate: Callable[[nn.Module], Any] | None = None
+
+    def train(self, run: Run, known: list[weakref.ref[nn.Module]], around: AbstractContextManager[Any]) -> None:
+        """Train once at the level and seed of `run`, inside of `around`; `known` gets the model."""
+        gc.collect()  # free the previous run's model, which reference cycles may hold
+        environment = Patches()
+        try:
+            for name, value in self.plan.environment(run).items():
+                environment.set_item(os.environ, name, value)
+            with seeded(run.seed), restored(), around, suppress(Enough, FirstStepOver):
+                built = self.build_fn()
+                if built is not None:
+                    _train(*_checked(built, known), steps=self.plan.steps, evaluate=self.evaluate)
+        finally:
+            environment.remove()
+
+
+def _surveyed(job: _Job) -> dict[str, Any] | None:
     """Survey the first step of a training at O0. Return the survey (`named_lines.Survey`); None after an interrupt."""
-    gc.collect()
-    environment, first = Patches(), FirstStep()
+    first = FirstStep()
     try:
-        for name, value in plan.environment(Run(BASELINE)).items():
-            environment.set_item(os.environ, name, value)
-        with seeded(0), restored(), first, suppress(FirstStepOver):
-            built = build_fn()
-            if built is not None:
-                model, optimizer, loss_fn, batches = _checked(built, [])
-                _train(model, optimizer, loss_fn, batches, plan.steps, None)
+        job.train(Run(BASELINE), [], first)
     except KeyboardInterrupt:
         return None
     except (Exception, SystemExit) as error:
         return {"failed": f"{type(error).__name__}: {error}"}
-    finally:
-        environment.remove()
     return first.report.to_json() if first.stepped else {"failed": "it made no step"}
 
 
 def _train_all(
-    build_fn: Callable[[], Any],
-    plan: Plan,
-    evaluate: Callable[[nn.Module], Any] | None,
-    verbosity: int,
-    load: OtherWork,
-    decided: Callable[[list[Run]], bool] | None = None,
+    job: _Job, verbosity: int, load: OtherWork, decided: Callable[[list[Run]], bool] | None = None
 ) -> list[Run]:
     """Make the runs of the plan. After an interrupt, return the runs that had begun.
 
     If `decided` returns True for the runs so far, at the end of a seed, no further seed is trained.
     """
-    runs = plan.runs()
+    runs = job.plan.runs()
     known: list[weakref.ref[nn.Module]] = []
     for index, run in enumerate(runs):
         load.watch(os.getpid())
         try:
-            _train_once(build_fn, plan, run, evaluate, known)
+            _train_once(job, run, known)
         except KeyboardInterrupt:
             runs = runs[: index + 1]
         load.read()
         if verbosity:
-            print(progress_line(run, plan.steps))
+            print(progress_line(run, job.plan.steps))
         if run is runs[-1]:
             break
         if decided is not None and runs[index + 1].seed != run.seed and decided(runs[: index + 1]):
@@ -242,32 +250,17 @@ def _train_all(
     return runs
 
 
-def _train_once(
-    build_fn: Callable[[], Any],
-    plan: Plan,
-    run: Run,
-    evaluate: Callable[[nn.Module], Any] | None,
-    known: list[weakref.ref[nn.Module]],
-) -> None:
+def _train_once(job: _Job, run: Run, known: list[weakref.ref[nn.Module]]) -> None:
     """Train once, and record it in `run`. An error becomes `run.error`; KeyboardInterrupt and `_Misuse` propagate."""
-    gc.collect()  # free the previous run's model, which reference cycles may hold
     asked, error = Run(run.level, run.seed), None
-    environment = Patches()
-    recorder = Recorder([run], stop_after=plan.steps, inspect=plan.inspect)
+    recorder = Recorder([run], stop_after=job.plan.steps, inspect=job.plan.inspect)
     try:
-        for name, value in plan.environment(run).items():
-            environment.set_item(os.environ, name, value)
-        with seeded(run.seed), restored(), recorder, suppress(Enough):
-            built = build_fn()
-            if built is not None:
-                model, optimizer, loss_fn, batches = _checked(built, known)
-                _train(model, optimizer, loss_fn, batches, plan.steps, evaluate)
+        job.train(asked, known, recorder)
     except _Misuse as misuse:
         raise misuse.args[0] from None
     except (Exception, SystemExit, KeyboardInterrupt) as raised:
         error = raised
     finally:
-        environment.remove()
         if run.device == "cpu":
             run.peak_memory = None  # the peak of the process may come from an earlier run
     name_as_asked(run, asked)

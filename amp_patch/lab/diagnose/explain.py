@@ -348,11 +348,8 @@ def _types(value: Any) -> Types:
 
 def _address_at(place: install.Place) -> str:
     owner = place.owner
-    return (
-        f"{owner.__module__}.{owner.__qualname__}.{place.name}"
-        if isinstance(owner, type)
-        else (f"{owner.__name__}.{place.name}")
-    )
+    home = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    return f"{home}.{place.name}"
 
 
 def _address(function: Any) -> str:

@@ -20,7 +20,7 @@ from amp_patch.lab.diagnose.histogram import Histogram
 from amp_patch.lab.diagnose.inspection import Inspection, NotFinite
 from amp_patch.lab.diagnose.lost_updates import UpdateMeter
 from amp_patch.lab.diagnose.module_error import floats, is_random, relative_error
-from amp_patch.model.forward import KeptModule, policy_of
+from amp_patch.model.forward import KeptModule, in_backward, policy_of
 from amp_patch.model.keep_high import HighModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
@@ -152,7 +152,7 @@ class _NumberLog(CallLog):
 
     def passes_over(self, func: Any) -> bool:
         is_attribute = getattr(func, "__name__", "") in _ATTRIBUTES and func != _GRAD
-        return self.stepping or self.seen.not_finite is not None or is_attribute or _in_backward()
+        return self.stepping or self.seen.not_finite is not None or is_attribute or in_backward()
 
     def log(self, func: Any, args: Any, kwargs: Any) -> Any:
         op = getattr(func, "__name__", str(func))
@@ -260,10 +260,10 @@ class _NumberLog(CallLog):
         with _unlogged():
             outputs = floats(output)
             for tensor in (tensor for tensor in outputs if tensor.requires_grad):
-                if seen.not_finite is None and not _in_backward():
+                if seen.not_finite is None and not in_backward():
                     self._key(tensor)  # logs an autograd function, hidden from modes, as a call of this module
                 on_gradient(tensor, gradient_arrives)
-            if _in_backward():  # a checkpoint recomputes a forward that was already counted
+            if in_backward():  # a checkpoint recomputes a forward that was already counted
                 return
             for tensor in outputs:
                 seen.activations.setdefault(name, Histogram()).add(tensor)
@@ -279,7 +279,7 @@ class _NumberLog(CallLog):
 
         Before the call of the model itself, run the copy.
         """
-        if self.exact is None or _in_backward() or not torch.is_grad_enabled():
+        if self.exact is None or in_backward() or not torch.is_grad_enabled():
             return
         with _unlogged():
             if not (name or self.running):
@@ -289,7 +289,7 @@ class _NumberLog(CallLog):
 
     def _note_outside(self, args: Any, kwargs: Any) -> None:
         """Mark the model's arguments and buffers as made outside: no call of the model is to blame for their -inf."""
-        if _in_backward() or self.seen.not_finite is not None:
+        if in_backward() or self.seen.not_finite is not None:
             return
         with _unlogged():
             for tensor in floats((args, kwargs, [*self.model.buffers()])):
@@ -438,7 +438,3 @@ def _version(tensor: Tensor) -> int:
 
 def _values(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -20,7 +20,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from amp_patch.lab.recording.peak_memory import PeakAboveRest
+from amp_patch.casts.upcast import check_version
+from amp_patch.lab.recording.peak_memory import growth_of
 from amp_patch.lab.recording.run import Event
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed, tree
@@ -135,7 +136,7 @@ class WeighedStep:
             disable = _torch._saved_tensors_hooks_disable
             self._patches.set(_torch, "_saved_tensors_hooks_disable", self._before(disable))
             self._patches.set(_checkpoint, "_VersionWrapper", self._see_and_wrap(_checkpoint._VersionWrapper))
-        self._peak = PeakAboveRest(cuda) if cuda is not None else None
+        self._peak = growth_of(cuda) if cuda is not None else None
 
     def leave_out_inputs(self, args: Any, kwargs: Any) -> None:
         """Do not count inputs of a forward that no autograd function made, such as the batch: all levels hold them."""
@@ -150,7 +151,7 @@ class WeighedStep:
             "event": "memory",
             "step": self._step,
             "activations": self._bytes.peak if whole else None,
-            "step_peak": None if self._peak is None else self._peak.read(),
+            "step_peak": None if self._peak is None else self._peak(),
         }
 
     @property
@@ -248,16 +249,8 @@ class _MarkedAs:
 
 
 def _unpack(saved: _Saved) -> Tensor:
-    """Return the saved tensor. If code has written to it since it was saved, raise torch's RuntimeError for that.
-
-    Under saved-tensor hooks torch itself does not check this.
-    """
-    if saved.tensor._version != saved.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{saved.tensor.type()} {list(saved.tensor.shape)}] is at version {saved.tensor._version}; expected "
-            f"version {saved.version} instead"
-        )
+    """Return the saved tensor. If code has written to it since it was saved, raise torch's RuntimeError for that."""
+    check_version(saved.tensor, saved.version)
     return saved.tensor
 
 

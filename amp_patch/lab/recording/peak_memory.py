@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,17 +76,11 @@ class PeakMemory:
         return peak - self._before
 
 
-class PeakAboveRest:
-    """A measurement of the largest growth of a CUDA device's allocated memory from construction on."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        _reset()
-        self._rest = torch.cuda.memory_allocated(device)
-
-    def read(self) -> int:
-        """Return the growth in bytes."""
-        return max(0, torch.cuda.max_memory_allocated(self._device) - self._rest)
+def growth_of(device: torch.device) -> Callable[[], int]:
+    """Return a function that reads the largest growth of a CUDA device's allocated memory from now on, in bytes."""
+    _reset()
+    rest = torch.cuda.memory_allocated(device)
+    return lambda: max(0, torch.cuda.max_memory_allocated(device) - rest)
 
 
 _measuring: weakref.WeakSet[PeakMemory] = weakref.WeakSet()

@@ -46,10 +46,7 @@ _recorders: list[Recorder] = []
 
 
 class Enough(SystemExit):
-    """Exit of a training that has taken the requested number of steps: a SystemExit with status 0."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
+    """Exit of a training that has taken the requested number of steps: a SystemExit, raised with status 0."""
 
 
 @contextmanager
@@ -363,7 +360,7 @@ class Recorder(observers.Observer):
         self._clock.step_ends()
         if self.has_enough:  # the script has caught an earlier `Enough`
             self._clock.take_step()
-            raise Enough
+            raise Enough(0)
         if self._lead is None or self._lead() is None or self._clock.step.others >= _OTHERS:
             self._lead = weakref.ref(optimizer)
         if self._lead() is not optimizer:
@@ -374,7 +371,7 @@ class Recorder(observers.Observer):
         if self.has_enough:
             self._end()  # now, because a script that catches `Enough` may train on until it is killed
             self._flush(wait=True)
-            raise Enough
+            raise Enough(0)
 
     @property
     def has_enough(self) -> bool:

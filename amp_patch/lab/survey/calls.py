@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor
 
 from amp_patch.lab.survey.kinds import Facts, Kind, Kinds, Place
+from amp_patch.support.scripts_line import INSTALLED, frames
 
 _NOT_THE_USERS = ("torch", "amp_patch", "contextlib", "functools", "runpy")
 LOWERING = ("lower", "product", "sparse", "einsum", "fused", "rnn")  # rules of the op lists
-_INSTALLED = {"site-packages", "dist-packages"}
 _SAME = {
     "truediv": "div", "true_divide": "div", "divide": "div", "subtract": "sub", "multiply": "mul",
     "arccos": "acos", "arcsin": "asin", "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "idiv": "div",
@@ -37,17 +36,16 @@ def op_of(func: Any) -> tuple[str, bool]:
 
 def user_line() -> Place:
     """Return the running line of user code: the innermost one outside of torch and amp_patch."""
-    frame, found = sys._getframe(1), None
-    while frame is not None:
+    found = None
+    for frame in frames():
         path = frame.f_code.co_filename
         ours = str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS or path.startswith("<frozen")
         if not ours:
             if found is None:
                 found = Place(path, frame.f_lineno)
-            if _INSTALLED.isdisjoint(Path(path).parts):
+            if INSTALLED.isdisjoint(Path(path).parts):
                 outer = f"{os.path.basename(path)}:{frame.f_lineno}" if path != found.file else ""
                 return found._replace(called=outer)
-        frame = frame.f_back  # type: ignore[assignment]
     return found or Place("", 0)
 
 
@@ -57,13 +55,8 @@ def running_module(names: Mapping[int, str]) -> str:
     Args:
         names: id of a module -> its name.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = names.get(id(frame.f_locals.get("self")))
-        if name is not None:
-            return name
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    known = (names.get(id(frame.f_locals.get("self"))) for frame in frames())
+    return next((name for name in known if name is not None), "")
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import linecache
 import re
 from collections.abc import Callable, Iterable
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch.casts.install import resolve_address
-from amp_patch.casts.oplists import LATE, rules_by_name
-from amp_patch.casts.wrappers import wrapped_by
+from amp_patch.casts.install import rule_of
 from amp_patch.lab.survey.calls import LOWERING, Call, finite_range
 from amp_patch.lab.survey.kinds import CASTING, KINDS, NONE, NOTHING, Facts, Kind, Kinds, Place, cast, uncast
+from amp_patch.model.forward import in_backward
 from amp_patch.model.keep_fp32 import is_batch_norm, kept_modules
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.support.compiled import eagerly
@@ -98,11 +96,11 @@ class Visitor(TorchFunctionMode):
     def _hook(self, module: nn.Module, begins: Any, ends: Any) -> None:
         # Functions, not bound methods: a deepcopy of the model copies the object of a bound method, here the visitor.
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.active and not _in_backward():
+            if self.active and not in_backward():
                 begins((args, kwargs))
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self.active and not _in_backward():
+            if self.active and not in_backward():
                 ends((args, kwargs), output)
 
         self.stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -168,7 +166,7 @@ class Visitor(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.active or not self.models or _in_backward():
+        if not self.active or not self.models or in_backward():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -413,10 +411,6 @@ def _floats(value: Any) -> list[Tensor]:
     ]
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 def _in_place(name: str, args: Any) -> bool:
     """Return whether a function writes into its first argument."""
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -425,24 +419,3 @@ def _in_place(name: str, args: Any) -> bool:
 
 def _is_random(op: str) -> bool:
     return any(word in op for word in _RANDOM)
-
-
-@functools.cache
-def _rules() -> dict[Any, str]:
-    found: dict[Any, str] = {}
-    for (address, name), rule in rules_by_name("torch").items():
-        if address in LATE or rule in ("scripted", "rnn_input", "fused_input", "disabled"):
-            continue
-        function = getattr(resolve_address(address), name, None)
-        wrapped = wrapped_by(function)
-        for each in (function, None if wrapped is None else wrapped.original):
-            if each is not None:
-                found[each] = rule
-    found[torch.nn.functional.multi_head_attention_forward] = "lower"
-    return found
-
-
-def rule_of(func: Any) -> str | None:
-    """Return the name of a function's rule at O1, as in casts/oplists.py; None for a function without a rule."""
-    wrapped = wrapped_by(func)
-    return _rules().get(func if wrapped is None else wrapped.original)

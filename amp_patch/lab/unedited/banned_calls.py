@@ -13,26 +13,17 @@ from amp_patch.lab.unedited.refusal import where
 from amp_patch.support.patches import Patches
 
 
-class BannedCalls:
-    """Reports once for each banned function that it runs in FP32.
+def report_banned_calls(patches: Patches, say: Callable[[str], None]) -> None:
+    """Call `say` once for each banned function that runs in FP32, until `patches` are removed."""
+    seen: set[str] = set()
 
-    Args:
-        say: called with the message.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._seen: set[str] = set()
-
-    def install(self, patches: Patches) -> None:
-        """Subscribe to calls of banned functions, until `patches` are removed."""
-        patches.apply(lambda: banned_subscribers.append(self._runs), lambda: banned_subscribers.remove(self._runs))
-
-    def _runs(self, name: str) -> None:
-        if name not in self._seen:
-            self._seen.add(name)
-            self._say(
+    def runs(name: str) -> None:
+        if name not in seen:
+            seen.add(name)
+            say(
                 f"{name} runs in FP32{where()}, and so does torch.sigmoid, since logarithms of low-precision "
                 "probabilities overflow; a script that calls initialize gets the same with allow_banned=True, and "
                 "without it an error for low-precision probabilities"
             )
+
+    patches.apply(lambda: banned_subscribers.append(runs), lambda: banned_subscribers.remove(runs))

@@ -21,13 +21,12 @@ from typing import Any
 from torch import nn
 
 from amp_patch.casts.mixed_operands import MixedOperands
-from amp_patch.lab.unedited.refusal import frames
 from amp_patch.model.forward import cast_method, policy_of
 from amp_patch.model.state import running
 from amp_patch.model.type_errors import advising, is_about_types, method_subscribers
 from amp_patch.support.patches import Patches
 from amp_patch.support.random_states import random_states, restore_random_states
-from amp_patch.support.scripts_line import raised_at
+from amp_patch.support.scripts_line import frames, raised_at
 
 _NOTHING = nullcontext()
 

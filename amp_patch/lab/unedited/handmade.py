@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from amp_patch.lab.unedited.reach import Reach
 from amp_patch.lab.unedited.refusal import ScriptRefused
+from amp_patch.support.reach import Reach
 
 _LOOKED_AT = 4  # leaves that are compared; a single one might not change, if its gradient is 0
 

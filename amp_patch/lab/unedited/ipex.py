@@ -116,17 +116,9 @@ class _StandIn(MetaPathFinder, Loader):
         optimizer: Any = None,
         level: str = "O1",
         inplace: bool = False,
-        conv_bn_folding: bool | None = None,
-        linear_bn_folding: bool | None = None,
-        weights_prepack: bool | None = None,
-        replace_dropout_with_identity: bool | None = None,
-        optimize_lstm: bool | None = None,
+        *_: Any,
         split_master_weight_for_bf16: bool | None = None,
-        fuse_update_step: bool | None = None,
-        auto_kernel_selection: bool | None = None,
-        sample_input: Any = None,
-        graph_mode: bool | None = None,
-        concat_linear: bool | None = None,
+        **__: Any,
     ) -> Any:
         """Return (`model`, `optimizer`), for a training. Without an optimizer, return the model for inference.
 

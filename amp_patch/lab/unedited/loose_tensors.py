@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amp_patch.lab.unedited.reach import Reach
+from amp_patch.support.reach import Reach
 from amp_patch.training.observers import innermost
 from amp_patch.training.scale_loss import loss_scale
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from types import FrameType
-
-from amp_patch.support.scripts_line import place
+from amp_patch.support.scripts_line import frames, place
 
 _LINES = """
     from amp_patch import amp
@@ -61,11 +57,3 @@ def where() -> str:
     """
     found = next(filter(None, (place(frame, frame.f_lineno) for frame in frames())), None)
     return "" if found is None else f" ({found})"
-
-
-def frames() -> Iterator[FrameType]:
-    """Yield the frames of this thread, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -37,19 +37,19 @@ from amp_patch.around import ddp
 from amp_patch.casts import install
 from amp_patch.environment import overridden
 from amp_patch.frontend import initialize, load_state_dict, state_dict
+from amp_patch.lab.recording.sizes import alive
 from amp_patch.lab.unedited.arrays import install_arrays
-from amp_patch.lab.unedited.banned_calls import BannedCalls
+from amp_patch.lab.unedited.banned_calls import report_banned_calls
 from amp_patch.lab.unedited.called_alone import CalledAlone
 from amp_patch.lab.unedited.closures import refuse_lbfgs, refuse_unknown_use
 from amp_patch.lab.unedited.direct_forwards import DirectForwards
 from amp_patch.lab.unedited.exports import Exports
 from amp_patch.lab.unedited.handmade import HandmadeSteps
-from amp_patch.lab.unedited.kept_averages import KeptAverages
+from amp_patch.lab.unedited.kept_averages import kept_averages
 from amp_patch.lab.unedited.loose_tensors import LooseTensors, steps_loose_tensors, unscaled
 from amp_patch.lab.unedited.native import NativePrecision, before_scaling
 from amp_patch.lab.unedited.pickles import Pickles
 from amp_patch.lab.unedited.processes import Processes, refuse_copies_of_shared, tell
-from amp_patch.lab.unedited.reach import Reach, merged, reach_of
 from amp_patch.lab.unedited.refusal import ScriptRefused, where
 from amp_patch.lab.unedited.source import imports_us
 from amp_patch.policy import Options, resolve
@@ -57,6 +57,7 @@ from amp_patch.support import fsdp
 from amp_patch.support.compiled import not_traced, uncompiled
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Patches
+from amp_patch.support.reach import Reach, merged, reach_of
 from amp_patch.training import observers
 from amp_patch.training.arguments import ClosureAlreadyRun
 from amp_patch.training.observers import innermost
@@ -96,11 +97,9 @@ class UneditedScript(observers.Observer):
         self.level = level
         self.native = NativePrecision(native, self._applies)
         self.notes: list[str] = []
-        self._banned = BannedCalls(self._say)
         self._alone = CalledAlone(self._models, self._join, self._say)
         self._scale: Tensor | None = None  # the scale of the script's own GradScaler in this backward
         self._policy = resolve(*overridden(level, Options()))
-        self._averages = KeptAverages(self._policy, self._say)
         self.backwards = 0
         self._left_alone = False  # whether the script calls `initialize` itself
         self._initializing = False
@@ -129,8 +128,9 @@ class UneditedScript(observers.Observer):
         patches.set(optimizer, "add_param_group", self._wrap_add_param_group(optimizer.add_param_group))
         patches.set(nn.Module, "__call__", self._wrap_call(nn.Module.__call__))
         patches.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
-        for part in (self.native, self._banned, self._alone, self._pickles, self._direct_forwards, self.processes):
+        for part in (self.native, self._alone, self._pickles, self._direct_forwards, self.processes):
             part.install(patches)
+        report_banned_calls(patches, self._say)
         if self._policy.makes_low_tensors:
             install_arrays(patches, self._policy.dtype, self._applies)
         if not self._policy.changes_nothing:
@@ -230,7 +230,7 @@ class UneditedScript(observers.Observer):
         return not (self._left_alone or self._is_of_ours())
 
     def _say(self, note: str) -> None:
-        if self._applies():
+        if self._applies() and note not in self.notes:
             self.notes.append(note)
             tell(f"amp_patch: {note}")
 
@@ -290,21 +290,23 @@ class UneditedScript(observers.Observer):
             refuse_lbfgs(innermost(optimizer))
         refuse_copies_of_shared(model, self._policy)
         held = {id(innermost(optimizer)) for optimizer in optimizers}
-        joined = [t for t in self._initialized if any(id(innermost(o)) in held for o in _alive(t.optimizers))]
-        earlier = [optimizer for taken in joined for optimizer in _alive(taken.optimizers)]
+        joined = [t for t in self._initialized if any(id(innermost(o)) in held for o in alive(t.optimizers))]
+        earlier = [optimizer for taken in joined for optimizer in alive(taken.optimizers)]
         if any(map(observers.has_made_gradients, earlier)):
             raise ScriptRefused(
                 f"{base_class(model).__name__} is called for the first time between backward() and step() of an "
                 "optimizer that it shares with other models",
                 "and pass all these models to initialize as a list",
             )
-        models = list({id(m): m for m in (*(m for t in joined for m in _alive(t.models)), model)}.values())
+        models = list({id(m): m for m in (*(m for t in joined for m in alive(t.models)), model)}.values())
         optimizers = list({id(innermost(o)): o for o in (*earlier, *optimizers)}.values())
         self._initializing = True
         try:
             scales = state_dict(earlier) if len(joined) == 1 else None
-            averages = self._averages.rule(models, (p for o in optimizers for p in _params(innermost(o))))
-            options: dict[str, Any] = {"keep_fp32": averages, "methods": self._alone.methods_of(models)}
+            options: dict[str, Any] = {"methods": self._alone.methods_of(models)}
+            if self._policy.cast_model_type is not None:
+                trained = (p for o in optimizers for p in _params(innermost(o)))
+                options["keep_fp32"] = kept_averages(models, trained, self._say)
             initialize(models, optimizers, opt_level=self.level, allow_banned=True, **options)
             if scales is not None:
                 load_state_dict(scales, optimizers)
@@ -319,11 +321,11 @@ class UneditedScript(observers.Observer):
 
     def _join(self, part: nn.Module, model: nn.Module) -> None:
         """Make `part`, a module inside of `model`, a model too, with the optimizers of `model`."""
-        given = (taken for taken in self._initialized if any(model is each for each in _alive(taken.models)))
-        self._initialize(part, [optimizer for taken in given for optimizer in _alive(taken.optimizers)])
+        given = (taken for taken in self._initialized if any(model is each for each in alive(taken.models)))
+        self._initialize(part, [optimizer for taken in given for optimizer in alive(taken.optimizers)])
 
     def _models(self) -> list[nn.Module]:
-        return [model for taken in self._initialized for model in _alive(taken.models)]
+        return [model for taken in self._initialized for model in alive(taken.models)]
 
     # Losses.
 
@@ -370,7 +372,7 @@ class UneditedScript(observers.Observer):
             ScriptRefused: one of them holds parameters of a module that was never initialized.
         """
         if not reach.whole:
-            return [optimizer for taken in self._initialized for optimizer in _alive(taken.optimizers)]
+            return [optimizer for taken in self._initialized for optimizer in alive(taken.optimizers)]
         found = self._holders(reach.leaves)
         if not (found and self._is_of_ours()):
             for optimizer in found:
@@ -428,10 +430,6 @@ def _inside(module: nn.Module) -> nn.Module:
 def _params(optimizer: Any) -> Iterator[Tensor]:
     """Return the parameters that the optimizer updates; for a master in its groups, the parameter of that master."""
     return (param for param, _ in observers.pairs_of(optimizer))
-
-
-def _alive(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
-    return [value for ref in refs if (value := ref()) is not None]
 
 
 def _as_type_of(grad_tensors: Any, loss: Tensor) -> Any:

@@ -80,17 +80,12 @@ class Event:
         pass
 
 
-class EmptyBlock:
+class EmptyBlock(contextlib.nullcontext[None]):
     """The context manager of torch.cuda.device(...), device_of(...) and stream(...): it does nothing."""
 
     def __init__(self, place: Any = None) -> None:
+        super().__init__()
         self.stream = place
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        pass
 
 
 class Nothing:
