@@ -31,6 +31,7 @@ def _overflows(call: Call) -> Iterator[Finding]:
     for tensor, facts in call.outputs:
         if facts.learned:
             low, high = call.range(tensor) if facts.low else (0.0, 0.0)
+            high = max(high, 0.0) if facts.masked else high  # all of the numbers may be the mask's
             kinds = frozenset(k for k in facts.low if not (k.holds(high) and (k.holds(low) or facts.masked)))
             worst = high if high >= -low or facts.masked else low
         else:

@@ -106,7 +106,8 @@ def _compares_otherwise(call: Call, kind: Kind) -> bool:
 def _targets_are_coarse(call: Call) -> Iterator[Finding]:
     """Find subtractions and losses whose targets a level rounds too much.
 
-    Too much is a rounding to other whole numbers, or by more than `_SHARE` of the targets' spread.
+    Too much is a rounding to other whole numbers, or by more than `_SHARE` of the targets' spread. If predictions and
+    targets differ by less than the rounding, they are no targets but earlier predictions (PPO's old log probabilities).
     """
     if call.op not in _DIFFERENCES or len(call.inputs) < 2:
         return
@@ -116,8 +117,13 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
     (target, known), guess = ((two, second), first) if first.learned else ((one, first), second)
     kinds = _changed_whole_numbers(target, known)
     lost = _SHARE * float(target.detach().std()) * target.numel() ** 0.5 if target.numel() > 1 else math.inf
-    exact = target.detach()
-    kinds |= where(guess.rounded, lambda dtype: float((exact - exact.to(dtype)).norm()) > lost > 0)
+    exact, apart = target.detach(), float((one - two).detach().norm())
+
+    def is_coarse(dtype: torch.dtype) -> bool:
+        error = float((exact - exact.to(dtype)).norm())
+        return error > lost > 0 and error < apart
+
+    kinds |= where(guess.rounded, is_coarse)
     if kinds:
         most = max(map(abs, call.range(target)))
         steps = max(torch.finfo(kind.dtype).eps for kind in kinds) * 2 ** math.floor(math.log2(max(most, 1e-30)))

@@ -22,7 +22,7 @@ from amp_patch.lab.survey.kinds import CASTING, KINDS, NONE, NOTHING, Facts, Kin
 from amp_patch.model.keep_fp32 import is_batch_norm, kept_modules
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.support.compiled import eagerly
-from amp_patch.support.tree import map_tensors, tensors
+from amp_patch.support.tree import batch_tensors, map_tensors, tensors
 
 _RAISING = ("fp32", "norm", "direction", "inexact")
 _SERVED = ("direction", "inexact", "banned")  # rules of functions that run in FP32 in cast models too, or are refused
@@ -114,7 +114,7 @@ class Visitor(TorchFunctionMode):
             return
         with torch._C.DisableTorchFunction():
             self._read = None
-            self._before = [(tensor, self.of(tensor)) for tensor in _floats(given)]
+            self._before = [(tensor, self.of(tensor)) for tensor in _floats(batch_tensors(given))]
             for number, (tensor, facts) in enumerate(self._before):
                 self.facts[tensor] = facts = cast(tensor, facts, f"input {number + 1} of the model", is_input=True)
                 self._show("input", tensor, facts)
