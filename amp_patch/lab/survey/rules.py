@@ -221,7 +221,7 @@ def _loss_is_coarse(call: Call) -> Iterator[Finding]:
     """
     for tensor, facts in call.outputs if call.op == "output" else ():
         kinds = frozenset(kind for kind in facts.low & CASTING if kind.dtype is torch.bfloat16)
-        if kinds and tensor.numel() == 1 and tensor.requires_grad:
+        if kinds and tensor.dim() == 0 and tensor.requires_grad:
             steps = torch.finfo(torch.bfloat16).eps * 2.0 ** math.floor(
                 math.log2(max(*map(abs, call.range(tensor)), 1e-30))
             )

@@ -313,8 +313,7 @@ class Visitor(TorchFunctionMode):
             return value
 
         args, kwargs = map_tensors(one, (call.args, call.kwargs))
-        extreme = any(number in (_FLOAT32.min, _FLOAT32.max) for number in call.scalars())
-        if kind in low and extreme and self._follows_a_tensor(call):
+        if kind in low and call.has_extremes and self._follows_a_tensor(call):
             args = tuple(_of_kind(kind, each) for each in args)
             kwargs = {key: _of_kind(kind, each) for key, each in kwargs.items()}
         if call.op in _CONVERTS or "dtype" in kwargs:
@@ -382,9 +381,9 @@ class Visitor(TorchFunctionMode):
         return any(finite_range(tensor)[0] < -_LARGE for tensor in given)
 
     def _mask_at(self, call: Call, low: Kinds) -> tuple[Kinds, Kinds]:
-        """Return (kinds at which a mask's numbers below the type's range stay finite, kinds at which they are -inf)."""
+        """Return (kinds at which numbers beyond the type's range stay finite, kinds at which a mask's are -inf)."""
         finite, infinite = set[Kind](), set[Kind]()
-        if any(number == _FLOAT32.min for number in call.scalars()) and self._follows_a_tensor(call):
+        if call.has_extremes and self._follows_a_tensor(call):
             finite |= low
         for tensor, facts in call.inputs:
             for kind, value in {} if facts.learned else facts.values.items():
