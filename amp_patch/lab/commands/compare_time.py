@@ -157,7 +157,7 @@ class RunTimes:
         return None if timed is None else timed.seconds_a_step
 
     def overdue(self, run: Run) -> str | None:
-        """If the step that `run` makes takes far longer than any step of the first level, say so; otherwise return None.
+        """If the step that `run` makes takes far longer than any of the first level's, say so; otherwise return None.
 
         The first level's run with the same seed must have made that step: the script may do other work before it.
         """
@@ -167,10 +167,11 @@ class RunTimes:
         taken = timed.spent - timed.last_at - (0.0 if timed.last_steps else first.first_at)
         if taken < max(OVERDUE_SECONDS, OVERDUE_TIMES * first.longest_step):
             return None
+        longest = clock_time(first.longest_step)
         return (
-            f"step {timed.last_steps + 1} had taken {about(taken)} when it was ended; at {first.level} no step took more "
-            f"than {clock_time(first.longest_step)}. A loop that ends by a tolerance, as an adaptive solver's, may not reach it "
-            "in low precision: give it a larger tolerance, or keep its module in FP32 by keep_fp32="
+            f"step {timed.last_steps + 1} had taken {about(taken)} when it was ended; at {first.level} no step took "
+            f"more than {longest}. A loop that ends by a tolerance, as an adaptive solver's, may not reach it in low "
+            "precision: give it a larger tolerance, or keep its module in FP32 by keep_fp32="
         )
 
     def total_of(self, steps: int) -> float | None:
