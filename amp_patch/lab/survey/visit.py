@@ -192,6 +192,8 @@ class Visitor(TorchFunctionMode):
         result = func(*args, **kwargs)
         if call.inside and call.op in _CONVERTS and result is args[0]:
             result = result.view_as(result)  # without this, result and input would share their facts
+        if call.op == "empty" and not result.numel():
+            return result  # it gets memory where no mode sees it, as a tensor that a DataLoader's process has sent
         call.result = result
         made = _floats(args[0] if call.in_place else result)
         if not (call.inputs or made):
