@@ -143,9 +143,8 @@ def _probabilities_saturate(call: Call) -> Iterator[Finding]:
     edit = "binary_cross_entropy_with_logits, without the sigmoid"
     refused = facts.low - CASTING
     if refused:
-        yield Finding(
-            refused, f"binary_cross_entropy of {type_names(refused)} is refused", f"{edit}; or allow_banned=True"
-        )
+        what = f"binary_cross_entropy of {type_names(refused)} is refused"
+        yield Finding(refused, what, f"{edit}; or allow_banned=True", raises=True)
     p = tensor.detach()
 
     def saturates(dtype: torch.dtype) -> bool:
@@ -170,7 +169,7 @@ def _fails(call: Call) -> Iterator[Finding]:
             words = f"an error in {{}}: {text[:100]}", "x.to(other.dtype), a buffer, or O1 or O4, which cast"
         told.setdefault(words, set()).add(kind)
     for (what, edit), kinds in told.items():
-        yield Finding(frozenset(kinds), what.replace("{}", type_names(kinds)), edit)
+        yield Finding(frozenset(kinds), what.replace("{}", type_names(kinds)), edit, raises=True)
 
 
 def _asked_for_fp32(call: Call) -> Iterator[Finding]:
@@ -209,9 +208,8 @@ def _arrays_fail(call: Call) -> Iterator[Finding]:
     if call.op in ("numpy", "array") and call.inputs:
         kinds = frozenset(kind for kind in call.low() if kind.dtype is torch.bfloat16)
         if kinds:
-            yield Finding(
-                kinds, "numpy() of BF16 is an error", "x.float().numpy(), or cast_model_outputs=torch.float32"
-            )
+            edit = "x.float().numpy(), or cast_model_outputs=torch.float32"
+            yield Finding(kinds, "numpy() of BF16 is an error", edit, raises=True)
 
 
 def _loss_is_coarse(call: Call) -> Iterator[Finding]:

@@ -85,7 +85,8 @@ class Surveyor:
         line = finding.line or call.line
         module = running_module(self._names)
         op = finding.op or call.op
-        self.report.add(line, op, levels, finding.what, finding.edit, module=module, breaks=finding.breaks)
+        told = {"breaks": finding.breaks, "raises": finding.raises}
+        self.report.add(line, op, levels, finding.what, finding.edit, module=module, **told)
 
     # Gradients.
 
