@@ -5,6 +5,7 @@ A data set has a few hundred kilobytes, and is the same in each run.
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 import tarfile
@@ -130,3 +131,100 @@ def masks(folder: Path) -> None:
     for path in (folder / "data" / "imgs").glob("*.jpg"):
         bright = Image.open(path).convert("L").point(lambda value: 255 if value > 200 else 0)
         bright.save(folder / "data" / "masks" / f"{path.stem}.gif")
+
+
+def classes(*folders: str, size: int = 64) -> Prepare:
+    """Return a writer of pictures in two classes, in folders as torchvision's ImageFolder reads them."""
+    return images(*(f"{folder}/{name}" for folder in folders for name in ("one", "two")), size=size)
+
+
+def words(where: str, count: int = 96) -> Prepare:
+    """Return a writer of pictures of words, with the lists of Synth90k: a lexicon, and a line for each picture."""
+
+    def write(folder: Path) -> None:
+        from PIL import Image, ImageDraw
+
+        home = folder / where
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "lexicon.txt").write_text("\n".join(WORDS) + "\n")
+        chance = random.Random(0)
+        for kind, many in ("train", count), ("val", 32):
+            lines = []
+            for n in range(many):
+                at = chance.randrange(len(WORDS))
+                picture = Image.new("L", (100, 32), chance.randrange(64))
+                ImageDraw.Draw(picture).text((4, 8), WORDS[at], fill=chance.randrange(160, 256))
+                picture.save(home / f"{kind}{n}.jpg")
+                lines.append(f"./{kind}{n}.jpg {at}")
+            (home / f"annotation_{kind}.txt").write_text("\n".join(lines) + "\n")
+
+    return write
+
+
+def small_graphs(where: str, count: int = 120) -> Prepare:
+    """Return a writer of graphs of two classes, cycles and stars: a line for each node with its tag and neighbors."""
+
+    def write(folder: Path) -> None:
+        (folder / where).parent.mkdir(parents=True, exist_ok=True)
+        chance = random.Random(0)
+        lines = [str(count)]
+        for n in range(count):
+            size = chance.randint(6, 14)
+            lines.append(f"{size} {n % 2}")
+            for node in range(size):
+                cycle = [(node - 1) % size, (node + 1) % size]
+                near = cycle if n % 2 else list(range(1, size)) if node == 0 else [0]
+                lines.append(" ".join(map(str, [chance.randrange(3), len(near), *near])))
+        (folder / where).write_text("\n".join(lines) + "\n")
+
+    return write
+
+
+def tokenizer(folder: Path, kind: str, first: tuple[str, ...], **options: str) -> None:
+    """Write the tokenizer `kind` of transformers. Its tokens are the names of bytes and the special tokens `first`."""
+    import transformers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    vocabulary = {token: n for n, token in enumerate([*first, *bytes_to_unicode().values()])}
+    getattr(transformers, kind)(vocab=vocabulary, merges=[], **options).save_pretrained(folder)
+
+
+def language_model(folder: Path) -> None:
+    """Write a GPT-2 of two layers with its tokenizer into model, preferences into pairs, and texts into texts."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    end = "<|endoftext|>"
+    tokenizer(folder / "model", "GPT2Tokenizer", (end,), eos_token=end, pad_token=end)
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 257}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder / "model")
+    lines = [line for line in sentences(9000).splitlines() if len(line) > 20]
+    pairs = [{"prompt": line[:8], "chosen": line[8:], "rejected": line[:7:-1]} for line in lines]
+    json_lines(folder / "pairs" / "train.jsonl", pairs)
+    json_lines(folder / "texts" / "train.jsonl", [{"text": line} for line in lines])
+
+
+def json_lines(path: Path, rows: list[dict[str, str]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def qwen(folder: Path) -> None:
+    """Write a tokenizer and a text under the names that Moonlight's script asks the hub for.
+
+    The text fills one row of 512 tokens, which is one step: the script's model has 151,936 outputs for each token.
+    """
+    tokenizer(folder / "Qwen" / "Qwen2.5-0.5B", "Qwen2Tokenizer", ("<|endoftext|>",))
+    rows = [{"text": line} for line in sentences(600).splitlines()]
+    json_lines(folder / "Elriggs" / "openwebtext-100k" / "train.jsonl", rows)
+
+
+def noise_model(folder: Path) -> None:
+    """Write pictures into data, and the configuration of a small U-Net of diffusers into small."""
+    images("data", size=32)(folder)
+    blocks = {"down_block_types": ["DownBlock2D", "AttnDownBlock2D"], "up_block_types": ["AttnUpBlock2D", "UpBlock2D"]}
+    sizes = {"sample_size": 32, "block_out_channels": [16, 32], "layers_per_block": 1, "norm_num_groups": 8}
+    (folder / "small").mkdir(exist_ok=True)
+    settings = {"_class_name": "UNet2DModel", "attention_head_dim": 8, **sizes, **blocks}
+    (folder / "small" / "config.json").write_text(json.dumps(settings))

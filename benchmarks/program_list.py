@@ -6,15 +6,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from program_data import Prepare, cora, images, masks, mnist, names, text
+from program_data import (
+    Prepare,
+    classes,
+    cora,
+    images,
+    language_model,
+    masks,
+    mnist,
+    names,
+    noise_model,
+    qwen,
+    small_graphs,
+    text,
+    words,
+)
 
 # Repository -> the commit that is run.
 COMMITS = {
+    "GitYCC/crnn-pytorch": "f145a61e20e57a36b8f2d642f93c9ba2890cd042",
+    "HobbitLong/SupContrast": "66a8fe53880d6a1084b2e4e0db0a019024d6d41a",
+    "MoonshotAI/Moonlight": "c2ad5b20c605086526a179d36901bfc41b52b44b",
     "eriklindernoren/PyTorch-GAN": "36d3c77e5ff20ebe0aeefd322326a134a279b93e",
+    "huggingface/diffusers": "58eb52c0803ea9af3abec60841c2a093bdf1f951",
+    "huggingface/pytorch-image-models": "aa4b5850c1543fa488abf260f18390eda46cf85d",
+    "huggingface/trl": "f2cd57710ae345ea6428ae95363267fcf38a3dc8",
     "karpathy/makemore": "988aa59e4d8fefa526d06f3b453ad116258398d4",
     "karpathy/minGPT": "37baab71b9abea1b76ab957409a1cc2fbfba8a26",
     "karpathy/nanoGPT": "3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
     "locuslab/TCN": "2f8c2b817050206397458dfd1f5a25ce8a32fe65",
+    "lululxvi/deepxde": "99b6620386d18cefb1549dddb7b7fe468cfad607",
     "milesial/Pytorch-UNet": "21d7850f2af30a9695bbeea75f3136aa538cfc4a",
     "pytorch/examples": "77f55b912142e11fcfdf5b530231fb9c52f181e8",
     "pytorch/opacus": "4d0ebc84613d214fbfd37fbfd1390e3747a625ce",
@@ -22,6 +43,7 @@ COMMITS = {
     "spro/char-rnn.pytorch": "282bcb6b15ab3929d6a588b455cfc0f19f32add4",
     "tkipf/pygcn": "1600b5b748b3976413d1e307540ccc62605b4d6d",
     "vwxyzjn/cleanrl": "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
+    "weihua916/powerful-gnns": "9a2ce8ac3e99278307093a464a95caf0fb04b602",
     "yunjey/pytorch-tutorial": "0500d3df5a2a8080ccfccbc00aca0eacc21818db",
 }
 
@@ -88,6 +110,10 @@ CLEANRL: dict[str, Any] = {
     "cwd": "cleanrl",
 }
 GAN = "--n_epochs 1 --n_cpu 0"
+TRL = (
+    "--model_name_or_path model --max_length 32 --per_device_train_batch_size 4 --max_steps 12 "
+    "--use_cpu --bf16 False --gradient_checkpointing False --report_to none --output_dir out"
+)
 
 PROGRAMS = [
     Program(
@@ -295,4 +321,128 @@ PROGRAMS = [
     ),
     of_library("GPyTorch", "Gaussian process", "gpytorch_regression", "gpytorch"),
     of_library("pytorch-metric-learning", "triplets", "metric_learning", "pytorch-metric-learning"),
+    # Added later: other kinds of training.
+    Program(
+        "cleanrl sac_continuous_action",
+        "actor, two critics, averages of them",
+        script="cleanrl/sac_continuous_action.py",
+        arguments="--env-id Pendulum-v1 --total-timesteps 150 --learning-starts 100 --buffer-size 1000",
+        **CLEANRL,
+    ),
+    Program(
+        "crnn-pytorch",
+        "CTC, LSTM behind convolutions",
+        "GitYCC/crnn-pytorch",
+        "src/train.py",
+        prepare=words("data/mnt/ramdisk/max/90kDICT32px"),
+        packages=("scipy", "pillow", "tqdm", "opencv-python-headless"),
+        cwd=".",
+    ),
+    Program(
+        "torchdiffeq odenet_mnist",
+        "ODE solver, convolutions",
+        "rtqichen/torchdiffeq",
+        "examples/odenet_mnist.py",
+        "--nepochs 1 --batch_size 8 --test_batch_size 64",
+        mnist(".data/mnist"),
+        packages=(*VISION, "torchdiffeq"),
+    ),
+    Program(
+        "torchdiffeq latent_ode",
+        "VAE, ODE solver",
+        "rtqichen/torchdiffeq",
+        "examples/latent_ode.py",
+        "--niters 12",
+        packages=("torchdiffeq", "matplotlib"),
+    ),
+    Program(
+        "deepxde Burgers",
+        "PINN, second derivatives",
+        "lululxvi/deepxde",
+        "examples/pinn_forward/Burgers.py",
+        packages=("deepxde",),
+    ),
+    Program(
+        "trl dpo",
+        "DPO",
+        "huggingface/trl",
+        "trl/scripts/dpo.py",
+        f"{TRL} --dataset_name pairs",
+        language_model,
+        packages=("trl", "datasets"),
+        path=(".",),
+        cwd="small",
+    ),
+    Program(
+        "trl dpo, LoRA",
+        "DPO of adapters",
+        "huggingface/trl",
+        "trl/scripts/dpo.py",
+        f"{TRL} --dataset_name pairs --use_peft --lora_r 4",
+        language_model,
+        packages=("trl", "datasets", "peft"),
+        path=(".",),
+        cwd="small",
+    ),
+    Program(
+        "trl sft, LoRA",
+        "GPT-2 with adapters",
+        "huggingface/trl",
+        "trl/scripts/sft.py",
+        f"{TRL} --dataset_name texts --use_peft --lora_r 4",
+        language_model,
+        packages=("trl", "datasets", "peft"),
+        path=(".",),
+        cwd="small",
+    ),
+    Program(
+        "timm train.py --model-ema",
+        "vision transformer, average of weights",
+        "huggingface/pytorch-image-models",
+        "train.py",
+        "--data-dir data --model test_vit --num-classes 2 --device cpu --workers 1 -b 8 --epochs 1 --warmup-epochs 0 "
+        "--opt adamw --model-ema --output out",
+        classes("data/train", "data/validation", size=160),
+        packages=(*VISION, "timm"),
+        path=(".",),
+    ),
+    Program(
+        "diffusers train_unconditional",
+        "diffusion, U-Net, average of weights",
+        "huggingface/diffusers",
+        "examples/unconditional_image_generation/train_unconditional.py",
+        "--train_data_dir data --resolution 32 --model_config_name_or_path small --train_batch_size 2 --num_epochs 1 "
+        "--use_ema --output_dir out --cache_dir cache --save_images_epochs 9 --save_model_epochs 9",
+        noise_model,
+        packages=(*VISION, "diffusers", "datasets", "tensorboard", "httpx"),
+        path=("src",),
+    ),
+    Program(
+        "Moonlight toy_train --optimizer muon",
+        "Qwen2, Muon in the script",
+        "MoonshotAI/Moonlight",
+        "examples/toy_train.py",
+        "--optimizer muon --hidden_size 32",
+        qwen,
+        packages=("transformers", "datasets", "loguru"),
+    ),
+    Program(
+        "powerful-gnns",
+        "batches of graphs, sparse products",
+        "weihua916/powerful-gnns",
+        "main.py",
+        "--epochs 1 --batch_size 8 --iters_per_epoch 12",
+        small_graphs("dataset/MUTAG/MUTAG.txt"),
+        packages=("networkx", "scikit-learn", "tqdm"),
+    ),
+    Program(
+        "SupContrast",
+        "contrastive loss, ResNet-18",
+        "HobbitLong/SupContrast",
+        "main_supcon.py",
+        "--model resnet18 --dataset path --data_folder data --mean (0.5,0.5,0.5) --std (0.2,0.2,0.2) --batch_size 4 "
+        "--epochs 1 --num_workers 0",
+        classes("data", size=40),
+        packages=(*VISION, "tensorboard-logger"),
+    ),
 ]

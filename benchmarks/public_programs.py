@@ -40,7 +40,14 @@ HERE = Path(__file__).resolve().parent
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 RESULTS = HERE / "results" / "public_programs.json"
 PAGE = ROOT / "docs" / "unedited.md"
-SOURCES = (".py", ".json", ".yaml")  # files that are fetched from a repository; data are generated
+SOURCES = (".py", ".json", ".yaml", ".jinja")  # files that are fetched from a repository; data are generated
+ENVIRONMENT = {
+    "WANDB_MODE": "offline",
+    "HF_HUB_OFFLINE": "1",
+    "DDE_BACKEND": "pytorch",
+    "TORCHDYNAMO_DISABLE": "1",  # the compilation of ten steps takes longer than they do
+    "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python",  # for tensorboard-logger, whose protocols are of an old protoc
+}
 REFUSED = "cannot be taken unedited"  # a part of the message of each refusal
 CUT = 300  # an error is cut after this number of characters
 
@@ -88,8 +95,7 @@ def tried(program: Program, args: argparse.Namespace) -> dict[str, str]:
     home = source(program, args.out / "sources", args.mirror)
     folder = home / program.folder
     program.prepare(folder)
-    for name in ("WANDB_MODE", "HF_HUB_OFFLINE"):
-        os.environ[name] = "offline" if name == "WANDB_MODE" else "1"
+    os.environ.update(ENVIRONMENT)
     path = [*(str(home / each) for each in program.path), *([str(HERE / "stand_ins")] * program.offline)]
     os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), *path]), MPLBACKEND="agg")
     if program.before:
@@ -143,7 +149,10 @@ def outcome(record: Path) -> str:
     for event in events:
         if event.get("event") == "end" and event.get("error"):
             return re.sub(r"\s+", " ", str(event["error"]))[:CUT]
-    return "" if any(event.get("event") == "step" for event in events) else "no step was recorded"
+    steps = [event for event in events if event.get("event") == "step"]
+    if all(event.get("skipped") for event in steps):
+        return "each step was skipped, because its gradients overflowed" if steps else "no step was recorded"
+    return ""
 
 
 # Packages and sources -------------------------------------------------------------------------------------------------

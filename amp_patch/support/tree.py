@@ -94,6 +94,28 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
     return _map(value, cast, convert)
 
 
+def batch_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in `value`, also those in attributes of objects of a user's class, as `cast_floats` finds."""
+    found: list[Tensor] = []
+    inside: list[Any] = []  # the objects that enclose the present one
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    def enter(other: Any) -> Any:
+        if isinstance(other, nn.Module) or not _has_attributes(other) or len(inside) == _DEEP:
+            return other
+        if not _is_among(other, inside):
+            inside.append(other)
+            _object(other, note, enter)
+            inside.pop()
+        return other
+
+    _map(value, note, enter)
+    return found
+
+
 def edited_places(given: Any, passed: Any) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
     """Yield pairs of dicts (of `given`, of its cast copy `passed`), so that the caller can copy a callee's edits back.
 

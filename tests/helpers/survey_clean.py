@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -116,4 +117,84 @@ def small_branch():
     return Net(), F.mse_loss, (torch.randn(64, 4), torch.randn(64, 4))
 
 
-CLEAN = (mlp, cnn, transformer, lstm, digits, layer_scale, small_branch)
+def dropped_paths():
+    """As timm's DropPath: memory that holds what freed tensors have left in it, until random numbers are written."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.left = nn.Linear(64, 64), [torch.full((512, 64), -1e30) for _ in range(8)]
+
+        def forward(self, x):
+            y = self.layer(x)
+            self.left.clear()
+            masks = [y.new_empty(512, 64) for _ in range(8)]
+            return x + y * sum(mask.bernoulli_(0.9) for mask in masks) / 8
+
+    return Net(), F.mse_loss, (torch.randn(512, 64), torch.randn(512, 64))
+
+
+def mask_of_ones():
+    """As graph attention: scores without an edge are a number far below FP16's, and no row is without an edge."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x, edges):
+            scores = self.q(x) @ self.k(x).T
+            far = -9e15 * torch.ones_like(scores)
+            return torch.where(edges > 0, scores, far).softmax(-1) @ x
+
+    edges = torch.eye(6) + torch.randint(0, 2, (6, 6))
+    return Net(), F.mse_loss, (torch.randn(6, 8), edges, torch.randn(6, 8))
+
+
+def batch_object():
+    """As a graph net of PyTorch Geometric: forward takes an object, whose tensors a cast model receives in its type."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, batch):
+            return self.layer(batch.x)
+
+    return Net(), F.mse_loss, (SimpleNamespace(x=torch.randn(6, 8)), torch.randn(6, 4))
+
+
+def ratio_of_probabilities():
+    """As PPO: the old probabilities differ little from each other, and not at all from the first new ones."""
+    policy, x = nn.Linear(8, 2), torch.randn(64, 8)
+    policy.weight.data.mul_(0.01)
+
+    def loss(logits, before):
+        return (logits.log_softmax(-1)[:, 0] - before).exp().mean()
+
+    return policy, loss, (x, policy(x).log_softmax(-1)[:, 0].detach())
+
+
+def sorted_distances():
+    """As a miner of pytorch-metric-learning: what is not to be found gets the largest number of the tensor's type."""
+
+    def loss(points, labels):
+        distances = (points @ points.T).flatten(1)
+        most = torch.finfo(distances.dtype).max
+        distances[labels[:, None] != labels] = most
+        nearest = distances.fill_diagonal_(most).sort(-1).values[:, 0]
+        return (nearest - 1).square().mean()
+
+    return nn.Linear(8, 4), loss, (torch.randn(12, 8), torch.arange(12) % 3)
+
+
+def one_action():
+    """As the actor of SAC in one environment: a model whose output, no loss, has one element."""
+    return nn.Linear(3, 1), F.mse_loss, (torch.randn(1, 3), torch.randn(1, 1))
+
+
+CLEAN = (
+    *(mlp, cnn, transformer, lstm, digits, layer_scale, small_branch),
+    *(dropped_paths, mask_of_ones, batch_object, ratio_of_probabilities, sorted_distances, one_action),
+)

@@ -24,7 +24,7 @@ from amp_patch.lab.commands.turn_client import TURN
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.outcome import interrupted
 from amp_patch.lab.comparison.plan import Plan, name_as_asked
-from amp_patch.lab.recording.run import EXITED, KILLED, NATIVE, OUT_OF_MEMORY, Failure, Run
+from amp_patch.lab.recording.run import EXITED, KILLED, NATIVE, OUT_OF_MEMORY, OVERDUE, Failure, Run
 from amp_patch.lab.wording import without_control_codes
 from amp_patch.support.files import fresh
 from amp_patch.support.guard import Guard
@@ -98,13 +98,14 @@ class Child:
         self.pid = self._process.pid
         self._is_waiting = False
 
-    def train(self, look: Callable[[Run], Any], turn: bytes = TURN) -> dict[str, Any] | None:
+    def train(self, look: Callable[[Run], str | None], turn: bytes = TURN) -> dict[str, Any] | None:
         """Let the process train until it hands its turn on or ends.
 
         Return the message with which the process handed the turn on, or None if the process has ended.
 
         Args:
-            look: called repeatedly with `self.run`, which has the events so far. If `look` raises, the process runs on.
+            look: called repeatedly with `self.run`, which has the events so far. If it returns words, the process is
+                ended, and the words are its error. If `look` raises, the process runs on.
             turn: the byte that is sent to wake the process: `TURN` for one turn, `LAST` to train to its end. A process
                 that has just started does not wait, and gets no byte.
         """
@@ -117,13 +118,18 @@ class Child:
             message = self._read_message(_POLL)
             self._rest = add_events(self.run, self._rest + self._lines.read())
             self._load.read()
-            look(self.run)
+            overdue = look(self.run)
             if message is not None:
                 self._is_waiting = True
                 return message
             if self._has_ended(0):
                 self._close()
                 self._conclude()
+                return None
+            if overdue is not None:
+                self.kill()
+                self.run.log = str(self._log)
+                self.run.error, self.run.error_kind = overdue, OVERDUE
                 return None
             if self._trains_past_its_steps():
                 self.kill()

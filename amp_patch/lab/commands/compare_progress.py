@@ -85,6 +85,10 @@ class Progress:
         columns = shutil.get_terminal_size().columns
         self._put_words(_CLEAR + self.line(run)[: columns - 1], end="")
 
+    def overdue(self, run: Run) -> str | None:
+        """Return `RunTimes.overdue` of a run that trains."""
+        return self._times.overdue(run)
+
     def line(self, run: Run) -> str:
         """Return the line of a run that trains: the bar, its number among the runs, and its newest figures."""
         of = "" if self._steps is None else f" of {self._steps}"

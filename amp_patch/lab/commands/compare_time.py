@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from amp_patch.lab.recording.run import Run
+from amp_patch.lab.wording import about, clock_time
 
+OVERDUE_TIMES = 100  # a step is overdue if it takes this many times the longest step of the first level ...
+OVERDUE_SECONDS = 120.0  # ... and this long
 _STEPS = 3  # timed steps before an estimate: fewer give a poor one
 _ALONE = 2.0  # seconds of timed steps before an estimate from a single run
 
@@ -22,6 +26,7 @@ class _Timed:
         spent: the seconds of its turns so far.
         first_at, first_steps: `spent` and the number of steps when steps were first observed, after the start-up.
         last_at, last_steps: `spent` and the number of steps when that number last grew.
+        longest_gap: the longest time from one step to the next, with what the script does between them.
     """
 
     run: Run
@@ -31,11 +36,13 @@ class _Timed:
     first_steps: int = 0
     last_at: float = 0.0
     last_steps: int = 0
+    longest_gap: float = 0.0
     ended: bool = False
 
     def add(self, seconds: float) -> None:
         self.spent += seconds
         if self.run.steps > self.last_steps:
+            self.longest_gap = max(self.longest_gap, self.spent - self.last_at) if self.last_steps else 0.0
             self.last_at, self.last_steps = self.spent, self.run.steps
             if not self.first_steps:
                 self.first_at, self.first_steps = self.last_at, self.last_steps
@@ -44,6 +51,12 @@ class _Timed:
     def seconds_a_step(self) -> float | None:
         steps = self.last_steps - self.first_steps
         return (self.last_at - self.first_at) / steps if steps >= _STEPS else None
+
+    @property
+    def longest_step(self) -> float:
+        """The seconds of the longest step, or of the whole run so far if no step was timed."""
+        timed = [self.longest_gap, *filter(math.isfinite, self.run.seconds)]
+        return max(timed) or self.last_at
 
     def whole(self, steps: int, end: float) -> float | None:
         """Measure or estimate the seconds of the whole run.
@@ -135,6 +148,24 @@ class RunTimes:
     def seconds_a_step(self, run: Run) -> float | None:
         """Return the mean seconds of a step of `run`; None if too few of its steps were timed."""
         return self._timed[id(run)].seconds_a_step if id(run) in self._timed else None
+
+    def overdue(self, run: Run) -> str | None:
+        """If the step that `run` makes takes far longer than any of the first level's, say so; otherwise return None.
+
+        The first level's run with the same seed must have made that step: the script may do other work before it.
+        """
+        timed, first = self._of(run), next((each for each in self._timed if each.run.seed == run.seed), None)
+        if timed is None or first is None or first.last_steps <= timed.last_steps:
+            return None
+        taken = timed.spent - timed.last_at - (0.0 if timed.last_steps else first.first_at)
+        if taken < max(OVERDUE_SECONDS, OVERDUE_TIMES * first.longest_step):
+            return None
+        longest = clock_time(first.longest_step)
+        return (
+            f"step {timed.last_steps + 1} had taken {about(taken)} when it was ended; at {first.level} no step took "
+            f"more than {longest}. A loop that ends by a tolerance, as an adaptive solver's, may not reach it in low "
+            "precision: give it a larger tolerance, or keep its module in FP32 by keep_fp32="
+        )
 
     def total_of(self, steps: int) -> float | None:
         """Estimate the seconds of all runs if each takes `steps` steps; None if no run has enough timed steps.

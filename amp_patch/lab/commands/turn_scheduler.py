@@ -28,7 +28,7 @@ from amp_patch.lab.comparison.lost_without_masters import with_masters
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.comparison.processes import free_bytes, private_bytes
-from amp_patch.lab.recording.run import EXITED, INTERRUPTED, NATIVE, Run
+from amp_patch.lab.recording.run import EXITED, INTERRUPTED, NATIVE, OVERDUE, Run
 
 _PATIENCE = 5.0  # seconds for interrupted scripts to end
 _FILLED = 0.8  # the share of the free memory that the levels' first steps may take; later steps can take more
@@ -143,9 +143,10 @@ class TurnScheduler:
             if any(child.run is run for run in self.runs):
                 self._progress.end(child.run)
 
-    def _look(self, run: Run) -> None:
+    def _look(self, run: Run) -> str | None:
         self._progress.show(run)
         self._interrupts.check()
+        return self._progress.overdue(run)
 
     def _train_seed(self, seed: int) -> None:
         self._queue.extend(run for run in self._to_make if run.seed == seed)
@@ -201,6 +202,10 @@ class TurnScheduler:
         if run is self.runs[0] and not run.steps and not run.refused and _failed_by_itself(run):
             raise ScriptFailed(f"at {run.level}, before its first step: {run.error_in_full}")
         self._progress.end(run)
+        if run.error_kind == OVERDUE:  # the level's other seeds would take as long
+            for runs in (self.runs, self._to_make):
+                runs[:] = [each for each in runs if each.level != run.level or each.seed <= run.seed]
+            self.asked = len(self.runs)
         self._add_runs(run)
         if run.refused and (run is self.runs[0] or not any(each.steps for each in self.runs)):
             raise ComparisonRefused(run.error)  # any other level and seed would be refused alike

@@ -21,8 +21,8 @@ NATIVE = "native"
 
 # Kinds of errors; "" is any other.
 # INTERRUPTED: the user's Ctrl-C, no fault of the level. KILLED: SIGKILL, possibly by the system for lack of
-# memory. EXITED: sys.exit with a status.
-INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED = "interrupted", "out of memory", "killed", "exited"
+# memory. EXITED: sys.exit with a status. OVERDUE: `compare` ended it, because a step took far too long.
+INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED, OVERDUE = "interrupted", "out of memory", "killed", "exited", "overdue"
 
 # Low-precision types, the coarser first -> their significant bits.
 LOW_TYPES = {"bfloat16": 8, "float16": 11}
@@ -86,7 +86,7 @@ class Run:
         lost_eps: the optimizer's eps (Adam's), if it is 0 in the type of its parameters, so that Adam divides by 0;
             otherwise None.
         error: the reason for a run without figures, or with fewer than requested, in one line; None if there is none.
-        error_kind: INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED, or "" for any other error, and for none.
+        error_kind: INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED, OVERDUE, or "" for any other error, and for none.
         error_where: the script's line that raised the error, "train.py, line 31"; "" if it is not known.
         log: the path of the file with the run's output; "" if there is none.
         refused: whether the error is that the unedited script cannot be trained at another level.

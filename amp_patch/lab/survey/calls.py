@@ -121,6 +121,11 @@ class Call:
             elif isinstance(value, int) and not isinstance(value, bool) and abs(value) > 2**16:
                 yield float(value)
 
+    @property
+    def has_extremes(self) -> bool:
+        """Whether FP32's smallest or largest number is among its Python numbers."""
+        return any(abs(number) == torch.finfo(torch.float32).max for number in self.scalars())
+
     def low(self, at: int = 0) -> Kinds:
         """Return the kinds of levels at which `inputs[at]` is low precision; `NONE` if there is no such input."""
         return self.inputs[at][1].low if at < len(self.inputs) else frozenset()

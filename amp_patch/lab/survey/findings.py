@@ -22,6 +22,7 @@ class Finding(NamedTuple):
         line: the line of user code at fault, if it is not the line of the call; else None.
         op: the operation at fault, if it is not the function of the call; else "".
         breaks: whether the problem breaks the levels, by an error or wrong numbers. If not, the finding is a note.
+        raises: whether the problem is an error, which a level without that error does not have.
     """
 
     kinds: Kinds
@@ -30,6 +31,7 @@ class Finding(NamedTuple):
     line: Place | None = None
     op: str = ""
     breaks: bool = True
+    raises: bool = False
 
 
 Rule = Callable[[Call], Iterator[Finding]]

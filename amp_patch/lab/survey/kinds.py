@@ -120,7 +120,8 @@ class Facts:
         values: if it is not learned, the tensor at each kind of level where its type or numbers differ from FP32's.
         masked: whether its largest negative numbers belong to a mask.
         infinite: the levels at which a mask in it becomes infinite, although it is finite in FP32.
-        finite: the levels at which a mask in it stays finite, since user code takes the smallest number of the type.
+        finite: the levels at which a mask in it stays finite, since user code takes the smallest, or the largest,
+            number of the type.
         guard: the number that keeps it away from 0, but rounds to 0 at a level.
         tiny: if all of its numbers round to 0 at some levels, the call that made them and the levels.
         line: if it is learned and has one element, the line that made it.

@@ -31,8 +31,11 @@ def _overflows(call: Call) -> Iterator[Finding]:
     for tensor, facts in call.outputs:
         if facts.learned:
             low, high = call.range(tensor) if facts.low else (0.0, 0.0)
+            high = max(high, 0.0) if facts.masked else high  # all of the numbers may be the mask's
             kinds = frozenset(k for k in facts.low if not (k.holds(high) and (k.holds(low) or facts.masked)))
             worst = high if high >= -low or facts.masked else low
+            if abs(worst) == torch.finfo(torch.float32).max:
+                kinds -= facts.finite
         else:
             before = {
                 k for _, given in call.inputs if call.func for k, v in given.values.items() if bool(v.isinf().any())

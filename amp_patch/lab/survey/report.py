@@ -25,6 +25,7 @@ class Line:
         edit: a change of user code that avoids it.
         modules: the names of the modules whose forward runs the line.
         breaks: whether the problem breaks a training. If not, the line is a note: a level with notes alone is clear.
+        raises: whether the problem is an error. `run` and `compare` serve some of these lines without one.
     """
 
     file: str
@@ -36,6 +37,7 @@ class Line:
     edit: str
     modules: list[str] = field(default_factory=list)
     breaks: bool = True
+    raises: bool = False
 
     @property
     def place(self) -> str:
@@ -70,12 +72,13 @@ class Report:
         *,
         module: str = "",
         breaks: bool = True,
+        raises: bool = False,
     ) -> None:
         """Add a line. If the report has a line with this place, operation and edit, add levels and module to that."""
         key = (place.file, place.line, op, edit)
         found = next((each for each in self.lines if (each.file, each.line, each.op, each.edit) == key), None)
         if found is None:
-            found = Line(place.file, place.line, place.called, op, [], what, edit, breaks=breaks)
+            found = Line(place.file, place.line, place.called, op, [], what, edit, breaks=breaks, raises=raises)
             self.lines.append(found)
             self.lines.sort(key=lambda each: (each.file, each.line))
         if module and module not in found.modules:

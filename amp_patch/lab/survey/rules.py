@@ -106,7 +106,8 @@ def _compares_otherwise(call: Call, kind: Kind) -> bool:
 def _targets_are_coarse(call: Call) -> Iterator[Finding]:
     """Find subtractions and losses whose targets a level rounds too much.
 
-    Too much is a rounding to other whole numbers, or by more than `_SHARE` of the targets' spread.
+    Too much is a rounding to other whole numbers, or by more than `_SHARE` of the targets' spread. If predictions and
+    targets differ by less than the rounding, they are no targets but earlier predictions (PPO's old log probabilities).
     """
     if call.op not in _DIFFERENCES or len(call.inputs) < 2:
         return
@@ -116,8 +117,13 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
     (target, known), guess = ((two, second), first) if first.learned else ((one, first), second)
     kinds = _changed_whole_numbers(target, known)
     lost = _SHARE * float(target.detach().std()) * target.numel() ** 0.5 if target.numel() > 1 else math.inf
-    exact = target.detach()
-    kinds |= where(guess.rounded, lambda dtype: float((exact - exact.to(dtype)).norm()) > lost > 0)
+    exact, apart = target.detach(), float((one - two).detach().norm())
+
+    def is_coarse(dtype: torch.dtype) -> bool:
+        error = float((exact - exact.to(dtype)).norm())
+        return error > lost > 0 and error < apart
+
+    kinds |= where(guess.rounded, is_coarse)
     if kinds:
         most = max(map(abs, call.range(target)))
         steps = max(torch.finfo(kind.dtype).eps for kind in kinds) * 2 ** math.floor(math.log2(max(most, 1e-30)))
@@ -137,9 +143,8 @@ def _probabilities_saturate(call: Call) -> Iterator[Finding]:
     edit = "binary_cross_entropy_with_logits, without the sigmoid"
     refused = facts.low - CASTING
     if refused:
-        yield Finding(
-            refused, f"binary_cross_entropy of {type_names(refused)} is refused", f"{edit}; or allow_banned=True"
-        )
+        what = f"binary_cross_entropy of {type_names(refused)} is refused"
+        yield Finding(refused, what, f"{edit}; or allow_banned=True", raises=True)
     p = tensor.detach()
 
     def saturates(dtype: torch.dtype) -> bool:
@@ -164,7 +169,7 @@ def _fails(call: Call) -> Iterator[Finding]:
             words = f"an error in {{}}: {text[:100]}", "x.to(other.dtype), a buffer, or O1 or O4, which cast"
         told.setdefault(words, set()).add(kind)
     for (what, edit), kinds in told.items():
-        yield Finding(frozenset(kinds), what.replace("{}", type_names(kinds)), edit)
+        yield Finding(frozenset(kinds), what.replace("{}", type_names(kinds)), edit, raises=True)
 
 
 def _asked_for_fp32(call: Call) -> Iterator[Finding]:
@@ -203,9 +208,8 @@ def _arrays_fail(call: Call) -> Iterator[Finding]:
     if call.op in ("numpy", "array") and call.inputs:
         kinds = frozenset(kind for kind in call.low() if kind.dtype is torch.bfloat16)
         if kinds:
-            yield Finding(
-                kinds, "numpy() of BF16 is an error", "x.float().numpy(), or cast_model_outputs=torch.float32"
-            )
+            edit = "x.float().numpy(), or cast_model_outputs=torch.float32"
+            yield Finding(kinds, "numpy() of BF16 is an error", edit, raises=True)
 
 
 def _loss_is_coarse(call: Call) -> Iterator[Finding]:
@@ -215,7 +219,7 @@ def _loss_is_coarse(call: Call) -> Iterator[Finding]:
     """
     for tensor, facts in call.outputs if call.op == "output" else ():
         kinds = frozenset(kind for kind in facts.low & CASTING if kind.dtype is torch.bfloat16)
-        if kinds and tensor.numel() == 1 and tensor.requires_grad:
+        if kinds and tensor.dim() == 0 and tensor.requires_grad:
             steps = torch.finfo(torch.bfloat16).eps * 2.0 ** math.floor(
                 math.log2(max(*map(abs, call.range(tensor)), 1e-30))
             )

@@ -69,6 +69,8 @@ class Surveyor:
     # Rules.
 
     def _look(self, call: Call) -> None:
+        if "empty" in call.op:  # memory whose numbers are not made yet
+            return
         for rule in RULES:
             for finding in rule(call):
                 self._note(call, finding)
@@ -83,7 +85,8 @@ class Surveyor:
         line = finding.line or call.line
         module = running_module(self._names)
         op = finding.op or call.op
-        self.report.add(line, op, levels, finding.what, finding.edit, module=module, breaks=finding.breaks)
+        told = {"breaks": finding.breaks, "raises": finding.raises}
+        self.report.add(line, op, levels, finding.what, finding.edit, module=module, **told)
 
     # Gradients.
 

@@ -20,7 +20,7 @@ from amp_patch.model.forward import in_backward
 from amp_patch.model.keep_fp32 import is_batch_norm, kept_modules
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.support.compiled import eagerly
-from amp_patch.support.tree import map_tensors, tensors
+from amp_patch.support.tree import batch_tensors, map_tensors, tensors
 
 _RAISING = ("fp32", "norm", "direction", "inexact")
 _SERVED = ("direction", "inexact", "banned")  # rules of functions that run in FP32 in cast models too, or are refused
@@ -112,7 +112,7 @@ class Visitor(TorchFunctionMode):
             return
         with torch._C.DisableTorchFunction():
             self._read = None
-            self._before = [(tensor, self.of(tensor)) for tensor in _floats(given)]
+            self._before = [(tensor, self.of(tensor)) for tensor in _floats(batch_tensors(given))]
             for number, (tensor, facts) in enumerate(self._before):
                 self.facts[tensor] = facts = cast(tensor, facts, f"input {number + 1} of the model", is_input=True)
                 self._show("input", tensor, facts)
@@ -190,6 +190,8 @@ class Visitor(TorchFunctionMode):
         result = func(*args, **kwargs)
         if call.inside and call.op in _CONVERTS and result is args[0]:
             result = result.view_as(result)  # without this, result and input would share their facts
+        if call.op == "empty" and not result.numel():
+            return result  # it gets memory where no mode sees it, as a tensor that a DataLoader's process has sent
         call.result = result
         made = _floats(args[0] if call.in_place else result)
         if not (call.inputs or made):
@@ -311,8 +313,7 @@ class Visitor(TorchFunctionMode):
             return value
 
         args, kwargs = map_tensors(one, (call.args, call.kwargs))
-        extreme = any(number in (_FLOAT32.min, _FLOAT32.max) for number in call.scalars())
-        if kind in low and extreme and self._follows_a_tensor(call):
+        if kind in low and call.has_extremes and self._follows_a_tensor(call):
             args = tuple(_of_kind(kind, each) for each in args)
             kwargs = {key: _of_kind(kind, each) for key, each in kwargs.items()}
         if call.op in _CONVERTS or "dtype" in kwargs:
@@ -380,9 +381,9 @@ class Visitor(TorchFunctionMode):
         return any(finite_range(tensor)[0] < -_LARGE for tensor in given)
 
     def _mask_at(self, call: Call, low: Kinds) -> tuple[Kinds, Kinds]:
-        """Return (kinds at which a mask's numbers below the type's range stay finite, kinds at which they are -inf)."""
+        """Return (kinds at which numbers beyond the type's range stay finite, kinds at which a mask's are -inf)."""
         finite, infinite = set[Kind](), set[Kind]()
-        if any(number == _FLOAT32.min for number in call.scalars()) and self._follows_a_tensor(call):
+        if call.has_extremes and self._follows_a_tensor(call):
             finite |= low
         for tensor, facts in call.inputs:
             for kind, value in {} if facts.learned else facts.values.items():

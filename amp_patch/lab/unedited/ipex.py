@@ -50,7 +50,7 @@ _SETTINGS = ("enable_onednn_fusion", "enable_auto_channels_last", "disable_auto_
 class _Missing:
     """A name of IPEX that amp_patch does not have. It can be imported; calls and subclasses raise ScriptRefused."""
 
-    __module__ = _NAME  # Without this, `imports_us` would say that the script imports amp_patch.
+    __module__ = _NAME  # Without this, `chooses_its_level` would say that the script imports amp_patch.
 
     def __init__(self, name: str) -> None:
         self._name = name

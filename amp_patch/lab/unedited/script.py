@@ -51,7 +51,7 @@ from amp_patch.lab.unedited.native import NativePrecision, before_scaling
 from amp_patch.lab.unedited.pickles import Pickles
 from amp_patch.lab.unedited.processes import Processes, refuse_copies_of_shared, tell
 from amp_patch.lab.unedited.refusal import ScriptRefused, where
-from amp_patch.lab.unedited.source import imports_us
+from amp_patch.lab.unedited.source import chooses_its_level
 from amp_patch.policy import Options, resolve
 from amp_patch.support import fsdp
 from amp_patch.support.compiled import not_traced, uncompiled
@@ -74,8 +74,8 @@ class _Initialized(NamedTuple):
 class UneditedScript(observers.Observer):
     """A `with` block in which a script that uses torch alone is trained at `level`.
 
-    A script that imports amp_patch or Apex runs unchanged. At O0 losses and weights are bit-identical to the script's
-    own. The exit restores everything that was replaced in torch. Models and optimizers stay initialized, until
+    A script that trains with amp_patch or Apex runs unchanged. At O0 losses and weights are the script's own, to the
+    bit. The exit restores everything that was replaced in torch. Models and optimizers stay initialized, until
     `amp_patch.restore`.
 
     Args:
@@ -109,7 +109,7 @@ class UneditedScript(observers.Observer):
         # Module -> `_groups_version` when its parameters were last looked up in the optimizers. Without this, each
         # forward would look them up.
         self._checked = weakref.WeakKeyDictionary[nn.Module, int]()
-        self._script_imports_us: bool | None = None  # None until `_is_of_ours` reads the script's names
+        self._script_chooses: bool | None = None  # None until `_is_of_ours` reads the script
         self._owners: dict[int, list[int]] = {}  # id of a parameter -> ids of the optimizers that hold it or its master
         self._owners_version = -1  # the `_groups_version` of `_owners`
         self._thread = threading.local()
@@ -222,9 +222,9 @@ class UneditedScript(observers.Observer):
         return [optimizers[owner] for owner in found if owner in optimizers]
 
     def _is_of_ours(self) -> bool:
-        if self._script_imports_us is None:
-            self._script_imports_us = imports_us(sys.modules.get("__main__"))
-        return self._script_imports_us
+        if self._script_chooses is None:
+            self._script_chooses = chooses_its_level(sys.modules.get("__main__"))
+        return self._script_chooses
 
     def _applies(self) -> bool:
         return not (self._left_alone or self._is_of_ours())

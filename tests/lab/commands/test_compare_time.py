@@ -64,6 +64,46 @@ def every(told: list[tuple[float, float | None]]) -> Iterator[float]:
     return (total for _, total in told if total is not None)
 
 
+def stuck(steps: int, later: float, seconds: float = 1.0) -> str | None:
+    """What is said of an O5 that made `steps` steps, and has made none for `later` seconds; O0 has made one more."""
+    now, (exact, low) = [0.0], Plan(("O0", "O5"), seeds=1, steps=STEPS).runs()
+    times = RunTimes([exact, low], STEPS, lambda: now[0])
+    for run, made in (exact, steps + 1), (low, steps):
+        now[0] += 30.0  # the start-up
+        for _ in range(made):
+            now[0] += seconds
+            run.loss.append(1.0)
+            run.seconds.append(seconds)
+            times.look(run)
+    now[0] += later
+    times.look(low)
+    assert times.overdue(exact) is None
+    return times.overdue(low)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_step_that_takes_a_hundred_times_as_long_as_any_of_o0_is_overdue(steps):
+    assert stuck(steps, 119.0) is None
+    words = stuck(steps, 125.0)
+    assert words.startswith(f"step {steps + 1} had taken about 2 minutes") and "at O0 no step took more than 1" in words
+    assert "keep_fp32=" in words
+    assert stuck(steps, 900.0, seconds=10.0) is None
+    assert stuck(steps, 1100.0, seconds=10.0) is not None
+
+
+def test_what_a_script_does_between_two_steps_is_not_overdue_before_o0_has_done_it():
+    now, (exact, low) = [0.0], Plan(("O0", "O5"), seeds=1, steps=STEPS).runs()
+    times = RunTimes([exact, low], STEPS, lambda: now[0])
+    for run in (exact, low):
+        now[0] += 1.0
+        run.loss += [1.0] * 4
+        run.seconds += [0.1] * 4
+        times.look(run)
+    now[0] += 1e5  # an evaluation
+    times.look(low)
+    assert times.overdue(low) is None
+
+
 @pytest.mark.parametrize("start_up", [0.5, 60.0])
 def test_the_first_steps_of_all_levels_predict_the_whole_time(start_up):
     made = Training(STEPS, start_up)

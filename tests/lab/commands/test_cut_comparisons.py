@@ -15,7 +15,7 @@ from paths import ROOT
 from processes import SECONDS, in_folder, wait_until, wait_until_left
 from scripts import start_script
 
-from amp_patch.lab.recording.run import Run, loads
+from amp_patch.lab.recording.run import OVERDUE, Run, loads
 
 pytestmark = pytest.mark.slow
 
@@ -99,6 +99,20 @@ def test_every_loop_is_ended_after_the_steps_asked_for(kind, tmp_path):
     assert (o0.steps, o0.error, o4.steps, o4.error) == (4, None, 4, None) and o0.weights == 40
     went_on = ["the script ran on after the 4 steps asked for, and was ended"]
     assert o0.notes == (went_on if kind in ("a bare except", "a thread") else [])
+
+
+def test_a_step_that_never_ends_at_a_level_is_ended_and_the_report_says_so(tmp_path):
+    """As an adaptive solver that cannot meet its tolerance in BF16. Other seeds of that level are not tried."""
+    waits = "while net.weight.dtype is torch.bfloat16:\n        time.sleep(0.01)"
+    script = f"{TRAINS}\nfor number in range(6):\n    step()\n    {waits}\n"
+    sooner = (
+        "import sys; from amp_patch import __main__; from amp_patch.lab.commands import compare_time as limits; "
+        "limits.OVERDUE_SECONDS, limits.OVERDUE_TIMES = 2.0, 0; __main__.main()"
+    )
+    done = start_script(tmp_path, script, "-c", sooner, "compare", "--levels", "O0,O5,O4", "--seeds", "2")
+    assert "A loop that ends by a tolerance" in done.stdout and "keep_fp32=" in done.stdout, done.stdout + done.stderr
+    found = [(run.level, run.seed, run.steps, run.error_kind) for run in runs_of(tmp_path)]
+    assert found == [("O0", 0, 6, ""), ("O5", 0, 1, OVERDUE), ("O4", 0, 6, ""), ("O0", 1, 6, ""), ("O4", 1, 6, "")]
 
 
 def test_a_second_signal_ends_a_stubborn_run_and_resume_makes_the_missing_ones(tmp_path):

@@ -205,7 +205,17 @@ for step, (x, y) in enumerate(loader):
     print(loss.item().hex())
 """
 )
-KINDS = {"digits": DIGITS_CNN, "gpt": GPT, "gan": GAN, "native": NATIVE, "apex": APEX, "accelerate": ACCELERATE}
+# As SupContrast: Apex is imported if it is there, for another part than its amp.
+UNUSED_APEX = f"try:\n    import apex\n    from apex import amp, optimizers\nexcept ImportError:\n    pass\n{GAN}"
+KINDS = {
+    "digits": DIGITS_CNN,
+    "gpt": GPT,
+    "gan": GAN,
+    "native": NATIVE,
+    "apex": APEX,
+    "accelerate": ACCELERATE,
+    "unused apex": UNUSED_APEX,
+}
 # Replacements that turn a script with mixed precision into one in FP32.
 IN_FP32 = {
     "native": [

@@ -30,7 +30,7 @@ from amp_patch.lab.commands.interrupts import Ended, Interrupts
 from amp_patch.lab.commands.turn_client import LAST, TURN, TurnClient
 from amp_patch.lab.commands.turn_scheduler import ScriptFailed
 from amp_patch.lab.comparison.plan import Plan
-from amp_patch.lab.recording.run import INTERRUPTED, OUT_OF_MEMORY, Failure, Run, loads
+from amp_patch.lab.recording.run import INTERRUPTED, OUT_OF_MEMORY, OVERDUE, Failure, Run, loads
 
 
 @pytest.fixture
@@ -268,6 +268,12 @@ def test_a_run_that_ran_out_of_memory_is_repeated_alone(order):
     assert names(runs) == ["O00", "O20", "O40", "O01", "O21", "O41"]
     assert runs[1].notes == ["the memory did not do for all levels at once: this run was made again by itself"]
     assert order[11:] == ["O01"] * 3 + ["O21"] * 2 + ["O41"] * 4
+
+
+def test_a_level_with_a_step_that_is_overdue_gets_no_other_seed(order):
+    Made.steps["O2"] = [{}, Failure("step 2 had taken about 2 minutes", OVERDUE)]
+    runs, _ = take()
+    assert names(runs) == ["O00", "O20", "O40", "O01", "O41"] and runs[1].error == "step 2 had taken about 2 minutes"
 
 
 def test_an_interrupt_keeps_runs_that_took_steps(order):

@@ -71,6 +71,15 @@ def test_a_level_without_a_bad_end_has_no_line(runs):
     assert not any("survey" in each or "net.py" in each for each in shown(made))
 
 
+def test_a_line_that_would_be_an_error_is_no_reason_for_a_level_that_had_none():
+    """`compare` serves scripts whose types mix: the level trained, and ended worse by something else."""
+    survey = {**SURVEY, "lines": [{**LINE, "raises": True, "what": "an error in FP16: expected float"}]}
+    text, _ = shown(compared(seeds("O2", *BAD), survey=survey))
+    assert "net.py" not in text and "the survey of the first step names no line that breaks O2" in text
+    text, _ = shown(compared(seeds("O2", *BASE, error="RuntimeError: expected float", loss=[]), survey=survey))
+    assert "the survey names net.py:12 (div): an error in FP16" in text
+
+
 def test_a_script_that_fails_at_o0_too_is_not_surveyed():
     made = compare(seeds("O0", *BASE, error="ValueError: no", loss=[]), seeds("O2", *BASE, error="no", loss=[]))
     assert not made.unexplained

@@ -145,6 +145,17 @@ def test_an_eps_that_is_0_in_fp16_is_named_for_the_level_that_steps_in_fp16(eps,
     assert all(line.file == __file__ and "eps=1e-08 of Adam is 0 in FP16" in line.what for line in report.lines)
 
 
+def test_a_tensor_that_another_process_has_sent_has_its_own_numbers():
+    """torch makes it empty, of the storage's dtype, and sets its memory then."""
+    model, sent = nn.Linear(8, 4), torch.randn(4, 4)
+
+    def loss(output):
+        rebuilt = torch.empty((0,), dtype=output.dtype).set_(sent.untyped_storage(), 0, (4, 4), (4, 1))
+        return (output - rebuilt.to("cpu")).square().mean()
+
+    assert amp.survey(model, loss, torch.randn(4, 8)).lines == []
+
+
 def test_an_eps_that_is_a_list_is_no_error():
     model, loss_fn, inputs = made(survey_clean.cnn)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
