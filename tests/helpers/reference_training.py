@@ -1,7 +1,7 @@
 """Mixed-precision training by hand: the contract, written out once more in plain torch.
 
 Nothing of amp_patch is used here, save its norms. Weights, casts, scales and skips are those that its documents
-promise; the storms (test_storms.py) and the stories (test_stories.py) hold amp_patch to them, to the bit.
+promise; the stories (test_stories.py) hold amp_patch to them, to the bit.
 """
 
 from __future__ import annotations
