@@ -105,7 +105,8 @@ def test_the_gradients_of_the_model_are_never_there_at_once(level, most, less):
 
 @pytest.mark.parametrize("cpu_half", ["native", "emulate"])
 @pytest.mark.parametrize(
-    ("level", "expected"), [("O5", 16), ("O5+split", 14), ("O5+stochastic", 12), ("O5+split+8bit", 8)]
+    ("level", "expected"),
+    [("O5", 16), ("O5+split", 14), ("O5+stochastic", 12), ("O5+split+8bit", 8), ("O5+stochastic+8bit", 6)],
 )
 def test_a_parameter_takes_the_bytes_of_the_ladder_at_the_step(level, expected, cpu_half):
     if multi_tensor.backend() != "cpp":
