@@ -98,13 +98,6 @@ def test_a_wrapper_like_larc(amp, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_closure_is_refused_where_the_loss_is_scaled(amp, level):
-    _model, optimizer = make(amp, level, loss_scale=2.0)
-    with pytest.raises(RuntimeError, match="closure"):
-        optimizer.step(lambda: None)
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_the_scale_takes_effect_when_written_and_is_current_when_read(amp, level):
     """The BERT and ViT family, at whatever level the command line says."""
     model, optimizer = make(amp, level)

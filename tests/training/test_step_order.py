@@ -314,25 +314,6 @@ def test_a_closure_that_is_refused_leaves_delayed_gradients_as_they_are(make):
     assert model.weight.tolist() != [[1.0, 2.0]]
 
 
-@crossed({"scheduled": ["before", "after"]}, AT_LEVELS, KINDS)
-def test_a_scheduler_that_has_captured_step_leads_to_the_one_of_the_training(make, level, scheduled):
-    model = linear([[1.0, 2.0]])
-    optimizer = make(model.parameters(), lr=0.5)
-    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1)] if scheduled == "before" else []
-    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **level)
-    schedulers = schedulers or [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-    backward_observed(model, optimizer)
-    optimizer.step()
-    assert model.weight.tolist() != [[1.0, 2.0]]
-    backward_observed(model, optimizer, math.inf)
-    before = model.weight.tolist()
-    optimizer.zero_grad()
-    backward_observed(model, optimizer, math.inf)
-    optimizer.step()
-    schedulers[0].step()
-    assert model.weight.tolist() == before and nn.Module is not None
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit")  # torch's own, of what Dynamo imports
 def test_the_step_of_an_optimizer_in_no_training_is_compiled():
     def frames():
