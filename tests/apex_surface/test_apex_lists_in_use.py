@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from apex_casts import (
+from casting import differences, half_kernels, namespaces
+from conftest import DEVICES, original
+from crossed import crossed
+from op_calls import (
     APEXS,
     BF16,
     DOUBLE,
@@ -19,17 +22,16 @@ from apex_casts import (
     NATIVE,
     ROWS,
     arguments,
+    call,
     call_of,
+    flat,
     inside,
     installed_fixture,  # noqa: F401  the fixture `installed`
+    result_types,
+    sample,
 )
-from conftest import DEVICES, original
-from crossed import crossed
-from half_kernels import half_kernels
-from op_calls import call, flat, result_types, sample
 from other_thread import run_in_thread
 from torch import Tensor, nn
-from torch_names import differences, namespaces
 
 from amp_patch.casts import cpu_half, install, regions
 from amp_patch.casts import state as casts_state

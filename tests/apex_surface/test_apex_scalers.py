@@ -6,8 +6,7 @@ import importlib
 
 import pytest
 import torch
-from apex_scripts import INF, backward_by, make, train_by
-from apexed import LEVELS, apex_amp  # noqa: F401  the fixture `amp`
+from apexed import INF, LEVELS, apex_amp, backward_by, make, train_by  # noqa: F401  the fixture `amp`
 from conftest import DEVICES
 from syncs import Syncs
 from torch import nn

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import reference_formats
 import torch
-from compiled import same_as_eager
+from casting import same_as_eager
 from conftest import WRAPPERS
 from crossed import crossed
 from torch import Tensor, nn

@@ -3,7 +3,7 @@
 `run(script, arguments)` runs a script of examples/legacy as it is, with an `apex` that does nothing: `amp.initialize`
 hands back what it gets, `scale_loss` yields the loss, and the fused optimizers and layers are written out below in
 torch's own operations, after the papers. `.cuda()` and its like are harmless on a machine without a GPU. As a program:
-`python tests/helpers/plain_apex.py SCRIPT ARGUMENTS...`.
+`python tests/helpers/plain_apex.py [--cuda] SCRIPT ARGUMENTS...`.
 """
 
 from __future__ import annotations
@@ -227,4 +227,5 @@ def run_script(script: str, arguments: list[str], cuda: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    run_script(sys.argv[1], sys.argv[2:])
+    given = [argument for argument in sys.argv[1:] if argument != "--cuda"]
+    run_script(given[0], given[1:], cuda="--cuda" in sys.argv)

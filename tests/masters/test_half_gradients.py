@@ -14,8 +14,8 @@ import pytest
 import torch
 from conftest import DEVICES
 from interrupts import send, sent_again_by_the_test
-from one_weight import backward_row, master_of
 from python_forks import python
+from small_trainings import backward_row, master_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import backward, linear

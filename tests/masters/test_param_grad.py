@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import DEVICES
 from crossed import crossed
-from one_weight import backward_row, master_of
+from small_trainings import backward_row, master_of
 from torch import Tensor, nn
 from training import backward, linear
 

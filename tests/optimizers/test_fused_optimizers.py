@@ -11,7 +11,17 @@ import torch
 import training
 from conftest import DEVICES, DTYPES
 from crossed import crossed
-from fused_cases import ORACLES, SHAPES, cases, every, give_gradients, parameters, relative, required, run_steps
+from reference_optimizers import (
+    ORACLES,
+    SHAPES,
+    cases,
+    every,
+    give_gradients,
+    parameters,
+    relative,
+    required,
+    run_steps,
+)
 from syncs import CopiesToOrFrom
 from torch import nn
 from training import assert_unchanged, snapshot

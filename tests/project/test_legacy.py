@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import plain_apex
 import pytest
 import torch
-from forks import Forks
 from paths import EXAMPLES
 from python_forks import python
+from training import assert_unchanged
 
 pytest.importorskip("sklearn", reason="three of the legacy programs train on its digits")
 
@@ -125,55 +125,39 @@ PROGRAMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks() as forks:
-        yield forks
-
-
 class Runs:
-    """Runs programs, each into files of its own, and returns the curve that they write."""
+    """Runs programs as users do, each into files of its own, and returns the curve that they write."""
 
-    def __init__(self, forks: Forks, folder: Path):
-        self.forks, self.folder, self.baselines = forks, folder, {}
-        self.printed = ""
+    def __init__(self, folder: Path):
+        self.folder, self.baselines, self.printed = folder, {}, ""
 
-    def ours(self, program: Program, *arguments: str) -> dict[str, Any]:
-        """Through the function behind `python -m amp_patch`, in a forked process."""
-        return self._run("amp_patch.__main__.main", [self.command(program, *arguments)])
-
-    def user(self, program: Program, *arguments: str, launcher: tuple[str, ...] = ()) -> dict[str, Any]:
-        """As a user does it: `python -m amp_patch run ...`. `launcher`: what comes between python and -m."""
-        warnings = ["-W", "error", "-W", "ignore:'pin_memory' argument"]  # asked for by classify, for its GPU
-        command = [*warnings, *launcher, "-m", "amp_patch", *self.command(program, *arguments)]
-        done = python(*command, cwd=self.folder, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        self.printed = done.stdout + done.stderr
-        assert done.returncode == 0, self.printed[-4000:]
-        return json.loads((self.folder / "curve").read_text())
+    def ours(self, program: Program, *arguments: str, launcher: tuple[str, ...] = ()) -> dict[str, Any]:
+        """By `python -m amp_patch run ...`. `launcher`: what comes between python and -m."""
+        device = WITHOUT_GPU if program.for_cuda else []
+        return self._run(*launcher, "-m", "amp_patch", "run", *device, program.path, *arguments)
 
     def baseline(self, program: Program, *arguments: str) -> dict[str, Any]:
         """The same with plain torch. Run once for all levels."""
         key = (program.name, *arguments)
         if key not in self.baselines:
-            command = [*arguments, "--curve", str(self.folder / "curve")]
-            self.baselines[key] = self._run("plain_apex.run_script", [program.path, command, program.for_cuda])
+            script = [plain_apex.__file__, *(["--cuda"] if program.for_cuda else []), program.path]
+            self.baselines[key] = self._run(*script, *arguments)
         return self.baselines[key]
 
-    def command(self, program: Program, *arguments: str) -> list[str]:
-        device = WITHOUT_GPU if program.for_cuda else []
-        return ["run", *device, program.path, *arguments, "--curve", str(self.folder / "curve")]
-
-    def _run(self, function: str, arguments: list[Any]) -> dict[str, Any]:
-        (self.folder / "curve").unlink(missing_ok=True)
-        output = self.folder / "output"
-        self.forks(function, *arguments, output=output)
-        self.printed = output.read_text()
-        return json.loads((self.folder / "curve").read_text())
+    def _run(self, *command: str) -> dict[str, Any]:
+        curve = self.folder / "curve"
+        curve.unlink(missing_ok=True)
+        warnings = ["-W", "error", "-W", "ignore:'pin_memory' argument"]  # asked for by classify, for its GPU
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = python(*warnings, *command, "--curve", str(curve), cwd=self.folder, env=environment)
+        self.printed = done.stdout + done.stderr
+        assert done.returncode == 0, self.printed[-4000:]
+        return json.loads(curve.read_text())
 
 
 @pytest.fixture(scope="module")
-def runs(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(forks, tmp_path_factory.mktemp("legacy"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("legacy"))
 
 
 def mean(values: list[float]) -> float:
@@ -203,24 +187,15 @@ def test_the_baseline_learns(name, runs):
         assert mean(losses[-10:]) < part * losses[0]
 
 
-# One level each the way a user runs them, with the options of its time; the others in forks of one process.
-AS_USER = {
-    ("classify", "O2"): ["--keep-batchnorm-fp32", "True", "--loss-scale", "dynamic"],
-    ("dcgan", "O1"): [],
-    ("language_model", "O2"): [],
-    ("bert", "O2"): [],
-    ("self_supervised", "O1"): [],
-}
+# The options of its time, at one level.
+OPTIONS = {("classify", "O2"): ["--keep-batchnorm-fp32", "True", "--loss-scale", "dynamic"]}
 
 
 @pytest.mark.parametrize("level", ALL_BUT_O3_FAST)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_level_trains_to_the_losses_of_plain_fp32(name, level, runs):
     program = PROGRAMS[name]
-    if (name, level) in AS_USER:
-        result = runs.user(program, "--opt-level", level, *AS_USER[name, level])
-    else:
-        result = runs.ours(program, "--opt-level", level)
+    result = runs.ours(program, "--opt-level", level, *OPTIONS.get((name, level), []))
     baseline = runs.baseline(program)
     compare(result, baseline, program.tolerance[level])
     if "norms" in result and level != "O3":
@@ -283,22 +258,6 @@ def load(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def assert_same(left: Any, right: Any, where: str = "checkpoint") -> None:
-    """Equal to the bit, dtypes included, through dicts and lists."""
-    if isinstance(left, torch.Tensor):
-        assert left.dtype is right.dtype and torch.equal(left, right), where
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys(), where
-        for key in left:
-            assert_same(left[key], right[key], f"{where}[{key!r}]")
-    elif isinstance(left, (list, tuple)):
-        assert len(left) == len(right), where
-        for i, (a, b) in enumerate(zip(left, right, strict=True)):
-            assert_same(a, b, f"{where}[{i}]")
-    else:
-        assert left == right, where
-
-
 @pytest.mark.parametrize("level", O2_FAST)
 def test_classify_resumes_to_the_bit(level, runs, tmp_path):
     program, straight, stopped = PROGRAMS["classify"], tmp_path / "straight", tmp_path / "stopped"
@@ -308,7 +267,7 @@ def test_classify_resumes_to_the_bit(level, runs, tmp_path):
     assert load(stopped)["epoch"] == 1
     runs.ours(program, *options, "--steps", "42", "--checkpoint", str(stopped), "--resume", str(stopped))
     assert "=> loading checkpoint" in runs.printed
-    assert_same(load(stopped), load(straight))
+    assert_unchanged(load(stopped), load(straight))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -319,7 +278,7 @@ def test_bert_resumes_to_the_bit(level, runs, tmp_path):
     runs.ours(program, *options, "--steps", "10", "--output", str(stopped))
     assert load(stopped)["step"] == 10
     runs.ours(program, *options, "--output", str(stopped), "--resume_from_checkpoint", str(stopped))
-    assert_same(load(stopped), load(straight))
+    assert_unchanged(load(stopped), load(straight))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -332,7 +291,7 @@ def test_the_amp_module_is_restored_as_a_state_object(level, runs, tmp_path):
     for name in ("state_dict", "optimizer", "amp"):
         assert f"=> loaded {name} from checkpoint" in runs.printed
     assert load(straight)["amp"]["loss_scaler0"]["unskipped"] == 30
-    assert_same(load(stopped), load(straight))
+    assert_unchanged(load(stopped), load(straight))
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -344,7 +303,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 def test_two_ranks_share_one_batch(level, runs):
     """Batch norms, assignments and gradients are those of the whole batch: the curve is that of one process."""
     program = PROGRAMS["self_supervised"]
-    result = runs.user(program, "--opt-level", level, launcher=TORCHRUN)
+    result = runs.ours(program, "--opt-level", level, launcher=TORCHRUN)
     compare(result, runs.baseline(program), program.tolerance[level])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_weight import x
+from small_trainings import x
 from split_masters import MAKERS, OPTIM, loss_of, net
 from torch import Tensor
 from training import backward, linear, masters_of, same

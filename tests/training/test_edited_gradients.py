@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from crossed import crossed
-from one_weight import EVERY, SCALED, master_grads, setup, sgd, x
+from small_trainings import EVERY, SCALED, master_grads, setup, sgd, x
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from training import backward, linear

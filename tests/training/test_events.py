@@ -18,9 +18,8 @@ import coded_states
 import torch
 import training
 from crossed import crossed
-from makers import MAKERS
 from torch import nn
-from torch_optimizers import VARIANTS, made, of_sparse_gradients, one_step
+from torch_optimizers import MAKERS, VARIANTS, made, of_sparse_gradients, one_step
 from training import assert_unchanged, snapshot, through_pickle, through_torch
 
 from amp_patch import amp

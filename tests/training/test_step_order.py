@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from crossed import crossed
-from one_weight import backward_row
+from small_trainings import backward_row
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from training import linear

@@ -6,8 +6,8 @@ import copy
 import weakref
 from typing import Any
 
-import benchmark_scripts
 import pytest
+import scripts
 import torch
 from crossed import crossed
 from interrupts import Interrupt
@@ -19,7 +19,7 @@ from training import backward, same, through_pickle
 from amp_patch import amp, multi_tensor
 from amp_patch.ways import gradient_release
 
-most_bytes = benchmark_scripts.load("timing").most_bytes
+most_bytes = scripts.load("timing").most_bytes
 
 CODED = ["O4+8bit", "O5+split+8bit"]
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS["AdamW"], MAKERS["NAdam"]], ids=["AdamW", "NAdam"])

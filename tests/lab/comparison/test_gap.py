@@ -8,8 +8,7 @@ import random
 import statistics
 
 import pytest
-from compared_runs import compare, judge, logs, seeds
-from made_up import made_up_run
+from compared_runs import compare, judge, logs, made_up_run, seeds
 
 from amp_patch import amp
 from amp_patch.lab.commands import compare_arguments

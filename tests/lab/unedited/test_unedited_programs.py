@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from crossed import crossed
-from unedited import edited, run_source
+from scripts import edited, run_source
 
 from amp_patch import amp
 from amp_patch.lab.unedited.script import UneditedScript
