@@ -243,18 +243,6 @@ def test_no_gradient_is_made_without_a_read(level, options):
 
 
 @LEVELS
-def test_a_copy_has_separate_gradients(level, options):
-    model, optimizer = start_level(level, options)
-    other, others = copy.deepcopy((model, optimizer))
-    backward_row(other, others)
-    assert other.weight.grad.tolist() == RAW and model.weight.grad is None
-    other, others = pickle.loads(pickle.dumps((model, optimizer)))
-    backward_row(other, others)
-    other.weight.grad.mul_(2)
-    assert master_of(others).grad.tolist() == [[6.0, -10.0]] and model.weight.grad is None
-
-
-@LEVELS
 @pytest.mark.parametrize("when", ["before the step", "after the step"])
 def test_a_model_that_has_gradients_is_compiled_in_one_graph(level, options, when, fresh_compiler):
     model, optimizer = start_level(level, options)

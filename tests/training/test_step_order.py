@@ -56,10 +56,6 @@ class WithoutHooks:
             param.grad = None
 
 
-def sgd_loops(params, lr):
-    return torch.optim.SGD(params, lr=lr, foreach=False)
-
-
 MAKES = {"one pass": torch.optim.SGD, "portions": torch.optim.ASGD, "foreign": Foreign, "child": Child}
 LEVELS = {
     "O1": {"opt_level": "O1", "loss_scale": 64.0},

@@ -33,14 +33,6 @@ def found(*percents: float, **options) -> Gap:
     return level.finding.gap
 
 
-# Two-sided critical values of Student's t, from the printed tables: freedom, p, t.
-@pytest.mark.parametrize(
-    ("freedom", "p", "t"), [(1, 0.05, 12.706), (2, 0.05, 4.303), (4, 0.01, 4.604), (9, 0.05, 2.262)]
-)
-def test_the_quantile_of_student_agrees_with_tables(freedom, p, t):
-    assert measures.student_quantile(1 - p, freedom) == pytest.approx(t, abs=5e-4)
-
-
 def test_a_gap_has_the_interval_of_a_paired_t_test():
     """Differences 1, 2, 3: mean 2, deviation 1, half of the interval 4.303 / sqrt(3)."""
     made = gap([11, 12, 13], [10, 10, 10], sign=1, margin=0.5, gained=0, has_spread=True)
