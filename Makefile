@@ -23,7 +23,7 @@ OF_KERNELS := $(addprefix tests/,masters optimizers storage ways) \
 	$(patsubst %,tests/frontend/test_%.py,capabilities grad_scaler grad_scaler_as_torchs supported users) \
 	$(patsubst %,tests/model/test_%.py,copies restored_models) \
 	$(patsubst %,tests/training/test_%.py,closures copied_trainings earlier_gradients edited_gradients loss_scaler \
-		overflow readers_of_gradients scale_loss skip_nonfinite stash steps_in_bodies stories storms)
+		overflow readers_of_gradients scale_loss skip_nonfinite stash steps_in_bodies stories)
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null))
 
 .DEFAULT_GOAL := help

@@ -9,7 +9,7 @@ import math
 import pytest
 import reference
 import torch
-from amp_c_calls import CHUNK, buffer, on_devices, tensors, zeros
+from apexed import CHUNK, buffer, on_devices, tensors, zeros
 from conftest import DTYPES
 from crossed import crossed
 from training import same

@@ -7,7 +7,7 @@ import copy
 import pytest
 import reference_optimizers
 import torch
-from amp_c_calls import CHUNK, SHAPES, buffer, on_devices, tensors, zeros
+from apexed import CHUNK, SHAPES, buffer, on_devices, tensors, zeros
 from conftest import DTYPES
 from syncs import count
 from training import same

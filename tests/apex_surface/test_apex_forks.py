@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from apex_scripts import backward_by, make
-from apexed import apex_amp  # noqa: F401
+from apexed import (
+    apex_amp,  # noqa: F401
+    backward_by,
+    make,
+)
 from paths import ROOT
 from torch import nn
 from training import linear, mm_dtype

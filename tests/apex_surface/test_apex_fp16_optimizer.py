@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from apex_nets import LOW
+from apexed import LOW
 from conftest import DEVICES
 from torch import nn
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from apex_nets import LOW
+from apexed import LOW
 from conftest import DEVICES
 from torch import nn
 

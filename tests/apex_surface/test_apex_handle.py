@@ -7,8 +7,7 @@ import importlib
 import pytest
 import torch
 import training
-from apex_scripts import INF, backward_by, make
-from apexed import LEVELS, apex_amp  # noqa: F401  the fixture `amp`
+from apexed import INF, LEVELS, apex_amp, backward_by, make  # noqa: F401  the fixture `amp`
 from torch import nn
 from torch.nn import functional as F
 from training import SGD, linear, mm_dtype

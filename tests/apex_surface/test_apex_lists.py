@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from apex_casts import (
+from conftest import DEVICES, original
+from op_calls import (
     APEXS,
     AUGMENTED,
     BF16,
@@ -22,16 +23,19 @@ from apex_casts import (
     FULL,
     HALF,
     NATIVE,
+    OPTIONAL,
     ROWS,
     TABLE,
     TWO,
     arguments,
     call_of,
+    flat,
     inside,
     installed_fixture,  # noqa: F401  the fixture `installed`
+    resolve,
+    result_types,
+    sample,
 )
-from conftest import DEVICES, original
-from op_calls import OPTIONAL, flat, resolve, result_types, sample
 from torch import Tensor, nn
 
 from amp_patch import amp

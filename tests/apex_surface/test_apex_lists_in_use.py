@@ -1,8 +1,7 @@
-"""Apex's op lists in modules, in the cast cache and beside other trainings."""
+"""Apex's op lists in modules and beside other trainings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -10,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from apex_casts import (
+from casting import differences, half_kernels, namespaces
+from conftest import DEVICES, original
+from crossed import crossed
+from op_calls import (
     APEXS,
     BF16,
     DOUBLE,
@@ -19,17 +21,15 @@ from apex_casts import (
     NATIVE,
     ROWS,
     arguments,
+    call,
     call_of,
     inside,
     installed_fixture,  # noqa: F401  the fixture `installed`
+    result_types,
+    sample,
 )
-from conftest import DEVICES, original
-from crossed import crossed
-from half_kernels import half_kernels
-from op_calls import call, flat, result_types, sample
 from other_thread import run_in_thread
 from torch import Tensor, nn
-from torch_names import differences, namespaces
 
 from amp_patch.casts import cpu_half, install, regions
 from amp_patch.casts import state as casts_state
@@ -73,23 +73,6 @@ def test_arrays_for_numpy_are_fp32() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("given", [HALF, FULL])
-@pytest.mark.parametrize("cell", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
-def test_recurrent_cells(cell: type[nn.Module], given: torch.dtype, device: str) -> None:
-    module = cell(3, 3).to(device)
-    inputs = [torch.randn(2, 3, device=device).to(given).requires_grad_() for _ in range(3)]
-    zeros = torch.zeros(2, 3, dtype=given, device=device)
-    hidden: Any = (zeros, zeros) if cell is nn.LSTMCell else zeros
-    with inside:
-        for x in inputs:
-            hidden = module(x, hidden)
-            assert result_types(hidden) == {HALF}
-    flat(hidden)[0].float().sum().backward()
-    assert [x.grad.dtype for x in inputs if x.grad is not None] == [given] * 3
-    assert {weight.grad.dtype for weight in module.parameters() if weight.grad is not None} == {FULL}
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @crossed(
     {
         "packed": [False, True],
@@ -112,66 +95,6 @@ def test_recurrent_networks(
     data.float().sum().backward()
     assert x.grad is not None and x.grad.dtype is given
     assert all(weight.grad is not None and weight.grad.dtype is FULL for weight in network.parameters())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The cast cache
-
-
-def multiplied(x: Tensor, weight: Tensor) -> Tensor:
-    return (x.mm(weight)).mm(weight).sum()
-
-
-def raised(x: Tensor, weight: Tensor) -> Tensor:
-    return (x + torch.pow(weight, 2) + torch.pow(weight, 2)).sum()
-
-
-def promoted(x: Tensor, weight: Tensor) -> Tensor:
-    return ((x * weight) * weight).sum()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("given", [HALF, FULL])
-@pytest.mark.parametrize("operations", [multiplied, raised, promoted])
-def test_training_evaluation_and_training_again(
-    operations: Callable[[Tensor, Tensor], Tensor], given: torch.dtype, device: str
-) -> None:
-    rows = 8 if operations is multiplied else 2
-    weight = nn.Parameter(torch.arange(rows * 8.0, device=device).view(rows, 8).to(given) / 8)
-    x = torch.ones(2, 8, device=device)
-
-    def train() -> None:
-        weight.grad = None
-        oracle = weight.detach().float().requires_grad_()
-        operations(x, oracle).backward()
-        with inside:
-            operations(x, weight).backward()
-        assert weight.grad is not None and weight.grad.dtype is given
-        torch.testing.assert_close(weight.grad.float(), oracle.grad, rtol=1e-3, atol=1e-3)
-        weight.data -= 1.0
-
-    train()
-    with inside, torch.no_grad():
-        operations(x, weight)
-    train()
-
-
-def test_a_weight_is_cast_once_in_training_and_not_for_it_in_evaluation() -> None:
-    weight, x = nn.Parameter(torch.eye(3)), torch.ones(2, 3)
-    with inside:
-        with torch.no_grad():
-            F.linear(x, weight)
-        first = casts_state.state().cached()
-        y = F.linear(F.linear(x, weight), weight)
-        assert casts_state.state().cached() == first + 1, "one cast, with a graph of its own"
-        y.sum().backward()
-        F.linear(x, weight.detach().clone())
-        assert casts_state.state().cached() == first + 1, "what is no parameter is not kept"
-    assert weight.grad is not None and weight.grad.dtype is FULL and weight.grad.abs().sum() > 0
-    assert casts_state.state().cached() == 0
-    with inside:
-        weight.data.fill_(2.0)
-        assert F.linear(torch.ones(1, 3), weight).tolist() == [[6.0, 6.0, 6.0]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ import importlib
 
 import pytest
 import torch
-from apex_scripts import INF, backward_by, make, train_by
-from apexed import LEVELS, apex_amp  # noqa: F401  the fixture `amp`
+from apexed import INF, LEVELS, apex_amp, backward_by, make, train_by  # noqa: F401  the fixture `amp`
 from conftest import DEVICES
 from syncs import Syncs
 from torch import nn
@@ -95,13 +94,6 @@ def test_a_wrapper_like_larc(amp, level):
     backward_by(amp, model, optimizer, 1.0)
     optimizer.step()
     assert model.weight.item() == 0.75
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_closure_is_refused_where_the_loss_is_scaled(amp, level):
-    _model, optimizer = make(amp, level, loss_scale=2.0)
-    with pytest.raises(RuntimeError, match="closure"):
-        optimizer.step(lambda: None)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-import pickle
 
 import pytest
 import torch
-from apex_scripts import INF, backward_by, make, train_by
-from apexed import LEVELS, apex_amp  # noqa: F401  the fixture `amp`
+from apexed import INF, LEVELS, apex_amp, backward_by, make, train_by  # noqa: F401  the fixture `amp`
 from torch import nn
 from training import ADAM, convnet, linear, same, weights
 
@@ -166,19 +164,6 @@ def test_gradients_that_a_script_flags_as_scaled_are_unscaled_by_the_step(amp, l
     stash.params_have_scaled_gradients = True
     optimizer.step()
     assert model.weight.item() == 0.75
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_models_and_optimizers_survive_copies(amp, level):
-    model, optimizer = make(amp, level, loss_scale=4.0)
-    for copied, copied_optimizer in (
-        copy.deepcopy((model, optimizer)),
-        pickle.loads(pickle.dumps((model, optimizer))),
-    ):
-        assert len(copied_optimizer._amp_stash.all_fp16_params) == len(optimizer._amp_stash.all_fp16_params)
-        backward_by(amp, copied, copied_optimizer, 1.0)
-        copied_optimizer.step()
-        assert (copied.weight.item(), model.weight.item()) == (0.75, 1.0)
 
 
 @pytest.mark.parametrize(

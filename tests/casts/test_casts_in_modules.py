@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICES
-from o1_casts import (
+from casting import (
     FULL,
     HALF,
     LOW,
@@ -22,6 +21,7 @@ from o1_casts import (
     needs_install,
     o1,
 )
+from conftest import DEVICES
 from other_thread import run_in_thread
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,50 +113,6 @@ class Products(TorchDispatchMode):
 
 
 @needs_install
-@pytest.mark.parametrize("dtype", LOW)
-def test_double_backward(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4), nn.LayerNorm(4))
-    x = torch.randn(4, 2, 4, 4, requires_grad=True)
-
-    def penalty() -> Tensor:
-        (gradient,) = torch.autograd.grad(model(x).exp().sum(), x, create_graph=True)
-        model.zero_grad()
-        (gradient.norm() - 1).square().backward()
-        return model[0].weight.grad.clone()
-
-    expected = penalty()
-    with regions.region(o1(dtype)):
-        result = penalty()
-    assert result.dtype is FULL and result.abs().sum() > 0
-    torch.testing.assert_close(result, expected, rtol=0.2, atol=0.05 * float(expected.abs().max()))
-
-
-@needs_install
-def test_threads_have_their_own_policies_and_caches() -> None:
-    layer = nn.Linear(4, 4)
-    x = torch.ones(2, 4)
-    failures: list[str] = []
-
-    def work(dtype: torch.dtype) -> None:
-        for _ in range(50):
-            with regions.region(o1(dtype)):
-                if layer(x).dtype is not dtype or layer(x).dtype is not dtype:
-                    failures.append(f"not {dtype}")
-                if cached() != 2:
-                    failures.append(f"{cached()} casts")
-            if layer(x).dtype is not FULL:
-                failures.append("casts outside")
-
-    threads = [threading.Thread(target=work, args=(dtype,)) for dtype in (HALF, torch.bfloat16) * 2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-
-
-@needs_install
 @pytest.mark.parametrize("steps", [50, pytest.param(150, marks=pytest.mark.slow)])
 def test_threads_that_share_weights_under_stress(steps: int) -> None:
     """Regions, casts and caches while other threads change weights, free them and collect garbage."""
@@ -229,37 +185,6 @@ def test_workers_of_a_data_loader(start: str) -> None:
         )
         assert list(loader) == [[within, inside, outside, within]] * 4
         assert cached() == 1
-
-
-@needs_install
-def test_data_parallel_threads() -> None:
-    """What DataParallel's threads do: the same module, each thread in the region of its own forward."""
-    model = nn.Linear(4, 4)
-    forward = regions.region(o1())(model.forward)
-    results: list[torch.dtype] = []
-    threads = [threading.Thread(target=lambda: results.append(forward(torch.ones(2, 4)).dtype)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [HALF] * 8
-
-
-@needs_install
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_recomputes_the_same(reentrant: bool) -> None:
-    layer = nn.Linear(4, 4)
-    x = torch.ones(2, 4, requires_grad=True)
-
-    def gradient(use: bool) -> Tensor:
-        layer.zero_grad()
-        with regions.region(o1()):
-            out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant) if use else layer(x)
-        with regions.process_wide_region(o1()):
-            out.float().sum().backward()
-        return layer.weight.grad.clone()
-
-    torch.testing.assert_close(gradient(True), gradient(False), rtol=0, atol=0)
 
 
 @needs_install

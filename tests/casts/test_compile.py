@@ -7,7 +7,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 import training
-from compiled import operands, same_as_eager, zoo
+from casting import operands, same_as_eager, zoo
 from crossed import crossed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

@@ -33,7 +33,7 @@ assert "torch._dynamo" not in sys.modules
 model = amp.initialize(nn.Linear(6, 6), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
 assert "torch._dynamo" not in sys.modules, "who never compiles must not import the compiler"
 assert wrappers.backend() == BACKEND
-from compiled import operands, same_as_eager, zoo
+from casting import operands, same_as_eager, zoo
 for backend in ("eager", "aot_eager"):
     same_as_eager(zoo, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
     same_as_eager(model, operands()[0], backend=backend)
@@ -54,7 +54,7 @@ def test_the_compiler_may_be_imported_after_the_casts_are_installed(backend):
 FIRST = """
 import torch, torch._dynamo
 from amp_patch import amp
-from compiled import operands
+from casting import operands
 x, w = operands()
 before = torch.compile(lambda x, w: x @ w, backend="aot_eager")
 assert before(x, w).dtype is torch.float32
@@ -160,7 +160,7 @@ else:
 late = nn.Linear(6, 6)
 model = amp.initialize(nn.Linear(6, 6), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
 import torch._dynamo
-from compiled import operands
+from casting import operands
 x, w = operands()
 for backend in ("eager", "aot_eager"):
     compiled = torch.compile(lambda x: x.sin() * 2, backend=backend, fullgraph=True)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from casting import half_kernels
 from cpu_half_cases import (
     FP16,
     ONLY_EMULATES,
@@ -24,7 +25,6 @@ from cpu_half_cases import (
     only_emulates,
 )
 from crossed import crossed
-from half_kernels import half_kernels
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import SGD

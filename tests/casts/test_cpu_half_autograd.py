@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from casting import half_kernels
 from cpu_half_cases import (
     FP16,
     ONLY_EMULATES,
@@ -16,7 +17,6 @@ from cpu_half_cases import (
     installed_fixture,  # noqa: F401  the fixture `installed`
     only_emulates,
 )
-from half_kernels import half_kernels
 from other_thread import run_in_thread
 from torch import Tensor
 from torch.nn import functional as F

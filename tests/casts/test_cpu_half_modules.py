@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import training
+from casting import half_kernels
 from cpu_half_cases import double_differentiable
 from crossed import crossed
-from half_kernels import half_kernels
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from training import SGD

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from o1_casts import (
+from casting import (
     FULL,
     HALF,
     OFF,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-import reference_formats
+import reference
 import torch
 from conftest import DEVICES
 from on_every_backend import backend_fixture, on_every_set  # noqa: F401
@@ -39,7 +39,7 @@ def test_every_bf16_number_becomes_what_torchs_type_has(name, scale):
     values = ALL_BF16.float()
     found = formats.rounded(values, ELEMENTS[name], scale)
     largest = ELEMENTS[name].largest
-    assert same_bits(found, (values / scale).clamp(-largest, largest).to(reference_formats.TYPES[name]).float())
+    assert same_bits(found, (values / scale).clamp(-largest, largest).to(reference.TYPES[name]).float())
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -78,15 +78,15 @@ def test_scales_are_those_of_a_cpu_where_a_division_by_a_number_is_a_product(nam
 
 
 @on_every_set
-@pytest.mark.parametrize("name", reference_formats.FORMATS)
+@pytest.mark.parametrize("name", reference.FORMATS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_tensors_are_rounded_tile_by_tile(name, device, backend):
-    element, of_gradients, scale, block = reference_formats.FORMATS[name]
+    element, of_gradients, scale, block = reference.FORMATS[name]
     for shape in ((5, 7), (64, 96), (33, 47), (1, 16)):
         x = randoms(*shape, device=device)
         for role, numbers in ("activation", element), ("weight", element), ("gradient", of_gradients):
             tile = None if block is None else (1, block or shape[1])
-            expected, factor = reference_formats.quantized(x.cpu(), tile, numbers, scale)
+            expected, factor = reference.quantized(x.cpu(), tile, numbers, scale)
             values, outer = quantized(x, ROWS, role, FORMATS[name])
             assert same_bits(values.cpu(), expected) and (1.0 if outer is None else outer.item()) == factor
             down, _ = quantized(x.mT.contiguous(), COLUMNS, role, FORMATS[name])
@@ -97,7 +97,7 @@ def test_tensors_are_rounded_tile_by_tile(name, device, backend):
 
 def test_weights_of_nvfp4_are_rounded_in_squares_so_that_both_products_have_one_weight():
     x = randoms(33, 50)
-    expected, _ = reference_formats.quantized(x, (16, 16), "e2m1", "two_levels")
+    expected, _ = reference.quantized(x, (16, 16), "e2m1", "two_levels")
     for along in ROWS, COLUMNS:
         values, _ = quantized(x, along, "weight", FORMATS["nvfp4"])
         assert same_bits(values, expected)

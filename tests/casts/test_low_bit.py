@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import reference_formats
+import reference
 import torch
-from compiled import same_as_eager
+from casting import same_as_eager
 from conftest import WRAPPERS
 from crossed import crossed
 from torch import Tensor, nn
@@ -60,13 +60,13 @@ def as_op(a: Tensor, b: Tensor, bias: Tensor | None = None, recipe: str = "mxfp8
     return OPERATOR(a, b, bias, recipe, "activation", role, False)
 
 
-@pytest.mark.parametrize("recipe", reference_formats.FORMATS)
+@pytest.mark.parametrize("recipe", reference.FORMATS)
 def test_a_layer_and_its_two_gradients_are_the_references(recipe):
     x, weight, grad = low(24, 40), low(56, 40, seed=1), low(24, 56, seed=2)
     x.requires_grad_(), weight.requires_grad_()
     result = as_op(x, weight, recipe=recipe)
     result.backward(grad)
-    expected = reference_formats.linear(x.detach(), weight.detach(), grad, recipe)
+    expected = reference.linear(x.detach(), weight.detach(), grad, recipe)
     for found, exact in zip((result, x.grad, weight.grad), expected, strict=True):
         assert found is not None and found.dtype is torch.bfloat16
         assert (found.double() - exact).abs().max() <= 2.0**-8 * exact.abs().max()  # rounded to BF16 once

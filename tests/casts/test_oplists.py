@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from casting import half_kernels
 from conftest import DEVICES, DTYPES, WRAPPERS, original
 from cpu_half_cases import POLICIES
-from half_kernels import half_kernels
 from op_calls import OPTIONAL, SAMPLES, call, flat, mask, resolve, result_types, sample, vectors
 from torch import Tensor, nn
 

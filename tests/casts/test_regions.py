@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from regions_of_casts import (
+from casting import (
     BF16,
     FULL,
     HALF,

@@ -12,19 +12,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from conftest import DEVICES
-from crossed import crossed
-from half_kernels import half_kernels
-from other_thread import run_in_thread
-from regions_of_casts import (
+from casting import (
     BF16,
     FULL,
     HALF,
     KINDS,
     a,
     default_fixture,  # noqa: F401  the fixture `default`
+    half_kernels,
     product,
 )
+from conftest import DEVICES
+from crossed import crossed
+from other_thread import run_in_thread
 from torch import Tensor, nn
 from training import LEVELS, SGD, backward, convnet, images
 

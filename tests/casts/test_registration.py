@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from o1_casts import (
+from casting import (
     FULL,
     HALF,
     clean_fixture,  # noqa: F401  the fixture `_clean`
+    differences,
+    namespaces,
     o1,
 )
 from torch import Tensor
-from torch_names import differences, namespaces
 
 from amp_patch.casts import autocast as casts_autocast
 from amp_patch.casts import functions, install, regions

@@ -261,29 +261,6 @@ def test_threads_that_end_inside_regions() -> None:
     assert not any(cast() is not None for cast in left_over)
 
 
-class EditedMeanwhile(nn.Parameter):
-    """A weight that another thread trains while it is being cast."""
-
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        cast = super().to(*args, **kwargs)
-
-        def train() -> None:
-            with torch.no_grad():
-                self.add_(1)
-
-        run_on_threads(train)
-        return cast
-
-
-@needs_clean
-def test_a_weight_that_changes_while_it_is_cast() -> None:
-    install.install()
-    weight = EditedMeanwhile(torch.ones(2, 2), requires_grad=False)
-    with regions.region(o1(HALF)):
-        assert casts_state.cast_weight(weight, HALF)[0, 0] == 1.0
-        assert casts_state.cast_weight(weight, HALF)[0, 0] == 2.0  # not the cast of the value before
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # DataParallel's threads
 

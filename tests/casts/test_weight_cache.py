@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICES
-from o1_casts import (
+from casting import (
     FULL,
     HALF,
     LOW,
@@ -22,6 +21,7 @@ from o1_casts import (
     needs_install,
     o1,
 )
+from conftest import DEVICES
 from other_thread import run_in_thread
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode

@@ -16,17 +16,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import original
-from o1_casts import (
+from casting import (
     FULL,
     HALF,
     clean_fixture,  # noqa: F401  the fixture `_clean`
+    differences,
     installed_fixture,  # noqa: F401  the fixture `installed`
+    namespaces,
     needs_install,
     o1,
 )
+from conftest import original
 from torch import Tensor, nn
-from torch_names import differences, namespaces
 
 from amp_patch.casts import install, regions
 from amp_patch.casts import state as casts_state

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import training
+from compared_runs import made_up_look, made_up_run
 from crossed import crossed
-from made_up import made_up_look, made_up_run
 from torch import nn
 from training import DUPLICATES, LEVELS, SGD, assert_unchanged, convnet, images
 

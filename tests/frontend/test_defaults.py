@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import makers
 import pytest
 import torch
 import torch.distributed as dist
+import torch_optimizers
 import training
 from conftest import DEVICES
 from crossed import crossed
@@ -32,7 +32,7 @@ DEFAULTS = [torch.float64, torch.bfloat16, torch.float16]
 OPTIM = torch.optim
 
 # Torch's own, in one pass, in portions and by itself; Apex's.
-MAKERS = {**makers.MAKERS, "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2, eps=1e-4)}
+MAKERS = {**torch_optimizers.MAKERS, "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2, eps=1e-4)}
 
 # Of initialize.
 TRAININGS: dict[str, dict[str, Any]] = {

@@ -14,8 +14,8 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
-import benchmark_scripts
 import pytest
+import scripts
 import torch
 from paths import EXAMPLES
 
@@ -55,7 +55,7 @@ def loss_of(short_training: ModuleType, task: Any, level: str, options: dict[str
 @pytest.mark.slow
 def test_formats_cost_a_gpt_what_others_found(task):
     """FP8 by tensors is worse than FP32, and better than the floor; it cannot be told from FP8 by rows by a loss."""
-    short_training = benchmark_scripts.load("short_training")
+    short_training = scripts.load("short_training")
     begun = time.perf_counter()
     losses = {name: [loss_of(short_training, task, *run, seed) for seed in range(SEEDS)] for name, run in RUNS.items()}
     gaps = {name: [a - b for a, b in zip(found, losses["fp32"], strict=True)] for name, found in losses.items()}
@@ -78,7 +78,7 @@ def test_the_gradient_of_a_step_has_the_whole_order_for_each_seed(task):
     lies beside the floor, as its published loss does.
     """
     begun = time.perf_counter()
-    errors = benchmark_scripts.load("accuracy_formats").gradient_errors(task, SEEDS, steps=150)
+    errors = scripts.load("accuracy_formats").gradient_errors(task, SEEDS, steps=150)
     print(*(f"{name:26}{[round(error, 4) for error in each]}" for name, each in errors.items()), sep="\n")
     print(f"{time.perf_counter() - begun:.0f} s")
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEVICES
-from graphs import (
+from captured_steps import (
     LOW,
     F,
     Step,
     cleared_fixture,  # noqa: F401  the fixture `cleared`
     scaler_on,
 )
+from conftest import DEVICES
 from torch import Tensor, nn
 from training import LEVELS, SGD, backward, convnet, images, linear, same, train, weights
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEVICES
-from graphs import (
+from captured_steps import (
     LOW,
     F,
     Step,
@@ -16,6 +15,7 @@ from graphs import (
     cleared_fixture,  # noqa: F401  the fixture `cleared`
     scaler_on,
 )
+from conftest import DEVICES
 from torch import Tensor
 from torch._dynamo.utils import counters
 from training import LEVELS, SGD, convnet, images, linear, same, weights

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ddp_trainings import both_alike
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -55,6 +56,7 @@ def loss_of(model: Any, step: int) -> Tensor:
 def train(option: str, make: Callable[[Any], Any] = sgd, wrap: Callable[[Any], Any] = lambda model: model) -> Any:
     """The weights after two plain iterations."""
     model = net()
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # ranks do not draw from it
     model, optimizer = amp.initialize(model, make(model.parameters()), **OF_OPTION[option], verbosity=0)
     wrapped = wrap(model)
     for step in range(2):
@@ -205,19 +207,23 @@ def test_what_does_not_go_together_is_refused_with_its_reason(option, surroundin
 
 
 def in_a_capture(option: str) -> None:
-    """A second iteration, of which backward or step believes to be captured."""
+    """A second iteration, of which backward or step believes to be captured; it changes no weight."""
     model = net()
     model, optimizer = amp.initialize(model, sgd(model.parameters()), **OF_OPTION[option], verbosity=0)
     backward(loss_of(model, 0), optimizer)
     optimizer.step()
-    loss = loss_of(model, 1)
+    loss, before = loss_of(model, 1), [p.detach().clone() for p in model.parameters()]
     with pytest.MonkeyPatch.context() as patch:
-        with amp.scale_loss(loss, optimizer) as scaled:
-            if option == "gradient_release":
-                patch.setattr(device_sync, "is_capturing", lambda: True)
-            scaled.backward()
-        patch.setattr(device_sync, "is_capturing", lambda: True)
-        optimizer.step()
+        try:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                if option == "gradient_release":
+                    patch.setattr(device_sync, "is_capturing", lambda: True)
+                scaled.backward()
+            patch.setattr(device_sync, "is_capturing", lambda: True)
+            optimizer.step()
+        finally:
+            patch.undo()
+            assert same(model.parameters(), before)
 
 
 def test_a_reason_is_asked_for_of_what_is_refused_alone():

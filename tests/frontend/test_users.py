@@ -125,35 +125,6 @@ def test_a_new_optimizer_over_a_trained_model_keeps_the_masters_precision(level)
     assert not training.same(training.weights(model), values)
 
 
-class Larc:
-    """A wrapper like Apex's LARC: no Optimizer, holds one as `.optim`, changes gradients before its step."""
-
-    def __init__(self, optim):
-        self.optim, self.param_groups = optim, optim.param_groups
-
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.mul_(0.5)
-        self.optim.step()
-
-    def zero_grad(self):
-        self.optim.zero_grad()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_wrappers_like_larc_are_accepted(level):  # 978, 1617
-    model = linear([[1.0]])
-    wrapper = Larc(torch.optim.SGD(model.parameters(), lr=1.0))
-    model, returned = amp.initialize(model, wrapper, opt_level=level, loss_scale=64.0)
-    assert returned is wrapper
-    backward(model(torch.ones(1, 1)).sum(), wrapper)
-    assert [p.dtype for p in amp.master_params(wrapper)] == [torch.float16 if level == "O3" else torch.float32]
-    wrapper.step()
-    assert model.weight.item() == 0.5
-
-
 class Homemade:
     """No torch Optimizer at all, only its shape."""
 
@@ -211,8 +182,11 @@ def test_extra_attributes_and_methods_of_an_optimizer_stay():  # horovod 1089
 def test_a_script_that_clears_only_the_model_s_gradients_never_accumulates(level, clear):  # tacotron2, dcgan
     model = linear([[1.0]])
     model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0
+        model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0, verbosity=0
     )
+    backward(model(torch.full((1, 1), math.inf)).sum(), optimizer)
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped
     for expected in (0.75, 0.5, 0.25):
         if clear == "model.zero_grad":
             model.zero_grad()
@@ -251,44 +225,6 @@ def test_masters_can_be_saved_and_restored_through_master_params(level):  # NVID
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_some_losses_may_be_skipped_in_an_iteration(level):  # progan
-    model = linear([[1.0]])
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, num_losses=3)
-    for loss_id in (0, 2, 1):
-        backward(model(torch.full((1, 1), 0.25)).sum() / 4, optimizer, loss_id=loss_id)
-    optimizer.step()
-    assert model.weight.item() == 1 - 3 / 16
-
-
-def test_an_ema_of_state_dicts_does_not_stall_in_half():  # CMC
-    model = linear([[1.0]])
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=1e-4), opt_level="O2", loss_scale=64.0
-    )
-    average = amp.fp32_copy(model)
-    for _ in range(3):
-        backward(model(torch.ones(1, 1)).sum(), optimizer)
-        optimizer.step()
-        for name, value in model.state_dict().items():
-            average.state_dict()[name].mul_(0.9).add_(value, alpha=0.1)
-    assert 0.9997 < average.weight.item() < 1.0  # an FP16 average cannot move from 1.0 in such steps
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_retain_graph_and_gradient_penalty_work_with_batch_norm(level):  # 215, 654
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, loss_scale=16.0)
-    inputs = torch.randn(5, 4, requires_grad=True)
-    out = model(inputs).float()
-    (grad,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
-    penalty = (grad.float().norm(2, dim=1) - 1).pow(2).mean()
-    backward(penalty, optimizer)
-    reference = [p.grad.float().clone() for p in amp.master_params(optimizer) if p.grad is not None]
-    assert reference and all(g.isfinite().all() for g in reference)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_inference_needs_no_optimizer_and_makes_no_masters(level):  # 199, 750, 809
     from amp_patch.masters.masters import master_of
 
@@ -311,20 +247,6 @@ def test_evaluate_load_evaluate_sees_the_new_weights(level):  # 796
         for p in model.parameters():
             p.data.copy_(torch.zeros_like(p))  # an edit that no version counter tells
         assert model(inputs).abs().sum() == 0
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_training_after_an_evaluation_under_no_grad_has_gradients(level):  # pytorch 65766
-    model = convnet()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
-    with torch.no_grad():
-        model(training.images(0)[0])
-    with torch.inference_mode():
-        model(training.images(0)[0])
-    before = training.weights(model)
-    step(model, optimizer)
-    after = training.weights(model)
-    assert not torch.equal(before[0], after[0])
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -76,7 +76,9 @@ class Lives(Edits):
         factor: float,
         raises: str,
         seed: int,
+        once_more: bool = False,
     ) -> None:
+        """Run micro-batches; with `once_more`, the graph of the last one is used twice."""
         life = self.now
         for index, owner in enumerate(life.trainer.owners):
             if owner.waits_for is not None:  # the rest of a delayed iteration is for the same optimizer
@@ -84,9 +86,11 @@ class Lives(Edits):
         waits = waits and len(targets) == 1
         optimizers = [life.optimizers[i] for i in targets]
         owners = [life.trainer.owners[i] for i in targets]
-        for micro in range(micro_batches):
-            last = micro == micro_batches - 1
-            ours, theirs = self._forward(plant, factor, torch.Generator().manual_seed(seed + micro))
+        bodies = micro_batches + once_more
+        for body in range(bodies):
+            last = body == bodies - 1
+            if body < micro_batches:
+                ours, theirs = self._forward(plant, factor, torch.Generator().manual_seed(seed + body))
             if last and raises:
                 with pytest.raises(KeyError), amp.scale_loss(ours, optimizers, loss) as scaled_loss:
                     if raises == "after":
@@ -96,7 +100,7 @@ class Lives(Edits):
                     life.trainer.fail(theirs, loss, owners, after=raises == "after")
             delay = waits if last else delays
             with sown(plant, [life.model]), amp.scale_loss(ours, optimizers, loss, None, delay, later) as scaled_loss:
-                scaled_loss.backward()
+                scaled_loss.backward(retain_graph=body >= micro_batches - 1)
             # Without `disable_casts`, another training that emulates would have these products emulated too.
             with sown(plant, [life.net]), amp.disable_casts():
                 life.trainer.backward(theirs, loss, owners, delay=delay, later=later)

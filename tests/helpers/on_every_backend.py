@@ -1,4 +1,4 @@
-"""Tests of kernels on each backend and instruction set, and the tensors that they are given."""
+"""Tests of kernels on each backend and instruction set, the tensors that they are given, and steps under no_grad."""
 
 from __future__ import annotations
 
@@ -57,3 +57,12 @@ def versions(tensors):
 
 def scaler(scale, device="cpu", tracker=0):
     return torch.tensor([scale], device=device), torch.tensor([tracker], dtype=torch.int32, device=device)
+
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.fixture(name="no_grad", autouse=True)
+def no_grad_fixture():
+    with torch.no_grad():
+        yield

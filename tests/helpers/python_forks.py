@@ -1,7 +1,7 @@
 """`python ...` in a process that has torch already: a fork of one that has imported it, which takes most of a start.
 
-The child is as good as a new Python, save that torch and its compiler are imported: nothing of amp_patch is. What tests
-the start itself (the order of imports, warnings of torch's import, signals) starts a Python of its own.
+The child is as good as a new Python, save that torch, its compiler and scikit-learn are imported: nothing of amp_patch
+is. What tests the start itself (the order of imports, warnings of torch's import, signals) starts a Python of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 import types
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -90,6 +91,8 @@ def _serve() -> None:
     import torch
     import torch._dynamo  # what torch's optimizers import when the first of them is made
 
+    with suppress(ImportError):  # many scripts of tests train on its digits
+        import sklearn.datasets  # noqa: F401
     assert torch.get_num_threads() == 1
     gc.freeze()  # as each child ends, its last collection looks at all that was imported here
     for line in sys.stdin:

@@ -1,7 +1,7 @@
 """Mixed-precision training by hand: the contract, written out once more in plain torch.
 
 Nothing of amp_patch is used here, save its norms. Weights, casts, scales and skips are those that its documents
-promise; the storms (test_storms.py) and the stories (test_stories.py) hold amp_patch to them, to the bit.
+promise; the stories (test_stories.py) hold amp_patch to them, to the bit.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from reference_model import CastByHand, Level, Weight
-from torch import Tensor, nn
-
-from amp_patch import multi_tensor
+from torch import Tensor
 
 
 class Scale:
@@ -41,19 +39,6 @@ class Scale:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Backward and step
-
-
-def clip_grad_norm(masters: list[Tensor], of_low_precision: list[bool], max_norm: float) -> None:
-    """torch's, with norms as our kernel sums them, those of masters first, where a master has a gradient."""
-    kinds = [
-        [m.grad for m, low in zip(masters, of_low_precision, strict=True) if low is kind] for kind in (True, False)
-    ]
-    there = [[grad for grad in grads if grad is not None] for grads in kinds]
-    if not there[0]:
-        nn.utils.clip_grad_norm_(masters, max_norm)
-        return
-    norms = [multi_tensor.multi_tensor_l2norm(grads, per_tensor=True)[1] for grads in there if grads]
-    nn.utils.clip_grads_with_norm_(masters, max_norm, torch.linalg.vector_norm(torch.cat(norms)))
 
 
 class Owner:

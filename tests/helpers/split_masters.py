@@ -21,11 +21,6 @@ def tensors(*values: float) -> tuple[Tensor, ...]:
     return tuple(map(torch.tensor, values))
 
 
-def memory_of(tensors: Any) -> int:
-    """Return the bytes of the tensors' storages, each counted once."""
-    return sum({s.data_ptr(): s.nbytes() for t in tensors if (s := t.untyped_storage()).nbytes()}.values())
-
-
 # In one pass; in portions; by itself, with torch's functions and with our kernels.
 MAKERS = {
     "AdamW": lambda p: OPTIM.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),

@@ -216,7 +216,7 @@ def _endless(dice: Dice, kinds: tuple[str, ...], losses: int, optimizers: int) -
 
 
 def _some(dice: Dice, count: int) -> tuple[int, ...]:
-    return tuple(range(count)) if dice.random() < 0.7 else (dice.randrange(count),)
+    return tuple(dice.sample(range(count), count)) if dice.random() < 0.7 else (dice.randrange(count),)
 
 
 def _backward(dice: Dice, kinds: tuple[str, ...], losses: int, optimizers: int, storm: int, *, last: bool) -> Event:
@@ -233,6 +233,7 @@ def _backward(dice: Dice, kinds: tuple[str, ...], losses: int, optimizers: int, 
         "delays": dice.random() < 0.5,
         "waits": last and dice.once_in(6),
         "later": dice.once_in(8),
+        "once_more": dice.once_in(6),
         "plant": plant,
         "factor": factor,
         "raises": dice.choice(("before", "after")) if dice.once_in(12) else "",

@@ -1,14 +1,18 @@
-"""Each of torch's optimizers, in each form: for loops, `foreach`, `fused`, and `capturable` where there is a GPU."""
+"""Tables of optimizers: each of torch's in each form, and one for each way to step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, optim
 from training import backward
+
+from amp_patch import optimizers
+from amp_patch.apex.parallel.LARC import LARC
 
 # By class its settings wherever a test steps it: an eps that FP16 can hold, for O3, and what takes another way through
 # the step than torch's default. LBFGS is refused under scaling (test_initialize.py).
@@ -94,3 +98,20 @@ def one_step(model: nn.Module, optimizer: Any, factor: float = 1.0) -> None:
     loss = (model(inputs.to(device)).float() * torch.tensor([[0.5, 0.25], [0.25, -0.5]], device=device)).sum() * factor
     backward(loss / 8, optimizer)
     optimizer.step()
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD, foreach": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, foreach=True),
+    "Adam": lambda p: optim.Adam(p, lr=1e-2, eps=1e-4, amsgrad=True),
+    "AdamW, fused": lambda p: optim.AdamW(p, lr=1e-2, eps=1e-4, weight_decay=0.1, fused=True),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=1e-2, eps=1e-4),
+    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.05, momentum=0.9),
+    "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=1e-2, eps=1e-4, weight_decay=0.1),
+    "FusedAdam, capturable": lambda p: optimizers.FusedAdam(p, lr=1e-2, eps=1e-4, capturable=True),
+    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=1e-2, eps=1e-4, weight_decay=0.1),
+    "FusedMixedPrecisionLamb": lambda p: optimizers.FusedMixedPrecisionLamb(p, lr=1e-2, eps=1e-4),
+    "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, lr=1e-2, eps=1e-4),
+    "FusedAdagrad": lambda p: optimizers.FusedAdagrad(p, lr=1e-2, eps=1e-4),
+    "LARC": lambda p: LARC(optim.SGD(p, lr=0.05, momentum=0.9)),
+}

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from makers import MAKERS
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch_optimizers import MAKERS
 
 from amp_patch import amp
 from amp_patch.support.devices import widest

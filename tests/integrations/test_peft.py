@@ -33,7 +33,7 @@ from checkpoints import (
 )
 from crossed import crossed
 from frameworks import PACKAGES_WARN
-from peak import Peak
+from low_models import Peak
 from safetensors.torch import load_file
 from torch import nn
 from training import masters_of, same, trained

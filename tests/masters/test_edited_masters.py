@@ -13,7 +13,7 @@ import threading
 import pytest
 import torch
 from conftest import DEVICES
-from mastered import CAST, output, start_scalar
+from small_trainings import LEVELS_WITH_MASTERS, output, start_scalar
 from torch import nn
 from training import LEVELS, backward, linear, through_pickle
 
@@ -77,7 +77,7 @@ class Own(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, Own])
-@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("level", LEVELS_WITH_MASTERS)
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_step_without_a_forward_before_it_keeps_the_edit(edit, level, optimizer):
     model, optimizer = start_scalar(level, optimizer=optimizer)
@@ -88,7 +88,7 @@ def test_a_step_without_a_forward_before_it_keeps_the_edit(edit, level, optimize
     assert output(model) == 1.5
 
 
-@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("level", LEVELS_WITH_MASTERS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_in_every_grad_mode(level, mode):
     model, optimizer = start_scalar(level)
@@ -102,7 +102,7 @@ def test_in_every_grad_mode(level, mode):
     assert output(model) == 1.5
 
 
-@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("level", LEVELS_WITH_MASTERS)
 def test_an_alias_of_a_master_is_followed_until_it_is_freed(level):
     model, optimizer = start_scalar(level)
     kept = [p.data for p in amp.master_params(optimizer)]
@@ -111,7 +111,7 @@ def test_an_alias_of_a_master_is_followed_until_it_is_freed(level):
         assert output(model) == expected
 
 
-@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("level", LEVELS_WITH_MASTERS)
 def test_edits_of_weights_and_edits_of_other_masters_both_count(level):
     model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from conftest import DEVICES
 from interrupts import send, sent_again_by_the_test
-from one_weight import backward_row, master_of
 from python_forks import python
+from small_trainings import backward_row, master_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import backward, linear
@@ -77,16 +77,6 @@ def test_a_read_returns_fp32_unscaled_numbers_that_the_step_uses(level, look):
     assert model.weight.tolist() == [[-2, 7]]
 
 
-def test_hooks_of_the_optimizer_look_too():
-    model, optimizer = start_row()
-    seen = []
-    optimizer.register_step_pre_hook(lambda o, *_: seen.append(master_of(o).grad.tolist()))
-    optimizer.register_step_post_hook(lambda o, *_: seen.append(master_of(o).grad))
-    backward_row(model, optimizer)
-    optimizer.step()
-    assert seen[0] == seen[1].tolist() == [[3, -5]] and model.weight.tolist() == [[-0.5, 4.5]]
-
-
 @LEVELS
 def test_later_bodies_add_to_them(level):
     model, optimizer = start_row(level)
@@ -110,29 +100,6 @@ def test_a_step_and_a_clip_find_what_a_backward_through_a_master_has_added(make,
         return model.weight
 
     assert torch.equal(train(looks=False), train(looks=True))
-
-
-@pytest.mark.parametrize("written", [None, torch.tensor([[8.0, 16.0]])], ids=["None", "another"])
-def test_assigned_gradients_count(written):
-    model, optimizer = start_row()
-    backward_row(model, optimizer)
-    master_of(optimizer).grad = written
-    assert master_of(optimizer).grad is written
-    optimizer.step()
-    assert model.weight.tolist() == ([[1, 2]] if written is None else [[-3, -6]])
-    backward_row(model, optimizer)
-    del master_of(optimizer).grad
-    assert master_of(optimizer).grad is None and not waiting(optimizer)
-
-
-@pytest.mark.parametrize("whose", ["model", "optimizer"])
-@pytest.mark.parametrize("to_none", [True, False])
-def test_zero_grad_clears_them(whose, to_none):
-    model, optimizer = start_row()
-    backward_row(model, optimizer)
-    {"model": model, "optimizer": optimizer}[whose].zero_grad(set_to_none=to_none)
-    grad = master_of(optimizer).grad
-    assert grad is None if to_none else grad.tolist() == [[0, 0]]
 
 
 def hold_it(model, kept):
@@ -284,18 +251,6 @@ def test_a_subclass_finds_them_made():
     assert optimizer._amp_stash.masters.waiting is None and master_of(optimizer).grad.tolist() == [[3, -5]]
 
 
-def test_optimizers_that_share_a_master_find_them_made():
-    model, first = start_row()
-    model, second = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.5), opt_level="O2", loss_scale=4.0, verbosity=0
-    )
-    for optimizer, wanted in ((first, [[-0.5, 4.5]]), (second, [[-2, 7]])):
-        backward_row(model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert model.weight.tolist() == wanted
-
-
 def test_a_parameter_that_has_left_the_groups_is_none_of_the_optimizers_any_more():
     model = nn.Sequential(linear([[3.0]]), linear([[2.0]]))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -323,14 +278,6 @@ def test_a_read_after_an_interrupt_does_not_add_the_gradient_twice():
     del waits.drop
     assert master.grad.tolist() == [[3, -5]]
     assert not waits
-
-
-def test_a_gradient_of_another_shape_is_refused_and_the_one_that_waits_stays():
-    model, optimizer = start_row()
-    backward_row(model, optimizer)
-    with pytest.raises(RuntimeError):
-        master_of(optimizer).grad = torch.ones(3)
-    assert master_of(optimizer).grad.tolist() == [[3, -5]]
 
 
 class Keeping(TorchDispatchMode):

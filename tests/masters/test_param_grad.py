@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import DEVICES
 from crossed import crossed
-from one_weight import backward_row, master_of
+from small_trainings import backward_row, master_of
 from torch import Tensor, nn
 from training import backward, linear
 
@@ -240,18 +240,6 @@ def test_no_gradient_is_made_without_a_read(level, options):
     backward_row(model, optimizer)
     model.zero_grad()
     assert not optimizer._amp_stash.masters.waiting
-
-
-@LEVELS
-def test_a_copy_has_separate_gradients(level, options):
-    model, optimizer = start_level(level, options)
-    other, others = copy.deepcopy((model, optimizer))
-    backward_row(other, others)
-    assert other.weight.grad.tolist() == RAW and model.weight.grad is None
-    other, others = pickle.loads(pickle.dumps((model, optimizer)))
-    backward_row(other, others)
-    other.weight.grad.mul_(2)
-    assert master_of(others).grad.tolist() == [[6.0, -10.0]] and model.weight.grad is None
 
 
 @LEVELS

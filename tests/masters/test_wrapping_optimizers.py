@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from crossed import crossed
-from mastered import CAST, output, start_scalar
+from small_trainings import LEVELS_WITH_MASTERS, output, start_scalar
 from torch import nn
 from training import LEVELS, backward, convnet, images, linear
 
@@ -85,7 +85,7 @@ def test_lookahead_equals_fp32(level, when, kind, put):
     assert four_steps(model, lookahead) == [3.5, 3.625, 3.125, 3.3125]
 
 
-@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("level", LEVELS_WITH_MASTERS)
 @pytest.mark.parametrize("scaled_by", ["scale_loss", "GradScaler"])
 def test_gradients_that_a_wrapper_saw_are_gone_for_the_next_step(level, scaled_by):
     model = linear([[4.0]])

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 import training
-from cast_models import CAST, MASTERED, start_kind, values
 from crossed import crossed
+from small_trainings import CAST, MASTERED, start_kind, values
 from torch import nn
 from training import backward, images, linear, masters_of
 

@@ -8,9 +8,9 @@ import threading
 import pytest
 import torch
 import training
-from cast_models import CAST, MASTERED, start_kind, values
 from crossed import crossed
 from interrupts import Interrupt
+from small_trainings import CAST, MASTERED, start_kind, values
 from torch import nn
 from training import DUPLICATES, LEVELS, SGD, convnet, images, linear, masters_of
 

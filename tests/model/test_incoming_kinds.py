@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from crossed import crossed
-from low_models import CAST, every_half, iterate_low, loss_of, net
-from peak import Peak
+from low_models import CAST, Peak, every_half, iterate_low, loss_of, net
 from ranks import RankError
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -6,8 +6,7 @@ import pytest
 import torch
 from coded_cases import FORMS, MAPS, OF_KERNEL, SGD, SIZES, decoded, drawn, encoded, same_bits, states, stepped
 from conftest import DEVICES
-from on_every_backend import INF, NAN, SETS, backend_fixture, on_every_set  # noqa: F401
-from step_backends import BF16, no_grad_fixture  # noqa: F401
+from on_every_backend import BF16, INF, NAN, SETS, backend_fixture, no_grad_fixture, on_every_set  # noqa: F401  # noqa: F401
 from torch import Tensor
 
 from amp_patch import multi_tensor as mt

@@ -85,6 +85,80 @@ def test_errors_name_the_list_and_the_index_and_change_nothing(lists, error, mes
     assert found == 0.0 and F32.tolist() == [1.0] * 3 and F16.tolist() == [1.0] * 3
 
 
+# By kernel the number of its lists, and a call with them, a factor and a flag. The last list is written.
+KERNELS = {
+    "multi_tensor_scale": (2, lambda s, d, n, f: mt.multi_tensor_scale(s, d, n, f)),
+    "multi_tensor_unscale": (1, lambda g, n, f: mt.multi_tensor_unscale(g, n, f)),
+    "multi_tensor_axpby": (3, lambda x, y, o, n, f: mt.multi_tensor_axpby(1.0, x, n, y, o, f)),
+    "multi_tensor_check_finite": (1, lambda t, n, f: mt.multi_tensor_check_finite(t, f)),
+    "multi_tensor_l2norm": (1, lambda t, n, f: mt.multi_tensor_l2norm(t)),
+    "multi_tensor_unscale_l2norm": (1, lambda g, n, f: mt.multi_tensor_unscale_l2norm(g, n, f)),
+    "multi_tensor_adopt": (2, lambda p, m, n, f: mt.multi_tensor_adopt(p, m)),
+}
+READ_ONLY = ("multi_tensor_check_finite", "multi_tensor_l2norm")
+FAULTY = {
+    "None": lambda: None,
+    "a number": lambda: 1.0,
+    "int32": lambda: torch.ones(3, dtype=torch.int32),
+    "bool": lambda: torch.ones(3, dtype=torch.bool),
+    "complex": lambda: torch.ones(3, dtype=torch.cfloat),
+    "float8": lambda: torch.ones(3).to(torch.float8_e4m3fn),
+    "sparse": lambda: torch.ones(3).to_sparse(),
+    "negated": lambda: torch.ones(3, dtype=torch.cfloat).conj().imag,
+    "meta": lambda: torch.ones(3, device="meta"),
+}
+OF_SEVERAL = {"another shape": lambda: torch.ones(3, 2), "FP64 among FP32": lambda: torch.ones(3, dtype=torch.float64)}
+WRITTEN = {
+    "expanded": lambda: torch.ones(1).expand(3),
+    "requires grad": lambda: torch.ones(3, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_faulty_tensor_in_any_list_is_refused_by_name_and_nothing_is_written(kernel):
+    count, call = KERNELS[kernel]
+    for role in range(count):
+        writes = role == count - 1 and kernel not in READ_ONLY
+        faults = FAULTY | (OF_SEVERAL if count > 1 else {}) | (WRITTEN if writes else {})
+        for name, make in faults.items():
+            lists, found = [[torch.ones(3) for _ in range(3)] for _ in range(count)], flag()
+            lists[role][1] = make()
+            good = [t for tensors in lists for t in tensors if t is not lists[role][1]]
+            with pytest.raises((TypeError, ValueError), match=rf"^{kernel}: \S"):
+                call(*lists, 2.0, found)
+                pytest.fail(f"{name} in list {role} was taken")
+            assert not any(versions([*good, found])) and found == 0.0
+
+
+@pytest.mark.parametrize("kernel", [name for name, (count, _) in KERNELS.items() if count > 1])
+def test_lists_of_different_lengths_and_outputs_over_inputs_are_refused(kernel):
+    count, call = KERNELS[kernel]
+    whole = torch.arange(9.0)
+    for role in range(count):
+        lists = [[torch.ones(8), torch.ones(8)] for _ in range(count)]
+        lists[role].append(torch.ones(3))
+        with pytest.raises(ValueError, match=rf"^{kernel}: \S"):
+            call(*lists, 2.0, flag())
+        if role < count - 1:
+            for source, out in ((whole[:8], whole[1:]), (whole[1:], whole[:8])):
+                lists = [[torch.ones(8)] for _ in range(count)]
+                lists[role], lists[-1] = [source], [out]
+                with pytest.raises(ValueError, match=rf"^{kernel}: \S.* overlaps "):
+                    call(*lists, 2.0, flag())
+    assert whole.tolist() == [*range(9)]
+
+
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in READ_ONLY])
+def test_an_element_in_two_outputs_is_refused(kernel):
+    count, call = KERNELS[kernel]
+    whole = torch.ones(70)
+    for outs in ([whole, whole], [whole[:64], torch.ones(3), whole[5:69]], [whole[::2], whole[::2]]):
+        lists = [[torch.ones_like(out) for out in outs] for _ in range(count - 1)]
+        with pytest.raises(ValueError, match=rf"^{kernel}: tensors 0 and {len(outs) - 1} of \w+ overlap in memory"):
+            call(*lists, outs, 2.0, flag())
+    assert whole.tolist() == [1.0] * 70 and whole._version == 0
+
+
 def test_tensors_without_their_memory_are_refused():
     tensors = [torch.ones(6), torch.ones(2, 3).t(), torch.ones(6)[2:]]
     for t in tensors:

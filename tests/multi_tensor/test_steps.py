@@ -7,9 +7,8 @@ import math
 
 import pytest
 import torch
-from on_every_backend import BACKENDS, backend_fixture, device, on_every_set  # noqa: F401  the fixture `backend`
+from on_every_backend import BACKENDS, BF16, F16, F32, backend_fixture, device, no_grad_fixture, on_every_set  # noqa: F401  the fixture `backend`  # noqa: F401  the fixture `no_grad`
 from reference_steps import ADAM, SGD, State
-from step_backends import BF16, F16, F32, no_grad_fixture  # noqa: F401  the fixture `no_grad`
 
 from amp_patch import multi_tensor as mt
 

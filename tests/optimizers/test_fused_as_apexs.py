@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from fused_cases import ORACLES, parameters, required, run_steps
+from reference_optimizers import ORACLES, parameters, required, run_steps
 from torch import nn
 
 from amp_patch.optimizers import (

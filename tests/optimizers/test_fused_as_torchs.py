@@ -12,10 +12,10 @@ import torch
 import training
 from conftest import DEVICES, DTYPES
 from crossed import crossed
-from fused_cases import ORACLES, cases, every, give_gradients, parameters, relative, required, run_steps
+from reference_optimizers import ORACLES, cases, every, give_gradients, parameters, relative, required, run_steps
+from scaled_loops import skip_if_it_cannot_unscale
 from syncs import count
 from torch import nn
-from torch_scalers import skip_if_it_cannot_unscale
 
 from amp_patch import amp, multi_tensor
 from amp_patch.multi_tensor import backends

@@ -10,9 +10,9 @@ import reference_optimizers as reference
 import torch
 from conftest import DEVICES, DTYPES
 from crossed import crossed
+from scaled_loops import skip_if_it_cannot_unscale
 from syncs import count
 from torch import nn
-from torch_scalers import skip_if_it_cannot_unscale
 
 from amp_patch import amp
 from amp_patch.optimizers import FusedLAMB, FusedMixedPrecisionLamb

@@ -7,9 +7,9 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
-import benchmark_scripts
 import pytest
-from made_up import made_up_run
+import scripts
+from compared_runs import made_up_run
 from paths import BENCHMARKS
 
 from amp_patch.lab.comparison.comparison import Comparison
@@ -23,7 +23,7 @@ SEEDS = 5
 
 @pytest.fixture(scope="module")
 def accuracy():
-    return benchmark_scripts.load("accuracy")
+    return scripts.load("accuracy")
 
 
 def comparison(second: str = "bits", without: str | None = None, **shifts: float) -> Comparison:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import benchmark_scripts
 import pytest
+import scripts
 import torch
-from made_up import made_up_run
+from compared_runs import made_up_run
 from torch import Tensor, nn
 
 from amp_patch.lab.comparison.comparison import Comparison
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow  # a tool that no training needs
 
 @pytest.fixture(scope="module")
 def script():
-    return benchmark_scripts.load("accuracy_formats")
+    return scripts.load("accuracy_formats")
 
 
 def comparison(levels: tuple[str, ...]) -> Comparison:

@@ -8,8 +8,8 @@ import math
 import os
 import warnings
 
-import benchmark_scripts
 import pytest
+import scripts
 import torch
 from paths import BENCHMARKS, ROOT
 from python_forks import python
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow  # a tool that no training needs
 
 @pytest.fixture(scope="module")
 def timing():
-    return benchmark_scripts.load("timing")
+    return scripts.load("timing")
 
 
 def test_rivals_are_timed_in_turns_and_each_comes_first_in_its_turn(timing):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import benchmark_scripts
 import pytest
+import scripts
 from paths import BENCHMARKS, ROOT
 
 
 @pytest.fixture(scope="module", name="scripts")
 def scripts_fixture() -> dict[str, Any]:
-    return {name: benchmark_scripts.load(name) for name in ("eight_bit_state", "accuracy")}
+    return {name: scripts.load(name) for name in ("eight_bit_state", "accuracy")}
 
 
 def test_the_page_has_the_section_of_the_results(scripts):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import re
 
-import benchmark_scripts
 import pytest
+import scripts
 from paths import ROOT
 
 
 @pytest.fixture(scope="module", name="benchmark")
 def benchmark_fixture():
-    return benchmark_scripts.load("lost_updates")
+    return scripts.load("lost_updates")
 
 
 @pytest.mark.slow

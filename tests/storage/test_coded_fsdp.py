@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from coded_shards import (
-    MAKERS,
+    ROUNDED,
     SHARDED,
     go_on,
     here,
@@ -41,32 +42,48 @@ pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event"
 )
 
+LEVELS = SHARDED | {"rounded": ROUNDED}
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The numbers
 
 
 CASES = [("AdamW", "O2"), ("NAdam", "O5"), ("SGD", "O1"), ("FusedAdam", "O4")]
 MORE = [("AdamW", level) for level in SHARDED] + [(make, "O2") for make in CODED_MAKERS] + [("NAdam", "O0")]
+OF_BF16 = [(make, level) for make in CODED_MAKERS for level in ("rounded", "stochastic")]
+AT_ONCE = [*CASES, *(case for case in OF_BF16 if case[0] in ("AdamW", "NAdam"))]
 
 
 @pytest.mark.parametrize(
     ("make", "level"),
-    CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in dict.fromkeys(MORE) if case not in CASES],
+    [
+        pytest.param(*case, marks=() if case in AT_ONCE else pytest.mark.slow)
+        for case in dict.fromkeys([*CASES, *MORE, *OF_BF16])
+    ],
 )
-def test_each_step_is_decode_the_optimizers_own_step_encode_of_the_elements_here(ranks, make, level):
-    if "Adam" in make and not rounds_as_torch():
+def test_each_step_is_the_optimizers_own_of_the_elements_here_encoded_or_rounded_by_their_place(ranks, make, level):
+    first, second = as_by_hand(ranks, make, LEVELS[level])
+    if level == "rounded":
+        assert not first and not second
+    else:
+        assert set(first.values()) == {2} and second == dict.fromkeys(first, 1), "of 86 rows and 24, of 85 and 24"
+
+
+def as_by_hand(ranks: Any, make: Any, options: dict[str, Any]) -> list[dict[str, int]]:
+    """Assert that both ranks train as `referenced` does; return the number of codes by name on each."""
+    name = make if isinstance(make, str) else make.args[0]
+    if name.startswith(("Adam", "FusedAdam")) and not rounds_as_torch():
         pytest.skip("torch's fused kernels round otherwise on this machine")
-    ours, theirs = ranks(trained, make, SHARDED[level]), ranks(referenced, make, SHARDED[level])
+    ours, theirs = ranks(trained, make, options), ranks(referenced, make, options)
     for rank, wanted in zip(ours, theirs, strict=True):
         assert rank["losses"] == wanted["losses"] and rank["opened"] == 0
         assert same(rank["weights"], wanted["weights"]) and same(rank["state"], wanted["state"])
-    first, second = (rank["coded"] for rank in ours)
-    assert set(first.values()) == {2} and second == dict.fromkeys(first, 1), "of 86 rows and 24, of 85 and 24"
+    return [rank["coded"] for rank in ours]
 
 
-def by_torchs_class(train: Any, name: str) -> dict[str, Any]:
+def of_torch(name: str, params: Any) -> Any:
     settings = OPTIMIZERS[name] | {"lr": 0.01, **({"fused": True} if name in ("Adam", "AdamW", "SGD") else {})}
-    return train(lambda params: getattr(OPTIM, name)(params, **settings), {"opt_level": "O0"})
+    return getattr(OPTIM, name)(params, **settings)
 
 
 @pytest.mark.slow
@@ -74,13 +91,8 @@ def by_torchs_class(train: Any, name: str) -> dict[str, Any]:
     "name", sorted({name for name in OPTIMIZERS if hasattr(OPTIM, name)} - {"SparseAdam", "Adafactor", "Muon"})
 )
 def test_torchs_optimizers_step_the_elements_here(ranks, name):
-    if name.startswith("Adam") and not rounds_as_torch():
-        pytest.skip("torch's fused kernels round otherwise on this machine")
-    ours, theirs = ranks(by_torchs_class, trained, name), ranks(by_torchs_class, referenced, name)
-    for rank, wanted in zip(ours, theirs, strict=True):
-        assert rank["losses"] == wanted["losses"] and rank["opened"] == 0
-        assert same(rank["weights"], wanted["weights"]) and same(rank["state"], wanted["state"])
-        assert bool(rank["coded"]) is (name != "ASGD")
+    for codes in as_by_hand(ranks, partial(of_torch, name), {"opt_level": "O0"}):
+        assert bool(codes) is (name != "ASGD")
 
 
 def without_fp32_state(make: str, level: str) -> list[tuple[int, int]]:
@@ -119,11 +131,15 @@ def test_a_step_in_one_pass_decodes_in_registers_and_each_process_holds_codes_of
 # Overflow, readers and writers, closures
 
 
-@pytest.mark.parametrize(("make", "level"), [("AdamW", "O1"), ("NAdam", "O2")])
+@pytest.mark.parametrize(
+    ("make", "level"), [("AdamW", "O1"), ("NAdam", "O2"), ("AdamW", "rounded"), ("NAdam", "rounded")]
+)
 def test_an_overflow_on_one_process_is_skipped_by_all_and_changes_nothing(ranks, make, level):
-    for rank in ranks(overflows, make, SHARDED[level]):
-        assert rank["skipped"] and rank["coded"] and same(rank["before"], rank["after"])
-        assert not same(rank["after"], rank["end"])
+    for rank in ranks(overflows, make, LEVELS[level]):
+        assert rank["skipped"] and bool(rank["coded"]) is (level != "rounded")
+        assert same(rank["before"], rank["after"]) and not same(rank["after"], rank["end"])
+        if level == "rounded":
+            assert rank["amp"]["loss_scaler0"]["stochastic_rounding"]["steps"] == [2] * 8, "it draws nothing"
 
 
 def read_and_written(make: str) -> None:
@@ -221,21 +237,6 @@ def tensor_parallel(kept: Any) -> list[Tensor]:
 def test_a_gradient_that_is_not_laid_out_as_its_parameter_is_stepped_by_torch(ranks):
     for ours, wanted in zip(ranks(tensor_parallel, "8bit"), ranks(tensor_parallel, None), strict=True):
         assert same(ours, wanted)
-
-
-def grows() -> None:
-    model = sharded("O5")
-    optimizer = MAKERS["AdamW"](list(model[:2].parameters()))
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", optimizer_state="8bit", verbosity=0)
-    go_on(model, optimizer, range(2))
-    optimizer.add_param_group({"params": list(model[2].parameters())})
-    optimizer.param_groups[1]["lr"] = 1.0
-    go_on(model, optimizer, range(2, 3))
-    assert kept_names(optimizer.state[model[2].weight]) and optimizer.param_groups[1]["lr"] == 1.0
-
-
-def test_a_group_that_comes_later(ranks):
-    ranks(grows)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

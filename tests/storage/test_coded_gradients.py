@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import benchmark_scripts
 import pytest
+import scripts
 
 
 @pytest.fixture(scope="module", name="script")
 def script_fixture() -> Any:
-    return benchmark_scripts.load("uneven_gradients")
+    return scripts.load("uneven_gradients")
 
 
 @pytest.mark.parametrize(("share", "level"), [(1e-2, "O0"), (1e-3, "O0"), (1e-4, "O0"), (1e-3, "O5+split")])

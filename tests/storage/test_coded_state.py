@@ -10,7 +10,6 @@ import pytest
 import torch
 from coded_states import LEVELS, MAKERS, OPTIM, coded, go_on, in_eight_bits, loss_of, net, opened, start, state_of
 from crossed import crossed
-from split_masters import memory_of
 from three_ways import rounds_as_torch
 from torch import Tensor, nn
 from torch_optimizers import OPTIMIZERS
@@ -20,9 +19,7 @@ from amp_patch import amp, multi_tensor
 from amp_patch.storage import coded_state
 from amp_patch.ways import gradient_release
 
-every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "SGD", "NAdam")])
-every_level = pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
 HERE = [name for name in OPTIMIZERS if hasattr(OPTIM, name) and name != "SparseAdam"]
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -101,38 +98,6 @@ def test_state_that_stays_fp32_is_named_with_its_reason():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Overflow, accumulation, clipping
-
-
-@one_of_each_way
-def test_a_step_that_overflows_changes_nothing(make):
-    model, optimizer = start(make, loss_scale="dynamic")
-    go_on(model, optimizer, range(3))
-    before = copy.deepcopy((masters_of(optimizer), state_of(optimizer)))
-    backward(loss_of(model, 3) * float("inf"), optimizer)
-    optimizer.step()
-    assert optimizer._amp_stash.step_skipped
-    assert same(masters_of(optimizer), before[0]) and same(state_of(optimizer), before[1])
-    optimizer.zero_grad()
-    go_on(model, optimizer, range(4, 5))
-    assert not same(state_of(optimizer), before[1])
-
-
-@pytest.mark.parametrize("delays", [False, True])
-@one_of_each_way
-def test_gradients_add_up_over_micro_batches_and_are_clipped(make, delays):
-    def train(parts: int) -> list[Tensor]:
-        model, optimizer = start(make, master_weights="split")
-        for step in range(3):
-            optimizer.zero_grad()
-            for part in range(parts):
-                delay = delays and part < parts - 1
-                with amp.scale_loss(loss_of(model, step) / parts, optimizer, delay_unscale=delay) as scaled:
-                    scaled.backward()
-            nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-2)
-            optimizer.step()
-        return [*masters_of(optimizer), *state_of(optimizer)]
-
-    assert same(train(1), train(2))  # halves of one batch are exact
 
 
 def test_a_parameter_without_a_gradient_keeps_its_state():
@@ -358,30 +323,6 @@ def test_threads_that_look_at_once_all_see_one_tensor():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
-
-
-@pytest.mark.parametrize(("masters", "most"), [("split", 8.2), ("stochastic", 6.2)])
-def test_a_parameter_takes_8_or_6_bytes_with_adamw(masters, most):
-    if multi_tensor.backend() != "cpp":
-        pytest.skip("without the extension a portion of the state is FP32 at the step")
-    model = nn.Linear(256, 256, bias=False)
-    model, optimizer = start(MAKERS["AdamW"], model, master_weights=masters)
-    held: list[int] = []
-
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        (master,) = amp.master_params(optimizer)
-        with torch._C.DisableTorchFunctionSubclass():
-            kept = map(optimizer.state[master].kept, ("exp_avg", "exp_avg_sq")) if optimizer.state else ()
-            state = [t for value in kept for t in (value.codes, value.scales)]
-            grads = optimizer._amp_stash.masters.waiting.grads.values()
-            half = [t for t in [getattr(master, "low_half", None)] if t is not None]
-            held.append(memory_of([model.weight, master, *half, *grads, *state]))
-
-    optimizer.register_step_pre_hook(before)
-    for _ in range(2):
-        backward(model(torch.randn(4, 256)).square().mean(), optimizer)
-        optimizer.step()
-    assert most - 0.2 < held[-1] / model.weight.numel() < most and opened(optimizer) == 0
 
 
 def test_the_state_of_a_first_step_is_never_fp32_as_a_whole():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import signal
 import subprocess
@@ -29,62 +28,15 @@ from coded_states import (
     state_of,
 )
 from conftest import DEVICES
-from crossed import crossed
 from paths import ROOT
-from torch import nn
-from training import backward, masters_of, same, through_pickle
+from training import backward, masters_of, same
 
 from amp_patch import amp, multi_tensor, optimizers
-from amp_patch.support import device_sync
 
-every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "SGD", "NAdam")])
-every_level = pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints, copies, and the way back
-
-
-def saved(model: nn.Module, optimizer: Any) -> list[Any]:
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], file)
-    file.seek(0)
-    return torch.load(file)  # weights alone: there is no class of ours in it
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-@every_maker
-def test_a_training_goes_on_from_a_checkpoint_to_the_bit(make, order):
-    model, optimizer = start(make, master_weights="stochastic")
-    go_on(model, optimizer, range(3))
-    states = saved(model, optimizer)
-    assert opened(optimizer) == 0
-    wanted = [go_on(model, optimizer, range(3, 6)), *masters_of(optimizer), *state_of(optimizer)]
-    amp.restore()
-    again, its_optimizer = start(make, master_weights="stochastic")
-    loads = (again.load_state_dict, its_optimizer.load_state_dict, amp.load_state_dict)
-    for index in order:
-        loads[index](states[index])
-    assert go_on(again, its_optimizer, range(3, 6)) == wanted[0]
-    assert same([*masters_of(its_optimizer), *state_of(its_optimizer)], wanted[1:])
-    assert coded(its_optimizer) == coded(optimizer) or coded(its_optimizer)
-
-
-@one_of_each_way
-def test_checkpoints_move_to_and_from_fp32_state(make):
-    for first, second in (("8bit", None), (None, "8bit")):
-        model, optimizer = start(make, optimizer_state=first)
-        go_on(model, optimizer, range(3))
-        states, wanted = saved(model, optimizer), state_of(optimizer)
-        assert all(type(state) is dict for state in optimizer.state_dict()["state"].values())
-        amp.restore()
-        again, its_optimizer = start(make, optimizer_state=second)
-        again.load_state_dict(states[0])
-        its_optimizer.load_state_dict(states[1])
-        assert same(state_of(its_optimizer), wanted)
-        go_on(again, its_optimizer, range(3, 5))
-        assert bool(coded(its_optimizer)) is (second is not None)
-        amp.restore()
 
 
 KILLED = """
@@ -120,17 +72,6 @@ def test_a_run_that_was_killed_resumes_to_the_bit(tmp_path, name):
     assert same(torch.load(f"{tmp_path / 'a'}.end"), model.parameters())
 
 
-@every_maker
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
-def test_copies_are_coded_and_train_on_to_the_bit(make, copied):
-    model, optimizer = start(make)
-    go_on(model, optimizer, range(3))
-    twin, its_optimizer = copied((model, optimizer))
-    assert go_on(twin, its_optimizer, range(3, 6)) == go_on(model, optimizer, range(3, 6))
-    assert same([*masters_of(its_optimizer), *state_of(its_optimizer)], [*masters_of(optimizer), *state_of(optimizer)])
-    assert coded(its_optimizer) == coded(optimizer)
-
-
 def test_a_pickle_of_a_state_is_an_ordinary_dict():
     model, optimizer = start(MAKERS["AdamW"])
     go_on(model, optimizer, range(2))
@@ -138,30 +79,6 @@ def test_a_pickle_of_a_state_is_an_ordinary_dict():
     for twin in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state), copy.copy(state)):
         assert type(twin) is dict and same(twin.values(), state.values())
         assert all(a is not b for a, b in zip(twin.values(), state.values(), strict=True) if a.dim())
-
-
-@crossed(one_of_each_way, every_level, meet=1)
-def test_restore_leaves_an_ordinary_optimizer_with_fp32_state(make, options):
-    model, optimizer = start(make, **options)
-    go_on(model, optimizer, range(3))
-    wanted = state_of(optimizer)
-    amp.restore()
-    assert all(type(state) is dict for state in optimizer.state.values()) and same(state_of(optimizer), wanted)
-    optimizer.zero_grad()
-    loss_of(model, 3).backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize(("first", "second"), [("8bit", None), (None, "8bit"), ("8bit", "8bit")])
-@one_of_each_way
-def test_initialize_again_keeps_the_state_the_other_way(make, first, second):
-    model, optimizer = start(make, optimizer_state=first)
-    go_on(model, optimizer, range(3))
-    wanted = state_of(optimizer)
-    amp.initialize(model, optimizer, opt_level="O5", optimizer_state=second, verbosity=0)
-    assert same(state_of(optimizer), wanted)
-    go_on(model, optimizer, range(3, 5))
-    assert bool(coded(optimizer)) is (second is not None)
 
 
 @pytest.mark.parametrize("options", [LEVELS["O4"], LEVELS["split"], LEVELS["stochastic"]], ids=["O4", "split", "none"])
@@ -287,52 +204,3 @@ def test_optimizers_that_cannot_are_refused_by_name(make, match):
     ):
         amp.initialize(model, optimizer, opt_level="O4", optimizer_state="8bit", verbosity=0)
     assert type(optimizer).__dict__.get("_amp_base") is None and model[0].weight.dtype is torch.float32
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"optimizer_state": "4bit"}, "optimizer_state is '4bit'; wanted '8bit' or None"),
-        ({"optimizer_state": True}, "optimizer_state is True; wanted '8bit' or None"),
-        ({"opt_level": "O3"}, "optimizer_state='8bit' contradicts opt_level 'O3' without masters.*'stochastic'"),
-        ({"opt_level": "O5", "master_weights": False}, "contradicts opt_level 'O5' without masters"),
-    ],
-)
-def test_unsupported_combinations_are_refused_by_name(options, match):
-    with pytest.raises(ValueError, match=match):
-        start(MAKERS["AdamW"], **options)
-
-
-@pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "NAdam")])
-def test_a_step_in_the_capture_of_a_graph_is_refused_and_changes_nothing(make, monkeypatch):
-    model, optimizer = start(make)
-    go_on(model, optimizer, range(2))
-    before = [*masters_of(optimizer), *state_of(optimizer)]
-    backward(loss_of(model, 2), optimizer)
-    monkeypatch.setattr(device_sync, "is_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="optimizer_state='8bit' cannot be captured"):
-        optimizer.step()
-    monkeypatch.undo()
-    assert same([*masters_of(optimizer), *state_of(optimizer)], before)
-
-
-def on_ranks(case: str) -> Any:
-    """A training on two processes: the weights in the end, and what is refused."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    model, rank = net(), torch.distributed.get_rank()
-    make = MAKERS["NAdam" if case == "portions" else "AdamW"]
-    model, optimizer = start(make, model)
-    wrapped = DistributedDataParallel(model)
-    for step in range(4):
-        optimizer.zero_grad()
-        backward(loss_of(wrapped, 2 * step + rank), optimizer)
-        optimizer.step()
-    assert coded(optimizer)
-    return [*(p.detach() for p in model.parameters()), *state_of(optimizer)]
-
-
-@pytest.mark.parametrize("case", ["one pass", "portions"])
-def test_ranks_of_ddp_have_the_same_state(ranks, case):
-    ours, theirs = ranks(on_ranks, case)
-    assert same(ours, theirs)

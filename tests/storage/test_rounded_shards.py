@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from coded_shards import (
     MAKERS,
     ROUNDED,
@@ -13,15 +14,11 @@ from coded_shards import (
     go_on,
     here,
     net,
-    overflows,
-    referenced,
     sharded,
     start,
     state_of,
-    trained,
 )
-from coded_states import MAKERS as CODED_MAKERS
-from coded_states import loss_of
+from coded_states import coded, loss_of
 from coded_states import state_of as whole_state_of
 from fsdp_trainings import (
     averaged,
@@ -31,7 +28,6 @@ from fsdp_trainings import (
     one_fixture,  # noqa: F401  the fixture `one`
     restored_fixture,  # noqa: F401  the fixture `restored`
 )
-from three_ways import rounds_as_torch
 from torch import Tensor, nn
 from training import backward, same
 
@@ -48,21 +44,6 @@ OPTIONS = {"FP32 state": ROUNDED, "8 bit": SHARDED["stochastic"]}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The numbers
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(
-    "make",
-    [pytest.param(make, marks=() if make in ("AdamW", "NAdam") else pytest.mark.slow) for make in CODED_MAKERS],
-)
-def test_each_step_is_the_optimizers_own_of_the_elements_here_rounded_by_their_place(ranks, make, options):
-    if "Adam" in make and not rounds_as_torch():
-        pytest.skip("torch's fused kernels round otherwise on this machine")
-    ours, theirs = ranks(trained, make, options), ranks(referenced, make, options)
-    for rank, wanted in zip(ours, theirs, strict=True):
-        assert rank["losses"] == wanted["losses"] and rank["opened"] == 0
-        assert same(rank["weights"], wanted["weights"]) and same(rank["state"], wanted["state"])
-        assert bool(rank["coded"]) is (options is not ROUNDED)
 
 
 def even() -> nn.Sequential:
@@ -200,14 +181,6 @@ def chance() -> dict[str, Any]:
     return amp.state_dict()["loss_scaler0"]["stochastic_rounding"]
 
 
-@pytest.mark.parametrize("make", ["AdamW", "NAdam"])
-def test_an_overflow_on_one_process_is_skipped_by_all_and_draws_nothing(ranks, make):
-    for rank in ranks(overflows, make, ROUNDED):
-        assert rank["skipped"] and same(rank["before"], rank["after"])
-        assert rank["amp"]["loss_scaler0"]["stochastic_rounding"]["steps"] == [2] * 8
-        assert not same(rank["after"], rank["end"])
-
-
 def accumulated(make: str, ways: str) -> list[Tensor]:
     """Two micro-batches that are powers of two of one another, whose sum and norm BF16 and FP32 have exactly."""
     model, optimizer = start(make, **ROUNDED)
@@ -280,18 +253,24 @@ def test_groups_hold_the_shards_and_who_reads_the_state_finds_dtensors_in_fp32(r
     ranks(read_and_written, make)
 
 
-def grows() -> None:
-    model = sharded("O5", torch.bfloat16)
-    model[2].requires_grad_(False)
+def grows(kind: str) -> None:
+    rounds = kind != "FP32 shards"
+    model = sharded("O5", torch.bfloat16 if rounds else torch.float32)
+    model[2].requires_grad_(not rounds)
     optimizer, later = MAKERS["AdamW"](list(model[:3].parameters())), list(model[3:].parameters())
-    model, optimizer = amp.initialize(model, optimizer, **ROUNDED, verbosity=0)
+    options = {"opt_level": "O5"} | (ROUNDED if rounds else {})
+    options |= {} if kind == "rounded" else {"optimizer_state": "8bit"}
+    model, optimizer = amp.initialize(model, optimizer, **options, verbosity=0)
     go_on(model, optimizer, range(2))
-    assert len(chance()["steps"]) == 2
     optimizer.add_param_group({"params": later, "lr": 1.0})
     model[2].requires_grad_(True)
     before = here(model.parameters())
     go_on(model, optimizer, range(2, 3))
-    assert len(chance()["steps"]) == 8 and optimizer.param_groups[1]["lr"] == 1.0
+    assert optimizer.param_groups[1]["lr"] == 1.0
+    if kind == "rounded":
+        assert len(chance()["steps"]) == 8
+    else:
+        assert coded(optimizer)["exp_avg"] == 2 - dist.get_rank()
     assert not any(same([a], [b]) for a, b in zip(before, here(model.parameters()), strict=True) if a.numel())
 
 
@@ -310,9 +289,13 @@ def begins_without_any() -> None:
     assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
 
 
-@pytest.mark.parametrize("train", [grows, begins_without_any])
-def test_a_group_that_comes_later_and_shards_that_were_frozen(ranks, train):
-    ranks(train)
+@pytest.mark.parametrize("kind", ["rounded", "8 bit", "FP32 shards"])
+def test_a_group_that_comes_later_and_shards_that_were_frozen(ranks, kind):
+    ranks(grows, kind)
+
+
+def test_shards_that_were_frozen_at_first_and_a_group_of_others(ranks):
+    ranks(begins_without_any)
 
 
 def moved(moves: bool) -> list[Tensor]:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from coded_shards import MAKERS, ROUNDED, SHARDED, go_on, here, resumable, sharded, start, state_of
-from coded_states import OPTIM, coded, interrupt, loss_of, opened
+from coded_states import OPTIM, coded, loss_of
 from coded_states import state_of as whole_state_of
 from fsdp_trainings import (
     averaged,
@@ -20,7 +19,6 @@ from fsdp_trainings import (
     restored_fixture,  # noqa: F401  the fixture `restored`
     save_checkpoint,
 )
-from ranks import RankError
 from torch import nn
 from training import backward, same
 
@@ -62,51 +60,6 @@ def test_a_checkpoint_resumes_to_the_bit_on_another_number_of_processes(ranks, o
     ranks(saved_and_trained, range(3), "", saved)
     (resumed,) = one(saved_and_trained, range(3, 5), saved)
     assert same(resumed["weights"], wanted["weights"]) and same(resumed["state"], wanted["state"])
-
-
-@pytest.mark.slow
-def test_a_killed_training_resumes_to_the_bit(ranks, tmp_path):
-    saved = str(tmp_path / "saved")
-    straight = ranks(resumable, "AdamW", ROUNDED, range(5))
-    with pytest.raises(RankError, match="exit code -9"):
-        ranks(resumable, "AdamW", ROUNDED, range(5), "", saved, 4)
-    for rank, wanted in zip(ranks(resumable, "AdamW", ROUNDED, range(3, 5), saved), straight, strict=True):
-        assert rank["losses"] == wanted["losses"][3:] and same(rank["end"], wanted["end"])
-
-
-def interrupted(make: str, stride: int) -> None:
-    """Ctrl-C in the step at each `stride`-th line of ours: what is here of a parameter is stepped or not."""
-
-    def until_the_step() -> tuple[Any, Any]:
-        model, optimizer = start(make, **ROUNDED)
-        go_on(model, optimizer, range(2))
-        optimizer.zero_grad()
-        backward(loss_of(model, 2), optimizer)
-        return model, optimizer
-
-    model, optimizer = until_the_step()
-    before = here(model.parameters())
-    lines = torch.tensor(interrupt(10**9, optimizer.step))
-    after = here(model.parameters())
-    dist.all_reduce(lines, dist.ReduceOp.MIN)
-    assert lines > 20
-    for place in range(0, int(lines), stride):
-        amp.restore()
-        model, optimizer = until_the_step()
-        assert interrupt(place, optimizer.step) == place + 1
-        for ours, old, new in zip(here(model.parameters()), before, after, strict=True):
-            assert torch.equal(ours, old) or torch.equal(ours, new), place
-        assert [id(p) for g in optimizer.param_groups for p in g["params"]] == list(map(id, model.parameters())), place
-        go_on(model, optimizer, range(3, 4))
-        assert opened(optimizer) == 0
-
-
-@pytest.mark.parametrize(
-    ("make", "stride"),
-    [("AdamW", 29), *(pytest.param(make, 7, marks=pytest.mark.slow) for make in ("AdamW", "SGD", "NAdam"))],
-)
-def test_an_interrupt_leaves_each_parameter_stepped_or_not(ranks, make, stride):
-    ranks(interrupted, make, stride)
 
 
 def restored(make: str) -> None:

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from split_masters import MAKERS, OPTIM, iterate_split, loss_of, memory_of, net, opened
+from split_masters import MAKERS, OPTIM, iterate_split, loss_of, net, opened
 from three_ways import rounds_as_torch
 from torch import Tensor, nn
-from training import ADAMW, SGD, backward, masters_of, same, through_pickle
+from training import backward, masters_of, same
 
 from amp_patch import amp, multi_tensor
-from amp_patch.masters.closed_master import form_of
-from amp_patch.storage.stochastic_master import Rounding
-from amp_patch.support import device_sync, tree
+from amp_patch.support import tree
 
 every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "NAdam", "FusedLAMB")])
@@ -129,36 +127,6 @@ def test_updates_that_rounding_to_nearest_loses_are_made_on_average():
     assert len(by_chance.unique()) > 3
 
 
-@one_of_each_way
-def test_a_step_that_overflows_changes_nothing(make):
-    model, optimizer = start(make, loss_scale="dynamic")
-    iterate_split(model, optimizer, range(3))
-    before = weights_of(model)
-    backward(loss_of(model, 3) * float("inf"), optimizer)
-    optimizer.step()
-    assert optimizer._amp_stash.step_skipped and same(model.parameters(), before)
-    optimizer.zero_grad()
-    iterate_split(model, optimizer, range(4, 5))
-    assert not same(model.parameters(), before)
-
-
-@pytest.mark.parametrize("delays", [False, True])
-@one_of_each_way
-def test_gradients_add_up_over_micro_batches(make, delays):
-    def train(halves: int) -> list[Tensor]:
-        model, optimizer = start(make)
-        for step in range(3):
-            optimizer.zero_grad()
-            for half in range(halves):
-                loss, delay = loss_of(model, step) / halves, delays and half < halves - 1
-                with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled:
-                    scaled.backward()
-            optimizer.step()
-        return weights_of(model)
-
-    assert same(train(1), train(2))  # halves of one batch are exact
-
-
 def test_a_parameter_without_a_gradient_keeps_its_weight_and_its_count():
     for make in (MAKERS["AdamW"], MAKERS["NAdam"], MAKERS["FusedLAMB"]):
         model, optimizer = start(make)
@@ -199,26 +167,6 @@ def test_a_read_returns_the_weight_in_fp32_and_writes_are_rounded_stochastically
     assert (next(amp.master_params(optimizer)) == 0.5).all()
     iterate_split(model, optimizer, range(2, 3))
     assert opened(optimizer) == 0 and chance()["steps"] == [3] * 6
-
-
-def test_a_parameter_takes_12_bytes_with_adamw():
-    if multi_tensor.backend() != "cpp":
-        pytest.skip("without the extension gradients are FP32 at the end of the body")
-    model = nn.Linear(256, 256, bias=False)
-    model, optimizer = amp.initialize(model, ADAMW(model.parameters()), opt_level="O5", master_weights="stochastic")
-    held: list[int] = []
-
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        (master,) = amp.master_params(optimizer)
-        with torch._C.DisableTorchFunctionSubclass():
-            state = [t for t in optimizer.state[master].values() if t.dim()]
-            held.append(memory_of([model.weight, master, *optimizer._amp_stash.masters.waiting.grads.values(), *state]))
-
-    optimizer.register_step_pre_hook(before)
-    for _ in range(2):
-        backward(model(torch.randn(4, 256)).square().mean(), optimizer)
-        optimizer.step()
-    assert held[-1] == 12 * model.weight.numel()
 
 
 def test_a_run_s_record_counts_no_masters():
@@ -262,23 +210,6 @@ def test_a_training_goes_on_from_a_checkpoint_to_the_bit(make, order):
         amp.restore()
 
 
-@pytest.mark.parametrize("other", [None, "split"])
-def test_checkpoints_move_to_and_from_fp32_masters(other):
-    for first, second in (("stochastic", other), (other, "stochastic")):
-        model, optimizer = start(MAKERS["AdamW"], master_weights=first)
-        iterate_split(model, optimizer, range(3))
-        states, wanted = saved(model, optimizer), masters_of(optimizer)
-        amp.restore()
-        again, its_optimizer = start(MAKERS["AdamW"], master_weights=second)
-        again.load_state_dict(states[0])
-        its_optimizer.load_state_dict(states[1])
-        amp.load_state_dict(states[2])
-        nearest = [value.bfloat16().float() for value in wanted]
-        assert same(amp.master_params(its_optimizer), nearest if second == "stochastic" else wanted)
-        iterate_split(again, its_optimizer, range(3, 5))
-        amp.restore()
-
-
 def test_old_readers_of_the_state_find_it_unchanged():
     start(MAKERS["AdamW"])
     state = amp.state_dict()
@@ -307,43 +238,6 @@ def test_a_state_that_cannot_be_is_refused_before_anything_is_loaded(state):
     assert amp.state_dict() == before
 
 
-@one_of_each_way
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
-def test_copies_train_on_to_the_bit(make, copied):
-    model, optimizer = start(make)
-    iterate_split(model, optimizer, range(3))
-    twin, its_optimizer = copied((model, optimizer))
-    assert iterate_split(twin, its_optimizer, range(3, 8)) == iterate_split(model, optimizer, range(3, 8))
-    assert same(twin.parameters(), model.parameters())
-    assert all(isinstance(form_of(master), Rounding) for master in amp.master_params(its_optimizer))
-
-
-def test_restore_gives_the_weights_back_in_fp32():
-    model, optimizer = start(MAKERS["AdamW"])
-    iterate_split(model, optimizer, range(3))
-    wanted = [weight.float() for weight in weights_of(model)]
-    amp.restore()
-    assert same(model.parameters(), wanted) and all(type(p) is nn.Parameter for p in model.parameters())
-    optimizer.zero_grad()
-    loss_of(model, 3).backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("first", [None, "split", "stochastic"])
-@pytest.mark.parametrize("second", [None, "split", "stochastic"])
-def test_initialize_again_keeps_them_another_way(first, second):
-    model, optimizer = start(MAKERS["AdamW"], master_weights=first)
-    iterate_split(model, optimizer, range(3))
-    before = masters_of(optimizer)
-    amp.initialize(model, optimizer, opt_level="O5", master_weights=second, verbosity=0)
-    wanted = [value.bfloat16().float() for value in before] if second == "stochastic" else before
-    assert same(amp.master_params(optimizer), wanted)
-    iterate_split(model, optimizer, range(3, 5))
-    assert opened(optimizer) == 0
-    if second == "stochastic":
-        assert chance()["steps"] == [2] * 6
-
-
 def test_several_optimizers_and_a_later_group_have_separate_random_draws():
     model = net()
     optimizers = [OPTIM.SGD(model[0].parameters(), lr=0.1), OPTIM.SGD(model[3].parameters(), lr=0.1)]
@@ -362,58 +256,3 @@ def test_several_optimizers_and_a_later_group_have_separate_random_draws():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Where it is refused
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"opt_level": "O2"}, ValueError, "master_weights='stochastic' contradicts float16 weights.*opt_level='O5'"),
-        ({"opt_level": "O4"}, ValueError, "master_weights=stochastic contradicts opt_level 'O4'"),
-        ({"master_weights": "random"}, TypeError, "'random'; wanted 'split', 'stochastic', True, False"),
-    ],
-)
-def test_unsupported_combinations_are_refused_by_name(options, error, match):
-    model = net()
-    with pytest.raises(error, match=match):
-        start(SGD, model, **options)
-    assert all(p.dtype is torch.float32 for p in model.parameters())
-
-
-def test_o2_in_bfloat16_takes_it():
-    _, optimizer = start(MAKERS["AdamW"], opt_level="O2", dtype=torch.bfloat16)
-    assert all(isinstance(form_of(master), Rounding) for master in amp.master_params(optimizer))
-
-
-@pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "NAdam", "SGD")])
-def test_a_step_in_the_capture_of_a_graph_is_refused_and_changes_nothing(make, monkeypatch):
-    model, optimizer = start(make)
-    iterate_split(model, optimizer, range(2))
-    before = weights_of(model)
-    backward(loss_of(model, 2), optimizer)
-    monkeypatch.setattr(device_sync, "is_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="master_weights='stochastic' cannot be captured"):
-        optimizer.step()
-    monkeypatch.undo()
-    assert same(model.parameters(), before)
-
-
-def on_ranks(case: str) -> Any:
-    """A training on two processes, which have seeded torch differently: the weights in the end."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    model, rank = net(), torch.distributed.get_rank()
-    torch.manual_seed(rank)
-    make = MAKERS["NAdam" if case == "portions" else "AdamW"]
-    model, optimizer = start(make, model)
-    wrapped = DistributedDataParallel(model)
-    for step in range(5):
-        optimizer.zero_grad()
-        backward(loss_of(wrapped, 2 * step + rank), optimizer)
-        optimizer.step()
-    return weights_of(model)
-
-
-@pytest.mark.parametrize("case", ["one pass", "portions"])
-def test_ranks_of_ddp_round_alike(ranks, case):
-    ours, theirs = ranks(on_ranks, case)
-    assert same(ours, theirs)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from processes import lives, wait_until
+from scripts import lives, wait_until
 
 from amp_patch.support import guard
 from amp_patch.support.guard import Guard

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 import torch
-from one_weight import x
+from small_trainings import x
 from split_masters import MAKERS, OPTIM, loss_of, net
 from torch import Tensor
 from training import backward, linear, masters_of, same
@@ -74,26 +73,6 @@ def test_a_closure_adds_to_existing_gradients(name):
         results.append(state_of(model, optimizer))
         amp.restore()
     assert same(results[0][0], results[1][0]) and results[0][2] == results[1][2]
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_a_training_with_closures_resumes_to_the_bit(name):
-    model, optimizer = start(ALL[name])
-    iterate(model, optimizer, range(2), closure=True)
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], file)
-    iterate(model, optimizer, range(2, 4), closure=True)
-    wanted = state_of(model, optimizer)
-    amp.restore()
-    again, its_optimizer = start(ALL[name])
-    file.seek(0)
-    for load, state in zip(
-        (again.load_state_dict, its_optimizer.load_state_dict, amp.load_state_dict), torch.load(file), strict=True
-    ):
-        load(state)
-    iterate(again, its_optimizer, range(2, 4), closure=True)
-    found = state_of(again, its_optimizer)
-    assert same(found[0], wanted[0]) and same(found[1], wanted[1]) and found[2] == wanted[2]
 
 
 class Twice(torch.optim.SGD):

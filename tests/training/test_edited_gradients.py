@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from crossed import crossed
-from one_weight import EVERY, SCALED, master_grads, setup, sgd, x
+from small_trainings import EVERY, SCALED, master_grads, setup, sgd, x
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from training import backward, linear
@@ -236,11 +236,3 @@ def test_clipping_looks_past_gradients_that_another_loss_left():
     backward(netd(netg(x(1.0))).sum(), optg)
     assert clip_grad_norm_(netd.parameters(), 1.5).item() == 3.0
     assert master_grads(optd)[0][0][0] == pytest.approx(1.5, abs=1e-4)
-
-
-@pytest.mark.parametrize("level", EVERY)
-def test_clipping_with_a_norm_computed_before_acts_on_the_gradients_of_the_step(level):
-    model, optimizer = setup(level)
-    backward(model(x(3.0, 4.0)).sum(), optimizer)
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(5.0))
-    assert master_grads(optimizer)[0][0] == pytest.approx([0.6, 0.8], abs=1e-2)

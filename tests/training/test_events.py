@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import coded_states
 import torch
 import training
 from crossed import crossed
-from makers import MAKERS
 from torch import nn
-from torch_optimizers import VARIANTS, made, of_sparse_gradients, one_step
+from torch_optimizers import MAKERS, VARIANTS, made, of_sparse_gradients, one_step
 from training import assert_unchanged, snapshot, through_pickle, through_torch
 
 from amp_patch import amp
@@ -91,6 +91,14 @@ def resumed(kind: Training, pair: Pair) -> Pair:
     kind.go_on(fresh, 1)
     load(fresh, states)
     amp.load_state_dict(states["scales"], fresh.optimizer)
+    return fresh
+
+
+def resumed_last_first(kind: Training, pair: Pair) -> Pair:
+    states, fresh = saved(pair), kind.start()
+    amp.load_state_dict(states["scales"], fresh.optimizer)
+    fresh.optimizer.load_state_dict(states["optimizer"])
+    fresh.model.load_state_dict(states["model"])
     return fresh
 
 
@@ -166,6 +174,7 @@ EVENTS: dict[str, Callable[[Training, Pair], Pair]] = {
     "pickle": copied(through_pickle),
     "torch.save": copied(optimizer_first(through_torch)),
     "resumed": resumed,
+    "resumed, loaded last first": resumed_last_first,
     "resumed, loaded before initialize": resumed_before,
     "skipped": skipped,
     "interrupted in backward": interrupted_in_backward,
@@ -230,3 +239,22 @@ def test_with_any_of_our_optimizers(make, event):
 @crossed({"name, flags": VARIANTS, "event": EVENTS}, meet=1)
 def test_with_any_optimizer_of_torch(name, flags, event):
     assert_goes_on(Training(lambda: Pair(*made(name, flags)), one_step, opt_level="O2"), event)
+
+
+def coded_step(model: nn.Module, optimizer: Any, factor: float) -> None:
+    optimizer.zero_grad()
+    training.backward(coded_states.loss_of(model, 0) * factor, optimizer)
+    optimizer.step()
+    assert coded_states.coded(optimizer) and coded_states.opened(optimizer) == 0
+
+
+CODED = [f"{level}+8bit" for level in ("O0", "O1", "O2", "O4", "O5", "O5+split", "O5+stochastic")]
+
+
+@crossed({"level": CODED, "make": coded_states.MAKERS, "event": EVENTS})
+def test_with_state_in_eight_bits(level, make, event):
+    def fresh() -> Pair:
+        model = coded_states.net()
+        return Pair(model, make(model.parameters()))
+
+    assert_goes_on(Training(fresh, coded_step, opt_level=level), event)

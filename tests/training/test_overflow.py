@@ -121,17 +121,6 @@ def test_an_exception_in_the_body_leaves_gradients_casts_and_scale_consistent(le
     assert model.weight.item() == 0.0
 
 
-def test_an_exception_in_the_body_leaves_an_earlier_micro_batch_unscaled():
-    model = linear([[1.0]])
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O1", loss_scale=64.0
-    )
-    backward(model(torch.full((1, 1), 3.0)).sum(), optimizer)
-    with pytest.raises(KeyError), amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer):
-        raise KeyError
-    assert model.weight.grad.item() == 3.0
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_exception_inside_step_does_not_disable_the_next(level):
     class Fragile(torch.optim.SGD):
@@ -212,29 +201,6 @@ def test_a_skipped_step_of_an_optimizer_that_is_not_torch_s_is_not_taken_at_all(
     model(torch.full((1, 1), 0.25)).sum().backward()
     optimizer.step()
     assert optimizer.steps == 3 and model.weight.item() == 0.0 and told == [1, 1, 2, 3]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_closures_are_refused_under_loss_scaling_and_work_without(level):
-    model = linear([[1.0]])
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0
-    )
-    backward(model(torch.ones(1, 1)).sum(), optimizer)
-    with pytest.raises(RuntimeError, match=r"SGD\.step: a closure"):
-        optimizer.step(lambda: None)
-    optimizer.step()
-    assert model.weight.item() == 0.0
-
-    model = linear([[1.0]])
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O0")
-
-    def closure():
-        loss = model(torch.ones(1, 1)).sum()
-        backward(loss, optimizer)
-        return loss
-
-    assert optimizer.step(closure).item() == 1.0 and model.weight.item() == 0.0
 
 
 def test_the_message_names_the_parameters_when_many_steps_in_a_row_are_skipped(caplog):

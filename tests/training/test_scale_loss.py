@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 from conftest import DEVICES
-from one_weight import EVERY, SCALED, master_grads, setup, sgd, x
+from small_trainings import EVERY, SCALED, master_grads, setup, sgd, x
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from training import backward, linear
 
 from amp_patch import amp
@@ -84,16 +83,6 @@ def test_a_step_with_gradients_still_scaled_unscales_them(level):
     optimizer.step()
     assert model.weight.tolist() == [[0.75, 1.5]]
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == (1 if optimizer._amp_stash.scalers[0].dynamic else 0)
-
-
-def test_a_discarded_delayed_gradient_takes_its_overflow_with_it():
-    model, optimizer = setup("O2", verbosity=0)
-    backward(model(x(math.inf, 1.0)).sum(), optimizer)
-    backward(model(x(1.0, 1.0)).sum(), optimizer, delay_unscale=True)
-    optimizer.zero_grad()
-    backward(model(x(0.25, 0.5)).sum(), optimizer)
-    optimizer.step()
-    assert not optimizer._amp_stash.step_skipped and model.weight.tolist() == [[0.75, 1.5]]
 
 
 def test_delay_overflow_check_skips_the_step_but_moves_the_scale_later():
@@ -235,17 +224,6 @@ def test_a_closure_that_calls_scale_loss_trains_without_scaling(level):
         assert model.weight.tolist() == [[1 - 0.25 * number, 2 - 0.5 * number]]
 
 
-@pytest.mark.parametrize("level", SCALED)
-def test_two_losses_that_overflow_both_lower_their_scales(level):
-    model, optimizer = setup(level, num_losses=2, loss_scale="dynamic", verbosity=0)
-    for _ in range(3):
-        optimizer.zero_grad()
-        for loss_id in (0, 1):
-            backward(quarter(model, math.inf, 1.0), optimizer, loss_id=loss_id)
-        optimizer.step()
-    assert [s["loss_scale"] for s in amp.state_dict().values()] == [2.0**13, 2.0**13]
-
-
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "high"])
 def test_a_loaded_scale_that_cannot_be_is_refused_before_anything_is_loaded(value):
     setup("O2", num_losses=2, loss_scale="dynamic")
@@ -293,17 +271,6 @@ def test_a_body_inside_a_body_of_the_same_optimizer_is_refused(level):
             backward(model(x(0.5, 1.0)).sum(), optimizer, loss_id=1)
         outer.backward()
     assert master_grads(optimizer) == [[[0.5, 1.0]]]
-
-
-@pytest.mark.parametrize("level", EVERY)
-def test_clipping_a_partly_trained_model_uses_the_trained_gradients(level):
-    model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
-    model, optimizer = amp.initialize(model, sgd(model[1]), opt_level=level, loss_scale=64.0)
-    for _ in range(2):
-        model.zero_grad()
-        backward(model(x(3.0)).sum(), optimizer)
-        assert clip_grad_norm_(model.parameters(), 100.0).item() == pytest.approx(math.sqrt(18.0), abs=0.01)
-        assert master_grads(optimizer) == [[[3.0]]]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -7,15 +7,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import makers
 import pytest
 import torch
+import torch_optimizers
 import training
 from conftest import DEVICES
 from crossed import crossed
+from small_trainings import TRAININGS, every_training
 from torch import Tensor, nn
 from training import assert_unchanged, backward, linear, same, snapshot
-from unscaled_trainings import TRAININGS, every_training
 
 from amp_patch import amp
 from amp_patch.casts.cpu_half import resolve_cpu_half
@@ -26,7 +26,7 @@ OPTIM = torch.optim
 
 # In one pass, in portions, by itself, with our kernels, in a wrapper.
 MAKERS = {
-    **makers.MAKERS,
+    **torch_optimizers.MAKERS,
     "SGD, fused": lambda p: OPTIM.SGD(p, lr=0.05, momentum=0.9, fused=True),
     "AdamW": lambda p: OPTIM.AdamW(p, lr=1e-2, eps=1e-4, weight_decay=0.1),
     "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2, eps=1e-4, momentum=0.9),

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 import training
 from crossed import crossed
+from small_trainings import every_training
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import ADAM, backward, same
-from unscaled_trainings import every_training
 
 from amp_patch import amp
 

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from crossed import crossed
-from one_weight import backward_row
+from small_trainings import backward_row
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from training import linear
@@ -54,10 +54,6 @@ class WithoutHooks:
     def zero_grad(self):
         for param in self.param_groups[0]["params"]:
             param.grad = None
-
-
-def sgd_loops(params, lr):
-    return torch.optim.SGD(params, lr=lr, foreach=False)
 
 
 MAKES = {"one pass": torch.optim.SGD, "portions": torch.optim.ASGD, "foreign": Foreign, "child": Child}
@@ -312,25 +308,6 @@ def test_a_closure_that_is_refused_leaves_delayed_gradients_as_they_are(make):
     assert model.weight.grad.tolist() == [[256.0, -256.0]]
     optimizer.step()
     assert model.weight.tolist() != [[1.0, 2.0]]
-
-
-@crossed({"scheduled": ["before", "after"]}, AT_LEVELS, KINDS)
-def test_a_scheduler_that_has_captured_step_leads_to_the_one_of_the_training(make, level, scheduled):
-    model = linear([[1.0, 2.0]])
-    optimizer = make(model.parameters(), lr=0.5)
-    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1)] if scheduled == "before" else []
-    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **level)
-    schedulers = schedulers or [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-    backward_observed(model, optimizer)
-    optimizer.step()
-    assert model.weight.tolist() != [[1.0, 2.0]]
-    backward_observed(model, optimizer, math.inf)
-    before = model.weight.tolist()
-    optimizer.zero_grad()
-    backward_observed(model, optimizer, math.inf)
-    optimizer.step()
-    schedulers[0].step()
-    assert model.weight.tolist() == before and nn.Module is not None
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")  # torch's own, of what Dynamo imports

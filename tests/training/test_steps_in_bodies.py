@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from one_weight import EVERY, SCALED, master_grads, setup, sgd, x
+from small_trainings import EVERY, SCALED, master_grads, setup, sgd, x
 from torch import nn
 from training import backward, linear
 

@@ -6,8 +6,8 @@ import copy
 import weakref
 from typing import Any
 
-import benchmark_scripts
 import pytest
+import scripts
 import torch
 from crossed import crossed
 from interrupts import Interrupt
@@ -19,7 +19,7 @@ from training import backward, same, through_pickle
 from amp_patch import amp, multi_tensor
 from amp_patch.ways import gradient_release
 
-most_bytes = benchmark_scripts.load("timing").most_bytes
+most_bytes = scripts.load("timing").most_bytes
 
 CODED = ["O4+8bit", "O5+split+8bit"]
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS["AdamW"], MAKERS["NAdam"]], ids=["AdamW", "NAdam"])
@@ -105,7 +105,8 @@ def test_the_gradients_of_the_model_are_never_there_at_once(level, most, less):
 
 @pytest.mark.parametrize("cpu_half", ["native", "emulate"])
 @pytest.mark.parametrize(
-    ("level", "expected"), [("O5", 16), ("O5+split", 14), ("O5+stochastic", 12), ("O5+split+8bit", 8)]
+    ("level", "expected"),
+    [("O5", 16), ("O5+split", 14), ("O5+stochastic", 12), ("O5+split+8bit", 8), ("O5+stochastic+8bit", 6)],
 )
 def test_a_parameter_takes_the_bytes_of_the_ladder_at_the_step(level, expected, cpu_half):
     if multi_tensor.backend() != "cpp":

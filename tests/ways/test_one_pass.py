@@ -137,17 +137,6 @@ def in_another_order(tensor: Tensor) -> Tensor:
     return tensor.t().contiguous().t()
 
 
-def a_gradient_laid_out_otherwise(model: LateNet, optimizer: Any) -> None:
-    model.first.weight.data = model.first.weight.data.t().contiguous().t()
-
-
-def for_a_flag(name: str) -> Any:
-    def flag(model: LateNet, optimizer: Any) -> None:
-        optimizer.param_groups[1][name] = True
-
-    return flag
-
-
 class Subclass(torch.optim.Adam):
     """It may do anything."""
 

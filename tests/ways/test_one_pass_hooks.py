@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from one_weight import backward_row
+from small_trainings import backward_row
 from torch import nn
 from training import linear
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compare_arguments import parsed
-from compared_runs import compare, seeds
+from compared_runs import compare, parsed, seeds
 
 from amp_patch.__main__ import main
 from amp_patch.lab.commands import compare_baseline

@@ -6,9 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from compare_arguments import parsed
 from compared_runs import compare as compare_runs
-from compared_runs import seeds
+from compared_runs import parsed, seeds
 
 from amp_patch.__main__ import main
 from amp_patch.lab.commands import compare, compare_folder

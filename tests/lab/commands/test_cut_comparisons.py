@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from processes import SECONDS, in_folder, wait_until, wait_until_left
-from scripts import start_script
+from scripts import SECONDS, in_folder, start_script, wait_until, wait_until_left
 
 from amp_patch.lab.recording.run import OVERDUE, Run, loads
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from processes import SECONDS, in_folder, wait_until, wait_until_left
+from scripts import SECONDS, in_folder, wait_until, wait_until_left
 
 from amp_patch.lab.commands.interrupts import Interrupts
 from amp_patch.lab.recording.run import Run, loads

@@ -9,11 +9,11 @@ from multiprocessing import get_context
 
 import pytest
 import torch
-from torch import nn
-from without_cuda import (
+from scripts import (
     cpu_fixture,  # noqa: F401  the fixture `cpu`
     on_cpu,
 )
+from torch import nn
 
 from amp_patch.lab.commands import no_cuda
 from amp_patch.lab.commands.no_cuda import machine

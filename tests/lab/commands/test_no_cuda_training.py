@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from python_forks import python
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from training import mm_dtype
-from without_cuda import (
+from scripts import (
     cpu_fixture,  # noqa: F401  the fixture `cpu`
     on_cpu,
 )
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import mm_dtype
 
 from amp_patch import amp
 from amp_patch.casts import cpu_half, install

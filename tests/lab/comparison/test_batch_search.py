@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from compared import importable_fixture  # noqa: F401  the fixture `importable`
+from compared_runs import importable_fixture  # noqa: F401  the fixture `importable`
 from python_forks import python
 
 from amp_patch import multi_tensor

@@ -12,7 +12,7 @@ from typing import Any
 
 import chromium
 import pytest
-from made_up import made_up_look, made_up_run
+from compared_runs import made_up_look, made_up_run
 
 from amp_patch.lab.comparison import page
 from amp_patch.lab.comparison.comparison import Comparison

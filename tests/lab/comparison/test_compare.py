@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compared import importable_fixture  # noqa: F401  the fixture `importable`
+from compared_runs import importable_fixture  # noqa: F401  the fixture `importable`
 from python_forks import python
 from recordings import read_lines
 

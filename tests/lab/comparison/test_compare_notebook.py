@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from compared import importable_fixture  # noqa: F401  the fixture `importable`
+from compared_runs import importable_fixture  # noqa: F401  the fixture `importable`
 from torch import nn
 from training import ADAM, ConvNet, convnet, images, train
 

@@ -7,8 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from compared_runs import compare, logs, seeds
-from made_up import made_up_run
+from compared_runs import compare, logs, made_up_run, seeds
 
 from amp_patch.__main__ import main
 from amp_patch.lab.commands import compare as command

@@ -8,8 +8,7 @@ import random
 import statistics
 
 import pytest
-from compared_runs import compare, judge, logs, seeds
-from made_up import made_up_run
+from compared_runs import compare, judge, logs, made_up_run, seeds
 
 from amp_patch import amp
 from amp_patch.lab.commands import compare_arguments
@@ -32,14 +31,6 @@ def found(*percents: float, **options) -> Gap:
     level = compare(seeds("O0", *BASE), seeds("O5", *off(*percents), dtype="bfloat16"), **options).levels[1]
     assert level.finding.gap is not None
     return level.finding.gap
-
-
-# Two-sided critical values of Student's t, from the printed tables: freedom, p, t.
-@pytest.mark.parametrize(
-    ("freedom", "p", "t"), [(1, 0.05, 12.706), (2, 0.05, 4.303), (4, 0.01, 4.604), (9, 0.05, 2.262)]
-)
-def test_the_quantile_of_student_agrees_with_tables(freedom, p, t):
-    assert measures.student_quantile(1 - p, freedom) == pytest.approx(t, abs=5e-4)
 
 
 def test_a_gap_has_the_interval_of_a_paired_t_test():

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from made_up import made_up_run
+from compared_runs import made_up_run
 
 from amp_patch.lab.comparison import processes
 from amp_patch.lab.comparison.comparison import Comparison

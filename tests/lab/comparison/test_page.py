@@ -12,7 +12,7 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-from made_up import made_up_look, made_up_run
+from compared_runs import made_up_look, made_up_run
 from paths import BENCHMARKS, ROOT
 
 from amp_patch.lab import wording

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compared_runs import compare, judge, logs, seeds
-from made_up import made_up_look, made_up_run
+from compared_runs import compare, judge, logs, made_up_look, made_up_run, seeds
 
 from amp_patch.lab.comparison import headline
 from amp_patch.lab.comparison.comparison import Comparison

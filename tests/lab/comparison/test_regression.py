@@ -9,8 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from compared_runs import compare, seeds
-from made_up import made_up_run
+from compared_runs import compare, made_up_run, seeds
 from torch import nn
 
 from amp_patch import amp

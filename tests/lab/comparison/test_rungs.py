@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from compared import importable_fixture  # noqa: F401  the fixture `importable`
-from compared_runs import compare, seeds
+from compared_runs import (
+    compare,
+    importable_fixture,  # noqa: F401  the fixture `importable`
+    seeds,
+)
 from torch import nn
 
 from amp_patch import amp

@@ -6,8 +6,7 @@ import math
 import re
 
 import pytest
-from compared_runs import seeds
-from made_up import made_up_look, made_up_run
+from compared_runs import made_up_look, made_up_run, seeds
 
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.table import lines

@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from compared_runs import compare, judge, logs, seeds
-from made_up import made_up_run
+from compared_runs import compare, judge, logs, made_up_run, seeds
 
 from amp_patch.lab.comparison import measures
 from amp_patch.lab.comparison.finding import Verdict

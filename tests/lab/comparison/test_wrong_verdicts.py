@@ -7,8 +7,7 @@ import random
 
 import pytest
 import torch
-from compared_runs import compare, logs, seeds
-from made_up import made_up_run
+from compared_runs import compare, logs, made_up_run, seeds
 
 from amp_patch import amp
 from amp_patch.lab.commands import compare_arguments

@@ -11,9 +11,9 @@ import torch
 import training
 from conftest import DEVICES
 from inspected import PLANTED, NormedNet, identity, look_deep
+from scaled_loops import Cuda, Theirs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch_scalers import Cuda, Theirs
 
 from amp_patch import amp
 from amp_patch.lab.diagnose.histogram import Histogram

@@ -11,14 +11,14 @@ import pickle
 import pytest
 import torch
 from apexed import apex_amp  # noqa: F401  the fixture `apex`
-from recorded_steps import (
+from recordings import (
     HALF,
     Clock,
     nothing_left_fixture,  # noqa: F401  the fixture `nothing_left`
     one_step,
+    read_lines,
     started,
 )
-from recordings import read_lines
 from torch import nn
 from training import ADAM, LEVELS, SGD, backward, convnet, linear, same, train, weights
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from apexed import apex_amp  # noqa: F401  the fixture `apex`
 from conftest import DEVICES
-from recorded_steps import (
+from recordings import (
     HALF,
     Clock,
     nothing_left_fixture,  # noqa: F401  the fixture `nothing_left`

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from apexed import apex_amp  # noqa: F401  the fixture `apex`
-from recorded_steps import (
+from recordings import (
     nothing_left_fixture,  # noqa: F401  the fixture `nothing_left`
     one_step,
     started,

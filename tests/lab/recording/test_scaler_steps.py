@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from conftest import DEVICES
-from torch_scalers import Cuda, Theirs
+from scaled_loops import Cuda, Theirs
 from training import linear, same, weights
 
 from amp_patch import amp

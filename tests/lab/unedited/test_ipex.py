@@ -14,9 +14,8 @@ from types import ModuleType
 import pytest
 import torch
 from paths import ROOT
-from scripts import start_script
+from scripts import edited, run_source, start_script
 from torch import nn
-from unedited import edited, run_source
 
 from amp_patch import amp
 from amp_patch.lab.recording.run import Run, loads

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from crossed import crossed
+from scripts import edited, run_source
 from torch import nn
 from training import LEVELS
-from unedited import edited, run_source
 
 from amp_patch import amp
 from amp_patch.lab.commands.compare_worker import recorded

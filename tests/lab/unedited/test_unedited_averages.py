@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from unedited import run_source
+from scripts import run_source
 
 from amp_patch import amp
 from amp_patch.lab.unedited.script import UneditedScript

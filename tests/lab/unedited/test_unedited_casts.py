@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from scripts import edited, run_source
 from training import LEVELS
-from unedited import edited, run_source
 
 from amp_patch import amp
 from amp_patch.casts import install

@@ -9,10 +9,9 @@ import types
 import pytest
 import torch
 from crossed import crossed
-from scripts import start_script
+from scripts import edited, run_source, start_script
 from torch import nn
 from training import LEVELS
-from unedited import edited, run_source
 
 from amp_patch import amp
 from amp_patch.lab.unedited.refusal import ScriptRefused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from crossed import crossed
-from unedited import edited, run_source
+from scripts import edited, run_source
 
 from amp_patch import amp
 from amp_patch.lab.unedited.script import UneditedScript
@@ -347,6 +347,32 @@ for step in range(4):
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     optimizer.step()
     losses.append(loss.detach())
+""",
+    # mnist_forward_forward: an optimizer in each layer, which trains after the layer before it, without the whole model
+    "an optimizer for each layer": """
+class Layer(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.03, eps=1e-4)
+
+    def forward(self, x):
+        return F.relu(torch.mm(x / (x.norm(2, 1, keepdim=True) + 1e-4), self.weight.T) + self.bias.unsqueeze(0))
+
+    def train(self, good, bad):
+        optimizer = self.optimizer
+        for _ in range(4):
+            goods, bads = (self.forward(x).pow(2).mean(1) for x in (good, bad))
+            loss = torch.log(1 + torch.exp(torch.cat([2 - goods, bads - 2]))).mean()
+            optimizer.zero_grad()
+            loss.backward() #optimizer
+            optimizer.step()
+            losses.append(loss.detach())
+        return self.forward(good).detach(), self.forward(bad).detach()
+
+x = torch.randn(16, 8), torch.randn(16, 8)
+for layer in [Layer(8, 16), Layer(16, 16)]:
+    #amp.initialize(layer, layer.optimizer, opt_level=LEVEL)
+    x = layer.train(*x)
 """,
     # imagenet, mnist: an evaluation between the epochs, weights made by apply, a checkpoint of both
     "epochs": """

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import start_script
+from scripts import edited, run_source, start_script
 from training import LEVELS, same
-from unedited import edited, run_source
 
 from amp_patch import amp
 from amp_patch.lab.unedited.refusal import ScriptRefused

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from crossed import crossed
+from scripts import edited, run_source
 from training import LEVELS
-from unedited import edited, run_source
 
 from amp_patch import amp
 from amp_patch.lab.unedited.refusal import ScriptRefused
