@@ -154,7 +154,8 @@ class RunTimes:
 
         The first level's run with the same seed must have made that step: the script may do other work before it.
         """
-        timed, first = self._of(run), next((each for each in self._timed if each.run.seed == run.seed), None)
+        timed = self._timed.get(id(run))
+        first = next((each for each in self._timed.values() if each.run.seed == run.seed), None)
         if timed is None or first is None or first.last_steps <= timed.last_steps:
             return None
         taken = timed.spent - timed.last_at - (0.0 if timed.last_steps else first.first_at)
