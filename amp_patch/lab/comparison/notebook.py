@@ -208,7 +208,8 @@ class _Job(NamedTuple):
             with seeded(run.seed), restored(), around, suppress(Enough, FirstStepOver):
                 built = self.build_fn()
                 if built is not None:
-                    _train(*_checked(built, known), steps=self.plan.steps, evaluate=self.evaluate)
+                    model, optimizer, loss_fn, batches = _checked(built, known)
+                    _train(model, optimizer, loss_fn, batches, self.plan.steps, self.evaluate)
         finally:
             environment.remove()
 
