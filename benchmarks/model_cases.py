@@ -182,7 +182,8 @@ def cases() -> list[Case]:
     columns = [list(each) for each in (*map(_of_transformers, HEADS), _graphs(), _vision(), _written(), _diffusion())]
     columns += [list(_of_timm())]
     longest = max(map(len, columns))
-    return [column[row] for row in range(longest) for column in columns if row < len(column)]
+    found = [column[row] for row in range(longest) for column in columns if row < len(column)]
+    return list({case.label: case for case in reversed(found)}.values())[::-1]  # a class may have several heads
 
 
 # transformers ---------------------------------------------------------------------------------------------------------
@@ -206,7 +207,10 @@ def configuration(config: Any, model_type: str) -> Any:
     options = {key: value for key, value in wanted.items() if key in known or key in aliases}
     options = {key: value for key, value in options.items() if aliases.get(key) not in options}
     options |= {key: 0.0 for key, value in known.items() if "drop" in key and isinstance(value, float)}
-    return config(**options)
+    made = config(**options, **({} if "num_labels" in options else {"num_labels": CLASSES}))
+    if getattr(made, "decoder_start_token_id", None) is None:
+        made.decoder_start_token_id = 0
+    return made
 
 
 def _transformer(name: str, kind: str, model_type: str) -> Made:

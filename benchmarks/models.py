@@ -264,7 +264,7 @@ def page(results: dict[str, Any]) -> str:
         "## Models with a finding",
         "A level is *as good* if it is not worse than O0 within the margin. *Survey* has the levels for which the "
         "survey names a line that breaks a training, and the first such line; O3 is surveyed, not trained.",
-        table(lost),
+        table(lost) if lost else "No model of the results has one.",
         "## Again",
         "    make models",
         "trains the models that have no result yet, and rewrites this page. `python benchmarks/models.py --again 10` "
