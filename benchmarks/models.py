@@ -246,8 +246,9 @@ def page(results: dict[str, Any]) -> str:
         "# Public models at each level",
         "<!-- Written by `make models` (benchmarks/models.py): edit that. -->",
         f"This page says which public models train as well at a level as in FP32, and which line of a model breaks a "
-        f"level. {len(models)} models were trained at O0, O1, O2, O4 and O5 without an edit. Search the page for your "
-        "model before you choose a level. A model without a row in the second table has no finding at these levels.",
+        f"level. {len(models)} models were trained at O0, O1, O2, O4 and O5 without an edit. The list "
+        "(`benchmarks/model_cases.py`) has more models: the others were not trained yet. A model of "
+        "`benchmarks/results/models.json` without a row in the second table has no finding.",
         summary(models),
         "## How it was measured",
         f"Each model is made in code by its package with few and narrow layers, and trained on random batches for "
