@@ -28,9 +28,9 @@ NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/nu
 
 .DEFAULT_GOAL := help
 # The examples' models are tiny: a second thread would only wait for the first.
-demo accuracy: export OMP_NUM_THREADS ?= 1
+demo accuracy models: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo picture accuracy test test-more test-all stories mutations tests-about test-versions test-release lint format bench sanitize cuda-compile gpu-check clean
+.PHONY: help demo picture accuracy models test test-more test-all stories mutations tests-about test-versions test-release lint format bench sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ picture: $(VENV)/installed ## README's picture of this kind of machine: the demo
 accuracy: $(VENV)/installed ## docs/accuracy.md and accuracy-formats.md anew: three families of models, five seeds, O0 to O7; half an hour
 	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/accuracy_formats.py
+
+models: $(VENV)/models ## docs/models.md: public models of other packages at each level, those without a result yet; hours
+	PYTHONPATH=$(VENV)/models_packages $(BIN)/python benchmarks/models.py $(if $(ONLY),--only $(ONLY))
 
 # The tests start hundreds of Pythons, each of which would compile amp_patch anew where the shell says not to keep that.
 test test-more test-all: export PYTHONDONTWRITEBYTECODE :=
@@ -131,4 +134,11 @@ $(VENV)/ecosystem: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet "amp_patch[lightning,transformers,ecosystem]" "$(TORCH)"
 	$(BIN)/python -m pip install --quiet einops hjson msgpack psutil py-cpuinfo "pydantic>=2"
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --target $(VENV)/deepspeed --upgrade deepspeed==0.18.2
+	touch $@
+
+# The models of docs/models.md. --no-deps: torchvision requires a torch that is not the CPU build.
+$(VENV)/models: $(VENV)/ecosystem
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/models_packages --upgrade timm==1.0.31 diffusers==0.42.1 \
+		torch-geometric==2.8.1 x-transformers==2.31.10 torchvision==0.28.0 einx torch-einops-utils loguru frozendict pillow \
+		pyparsing xxhash importlib-metadata zipp requests urllib3 certifi charset-normalizer
 	touch $@

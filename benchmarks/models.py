@@ -1,0 +1,307 @@
+"""Survey and train public models at each level, and write docs/models.md: which models survive which level?
+
+    python benchmarks/models.py                    # all that are not in the results yet; make models
+    python benchmarks/models.py --only T5,GCN      # again those with such a word in their names
+    python benchmarks/models.py --table            # the page again, from the results of earlier runs
+    python benchmarks/models.py --again 10         # the first 10 again: do their verdicts differ? changes no file
+
+A model is tiny and has random weights (model_cases.py). `amp.survey` looks at its first step, and `amp.compare` trains
+it for 100 steps from three seeds at each level, in a fork of this process with one thread. The results are written
+after each model. A model that does not train at O0 is left out, with its error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import fcntl
+import gc
+import json
+import os
+import re
+import resource
+import sys
+import traceback
+import warnings
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_patch import amp
+from amp_patch.lab.comparison.level_result import LevelResult
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "models.json"
+PAGE = ROOT / "docs" / "models.md"
+LEVELS = ("O1", "O2", "O4", "O5")
+STEPS, SEEDS, RATE = 100, 3, 3e-3
+MARGIN = 1.0  # in per cent of O0's loss
+CUT = 200  # an error is cut after this number of characters
+PACKAGES = ("transformers", "timm", "diffusers", "torch_geometric", "x_transformers", "torchvision")
+BAD = ("worse", "fails", "diverges", "skips")  # outcomes of a level that a model does not survive
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="words, with commas between them, one of which is in a model's name")
+    parser.add_argument("--limit", type=int, default=300, help="seconds of CPU for one model")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--part", default="0/1", help="1/2: only every second model, from the second on")
+    parser.add_argument("--again", type=int, default=0, help="compare the verdicts of so many models with the results")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    args = parser.parse_args()
+    if args.again:
+        return again(read(args.results), args)
+    if not args.table:
+        run(read(args.results), args)
+    args.page.write_text(page(read(args.results)))
+    return 0
+
+
+def run(results: dict[str, Any], args: argparse.Namespace) -> None:
+    """Train the models that have no result, or those that `--only` names, and write the results after each."""
+    prepare()
+    from model_cases import cases
+
+    part, parts = map(int, args.part.split("/"))
+    words = args.only.split(",") if args.only else []
+    for case in cases()[part::parts]:
+        known = case.label in results["models"] or case.label in results["left_out"]
+        if not any(word in case.label for word in words) if words else known:
+            continue
+        found = in_fork(case, args.limit)
+        wrong = found.get("left_out")
+        print(f"{case.label}: {wrong or {k: v['outcome'] for k, v in found['levels'].items()}}", flush=True)
+        add(case.label, found, args.results)
+
+
+def read(path: Path) -> dict[str, Any]:
+    empty: dict[str, Any] = {"models": {}, "left_out": {}}
+    return json.loads(path.read_text()) if path.exists() else empty
+
+
+def add(label: str, found: dict[str, Any], path: Path) -> None:
+    """Write the result of a model. Other processes (`--part`) may write theirs to the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        results = read(path)
+        for each in results["models"], results["left_out"]:
+            each.pop(label, None)
+        results["left_out" if "left_out" in found else "models"][label] = found.get("left_out") or found
+        results["torch"] = torch.__version__
+        results["packages"] = {name: metadata.version(name) for name in PACKAGES}
+        path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    finally:
+        os.close(folder)  # unlocks it
+
+
+def again(results: dict[str, Any], args: argparse.Namespace) -> int:
+    """Train some models of the results again, and print each verdict that differs. Return whether one does."""
+    prepare()
+    from model_cases import cases
+
+    known = [case for case in cases() if case.label in results["models"]][: args.again]
+    different = 0
+    for case in known:
+        now, before = in_fork(case, args.limit), results["models"][case.label]
+        ends = {name: level["outcome"] for name, level in now.get("levels", {}).items()}
+        same = ends == {name: level["outcome"] for name, level in before["levels"].items()}
+        different += not same
+        print(f"{case.label}: {'the same' if same else ends or now}", flush=True)
+    print(f"{different} of {len(known)} models have another verdict")
+    return int(bool(different))
+
+
+def prepare() -> None:
+    """Set one thread, and declare the operators that PyPI's torchvision looks up and a CPU build of torch lacks."""
+    torch.set_num_threads(1)
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    globals()["_held"] = library  # without a reference the operators are undeclared
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def in_fork(case: Any, limit: int) -> dict[str, Any]:
+    """Return what `studied` returns in a fork; {"left_out": the error} if it raises or takes too long."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reads)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
+        with warnings.catch_warnings(), os.fdopen(writes, "w") as out:
+            warnings.simplefilter("ignore")
+            try:
+                found = studied(case)
+            except BaseException as error:
+                found = {"left_out": short(f"{type(error).__name__}: {error}")}
+                if os.environ.get("MODELS_TRACEBACK"):
+                    traceback.print_exc()
+            json.dump(found, out)
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else {"left_out": f"not at an end after {limit} seconds of CPU"}
+
+
+def short(error: str) -> str:
+    text = re.sub(r"\s+", " ", error).strip()
+    text = re.sub(r"/\S*/site-packages/", "", text)
+    return text if len(text) <= CUT else text[:CUT] + "..."
+
+
+# One model ------------------------------------------------------------------------------------------------------------
+
+
+def studied(case: Any) -> dict[str, Any]:
+    """Survey a model and train it at each level."""
+    torch.manual_seed(0)
+    made = built(case)
+    gc.freeze()  # amp.compare collects garbage before each run: without this, it visits the packages' objects
+    inputs = {key: value for key, value in made.batches[0].items() if key != "targets"}
+    surveyed = amp.survey(made.model, partial(made.loss, batch=made.batches[0]), inputs)
+    compared = amp.compare(partial(trained, case), list(LEVELS), seeds=SEEDS, steps=STEPS, margin=MARGIN, verbosity=0)
+    base = compared.baseline
+    if base is None or base.level != "O0" or base.failed or len(base.finite) < SEEDS:
+        return {"left_out": short(f"O0: {compared.why_nothing()}")}
+    starts = [run.loss[0] for run in base.runs]
+    levels = {level.level: ended(level) for level in compared.levels if level.level in LEVELS}
+    return {
+        "package": case.package,
+        "parameters": sum(p.numel() for p in made.model.parameters()),
+        "loss": [sum(starts) / len(starts), base.mean],
+        "survey": [line_of(line) for line in surveyed.lines],
+        "levels": levels,
+    }
+
+
+def built(case: Any) -> Any:
+    """Make the model without dropout: levels draw other random numbers for it, which are no error of theirs."""
+    made = case.make()
+    for module in made.model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    made.model.train()
+    return made
+
+
+def trained(case: Any) -> None:
+    """Train the model at the level that `amp.compare` has set."""
+    made = built(case)
+    optimizer = torch.optim.AdamW(made.model.parameters(), lr=RATE)
+    model, optimizer = amp.initialize(made.model, optimizer, verbosity=0)
+    for step in range(STEPS):
+        batch = made.batches[step % len(made.batches)]
+        optimizer.zero_grad()
+        output = model(**{key: value for key, value in batch.items() if key != "targets"})
+        with amp.scale_loss(made.loss(output, batch), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+
+def ended(level: LevelResult) -> dict[str, Any]:
+    """Return the outcome of a level in a word, and the reason in compare's words if it is not as good."""
+    found = level.finding
+    if found.kind == "failed" or found.faults:
+        outcome = "fails"
+    elif found.diverged:
+        outcome = "diverges"
+    elif found.rejected:
+        outcome = "worse"
+    elif found.skips:
+        outcome = "skips"
+    else:
+        outcome = "as good" if found.usable else "undecided"
+    gap = found.gap
+    ends = [] if gap is None else [x for x in (gap.mean, gap.low, gap.high) if x is not None]
+    percents = [round(100 * x / abs(gap.base), 3) for x in ends] if gap is not None else None
+    reason = "" if outcome == "as good" else short(level.verdict.reason or level.verdict.text)
+    return {"outcome": outcome, "gap": percents, "reason": reason}
+
+
+def line_of(line: Any) -> dict[str, Any]:
+    place = re.sub(r".*/(site-packages|benchmarks)/", "", line.file)
+    levels = [level for level in line.levels if level in (*LEVELS, "O3")]
+    return {"place": f"{place}:{line.line}", "op": line.op, "levels": levels, "what": line.what, "breaks": line.breaks}
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def page(results: dict[str, Any]) -> str:
+    models = results["models"]
+    packages = collections.Counter(model["package"] for model in models.values())
+    versions = ", ".join(f"{name} {results['packages'][name]} ({n})" for name, n in sorted(packages.items()))
+    lost = {name: model for name, model in models.items() if problems(model)}
+    parts = [
+        "# Public models at each level",
+        "<!-- Written by `make models` (benchmarks/models.py): edit that. -->",
+        f"This page says which public models train as well at a level as in FP32, and which line of a model breaks a "
+        f"level. {len(models)} models were trained at O0, O1, O2, O4 and O5 without an edit. The list "
+        "(`benchmarks/model_cases.py`) has more models: the others were not trained yet. A model of "
+        "`benchmarks/results/models.json` without a row in the second table has no finding.",
+        summary(models),
+        "## How it was measured",
+        f"Each model is made in code by its package with few and narrow layers, and trained on random batches for "
+        f"{STEPS} steps of AdamW from {SEEDS} seeds. O1 and O2 are in FP16, O4 and O5 in BF16. Dropout is off. "
+        f"`amp.compare` judges the mean loss of the last tenth of the steps, with a margin of {MARGIN:g} % of O0's "
+        "([the test](compare.md#read-the-report)). `amp.survey` looks at one step ([the survey](survey.md)). "
+        f"torch {results['torch']}, one thread; {versions} (models of each in brackets).",
+        "Random weights cannot show what pretrained weights do: activations that grow over a long training (T5's "
+        "feed-forward in FP16, for example) are not in these models, so that FP16 may break a model that survives "
+        "here.",
+        "`benchmarks/results/models.json` has every model, its gaps and all lines of the survey. It also has "
+        f"{len(results['left_out'])} models that were left out, because they were not built or not trained at O0 with "
+        "these tiny configurations, each with its error.",
+        "## Models with a finding",
+        "A level is *as good* if it is not worse than O0 within the margin. *Survey* has the levels for which the "
+        "survey names a line that breaks a training, and the first such line; O3 is surveyed, not trained.",
+        table(lost) if lost else "No model of the results has one.",
+        "## Again",
+        "    make models",
+        "trains the models that have no result yet, and rewrites this page. `python benchmarks/models.py --again 10` "
+        "trains the first ten again and fails if a verdict differs.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def problems(model: dict[str, Any]) -> bool:
+    """Return whether a level was not as good, or the survey names a line that breaks one."""
+    worse = any(level["outcome"] != "as good" for level in model["levels"].values())
+    return worse or any(line["breaks"] for line in model["survey"])
+
+
+def summary(models: dict[str, Any]) -> str:
+    outcomes = ("as good", "undecided", *BAD)
+    lines = [f"| level | {' | '.join(outcomes)} | named by the survey |", "|---|" + "---:|" * (len(outcomes) + 1)]
+    for name in LEVELS:
+        counts = collections.Counter(model["levels"][name]["outcome"] for model in models.values())
+        named = sum(any(line["breaks"] and name in line["levels"] for line in m["survey"]) for m in models.values())
+        lines.append(f"| {name} | {' | '.join(str(counts[each]) for each in outcomes)} | {named} |")
+    return "\n".join(lines)
+
+
+def table(models: dict[str, Any]) -> str:
+    lines = [f"| model | package | {' | '.join(LEVELS)} | survey | reason |", "|---|---|" + "---|" * (len(LEVELS) + 2)]
+    for label, model in sorted(models.items(), key=lambda each: (each[1]["package"], each[0])):
+        ends = [model["levels"][name]["outcome"] for name in LEVELS]
+        said = [f"{name}: {end['reason']}" for name, end in model["levels"].items() if end["reason"]]
+        broken = [line for line in model["survey"] if line["breaks"]]
+        named = sorted({level for line in broken for level in line["levels"]})
+        said += [f"`{broken[0]['place']}` {broken[0]['op']}: {broken[0]['what']}"] if broken else []
+        cells = [label, model["package"], *ends, ", ".join(named) or "clear", "; ".join(said).replace("|", "\\|")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
