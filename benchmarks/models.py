@@ -40,6 +40,7 @@ PAGE = ROOT / "docs" / "models.md"
 LEVELS = ("O1", "O2", "O4", "O5")
 STEPS, SEEDS, RATE = 100, 3, 3e-3
 MARGIN = 1.0  # in per cent of O0's loss
+MEMORY = 8 << 30  # bytes of address space of one model: a few configurations ignore the small sizes
 CUT = 200  # an error is cut after this number of characters
 PACKAGES = ("transformers", "timm", "diffusers", "torch_geometric", "x_transformers", "torchvision")
 BAD = ("worse", "fails", "diverges", "skips")  # outcomes of a level that a model does not survive
@@ -136,6 +137,7 @@ def in_fork(case: Any, limit: int) -> dict[str, Any]:
     if child == 0:
         os.close(reads)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         with warnings.catch_warnings(), os.fdopen(writes, "w") as out:
             warnings.simplefilter("ignore")
             try:
