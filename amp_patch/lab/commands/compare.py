@@ -16,7 +16,9 @@ from amp_patch.lab.commands.survey_child import survey_script
 from amp_patch.lab.commands.turn_scheduler import TurnScheduler, ended_by_failures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.machine import lacking, machine
+from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
+from amp_patch.lab.recording.run import Run
 from amp_patch.lab.wording import lacks, listed
 
 
@@ -51,16 +53,31 @@ def compare(args: argparse.Namespace) -> None:
             )
             args.one_by_one = True
         with ended_by_failures("compare", args.script):
-            scheduler = TurnScheduler(plan, args, interrupts, found)
-            cut = scheduler.train()
-        told = compare_folder.keep_machine(args.out, machine(scheduler.load))
-        comparison = comparison_of(args, plan, scheduler.runs, scheduler.asked, told)
+            runs, asked, cut, load = _measure(plan, args, interrupts, found)
+        told = compare_folder.keep_machine(args.out, machine(load))
+        comparison = comparison_of(args, plan, runs, asked, told)
         if comparison.unexplained and comparison.survey is None and not cut:
             cut = _survey(plan, args, interrupts, comparison)
-            comparison = comparison_of(args, plan, scheduler.runs, scheduler.asked, told)
+            comparison = comparison_of(args, plan, runs, asked, told)
         shown = show(comparison, args.out)
         if status := cut or shown or (0 if before is None else compare_baseline.tell(before, comparison, args)):
             sys.exit(status)
+
+
+def _measure(
+    plan: Plan, args: argparse.Namespace, interrupts: Interrupts, found: list[Run]
+) -> tuple[list[Run], int, int, OtherWork]:
+    """Train the runs of the plan that are not in `found` as finished.
+
+    Returns:
+        runs: `TurnScheduler.runs`, the runs in `found` included.
+        planned: the planned number of runs.
+        status: the exit status if a signal interrupted the runs; else 0.
+        load: the readings of other work on the machine.
+    """
+    scheduler = TurnScheduler(plan, args, interrupts, found)
+    cut = scheduler.train()
+    return scheduler.runs, scheduler.asked, cut, scheduler.load
 
 
 def _survey(plan: Plan, args: argparse.Namespace, interrupts: Interrupts, comparison: Comparison) -> int:
