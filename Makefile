@@ -139,6 +139,7 @@ $(VENV)/ecosystem: $(VENV)/installed
 # The models of docs/models.md. --no-deps: torchvision requires a torch that is not the CPU build.
 $(VENV)/models: $(VENV)/ecosystem
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/models_packages --upgrade timm==1.0.31 diffusers==0.42.1 \
-		torch-geometric==2.8.1 x-transformers==2.31.10 torchvision==0.28.0 einx torch-einops-utils loguru frozendict pillow \
-		pyparsing xxhash importlib-metadata zipp requests urllib3 certifi charset-normalizer
+		torch-geometric==2.8.1 x-transformers==2.31.10 torchvision==0.28.0 einx==0.4.3 \
+		torch-einops-utils==0.2.0 loguru==0.7.3 frozendict==2.5.1 pillow==13.0.0 pyparsing==3.3.3 xxhash==4.1.0 \
+		importlib-metadata==10.2.0 zipp==4.1.2 requests==2.34.2 urllib3==2.8.0 certifi charset-normalizer==3.5.3
 	touch $@
