@@ -70,20 +70,23 @@ TINY = {
     "num_feat_extract_layers": 2,
     "num_conv_pos_embeddings": 4,
 }
+SWIN = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "patch_size": 4}
+CONVNEXT = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
+MOBILENET = {"depth_multiplier": 0.1, "min_depth": 4}
 HIERARCHIES = {  # image models with stages
-    "swin": {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "patch_size": 4},
-    "swinv2": {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "patch_size": 4},
-    "donut-swin": {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "patch_size": 4},
+    "swin": SWIN,
+    "swinv2": SWIN,
+    "donut-swin": SWIN,
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
     "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 8},
-    "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
-    "convnextv2": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    "convnext": CONVNEXT,
+    "convnextv2": CONVNEXT,
     "poolformer": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
     "van": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
     "bit": {"embedding_size": 32, "hidden_sizes": [32, 32], "depths": [1, 1], "num_groups": 4},
     "pvt": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]},
-    "mobilenet_v1": {"depth_multiplier": 0.1, "min_depth": 4},
-    "mobilenet_v2": {"depth_multiplier": 0.1, "min_depth": 4},
+    "mobilenet_v1": MOBILENET,
+    "mobilenet_v2": MOBILENET,
 }
 # Kind of a head -> the table of transformers with its classes.
 HEADS = {
@@ -113,6 +116,7 @@ CONVOLUTIONS = [
     "ResGatedGraphConv",
     "EGConv",
 ]
+VISION = ("VisionTransformer", "SwinTransformer", "ConvNeXt", "DenseNet", "ShuffleNetV2", "MobileNetV2", "MNASNet")
 GRAPH_MODELS = ("GCN", "GraphSAGE", "GIN", "GAT", "EdgeCNN")
 TIMM = [
     "test_byobnet",
@@ -293,9 +297,8 @@ def _torchvision_models() -> dict[str, Callable[[], nn.Module]]:
 
 
 def _vision() -> Iterator[Case]:
-    for name in ("VisionTransformer", "SwinTransformer", "ConvNeXt", "DenseNet", "ShuffleNetV2", "MobileNetV2"):
+    for name in VISION:
         yield Case("torchvision", name, partial(_torchvision, name))
-    yield Case("torchvision", "MNASNet", partial(_torchvision, "MNASNet"))
 
 
 def _torchvision(name: str) -> Made:

@@ -115,6 +115,21 @@ TRL = (
     "--use_cpu --bf16 False --gradient_checkpointing False --report_to none --output_dir out"
 )
 
+
+def _of_trl(name: str, kind: str, script: str, arguments: str, *packages: str) -> Program:
+    return Program(
+        name,
+        kind,
+        "huggingface/trl",
+        f"trl/scripts/{script}.py",
+        f"{TRL} {arguments}",
+        language_model,
+        packages=("trl", "datasets", *packages),
+        path=(".",),
+        cwd="small",
+    )
+
+
 PROGRAMS = [
     Program(
         "nanoGPT",
@@ -362,39 +377,9 @@ PROGRAMS = [
         "examples/pinn_forward/Burgers.py",
         packages=("deepxde",),
     ),
-    Program(
-        "trl dpo",
-        "DPO",
-        "huggingface/trl",
-        "trl/scripts/dpo.py",
-        f"{TRL} --dataset_name pairs",
-        language_model,
-        packages=("trl", "datasets"),
-        path=(".",),
-        cwd="small",
-    ),
-    Program(
-        "trl dpo, LoRA",
-        "DPO of adapters",
-        "huggingface/trl",
-        "trl/scripts/dpo.py",
-        f"{TRL} --dataset_name pairs --use_peft --lora_r 4",
-        language_model,
-        packages=("trl", "datasets", "peft"),
-        path=(".",),
-        cwd="small",
-    ),
-    Program(
-        "trl sft, LoRA",
-        "GPT-2 with adapters",
-        "huggingface/trl",
-        "trl/scripts/sft.py",
-        f"{TRL} --dataset_name texts --use_peft --lora_r 4",
-        language_model,
-        packages=("trl", "datasets", "peft"),
-        path=(".",),
-        cwd="small",
-    ),
+    _of_trl("trl dpo", "DPO", "dpo", "--dataset_name pairs"),
+    _of_trl("trl dpo, LoRA", "DPO of adapters", "dpo", "--dataset_name pairs --use_peft --lora_r 4", "peft"),
+    _of_trl("trl sft, LoRA", "GPT-2 with adapters", "sft", "--dataset_name texts --use_peft --lora_r 4", "peft"),
     Program(
         "timm train.py --model-ema",
         "vision transformer, average of weights",
