@@ -16,8 +16,6 @@ from amp_patch.optimizers.common import computable
 from amp_patch.optimizers.lamb import lamb, lamb_apply, lamb_update
 from amp_patch.optimizers.novograd import novograd
 
-_ADAM = ("grads", "params", "exp_avgs", "exp_avg_sqs")
-
 
 @torch.no_grad()
 def multi_tensor_sgd(
@@ -75,13 +73,22 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """Make a step of Adam (mode 0) or AdamW (mode 1) for the lists [grads, params, exp_avgs, exp_avg_sqs]."""
-    lists = lists_of("multi_tensor_adam", tensor_lists, *_ADAM)
+    lists = lists_of("multi_tensor_adam", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
     _adam(lists, None, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
 
 
-def _adam(lists: list[list[Tensor]], skipped: Tensor | None, *settings: Any) -> None:
-    """Step the lists `_ADAM`, unless `skipped` is not 0. `settings` are those of `multi_tensor_adam`, in order."""
-    lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay = settings
+def _adam(
+    lists: list[list[Tensor]],
+    skipped: Tensor | None,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int | Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
     grads, *written = lists
     with computable(written, [grads]) as ((p, m, v), (g,)):
         fused_adam(
@@ -97,18 +104,6 @@ def _adam(lists: list[list[Tensor]], skipped: Tensor | None, *settings: Any) -> 
         )
 
 
-@torch.no_grad()
-def multi_tensor_adam_capturable(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *settings_and_inv_scale: Any
-) -> None:
-    """Do `multi_tensor_adam` with gradients times `inv_scale`, the last argument.
-
-    lr, step and inv_scale are tensors on the device. If the flag is set, nothing is written.
-    """
-    name = "multi_tensor_adam_capturable"
-    _adam_capturable(name, noop_flag, lists_of(name, tensor_lists, *_ADAM), *settings_and_inv_scale)
-
-
 def _adam_capturable(name: str, noop_flag: Tensor, lists: list[list[Tensor]], *rest: Any) -> Tensor:
     grads, params, *states = lists
     *settings, inv_scale = rest
@@ -118,16 +113,54 @@ def _adam_capturable(name: str, noop_flag: Tensor, lists: list[list[Tensor]], *r
 
 
 @torch.no_grad()
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """Do `multi_tensor_adam` with gradients times `inv_scale`; lr, step and inv_scale are tensors on the device.
+
+    If the flag is set, nothing is written.
+    """
+    name = "multi_tensor_adam_capturable"
+    lists = lists_of(name, tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
+    numbers = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
+    _adam_capturable(name, noop_flag, lists, *numbers)
+
+
+@torch.no_grad()
 def multi_tensor_adam_capturable_master(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *settings_and_inv_scale: Any
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
 ) -> None:
     """Do `multi_tensor_adam_capturable` on masters: the lists are [grads, params, exp_avgs, exp_avg_sqs, masters].
 
     The masters are stepped and rounded into params.
     """
     name = "multi_tensor_adam_capturable_master"
-    grads, params, *states, masters = lists_of(name, tensor_lists, *_ADAM, "masters")
-    skipped = _adam_capturable(name, noop_flag, [grads, masters, *states], *settings_and_inv_scale)
+    wanted = ("grads", "params", "exp_avgs", "exp_avg_sqs", "masters")
+    grads, params, exp_avgs, exp_avg_sqs, masters = lists_of(name, tensor_lists, *wanted)
+    numbers = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
+    skipped = _adam_capturable(name, noop_flag, [grads, masters, exp_avgs, exp_avg_sqs], *numbers)
     publish_unless(masters, params, skipped)
 
 
@@ -209,7 +242,7 @@ def multi_tensor_lamb(
     use_nvlamb: bool | None = None,
 ) -> None:
     """Make a step of LAMB, as FusedLAMB does, for the lists [grads, params, exp_avgs, exp_avg_sqs]."""
-    grads, params, *states = lists_of("multi_tensor_lamb", tensor_lists, *_ADAM)
+    grads, params, *states = lists_of("multi_tensor_lamb", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
     lamb(
         params,
         grads,
@@ -245,13 +278,16 @@ def multi_tensor_lamb_stage1_cuda(
 
     `per_tensor_decay` has shape [len(params)]. `step` of the first step is 0, unlike in `multi_tensor_lamb`.
     """
-    name = "multi_tensor_lamb_stage1_cuda"
-    grads, params, exp_avgs, exp_avg_sqs, updates = lists_of(name, tensor_lists, *_ADAM, "updates")
+    wanted = ("grads", "params", "exp_avgs", "exp_avg_sqs", "updates")
+    grads, params, exp_avgs, exp_avg_sqs, updates = lists_of("multi_tensor_lamb_stage1_cuda", tensor_lists, *wanted)
     if not params:
         return
     with computable([params, exp_avgs, exp_avg_sqs], [grads]) as ((p, m, v), (g,)):
         directions = lamb_update(
-            *(p, g, m, v),
+            p,
+            g,
+            m,
+            v,
             corrections=(1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)),
             betas=(beta1, beta2),
             eps=epsilon,
