@@ -23,10 +23,13 @@ pytest.importorskip("sklearn", reason="three of the legacy programs train on its
 
 LEGACY = EXAMPLES / "legacy"
 LEVELS = ("O1", "O2", "O3")
-ALL_BUT_O3_FAST, O2_FAST = (
-    [level if level in fast else pytest.param(level, marks=pytest.mark.slow) for level in LEVELS]
-    for fast in (("O1", "O2"), ("O2",))
-)
+
+
+def quick_at(quick: str, *levels: str) -> list[Any]:
+    """Return the values of a test's level: `quick` runs in `make test`, `levels` are slow."""
+    return [quick, *(pytest.param(level, marks=pytest.mark.slow) for level in levels)]
+
+
 # Where there is no GPU, the programs written for one are told so; the others look for themselves.
 WITH_GPU = torch.cuda.is_available()
 WITHOUT_GPU = [] if WITH_GPU else ["--device", "cpu"]
@@ -178,8 +181,18 @@ def test_the_baseline_learns(name, runs):
 OPTIONS = {("classify", "O2"): ["--keep-batchnorm-fp32", "True", "--loss-scale", "dynamic"]}
 
 
-@pytest.mark.parametrize("level", ALL_BUT_O3_FAST)
-@pytest.mark.parametrize("name", PROGRAMS)
+# In `make test` each program trains at one level, and O1 and O2 have programs each.
+QUICK = {"classify": "O2", "dcgan": "O1", "language_model": "O1", "bert": "O2", "self_supervised": "O2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        pytest.param(name, level, marks=[] if level == quick else pytest.mark.slow)
+        for name, quick in QUICK.items()
+        for level in LEVELS
+    ],
+)
 def test_every_level_trains_to_the_losses_of_fp32(name, level, runs):
     program = PROGRAMS[name]
     result = runs.ours(program, "--opt-level", level, *OPTIONS.get((name, level), []))
@@ -198,7 +211,7 @@ def test_a_static_scale_and_half_batch_norms_as_strings(runs):
     compare(result, runs.baseline(program), program.tolerance["O2"])
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", quick_at("O1", "O2"))
 def test_a_norm_that_is_not_finite_tells_of_the_overflow(level, runs):
     result = runs.ours(PROGRAMS["language_model"], "--opt-level", level, "--init-loss-scale", str(2.0**24))
     overflows = result["overflows"]
@@ -208,7 +221,7 @@ def test_a_norm_that_is_not_finite_tells_of_the_overflow(level, runs):
     assert mean(result["losses"][-10:]) < 0.7 * result["losses"][0], "and then it trains"
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", quick_at("O2", "O1"))
 def test_a_step_that_the_script_skips_changes_only_the_scale(level, runs):
     program = PROGRAMS["bert"]
     result = runs.ours(program, "--opt-level", level, "--init_loss_scale", str(2**24))
@@ -225,6 +238,7 @@ def test_a_step_that_the_script_skips_changes_only_the_scale(level, runs):
     assert mean(result["losses"][-10:]) < 0.8 * result["losses"][0]
 
 
+@pytest.mark.slow
 def test_masters_keep_what_fp16_rounds_away(runs):
     """At this rate LAMB's updates are half a unit of FP16's last place: O2 falls as FP32 does, O3 a third less."""
     program, slowly = PROGRAMS["bert"], ["--learning_rate", "2e-4"]
@@ -245,7 +259,7 @@ def load(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-@pytest.mark.parametrize("level", O2_FAST)
+@pytest.mark.parametrize("level", quick_at("O2", "O1", "O3"))
 def test_classify_resumes_to_the_bit(level, runs, tmp_path):
     program, straight, stopped = PROGRAMS["classify"], tmp_path / "straight", tmp_path / "stopped"
     options = ["--opt-level", level]
@@ -257,7 +271,7 @@ def test_classify_resumes_to_the_bit(level, runs, tmp_path):
     assert_unchanged(load(stopped), load(straight))
 
 
-@pytest.mark.parametrize("level", ["O0", *LEVELS])
+@pytest.mark.parametrize("level", quick_at("O1", "O0", "O2", "O3"))
 def test_bert_resumes_to_the_bit(level, runs, tmp_path):
     program, straight, stopped = PROGRAMS["bert"], tmp_path / "straight", tmp_path / "stopped"
     options = ["--opt-level", level, "--max_steps", "20"]
@@ -268,7 +282,7 @@ def test_bert_resumes_to_the_bit(level, runs, tmp_path):
     assert_unchanged(load(stopped), load(straight))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", quick_at("O2", "O1"))
 def test_the_amp_module_is_restored_as_a_state_object(level, runs, tmp_path):
     program, straight, stopped = PROGRAMS["self_supervised"], tmp_path / "straight", tmp_path / "stopped"
     options = ["--opt-level", level]
