@@ -28,8 +28,8 @@ from op_calls import (
     result_types,
     sample,
 )
-from other_thread import run_in_thread
 from torch import Tensor, nn
+from training import run_in_thread
 
 from amp_patch.casts import cpu_half, install, regions
 from amp_patch.casts import state as casts_state

@@ -22,9 +22,9 @@ from casting import (
     o1,
 )
 from conftest import DEVICES
-from other_thread import run_in_thread
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import run_in_thread
 
 from amp_patch.casts import autocast as casts_autocast
 from amp_patch.casts import regions

@@ -17,10 +17,10 @@ from cpu_half_cases import (
     installed_fixture,  # noqa: F401  the fixture `installed`
     only_emulates,
 )
-from other_thread import run_in_thread
 from torch import Tensor
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
+from training import run_in_thread
 
 from amp_patch import amp
 from amp_patch.casts import regions

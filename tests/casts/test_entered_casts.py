@@ -18,8 +18,8 @@ from casting import (
     needs_install,
     o1,
 )
-from other_thread import run_in_thread
 from torch import Tensor
+from training import run_in_thread
 
 from amp_patch.casts import autocast as casts_autocast
 from amp_patch.casts import install, regions, thread_state

@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch._dynamo
 from conftest import DEVICES, DTYPES
-from same_bits import check
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from training import backward
+from training import backward, check
 
 from amp_patch import amp
 from amp_patch.casts import install, regions

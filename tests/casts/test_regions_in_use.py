@@ -24,9 +24,8 @@ from casting import (
 )
 from conftest import DEVICES
 from crossed import crossed
-from other_thread import run_in_thread
 from torch import Tensor, nn
-from training import LEVELS, SGD, backward, convnet, images
+from training import LEVELS, SGD, backward, convnet, images, run_in_thread
 
 from amp_patch import amp
 from amp_patch.casts import install

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from life import Life
 from reference_model import Weight
-from same_bits import check
 from stories import Story
 from torch import Tensor, nn
+from training import check
 
 from amp_patch import amp
 from amp_patch.masters.masters import has_gradient

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from reference_model import CastByHand, Level, Stack, Weight, level_of
 from reference_training import Owner, Scale, Trainer
-from same_bits import check, check_state
 from stories import Story
 from torch import Tensor, nn
 from torch_optimizers import RECIPES
+from training import check, check_state
 
 from amp_patch import amp
 from amp_patch.masters.masters import has_gradient

@@ -15,10 +15,10 @@ import torch
 from edits import Edits
 from life import Groups, Life, Saved, reread, rescheduled
 from reference_model import WIDTH, Plant, Stack, sown
-from same_bits import check, check_state
 from stories import RATES, Story
 from torch import Tensor
 from torch_optimizers import RECIPES
+from training import check, check_state
 
 from amp_patch import amp
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from other_thread import run_in_thread
 from split_masters import MAKERS, OPTIM, iterate_split, net
 from torch import Tensor, nn
-from training import masters_of, same
+from training import masters_of, run_in_thread, same
 
 from amp_patch import amp
 from amp_patch.masters import closed_master

@@ -6,7 +6,7 @@ import pytest
 import torch
 import training
 from crossed import crossed
-from probes import CAST
+from low_models import CAST
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint

@@ -15,7 +15,7 @@ import pytest
 import torch
 import training
 from crossed import crossed
-from probes import CAST
+from low_models import CAST
 from python_forks import python
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence

@@ -12,7 +12,7 @@ import reference
 import torch
 from conftest import DTYPES
 from emulated import Options, Seen, given
-from same_bits import exact
+from training import exact
 
 if emulated.COMPILER is None:
     pytest.skip("no C++ compiler here to build tests/cuda/emulate.cpp with", allow_module_level=True)

@@ -11,8 +11,8 @@ import pytest
 import reference
 import torch
 from conftest import DTYPES
-from same_bits import exact
 from torch.profiler import ProfilerActivity, profile
+from training import exact
 
 from amp_patch import multi_tensor as mt
 

@@ -22,7 +22,7 @@ from on_every_backend import (
     scaler,
     versions,
 )
-from same_bits import exact
+from training import exact
 
 from amp_patch import multi_tensor as mt
 from amp_patch.multi_tensor import backends

@@ -21,7 +21,7 @@ from on_every_backend import (
     on_every_set,
     versions,
 )
-from same_bits import exact
+from training import exact
 
 from amp_patch import multi_tensor as mt
 

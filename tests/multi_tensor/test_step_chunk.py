@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import DTYPES
 from emulated import Given, Options, Seen, given
-from reference_steps import ADAM, SGD, State
+from reference import ADAM, SGD, State
 
 from amp_patch import multi_tensor
 

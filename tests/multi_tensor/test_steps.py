@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from on_every_backend import BACKENDS, BF16, F16, F32, backend_fixture, device, no_grad_fixture, on_every_set  # noqa: F401  the fixture `backend`  # noqa: F401  the fixture `no_grad`
-from reference_steps import ADAM, SGD, State
+from reference import ADAM, SGD, State
 
 from amp_patch import multi_tensor as mt
 

@@ -13,7 +13,7 @@ from on_every_backend import (
     device,
     scaler,
 )
-from same_bits import exact
+from training import exact
 
 from amp_patch import multi_tensor as mt
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEVICES
-from same_bits import check
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import ADAM, backward
+from training import ADAM, backward, check
 
 from amp_patch import amp
 from amp_patch.casts import install, regions
