@@ -171,9 +171,14 @@ class Surveyor:
 
         @functools.wraps(original)
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (visitor.active and visitor.depth and _asks_for_fp32(cls.forward)):
+            if not (visitor.active and visitor.depth):
                 return original(cls, *args, **kwargs)
             given = [(t, visitor.of(t)) for t in args if isinstance(t, Tensor) and t.is_floating_point()]
+            if not _asks_for_fp32(cls.forward):
+                result = original(cls, *args, **kwargs)
+                if any(facts.learned for _, facts in given):
+                    visitor.has_learned(result)
+                return result
             look(Call(None, inputs=given, inside=True, name="custom_fwd"))
             for tensor, facts in given:  # custom_fwd casts them to FP32 at O1 and O4, not in a cast model
                 visitor.facts[tensor] = replace(facts, low=facts.low & CASTING)

@@ -162,6 +162,12 @@ class Visitor(TorchFunctionMode):
             return Facts(low, low, learned=True)
         return NOTHING
 
+    def has_learned(self, result: Any) -> None:
+        """Follow the result of an autograd function with learned arguments: it may have written into given memory."""
+        for tensor in _floats(result):
+            if (known := self.facts.get(tensor)) is not None and not known.learned:
+                self.facts[tensor] = Facts(known.low, known.rounded, learned=True)
+
     # Calls.
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
