@@ -59,6 +59,12 @@ def running_module(names: Mapping[int, str]) -> str:
     return next((name for name in known if name is not None), "")
 
 
+def running_optimizer() -> torch.optim.Optimizer | None:
+    """Return the innermost optimizer whose method runs; None without one."""
+    selves = (frame.f_locals.get("self") for frame in frames())
+    return next((each for each in selves if isinstance(each, torch.optim.Optimizer)), None)
+
+
 @dataclass
 class Call:
     """One call of a torch function.

@@ -30,7 +30,7 @@ def _overflows(call: Call) -> Iterator[Finding]:
     edit = "divide it first, or name the module in keep_fp32=, or take BF16 (O4, O5)"
     for tensor, facts in call.outputs:
         if facts.learned:
-            low, high = call.range(tensor) if facts.low else (0.0, 0.0)
+            low, high = call.range(_written(call, tensor)) if facts.low else (0.0, 0.0)
             high = max(high, 0.0) if facts.masked else high  # all of the numbers may be the mask's
             kinds = frozenset(k for k in facts.low if not (k.holds(high) and (k.holds(low) or facts.masked)))
             worst = high if high >= -low or facts.masked else low
@@ -45,6 +45,15 @@ def _overflows(call: Call) -> Iterator[Finding]:
         if kinds:
             name = facts.name if call.op in ("input", "buffer") else call.op
             yield Finding(kinds, f"{name} has {number(worst)}, which is infinite in {type_names(kinds)}", edit)
+
+
+def _written(call: Call, tensor: Tensor) -> Tensor:
+    """Return the numbers that a call has written into its output `tensor`: of `x[i] = y` those of y, else `tensor`.
+
+    The rest of x may be memory whose numbers are not made yet.
+    """
+    value = call.args[2] if call.op == "setitem" and len(call.args) > 2 else None
+    return value if isinstance(value, Tensor) and value.is_floating_point() else tensor
 
 
 def _turns_infinite(tensor: Tensor, value: Tensor) -> bool:
@@ -62,7 +71,7 @@ def _comes_near(call: Call) -> Iterator[Finding]:
         return
     for tensor, facts in call.outputs:
         if facts.learned and facts.low:
-            low, high = call.range(tensor)
+            low, high = call.range(_written(call, tensor))
             most = high if facts.masked else max(high, -low)
             kinds = frozenset(k for k in facts.low if k.holds(most) and most * _NEAR > torch.finfo(k.dtype).max)
             if kinds:

@@ -172,6 +172,13 @@ def _fails(call: Call) -> Iterator[Finding]:
         yield Finding(frozenset(kinds), what.replace("{}", type_names(kinds)), edit, raises=True)
 
 
+def _gradients_are_refused(call: Call) -> Iterator[Finding]:
+    """Find assignments `p.grad = x` of low-precision numbers at O1 and O4, where the parameter p is FP32."""
+    if call.op == "grad" and call.args[0].dtype is torch.float32 and (kinds := call.low() - CASTING):
+        what = f"torch refuses a gradient in {type_names(kinds)} for an FP32 parameter"
+        yield Finding(kinds, what, "x.to(p.dtype) in the assignment", raises=True)
+
+
 def _asked_for_fp32(call: Call) -> Iterator[Finding]:
     """Find a torch.autocast or a custom_fwd that asks for FP32, but computes with low-precision tensors at a level."""
     kinds = frozenset[Kind]().union(*(facts.low for _, facts in call.inputs)) if call.inputs else frozenset()
@@ -231,6 +238,7 @@ def _loss_is_coarse(call: Call) -> Iterator[Finding]:
 RULES: tuple[Rule, ...] = (
     *RANGES,
     _fails,
+    _gradients_are_refused,
     _angles_move,
     _indices_change,
     _comparisons_change,

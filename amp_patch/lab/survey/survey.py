@@ -14,18 +14,19 @@ from torch import Tensor, nn
 from amp_patch.lab.diagnose.call_log import on_gradient
 from amp_patch.lab.diagnose.lost_updates import UpdateMeter
 from amp_patch.lab.diagnose.trial_forward import state_restored
-from amp_patch.lab.survey.calls import LOWERING, Call, running_module, user_line
-from amp_patch.lab.survey.kinds import CASTING, KINDS, Place
+from amp_patch.lab.survey.calls import LOWERING, Call, running_module, running_optimizer, user_line
+from amp_patch.lab.survey.kinds import CASTING, KINDS, LEVELS, Place
 from amp_patch.lab.survey.report import Report
 from amp_patch.lab.survey.rules import RULES, Finding
 from amp_patch.lab.survey.visit import Visitor
 from amp_patch.model.forward import policy_of
-from amp_patch.policy import LOW_PRECISION
+from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 from amp_patch.support import distributed
 from amp_patch.support.patches import Patches
 
 _SHARE = 0.1  # a larger share of gradients that become 0 in FP16 is reported
 _UNSCALED = "O3"  # the FP16 level with a loss scale of 1, and without masters
+_WITH_MASTERS = tuple(level for level in LEVELS if OPT_LEVELS[level].master_weights)
 _FP16 = next(kind for kind in KINDS if _UNSCALED in kind.levels)
 
 
@@ -38,12 +39,13 @@ class Surveyor:
 
     def __init__(self) -> None:
         self.report = Report()
-        self._visitor = Visitor(self._look)
+        self._visitor = Visitor(self._look, self._take)
         self._patches = Patches()
         self._flushed: dict[tuple[Place, str], Tensor] = {}
         self._meter: UpdateMeter | None = None
         self._optimizer: Any = None
         self._names: dict[int, str] = {}  # id of a module -> its name
+        self._stored: dict[int, Any] = {}  # id -> attribute of a parameter that was there before the training
 
     def __enter__(self) -> Surveyor:
         autocast = torch.amp.autocast_mode.autocast
@@ -63,7 +65,9 @@ class Surveyor:
 
     def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
         """Apply the rules also to the training of `model`. `trained` has the parameters that optimizers hold."""
+        trained = tuple(trained)
         self._names |= {id(module): name for name, module in model.named_modules()}
+        self._stored |= {id(value): value for param in trained for value in vars(param).values()}
         self._visitor.follow(model, trained)
 
     # Rules.
@@ -87,6 +91,19 @@ class Surveyor:
         op = finding.op or call.op
         told = {"breaks": finding.breaks, "raises": finding.raises}
         self.report.add(line, op, levels, finding.what, finding.edit, module=module, **told)
+
+    def _take(self, tensor: Tensor) -> None:
+        """Report an attribute that a hook of the backward has stored in a parameter, if an optimizer's method reads it.
+
+        Only levels with masters have a line: their optimizers hold other tensors than the model.
+        """
+        optimizer = running_optimizer()
+        held = () if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        name = next((name for p in held for name, value in vars(p).items() if value is tensor), None)
+        if name is not None and id(tensor) not in self._stored:
+            what = f"the backward stores {name!r} in the model's parameters; the optimizer holds masters, which lack it"
+            edit = f"read {name!r} from the model's parameters, and give the optimizer's a gradient; or O3"
+            self.report.add(user_line(), name, _WITH_MASTERS, what, edit, raises=True)
 
     # Gradients.
 
@@ -171,9 +188,14 @@ class Surveyor:
 
         @functools.wraps(original)
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (visitor.active and visitor.depth and _asks_for_fp32(cls.forward)):
+            if not (visitor.active and visitor.depth):
                 return original(cls, *args, **kwargs)
             given = [(t, visitor.of(t)) for t in args if isinstance(t, Tensor) and t.is_floating_point()]
+            if not _asks_for_fp32(cls.forward):
+                result = original(cls, *args, **kwargs)
+                if any(facts.learned for _, facts in given):
+                    visitor.has_learned(result)
+                return result
             look(Call(None, inputs=given, inside=True, name="custom_fwd"))
             for tensor, facts in given:  # custom_fwd casts them to FP32 at O1 and O4, not in a cast model
                 visitor.facts[tensor] = replace(facts, low=facts.low & CASTING)

@@ -25,7 +25,7 @@ from amp_patch.support.tree import batch_tensors, map_tensors, tensors
 _RAISING = ("fp32", "norm", "direction", "inexact")
 _SERVED = ("direction", "inexact", "banned")  # rules of functions that run in FP32 in cast models too, or are refused
 _CONVERTS = ("float", "double", "half", "bfloat16", "to", "type", "type_as")
-_OF_FIRST = ("batch_norm", "instance_norm")  # functions that return the type of their input, also with FP32 weights
+_OF_FIRST = ("batch_norm", "instance_norm", "view_as", "reshape_as", "expand_as")  # return the type of their input
 _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "gumbel", "exponential", "poisson")
 _PASSED = ("backward", "grad", "__set__", "__delete__", "requires_grad_", "register_hook")
 _UNTRIED = ("numpy", "array", "item", "tolist", "get", "requires_grad", "retain_grad")
@@ -51,11 +51,12 @@ class Visitor(TorchFunctionMode):
 
     Args:
         look: receives each call.
+        take: receives each tensor that no seen call has made, when a call outside of the models' forwards takes it.
     """
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: Look, take: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self.look = look
+        self.look, self.take = look, take
         self.facts = WeakTensorKeyDictionary()
         self.models: list[nn.Module] = []
         self.untrained: dict[int, str] = {}  # address of a model's float tensor that no optimizer holds -> its name
@@ -162,6 +163,12 @@ class Visitor(TorchFunctionMode):
             return Facts(low, low, learned=True)
         return NOTHING
 
+    def has_learned(self, result: Any) -> None:
+        """Follow the result of an autograd function with learned arguments: it may have written into given memory."""
+        for tensor in _floats(result):
+            if (known := self.facts.get(tensor)) is not None and not known.learned:
+                self.facts[tensor] = Facts(known.low, known.rounded, learned=True)
+
     # Calls.
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,11 +185,16 @@ class Visitor(TorchFunctionMode):
                 self._read = self.of(args[0])
             if owner not in _ATTRIBUTES:
                 return func(*args, **kwargs)
+        elif name == "__set__" and owner == "grad" and isinstance(args[1], Tensor):
+            self.look(Call(None, args, inputs=[(args[1], self.of(args[1]))], name="grad"))
+            return func(*args, **kwargs)
         elif name in _PASSED or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         call = Call(func, args, kwargs, inside=self.depth > 0, asked=self.asked[-1] if self.asked else None)
         call.rule, call.plain = rule_of(func), self.plain > 0
         call.inputs = [(tensor, self.of(tensor)) for tensor in _floats((args, kwargs))]
+        for tensor in () if call.inside else [t for t, facts in call.inputs if facts is NOTHING]:
+            self.take(tensor)
         call.in_place = _in_place(name, args)
         if call.in_place and _floats(args[0]):
             where = self.untrained.get(args[0].untyped_storage().data_ptr())

@@ -47,6 +47,36 @@ for step in range(3):
     print("step", step)
 """
 
+PER_SAMPLE = """
+import torch
+from torch import nn
+
+class Clipped(torch.optim.Optimizer):  # around another optimizer, as private training clips the gradient of each sample
+    def __init__(self, optimizer):
+        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                weights = 1 / p.samples.flatten(1).norm(dim=1).clamp(min=1)  # line 12
+                p.grad = torch.einsum("i,i...", weights, p.samples).view_as(p)  # line 13
+        self.optimizer.step()
+
+net = nn.Linear(4, 4, bias=False)
+inputs = torch.randn(8, 4)
+
+def store(module, gradient):
+    module.weight.samples = gradient[0][:, :, None] * inputs[:, None, :].to(gradient[0].dtype)
+
+net.register_full_backward_pre_hook(store)
+optimizer = Clipped(torch.optim.SGD(net.parameters(), lr=0.1))
+for step in range(3):
+    loss = net(inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    print("step", step)
+"""
+
 OURS = """
 import torch
 from amp_patch import amp
@@ -98,6 +128,26 @@ def test_each_optimizer_makes_its_first_step(tmp_path):
     ran = checked(tmp_path, GAN)
     assert (ran.returncode, "train.py:11  input  at O2, O3" in ran.stdout) == (1, True), ran.stderr
     assert "step 0" in ran.stdout and "step 1" not in ran.stdout
+
+
+def test_gradients_that_an_optimizer_makes_itself_are_named_where_a_level_refuses_them(tmp_path):
+    """At O1 and O4 the parameters are FP32, and einsum is not. Masters have no attributes that the script stores."""
+    told = json.loads(checked(tmp_path, PER_SAMPLE, "--json").stdout)
+    named = {(line["line"], line["op"]): line["levels"] for line in told["lines"]}
+    masters = ["O2", "O5", "O7"]
+    expected = {(12, "samples"): masters, (13, "samples"): masters, (13, "grad"): ["O1", "O4", "O6"]}
+    assert named == expected
+
+
+@pytest.mark.parametrize(("level", "words"), [
+    ("O1", "attempting to assign a gradient with dtype"),
+    ("O2", "has no attribute 'samples'"),
+    ("O4", "attempting to assign a gradient with dtype"),
+    ("O5", "has no attribute 'samples'"),
+])  # fmt: skip
+def test_levels_refuse_gradients_of_an_optimizer_as_the_survey_says(tmp_path, level, words):
+    ran = start_script(tmp_path, PER_SAMPLE, "-m", "amp_patch", "run", "--level", level)
+    assert words in ran.stdout + ran.stderr, ran.stderr
 
 
 def test_a_script_of_ours_is_looked_at_in_fp32(tmp_path):

@@ -200,6 +200,41 @@ def sorted_distances():
     return nn.Linear(8, 4), loss, (torch.randn(12, 8), torch.arange(12) % 3)
 
 
+def solver():
+    """As an ODE solver: a function of autograd's and an assignment write into memory that holds what was there before.
+
+    Numbers that neither has written are far beyond FP16 and BF16, and are never read.
+    """
+
+    class Write(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, memory, value):
+            memory.data[0] = value
+            return memory
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad[0]
+
+    def without_numbers(*shape):
+        memory = torch.empty(*shape)
+        memory.untyped_storage().copy_(torch.full(shape, 1e38).untyped_storage())
+        return memory
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            slopes = Write.apply(without_numbers(2, 6, 8).to(x.dtype), self.layer(x))
+            states = without_numbers(2, 6, 8).to(x.dtype)
+            states[0] = x + 16 * slopes[0]
+            return states[0]
+
+    return Net(), F.mse_loss, (torch.randn(6, 8), torch.randn(6, 8))
+
+
 def one_action():
     """As the actor of SAC in one environment: a model whose output, no loss, has one element."""
     return nn.Linear(3, 1), F.mse_loss, (torch.randn(1, 3), torch.randn(1, 1))
@@ -207,7 +242,7 @@ def one_action():
 
 CLEAN = (
     *(mlp, cnn, transformer, lstm, digits, layer_scale, small_branch),
-    *(dropped_paths, mask_of_ones, batch_object, ratio_of_probabilities, sorted_distances, one_action),
+    *(dropped_paths, mask_of_ones, batch_object, ratio_of_probabilities, sorted_distances, solver, one_action),
 )
 
 
