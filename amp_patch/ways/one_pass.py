@@ -214,8 +214,12 @@ def suits_class(base: Any) -> bool:
 
 
 class InOnePass(Strategy):
-    """A step in one pass over memory: unscale, clip, moments, master and weight."""
+    """A step in one pass over memory: unscale, clip, moments, master and weight.
 
+    At O1 and O4 the parameters are FP32 and have no masters. There it reads the unscaled FP32 gradients.
+    """
+
+    waits = False  # without masters no gradient is deferred
     batch = Batch
 
     def suits_class(self, base: Any) -> bool:
@@ -226,7 +230,9 @@ class InOnePass(Strategy):
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         # With the backend "torch", torch's own step is closer to torch's numbers.
-        return not given and backends.active is not None
+        if given or backends.active is None:
+            return False
+        return stash.masters.waiting is not None or stash.policy.patch_torch_functions
 
     @without_grad
     def run(self, step: Step, plain: Plain) -> None:

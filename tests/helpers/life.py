@@ -25,7 +25,8 @@ from amp_patch import amp
 from amp_patch.masters.masters import has_gradient
 from amp_patch.multi_tensor import backend
 
-IN_ONE_PASS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # with masters, whatever they were told, as fused
+# Step as if fused, whatever they were told, at levels with casts or masters.
+IN_ONE_PASS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 Groups = list[list[tuple[float, list[str]]]]  # per optimizer and group the learning rate and the weights
 
 
@@ -144,7 +145,7 @@ class Life:
 
     def _flags(self, kind: str) -> dict[str, Any]:
         recipe = RECIPES[kind]
-        if recipe.func in IN_ONE_PASS and self.level.masters and backend() == "cpp":
+        if recipe.func in IN_ONE_PASS and (self.level.masters or self.level.patches) and backend() == "cpp":
             return {"foreach": False, "fused": True}
         return {name: recipe.keywords[name] for name in ("foreach", "fused") if name in recipe.keywords}
 

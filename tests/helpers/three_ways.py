@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from amp_patch import amp, multi_tensor
 from amp_patch.optimizers import FusedAdam, FusedSGD
 from amp_patch.optimizers.common import FusedOptimizer
+from amp_patch.training.stash import known_stash
+from amp_patch.training.step import WHOLE
 from amp_patch.ways import one_pass, portions
 
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}
 both_levels = pytest.mark.parametrize("level", HALF)
+casting_levels = pytest.mark.parametrize("level", [*HALF, "O1", "O4"])
 
 
 class Recipe(NamedTuple):
@@ -108,17 +111,22 @@ def start_recipe(level: str, recipe: Recipe, way: OnePass, **options: Any) -> tu
     model = LateNet()
     early = [{"params": [*model.first.parameters(), *model.norm.parameters()]}]
     early.append({"params": list(model.last.parameters()), "lr": recipe.options["lr"] * 0.5})
-    return start_with(level, way, model, recipe(early, **way.options), keep_fp32=nn.LayerNorm, **options)
+    if level in HALF:
+        options["keep_fp32"] = nn.LayerNorm
+    return start_with(level, way, model, recipe(early, **way.options), **options)
 
 
 def start_with(level: str, way: OnePass, model: Any, optimizer: Any, **options: Any) -> tuple[Any, Any]:
-    if level == "O2":
+    if level in ("O1", "O2"):
         options.setdefault("loss_scale", 128.0)
     with pytest.MonkeyPatch.context() as patch:
         if isinstance(way, Eager):
             patch.setattr(one_pass.InOnePass, "knows", lambda *_: False)
             patch.setattr(portions.InPortions, "knows", lambda *_: False)
-        return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    if isinstance(way, Eager) and level not in HALF:
+        known_stash(optimizer).neighbours.strategy = WHOLE
+    return model, optimizer
 
 
 def loss_of(model: nn.Module, optimizer: Any, step: int) -> Tensor:

@@ -16,6 +16,7 @@ from crossed import crossed
 from interrupts import send, sent_again_by_the_test
 from three_ways import (
     ADAM,
+    HALF,
     ONE_OF_EACH,
     SGD,
     Eager,
@@ -25,6 +26,7 @@ from three_ways import (
     Recipe,
     Unfused,
     both_levels,
+    casting_levels,
     close,
     ends,
     every_recipe,
@@ -68,7 +70,7 @@ def story(level: str, recipe: Recipe, way: OnePass, steps: int, **options: Any) 
                 model.last.weight.clamp_(-0.25, 0.25)
                 next(amp.master_params(optimizer)).add_(0.125)
         optimizer.zero_grad()
-        overflows = step % 23 == 5 and level == "O2"
+        overflows = step % 23 == 5 and level in ("O1", "O2")
         for body in range(1 + step % 3):
             losses.append(iterate(model, optimizer, 3 * step + body, math.inf if overflows else 1.0))
         if step % 4 == 1:
@@ -85,7 +87,7 @@ def story(level: str, recipe: Recipe, way: OnePass, steps: int, **options: Any) 
     return losses, (list(model.parameters()), masters, states, counts, optimizer.state_dict()["state"])
 
 
-@both_levels
+@casting_levels
 @every_recipe
 @pytest.mark.parametrize("steps", [75, pytest.param(200, marks=pytest.mark.slow)])  # all of a story has come by 60
 def test_many_steps_come_to_the_same_bits_as_torch_s_own(steps, level, recipe, kernels):
@@ -93,12 +95,12 @@ def test_many_steps_come_to_the_same_bits_as_torch_s_own(steps, level, recipe, k
     steps = steps if alike else 1
     kernels.clear()
     ended = [
-        story(level, recipe, way, steps, loss_scale="dynamic" if level == "O2" else None)
+        story(level, recipe, way, steps, loss_scale="dynamic" if level in ("O1", "O2") else None)
         for way in (OnePass(), LookedAt())
     ]
     assert len(kernels) > 2 * steps  # both took this way
     kernels.clear()
-    wanted = story(level, recipe, Eager(), steps, loss_scale="dynamic" if level == "O2" else None)
+    wanted = story(level, recipe, Eager(), steps, loss_scale="dynamic" if level in ("O1", "O2") else None)
     assert not kernels
     training.assert_unchanged(*ended)
     if alike:
@@ -169,14 +171,14 @@ OWN_WAYS = {
 }
 
 
-@crossed(pytest.mark.parametrize("recipe, change, calls", OWN_WAYS.values(), ids=OWN_WAYS), both_levels, meet=1)
+@crossed(pytest.mark.parametrize("recipe, change, calls", OWN_WAYS.values(), ids=OWN_WAYS), casting_levels, meet=1)
 def test_the_optimizer_s_own_way(level, recipe, change, calls, kernels):
     ours, theirs = (trained(level, recipe, 2, way) for way in (OnePass(), Unfused()))
     for both, wanted in ((ours, calls), (theirs, 0)):
         change(*both)
         kernels.clear()
         go_on(*both, range(2, 3))
-        assert len(kernels) == wanted
+        assert len(kernels) == (wanted if level in HALF else bool(wanted))  # else one call fewer: one type of weights
         go_on(*both)
     close(ours, theirs)
 
