@@ -148,6 +148,25 @@ def norm_of_small_variances():
     return Net(), F.mse_loss, (torch.randn(32, 4) * 6e-5, torch.randn(32, 2))
 
 
+def norm_of_equal_numbers():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Parameter(torch.zeros(1, 4))
+            self.norm, self.head = nn.LayerNorm(4, eps=1e-12), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.norm(torch.cat([self.token, x])))  # breaks: O2 O3
+
+    return Net(), F.mse_loss, (torch.randn(7, 4), torch.randn(8, 2))
+
+
+def norm_of_equal_numbers_with_a_larger_eps():
+    model, loss, batch = norm_of_equal_numbers()
+    model.norm.eps = 1e-5
+    return model, loss, batch
+
+
 def norm_of_small_numbers():
     class Net(nn.Module):
         def __init__(self):
@@ -225,5 +244,6 @@ def small_products():
 FUNCTION_CASES = (
     *(linear_algebra, ctc, custom_fwd, autocast_to_fp32, matrix_exponential, large_matrix_exponential),
     *(numpy_of_outputs, loss_inside, low_temperature, norm_of_small_variances, norm_of_small_numbers, squares),
+    *(norm_of_equal_numbers, norm_of_equal_numbers_with_a_larger_eps),
     *(small_gradients, mixed_types, small_products),
 )

@@ -26,6 +26,10 @@ def test_the_page_has_the_results(tmp_path: Path) -> None:
     assert page.read_text() == (ROOT / "docs" / "models.md").read_text()
 
 
+def test_the_page_is_of_many_models(results: dict) -> None:
+    assert len(results["models"]) >= 150 and len({model["package"] for model in results["models"].values()}) == 6
+
+
 def test_each_model_has_every_level_and_a_reason_where_it_does_not_survive(results: dict) -> None:
     for label, model in results["models"].items():
         assert set(model["levels"]) == set(LEVELS), label

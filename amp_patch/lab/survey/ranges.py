@@ -262,6 +262,30 @@ def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
         yield Finding(kinds, what, "take the mean off, or scale them up, before the model; or keep_fp32= for both")
 
 
+def _norms_are_of_equal_numbers(call: Call) -> Iterator[Finding]:
+    """Find layer and group norms whose factor of the gradients, 1 / sqrt(variance + eps), is infinite in FP16.
+
+    A class token that begins with zeros is such a row. A CPU's kernel stores the factor in the type of the weights.
+    """
+    if call.op not in ("layer_norm", "group_norm") or not call.inputs:
+        return
+    tensor, facts = call.inputs[0]
+    eps = call.kwargs.get("eps", call.args[4] if len(call.args) > 4 else 1e-5)
+    if not (tensor.requires_grad and tensor.numel() and isinstance(eps, float)):
+        return
+    x = tensor.detach()
+    if call.op == "layer_norm":
+        rows = x.flatten(-len(call.args[1])) if len(call.args) > 1 else x
+    else:
+        rows = x.reshape(len(x), call.args[1] if len(call.args) > 1 else 1, -1)
+    factor = (float(rows.var(-1, correction=0).min()) + eps) ** -0.5
+    if kinds := frozenset(kind for kind in facts.low if kind.casts and not kind.holds(factor)):
+        what = (
+            f"{call.op} of equal numbers with eps={eps:g}: its gradients are multiplied by {number(factor)}, which is "
+        )
+        yield Finding(kinds, f"{what}infinite in {type_names(kinds)}", "eps=1e-5; or name the norm in keep_fp32=")
+
+
 RANGES: tuple[Rule, ...] = (
     _overflows,
     _comes_near,
@@ -270,4 +294,5 @@ RANGES: tuple[Rule, ...] = (
     _guards_vanish,
     _softmax_is_coarse,
     _norms_are_of_noise,
+    _norms_are_of_equal_numbers,
 )
