@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from amp_patch import multi_tensor
 from amp_patch.masters.held_gradients import can_wait
 from amp_patch.masters.masters import (
+    PLAIN_TYPES,
     LinkList,
     add_gradients,
     materialize,
@@ -232,7 +233,9 @@ class InOnePass(Strategy):
         # With the backend "torch", torch's own step is closer to torch's numbers.
         if given or backends.active is None:
             return False
-        return stash.masters.waiting is not None or stash.policy.patch_torch_functions
+        if stash.masters.waiting is not None:
+            return True
+        return stash.policy.patch_torch_functions and all(map(_fits_kernels, optimizer.param_groups))
 
     @without_grad
     def run(self, step: Step, plain: Plain) -> None:
@@ -249,6 +252,13 @@ class InOnePass(Strategy):
 
 
 IN_ONE_PASS = InOnePass()
+
+
+def _fits_kernels(group: Group) -> bool:
+    """Return whether the kernels can step a group without masters, as far as its settings and first parameter tell."""
+    if group.get("capturable") or group.get("differentiable"):
+        return False
+    return all(type(param) in PLAIN_TYPES and param.dtype is torch.float32 for param in group["params"][:1])
 
 
 def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain) -> None:

@@ -190,7 +190,7 @@ REFUSED = {
 }
 
 
-@both_levels
+@casting_levels
 @pytest.mark.parametrize("recipe, error, message", REFUSED.values(), ids=REFUSED)
 def test_arguments_that_torch_refuses_are_refused_by_torch(level, recipe, error, message, kernels):
     for way in (OnePass(), Unfused()):
@@ -205,6 +205,22 @@ def test_arguments_that_torch_refuses_are_refused_by_torch(level, recipe, error,
         with pytest.raises(error, match=message):
             optimizer.step()
         assert not kernels and model.weight.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_parameters_of_fp64_are_stepped_by_the_optimizer_itself(level, kernels):
+    """At O1 and O4, where the parameters may have any type."""
+    both = []
+    for way in (OnePass(), Unfused()):
+        model = training.linear([[1.0, 2.0]]).double()
+        model, optimizer = start_with(level, way, model, ADAM(model.parameters(), lr=0.25))
+        for _ in range(2):
+            optimizer.zero_grad()
+            training.backward((model.weight * torch.tensor([3.0, 4.0])).float().sum(), optimizer)
+            optimizer.step()
+        both.append(ends(model, optimizer))
+    assert not kernels and both[0][0][0].dtype is torch.float64
+    training.assert_unchanged(*both)
 
 
 @both_levels
