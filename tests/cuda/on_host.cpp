@@ -1,5 +1,6 @@
-// csrc's .cu files, launches and all, as a compiler of the host takes them. tests/multi_tensor/test_cuda_on_host.py writes copies
-// of the sources whose launches call host::launch, and compiles this file beside them: CPU tensors act those of a GPU.
+// csrc's .cu files, launches and all, as a compiler of the host takes them. tests/multi_tensor/test_cuda_on_host.py
+// writes copies of the sources whose launches call host::launch, and compiles this file beside them: CPU tensors act
+// those of a GPU.
 #include <torch/extension.h>
 #include <ucontext.h>
 
