@@ -233,9 +233,15 @@ class InOnePass(Strategy):
         # With the backend "torch", torch's own step is closer to torch's numbers.
         if given or backends.active is None:
             return False
-        if stash.masters.waiting is not None:
-            return True
-        return stash.policy.patch_torch_functions and all(map(_fits_kernels, optimizer.param_groups))
+        if stash.masters.waiting is not None or not stash.policy.patch_torch_functions:
+            return stash.masters.waiting is not None
+        for group in optimizer.param_groups:  # as far as its settings and its first parameter tell
+            if group.get("capturable") or group.get("differentiable"):
+                return False
+            for param in group["params"][:1]:
+                if type(param) not in PLAIN_TYPES or param.dtype is not torch.float32:
+                    return False
+        return True
 
     @without_grad
     def run(self, step: Step, plain: Plain) -> None:
@@ -252,13 +258,6 @@ class InOnePass(Strategy):
 
 
 IN_ONE_PASS = InOnePass()
-
-
-def _fits_kernels(group: Group) -> bool:
-    """Return whether the kernels can step a group without masters, as far as its settings and first parameter tell."""
-    if group.get("capturable") or group.get("differentiable"):
-        return False
-    return all(type(param) in PLAIN_TYPES and param.dtype is torch.float32 for param in group["params"][:1])
 
 
 def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain) -> None:
