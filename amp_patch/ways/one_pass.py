@@ -233,8 +233,10 @@ class InOnePass(Strategy):
         # With the backend "torch", torch's own step is closer to torch's numbers.
         if given or backends.active is None:
             return False
-        if stash.masters.waiting is not None or not stash.policy.patch_torch_functions:
-            return stash.masters.waiting is not None
+        if stash.masters.waiting is not None:
+            return True
+        if not stash.policy.patch_torch_functions:
+            return False
         for group in optimizer.param_groups:  # as far as its settings and its first parameter tell
             if group.get("capturable") or group.get("differentiable"):
                 return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import reference
 import torch
 from torch import Tensor
 
@@ -148,7 +147,7 @@ class State:
     def prepare(self, factors):
         """Do what a user must do before torch's step: adopt edited weights and unscale gradients."""
         if self.low:
-            self.params = [reference.adopt(w, p) for w, p in zip(self.low, self.params, strict=True)]
+            self.params = [adopt(w, p) for w, p in zip(self.low, self.params, strict=True)]
         grads = [g.float() for g in self.grads]
         for factor in factors:
             grads = [g * factor for g in grads]
