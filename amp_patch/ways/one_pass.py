@@ -237,12 +237,14 @@ class InOnePass(Strategy):
             return True
         if not stash.policy.patch_torch_functions:
             return False
-        for group in optimizer.param_groups:  # as far as its settings and its first parameter tell
+        for group in optimizer.param_groups:  # as far as its settings and its first trained parameter tell
             if group.get("capturable") or group.get("differentiable"):
                 return False
-            for param in group["params"][:1]:
-                if type(param) not in PLAIN_TYPES or param.dtype is not torch.float32:
-                    return False
+            for param in group["params"]:
+                if param.requires_grad:
+                    if type(param) not in PLAIN_TYPES or param.dtype is not torch.float32:
+                        return False
+                    break
         return True
 
     @without_grad

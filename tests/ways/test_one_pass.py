@@ -223,6 +223,20 @@ def test_parameters_of_fp64_are_stepped_by_the_optimizer_itself(level, kernels):
     training.assert_unchanged(*both)
 
 
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_frozen_low_precision_parameters_do_not_change_the_steps_of_the_others(level, kernels):
+    """An adapter's base of BF16 is often in the optimizer's groups too, before the FP32 adapter."""
+    both = []
+    for base in ([], [nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)]):
+        model = training.linear([[1.0, 2.0]])
+        model, optimizer = start_with(level, OnePass(), model, ADAM([*base, *model.parameters()], lr=0.25))
+        training.backward((model.weight * torch.tensor([3.0, 4.0])).sum(), optimizer)
+        optimizer.step()
+        both.append(model.weight.detach().clone())
+        assert kernels.pop() == 1 and not kernels
+    assert training.same(both[:1], both[1:])
+
+
 @both_levels
 @pytest.mark.parametrize("make", [SGD, ADAM])
 def test_sparse_gradients_beside_others(level, make, kernels):
