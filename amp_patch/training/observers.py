@@ -23,7 +23,7 @@ from amp_patch.support.compiled import not_traced
 from amp_patch.support.generated_class import subclasses
 from amp_patch.support.patches import Patches
 from amp_patch.training.innermost import innermost
-from amp_patch.training.stash import enabled_stash, stash_of
+from amp_patch.training.stash import Body, enabled_stash, stash_of
 
 
 class Observer:
@@ -36,13 +36,13 @@ class Observer:
     def training_begun(self, training: Any) -> None:
         """`initialize` has made `training`; None after `initialize(enabled=False)`."""
 
-    def body_begins(self, body: Any) -> None:
+    def body_begins(self, body: Body) -> None:
         """The body of a `scale_loss` begins. `body` is its `ScaledBackward`, before it has changed any gradient."""
 
-    def loss_scaled(self, body: Any, loss: Any) -> None:
+    def loss_scaled(self, body: Body, loss: Tensor) -> None:
         """`body` is about to multiply `loss` by the scale."""
 
-    def body_ends(self, body: Any) -> None:
+    def body_ends(self, body: Body) -> None:
         """The body has ended. `body.failed`: whether an exception has ended it."""
 
     def step_begins(self, optimizer: Any) -> None:
@@ -217,8 +217,8 @@ def models_of(optimizer: Any) -> list[Any]:
     return [] if stash is None else [model for ref in stash.neighbours.models if (model := ref()) is not None]
 
 
-def body_of(optimizer: Any) -> Any:
-    """Return the running body of `scale_loss` of this optimizer, a `ScaledBackward`; None if there is none."""
+def body_of(optimizer: Any) -> Body | None:
+    """Return the running body of `scale_loss` of this optimizer; None if there is none."""
     stash = stash_of(optimizer)
     return None if stash is None else stash.backward.body
 

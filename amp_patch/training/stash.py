@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,18 @@ class OfThisProcess:
     """A part of a `Stash` that is neither copied nor pickled: a copied or loaded stash has a new one."""
 
 
+class Body(Protocol):
+    """The attributes of a `ScaledBackward` that the rest of amp_patch uses; described there."""
+
+    optimizers: list[Any]
+    scaler: LossScaler
+    scale: Tensor
+    now: Pending
+    checking: bool
+    delay_unscale: bool
+    failed: bool
+
+
 body_events = SimpleNamespace(count=0)  # the number of times that a body of any optimizer has begun or ended
 
 
@@ -93,7 +105,7 @@ class BackwardState(OfThisProcess):
     """The part of a stash that the bodies of one iteration share, from the first body to the step after the last.
 
     Attributes:
-        body: the running `ScaledBackward` of this optimizer; None if there is none.
+        body: the running body of `scale_loss` of this optimizer; None if there is none.
         other_open_bodies: id of each running body of the training's other optimizers -> whether its exit checks
             gradients.
         ended: `body_events.count` at the end of this optimizer's last body; before its first body, the count when this
@@ -108,7 +120,7 @@ class BackwardState(OfThisProcess):
         is_seen: whether a warning about this optimizer's first gradients was given, or ruled out (`slips.py`).
     """
 
-    body: Any = None
+    body: Body | None = None
     other_open_bodies: dict[int, bool] = field(default_factory=dict)
     ended: int = field(default_factory=lambda: body_events.count)
     cleared: int = 0

@@ -39,7 +39,7 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.support.interrupts import whole
 from amp_patch.support.patches import is_untouched
 from amp_patch.training.joints import Strategy
-from amp_patch.training.stash import Stash, known_stash, stash_of
+from amp_patch.training.stash import Body, Stash, known_stash, stash_of
 from amp_patch.training.step import Plain, Step, plain_step, suiting
 from amp_patch.ways import portions
 from amp_patch.ways.partial_step import PartialStep
@@ -130,7 +130,7 @@ class _Release(Strategy):
         self._elements = 0  # number of elements in `_ready`
         self._task = -1  # autograd's id of the backward whose end is to call `_step_ready`
         self._reached: set[int] = set()  # ids of parameters whose gradients came since the last `step()`
-        self._body: Any = None  # the `scale_loss` body that filled `_reached`
+        self._body: Body | None = None  # the `scale_loss` body that filled `_reached`
         self._groups: dict[int, int] = {}  # id(master) -> index of its group at the beginning of the body
         self._handles: list[Any] = []
         self._known: list[int] = []  # the keys in `_released`
