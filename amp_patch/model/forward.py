@@ -355,7 +355,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         if not compiling:
             # A compiled forward does not copy written masters back into weights; the next step does. DataParallel's
             # replicas are copies of synced weights.
-            if not getattr(self, "_is_replica", False):
+            if not self.__dict__.get("_is_replica"):  # of a module, `getattr` would raise and catch an error
                 own.links.publish_written(self)
             if own.region is None or own.region.policy is not policy:
                 own.region = regions.region(policy)

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 import types
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import is_
 from typing import Any
 
@@ -44,7 +44,7 @@ def tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | None = None) -> Any:
+def cast_floats(value: Any, dtype: torch.dtype, only: Collection[torch.dtype] | None = None) -> Any:
     """Cast the floating-point tensors in `value` to `dtype`, through autograd; `map_tensors` defines the walk.
 
     Integer, boolean and complex tensors are left alone. If `only` is given, so are floating-point tensors of other
@@ -55,17 +55,16 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
     attributes (PyTorch Geometric's `Data`, a `SimpleNamespace`), a copy with cast attributes replaces the object. An
     object that cannot be copied is left alone.
     """
-    wanted = None if only is None else frozenset(only)
     if isinstance(value, Tensor):  # the common case: no walk
         found = value.dtype
-        if found is dtype or not found.is_floating_point or (wanted is not None and found not in wanted):
+        if found is dtype or not found.is_floating_point or (only is not None and found not in only):
             return value
         return value.to(dtype)
     done: dict[int, Tensor] = {}  # keyed by id: `value` keeps the tensors alive
 
     def cast(tensor: Tensor) -> Tensor:
         found = tensor.dtype
-        if found is dtype or not found.is_floating_point or (wanted is not None and found not in wanted):
+        if found is dtype or not found.is_floating_point or (only is not None and found not in only):
             return tensor
         if is_dynamo_compiling():  # `id` would guard on this very tensor object
             return tensor.to(dtype)
