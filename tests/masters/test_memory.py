@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  Without this, the first optimizer imports it, and each collection visits its objects
+import torch._dynamo  # without this, the first optimizer imports it, and each collection visits its objects
 import training
 from conftest import DEVICES
 from crossed import crossed
