@@ -262,7 +262,8 @@ def load(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-@pytest.mark.parametrize("level", quick_at("O2", "O1", "O3"))
+@pytest.mark.slow  # in `make test`: the two other programs that resume
+@pytest.mark.parametrize("level", LEVELS)
 def test_classify_resumes_to_the_bit(level, runs, tmp_path):
     program, straight, stopped = PROGRAMS["classify"], tmp_path / "straight", tmp_path / "stopped"
     options = ["--opt-level", level]
