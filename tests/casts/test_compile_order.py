@@ -32,6 +32,8 @@ from torch import nn
 from amp_patch import amp
 from amp_patch.casts import wrappers
 assert "torch._dynamo" not in sys.modules
+with amp.autocast("cpu"):
+    torch.exp(torch.ones(2, 2) @ torch.ones(2, 2))
 model = amp.initialize(nn.Linear(6, 6), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
 assert "torch._dynamo" not in sys.modules, "who never compiles must not import the compiler"
 assert wrappers.backend() == BACKEND
