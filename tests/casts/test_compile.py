@@ -57,8 +57,7 @@ def initialized(level, **kwargs):
 # Training
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("level", training.LEVELS)
+@crossed({"level": training.LEVELS, "backend": BACKENDS}, meet=1)
 def test_a_compiled_model_trains_as_in_eager(level, backend):
     expected = train_steps(step_of(*initialized(level)))
     amp.restore()
@@ -89,7 +88,7 @@ def test_when_the_model_is_compiled_makes_no_difference(level, how):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O0", marks=pytest.mark.slow), "O1", "O2"])
 def test_a_whole_step_is_compiled_around_backward(level):
     # Without a skipped step: torch compiles an optimizer again when it has its state.
     expected = train_steps(step_of(*initialized(level, loss_scale=2.0**8)))
@@ -196,8 +195,7 @@ def test_the_process_default_acts_in_a_function_outside_of_forward(backend):
     same_as_eager(zoo, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@crossed({"dtype": [torch.float16, torch.bfloat16], "backend": ["eager", "aot_eager"]}, meet=1)
 def test_regions_inside_and_around(dtype, backend):
     def inside(x, w):
         with amp.autocast("cpu", dtype=dtype):
@@ -211,16 +209,15 @@ def test_regions_inside_and_around(dtype, backend):
 
     decorated = amp.autocast("cpu", dtype=dtype)(zoo)
 
-    for _ in range(2):  # then where a process default acts
-        for function in (inside, decorated):
-            same_as_eager(function, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
-        with amp.autocast("cpu", dtype=dtype):
-            same_as_eager(zoo, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
-        amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+    for function in (inside, decorated):
+        same_as_eager(function, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
+    with amp.autocast("cpu", dtype=dtype):
+        same_as_eager(zoo, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
+    amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)  # a process default
+    same_as_eager(inside, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("default", [None, "O1"])
+@crossed({"default": [None, "O1"], "backend": BACKENDS}, meet=1)
 def test_beside_torch_autocast_the_inner_one_wins(default, backend):
     def ours_outside(x, w):
         with amp.autocast("cpu", dtype=torch.float16):
@@ -330,23 +327,29 @@ class Attention(nn.Module):
         return self.encoder(self.attention(x, x, x)[0])
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("level", training.LEVELS)
-def test_models_of_other_kinds(level, backend):
+KINDS = {
+    "checkpointed": lambda: (Checkpointed(False), torch.randn(4, 6, requires_grad=True)),
+    "checkpointed, reentrant": lambda: (Checkpointed(True), torch.randn(4, 6, requires_grad=True)),
+    "attention": lambda: (Attention(), torch.randn(2, 3, 8)),
+}
+
+
+@crossed({"level": training.LEVELS, "kind": KINDS, "backend": ["eager", "aot_eager"]}, meet=1)
+def test_models_of_other_kinds(level, kind, backend):
     torch.manual_seed(0)
-    for model, inputs in (
-        (Checkpointed(False), torch.randn(4, 6, requires_grad=True)),
-        (Checkpointed(True), torch.randn(4, 6, requires_grad=True)),
-        (Attention(), torch.randn(2, 3, 8)),
-    ):
-        model, _ = amp.initialize(model, training.SGD(model.parameters()), opt_level=level, verbosity=0)
-        compiled = same_as_eager(model, inputs, backend=backend, rtol=2e-2, atol=2e-2)
-        grads = []
-        for net in (compiled, model):
-            model.zero_grad()
-            net(inputs).pow(2).sum().backward()
-            grads.append([p.grad.clone() for p in model.parameters()])
-        torch.testing.assert_close(*grads, rtol=5e-2, atol=5e-2)
+    model, inputs = kind()
+    model, _ = amp.initialize(model, training.SGD(model.parameters()), opt_level=level, verbosity=0)
+    compiled = same_as_eager(model, inputs, backend=backend, rtol=2e-2, atol=2e-2)
+    grads = []
+    for net in (compiled, model):
+        model.zero_grad()
+        net(inputs).pow(2).sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*grads, rtol=5e-2, atol=5e-2)
+
+
+@crossed({"level": ["O1", "O2", "O4", "O5"], "backend": ["eager", "aot_eager"]}, meet=1)
+def test_a_model_with_a_layer_in_fp32_and_a_method_that_is_cast(level, backend):
     kept, _ = initialized(level, keep_fp32="head", methods=("encode",))
     same_as_eager(kept, training.images(0)[0], backend=backend, rtol=2e-2, atol=2e-2)
     same_as_eager(kept.encode, training.images(0)[0], backend=backend, rtol=2e-2, atol=2e-2)

@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 import torch._dynamo
+from python_forks import python
+from scripts import environment
 from torch import nn
 
 from amp_patch import amp
@@ -30,6 +32,8 @@ from torch import nn
 from amp_patch import amp
 from amp_patch.casts import wrappers
 assert "torch._dynamo" not in sys.modules
+with amp.autocast("cpu"):
+    torch.exp(torch.ones(2, 2) @ torch.ones(2, 2))
 model = amp.initialize(nn.Linear(6, 6), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
 assert "torch._dynamo" not in sys.modules, "who never compiles must not import the compiler"
 assert wrappers.backend() == BACKEND
@@ -46,8 +50,8 @@ def test_the_compiler_may_be_imported_after_the_casts_are_installed(backend):
     if backend == "cpp" and amp.multi_tensor.extension() is None:
         kind, backend = "torch", "python"
     code = f"BACKEND = {backend!r}\n{LATE}"
-    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "AMP_PATCH_BACKEND": kind}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    variables = {**os.environ, "PYTHONPATH": ":".join(sys.path), "AMP_PATCH_BACKEND": kind}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -73,8 +77,8 @@ assert before(x, w).dtype is torch.float32
 
 @pytest.mark.slow
 def test_the_first_region_of_a_process_may_be_in_compiled_code():
-    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True)
+    variables = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", FIRST], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -103,9 +107,8 @@ for _ in range(2):
 
 @pytest.mark.parametrize("wrappers", [pytest.param("torch", marks=pytest.mark.slow), "cpp"])
 def test_methods_are_known_though_wrappers_stood_there_first(wrappers):
-    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "AMP_PATCH_BACKEND": wrappers}
     warnings = ["-W", "error", "-W", "ignore:Guards may run slower on Python 3.13.0"]
-    done = subprocess.run([sys.executable, *warnings, "-c", GONE], env=environment, capture_output=True, text=True)
+    done = python(*warnings, "-c", GONE, env=environment(AMP_PATCH_BACKEND=wrappers))
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -139,8 +142,7 @@ assert not trace_rules.check_file(forward.__file__).skipped
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_a_package_registers_itself_before_or_after_dynamo_is_hooked(attached):
-    code = REGISTERED.replace("ATTACHED", str(attached))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python("-c", REGISTERED.replace("ATTACHED", str(attached)), env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -160,8 +162,7 @@ else:
 late = nn.Linear(6, 6)
 model = amp.initialize(nn.Linear(6, 6), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
 import torch._dynamo
-from casting import operands
-x, w = operands()
+x, w = torch.randn(4, 6), torch.randn(6, 6)
 for backend in ("eager", "aot_eager"):
     compiled = torch.compile(lambda x: x.sin() * 2, backend=backend, fullgraph=True)
     torch.testing.assert_close(compiled(x), x.sin() * 2)
@@ -174,9 +175,7 @@ assert torch.__version__ in warning and "no_such_name" in warning, warning
 
 @pytest.mark.parametrize("when", [pytest.param("importing", marks=pytest.mark.slow), "tracing"])
 def test_a_compiler_that_is_not_known_is_left_alone_with_one_warning(when):
-    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
-    code = f"WHEN = {when!r}\n{UNKNOWN}"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = python("-c", f"WHEN = {when!r}\n{UNKNOWN}", env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import ADAM, SGD, backward, convnet, images, same
+from training import ADAM, SGD, backward, images, same
 
 from amp_patch import amp
 
@@ -84,39 +84,6 @@ def train_ranks(
             backward(loss, optimizer)
         optimizer.step()
     return learned(model)
-
-
-def wrapped(level: str, kind: str) -> Any:
-    """The weights of every step with a DDP made before `initialize` ("around", "inside") or "after" it.
-
-    One rank overflows in the second step. What was wrapped before is restored then, and trains on in FP32.
-    """
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(convnet(), nn.Identity())
-    if kind == "inside":
-        model[0] = DistributedDataParallel(model[0])
-    called = DistributedDataParallel(model) if kind == "around" else model
-    optimizer = ADAM(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if kind == "after":
-        called = DistributedDataParallel(model)
-    scaled, weights = level in ("O1", "O2"), []
-    for step in range(5):
-        inputs, targets = mine(step)
-        if scaled and (step, dist.get_rank()) == (1, 1):
-            inputs[0, 0, 0, 0] = float("inf")
-        optimizer.zero_grad()
-        backward(nn.functional.cross_entropy(called(inputs), targets), optimizer)
-        optimizer.step()
-        assert optimizer._amp_stash.step_skipped is (scaled and step == 1)
-        weights.append([p.detach().clone() for p in model.parameters()])
-    amp.restore()
-    for step in range(5, 7 if kind != "after" else 5):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(called(mine(step)[0]), mine(step)[1]).backward()
-        optimizer.step()
-        weights.append([p.detach().clone() for p in model.parameters()])
-    return weights
 
 
 def overflow_on_one_rank(level: str, make: Any, value: float, **options: Any) -> tuple[dict[str, Any], Any]:

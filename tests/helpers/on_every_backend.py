@@ -40,6 +40,10 @@ on_every_set = pytest.mark.parametrize(
 
 device = pytest.mark.parametrize("device", DEVICES)
 
+# Settings of the kernels of steps.
+ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+SGD = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+
 
 def draw(sizes, dtype, device, seed=0):
     generator = torch.Generator().manual_seed(seed)

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
-from steps_on_every_set import ADAM, SGD, backend_fixture, device  # noqa: F401  the fixture `backend`
+from on_every_backend import ADAM, SGD, backend_fixture, device, no_grad_fixture, on_every_set  # noqa: F401  fixtures
 
 from amp_patch import multi_tensor as mt
+
+pytestmark = on_every_set
 
 TINY = 0x8000  # the bits of 2**-134, half of BF16's smallest number
 TIES = 32_640  # exact ties that torch's cast rounds down, to even

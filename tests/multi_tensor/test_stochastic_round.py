@@ -8,11 +8,13 @@ import random
 
 import pytest
 import torch
-from steps_on_every_set import ADAM, SGD, backend_fixture, device  # noqa: F401  the fixture `backend`
+from on_every_backend import ADAM, SGD, backend_fixture, device, no_grad_fixture, on_every_set  # noqa: F401  fixtures
 from torch import Tensor
 
 from amp_patch import multi_tensor as mt
 from amp_patch.multi_tensor import plain_random
+
+pytestmark = on_every_set
 
 WORD = 2**32 - 1
 LARGEST = torch.finfo(torch.bfloat16).max

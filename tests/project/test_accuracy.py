@@ -10,14 +10,12 @@ from dataclasses import replace
 import pytest
 import scripts
 from compared_runs import made_up_run
-from paths import BENCHMARKS
 
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.recording.run import dumps
 
 pytestmark = pytest.mark.slow  # a tool that no training needs
 
-SCRIPT = BENCHMARKS / "accuracy.py"
 SEEDS = 5
 
 

@@ -240,7 +240,10 @@ def test_a_step_that_the_script_skips_changes_only_the_scale(level, runs):
 
 @pytest.mark.slow
 def test_masters_keep_what_fp16_rounds_away(runs):
-    """At this rate LAMB's updates are half a unit of FP16's last place: O2 falls as FP32 does, O3 a third less."""
+    """At this rate LAMB's updates are half a unit of FP16's last place: O2 falls as FP32 does, O3 a third less.
+
+    In `make test`: test_masters_keep_updates_that_the_weights_round_away in tests/masters/test_masters.py.
+    """
     program, slowly = PROGRAMS["bert"], ["--learning_rate", "2e-4"]
     plain = runs.baseline(program, *slowly)["losses"]
     fall = mean(plain[:5]) - mean(plain[-10:])
@@ -259,7 +262,8 @@ def load(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-@pytest.mark.parametrize("level", quick_at("O2", "O1", "O3"))
+@pytest.mark.slow  # in `make test`: the two other programs that resume
+@pytest.mark.parametrize("level", LEVELS)
 def test_classify_resumes_to_the_bit(level, runs, tmp_path):
     program, straight, stopped = PROGRAMS["classify"], tmp_path / "straight", tmp_path / "stopped"
     options = ["--opt-level", level]

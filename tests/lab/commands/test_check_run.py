@@ -105,8 +105,11 @@ def test_a_line_that_breaks_is_named_and_the_script_ends_after_its_first_step(tm
     assert "step 0 [] torch.float32" in ran.stdout and "step 1" not in ran.stdout
 
 
-def test_a_script_without_such_a_line_ends_with_0(tmp_path):
-    ran = checked(tmp_path, SCRIPT.format(conversion="long", before=".long()"))
+def test_a_script_without_such_a_line_ends_with_0_and_its_arguments_follow_two_dashes(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT.format(conversion="long", before=".long()"))
+    command = ["-m", "amp_patch", "check", "--run", "train.py", "--", "--epochs", "3"]
+    ran = python(*command, cwd=tmp_path, env=environment())
+    assert "step 0 ['--epochs', '3']" in ran.stdout, ran.stderr
     assert (ran.returncode, "clear: O1, O2, O3, O4, O5, O6 and O7" in ran.stdout) == (0, True), ran.stderr
 
 
@@ -141,8 +144,6 @@ def test_gradients_that_an_optimizer_makes_itself_are_named_where_a_level_refuse
 
 @pytest.mark.parametrize(("level", "words"), [
     ("O1", "attempting to assign a gradient with dtype"),
-    ("O2", "has no attribute 'samples'"),
-    ("O4", "attempting to assign a gradient with dtype"),
     ("O5", "has no attribute 'samples'"),
 ])  # fmt: skip
 def test_levels_refuse_gradients_of_an_optimizer_as_the_survey_says(tmp_path, level, words):
@@ -164,10 +165,3 @@ def test_a_script_of_ours_is_looked_at_in_fp32(tmp_path):
 def test_a_script_that_fails_ends_with_2(tmp_path, script, words):
     ran = checked(tmp_path, script)
     assert (ran.returncode, words in ran.stderr) == (2, True), ran.stderr
-
-
-def test_the_scripts_arguments_follow_two_dashes(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT.format(conversion="long", before=".long()"))
-    command = ["-m", "amp_patch", "check", "--run", "train.py", "--", "--epochs", "3"]
-    ran = python(*command, cwd=tmp_path, env=environment())
-    assert "step 0 ['--epochs', '3']" in ran.stdout, ran.stderr

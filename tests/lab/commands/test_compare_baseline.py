@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ import torch
 from amp_patch import amp
 
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), keep_fp32=KEPT)
+model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
 for _ in range(4):
     optimizer.zero_grad()
     with amp.scale_loss(model(torch.ones(2, 8)).float().pow(2).mean(), optimizer) as scaled_loss:
@@ -78,14 +79,17 @@ for _ in range(4):
 """
 
 
-def test_a_layer_that_was_kept_in_fp32_and_is_cast_now_ends_with_status_3(tmp_path, monkeypatch, capsys):
+def test_a_comparison_that_is_worse_than_its_baseline_ends_with_status_3(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(SCRIPT.replace("KEPT", "['1']"))
+    Path("train.py").write_text(SCRIPT)
     main(["compare", "--levels", "O5", "--seeds", "1", "--out", "first", "train.py"])
     main(["compare", "--resume", "first", "--baseline", "first/report.json"])
     assert "no level is worse than in first/report.json" in capsys.readouterr().out
-    Path("train.py").write_text(SCRIPT.replace("KEPT", "[]"))
+    older = json.loads(Path("first/report.json").read_text())
+    for run in older["runs"]:
+        run["weights"] += 128  # as if a layer had been kept in FP32
+    Path("older.json").write_text(json.dumps(older))
     with pytest.raises(SystemExit) as ended:
-        main(["compare", "--baseline", "first/report.json", "--out", "second", "train.py"])
+        main(["compare", "--resume", "first", "--baseline", "older.json"])
     assert ended.value.code == 3
     assert "O5: weights: " in capsys.readouterr().out

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from python_forks import python
 
 from amp_patch.lab.commands import installation
 from amp_patch.lab.commands.installation import Installed, extension_in_words, package_in_words
@@ -96,14 +96,8 @@ def test_info_names_the_package_that_python_imports(tmp_path):
     shutil.copytree(ROOT / "amp_patch", site / "amp_patch", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     told = {}
     for name, folder in {"clone": ROOT, "elsewhere": tmp_path}.items():
-        run = subprocess.run(
-            [sys.executable, "-m", "amp_patch", "info"],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(site)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        run = python("-m", "amp_patch", "info", cwd=folder, env={**os.environ, "PYTHONPATH": str(site)})
+        assert run.returncode == 0, run.stderr
         told[name] = next(line for line in run.stdout.splitlines() if line.startswith("package"))
     there = (site / "amp_patch").resolve()
     assert f" {ROOT / 'amp_patch'} (a clone" in told["clone"]

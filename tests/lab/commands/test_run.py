@@ -217,11 +217,11 @@ def test_a_script_next_to_a_real_apex_imports_it_with_amp(tmp_path):
     (apex / "__init__.py").write_text("theirs = True\n")
     (tmp_path / "train.py").write_text("import apex\nfrom apex import amp\nprint(apex.theirs, amp.__name__)\n")
     for arguments, cwd in ([str(tmp_path / "train.py")], ROOT), (["-m", "train"], tmp_path):
-        assert python("-m", "amp_patch", "run", *arguments, cwd=cwd) == ["True amp_patch.apex.amp\n", "", 0]
+        assert run_each(cwd, [(arguments, {})], ENVIRONMENT) == [["True amp_patch.apex.amp\n", "", 0]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the script finds its GPU")
 def test_a_script_without_a_gpu_fails_with_a_hint_at_device_cpu(tmp_path):
     (tmp_path / "train.py").write_text("import torch\ntorch.nn.Linear(2, 2).cuda()\n")
-    _, errors, code = python("-m", "amp_patch", "run", "train.py", cwd=tmp_path)
+    ((_, errors, code),) = run_each(tmp_path, [(["train.py"], {})], ENVIRONMENT)
     assert code == 1 and errors.splitlines()[-1].endswith("python -m amp_patch run --device cpu ...")

@@ -131,7 +131,7 @@ def test_a_search_ends_at_once_for_a_cause_that_no_module_removes(capsys):
     assert report["kept"] is None and report["no_use"].endswith(reason)
 
 
-@pytest.mark.parametrize("cut_at", [2, 5, 9])
+@pytest.mark.parametrize("cut_at", [2, pytest.param(5, marks=pytest.mark.slow), 9])
 def test_an_interrupted_search_resumes_without_repeating_runs(cut_at, capsys):
     Trainings.cut_at = cut_at
     assert run("train.py", "--seeds", "2") == 130

@@ -43,6 +43,7 @@ def test_compare_trains_an_unedited_script(plain, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     runs = [Run.from_dict(run) for run in loads((tmp_path / "amp_compare/report.json").read_text())["runs"]]
     assert [(run.level, run.error, run.steps) for run in runs] == [("O0", None, 6), ("O2", None, 6)]
+    assert not (tmp_path / "amp_compare/survey.json").exists()
     o0, o2 = runs
     assert [loss.hex() for loss in o0.loss] == plain.split() and o0.scale == [1.0] * 6
     assert o0.loss != o2.loss == pytest.approx(o0.loss, rel=0.05) and o2.scale[0] == 2.0**16 and o2.masters > 0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from compared_runs import compare, made_up_run, seeds
+from python_forks import python
 from torch import nn
 
 from amp_patch import amp
@@ -164,7 +163,7 @@ def pytester_in(tmp_path):
         (tmp_path / "conftest.py").write_text(conftest)
         (tmp_path / "test_it.py").write_text(test)
         (tmp_path / "pytest.ini").write_text("[pytest]\namp_margin = 7\n")
-        ran = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=tmp_path, capture_output=True, text=True)
+        ran = python("-m", "pytest", "-q", cwd=tmp_path)
         assert ran.returncode == 0, ran.stdout + ran.stderr
 
     return run

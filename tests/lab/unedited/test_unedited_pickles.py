@@ -70,7 +70,6 @@ with open(f"{folder}/model.pkl", "wb") as file:
 with open(f"{folder}/bytes.pkl", "wb") as file:
     file.write(pickle.dumps(optimizer))
 """
-FILES = ("model.pt", "all.pt", "part.pt", "old.pt", "model.pkl", "bytes.pkl")
 # Loads the files in a process without amp_patch.
 LOADS = (
     """
