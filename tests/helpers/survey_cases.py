@@ -320,10 +320,30 @@ def average_inside():
     return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
 
 
+def copied_rows():
+    """As a graph net's layer for each degree: rows are copied into memory without numbers of its own."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            memory = torch.empty(6, 8)
+            memory.untyped_storage().copy_(torch.full((6, 8), 1e38).untyped_storage())
+            rows = memory.to(x.dtype)
+            for half in torch.arange(6).split(3):
+                rows.index_copy_(0, half, self.layer(x[half]))
+            return rows
+
+    return Net(), F.mse_loss, (torch.randn(6, 8), torch.randn(6, 8))
+
+
 CASES = (
     *(times, times_as_integers, years, mask_of_the_smallest_number, mask_without_a_dead_row),
     *(mask_of_the_types_smallest_number, mask_in_fused_attention, mask_of_a_billion, mask_times_a_billion),
     *(mask_in_a_learned_bias, mask_of_a_sums_smallest_number, mask_of_the_types_smallest_tensor),
+    copied_rows,
     *(epsilon_in_a_quotient, epsilon_in_a_logarithm, epsilon_that_is_not_needed, rotary_buffer, rotary_module),
     *(float_indices, lengths, saturated_bce, average_inside),
 )

@@ -235,25 +235,6 @@ def solver():
     return Net(), F.mse_loss, (torch.randn(6, 8), torch.randn(6, 8))
 
 
-def copied_rows():
-    """As a graph net's layer for each degree: rows are copied into memory without numbers of its own."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x):
-            memory = torch.empty(6, 8)
-            memory.untyped_storage().copy_(torch.full((6, 8), 1e38).untyped_storage())
-            rows = memory.to(x.dtype)
-            for half in torch.arange(6).split(3):
-                rows.index_copy_(0, half, self.layer(x[half]))
-            return rows
-
-    return Net(), F.mse_loss, (torch.randn(6, 8), torch.randn(6, 8))
-
-
 def one_action():
     """As the actor of SAC in one environment: a model whose output, no loss, has one element."""
     return nn.Linear(3, 1), F.mse_loss, (torch.randn(1, 3), torch.randn(1, 1))
@@ -261,8 +242,7 @@ def one_action():
 
 CLEAN = (
     *(mlp, cnn, transformer, lstm, digits, layer_scale, small_branch),
-    *(dropped_paths, mask_of_ones, batch_object, ratio_of_probabilities, sorted_distances, solver, copied_rows),
-    one_action,
+    *(dropped_paths, mask_of_ones, batch_object, ratio_of_probabilities, sorted_distances, solver, one_action),
 )
 
 
