@@ -276,6 +276,12 @@ KINDS = (  # a reason is of the first kind that has it
         "an epsilon of 1e-5; or BF16",
         lambda said, named: "equal numbers with eps" in named,
     ),
+    Kind(
+        "a mask of -1e9 or less is -inf in FP16",
+        "`torch.finfo(x.dtype).min`, of the scores; or BF16",
+        lambda said, named: "is masked throughout" in named,
+    ),
+    Kind("activations that FP16 does not hold", "BF16: O4 or O5", lambda said, named: "infinite in FP16" in named),
     Kind("one seed of three collapsed", CHANCE, lambda said, named: said.startswith("collapsed with seed ")),
     Kind("worse on random batches", CHANCE, lambda said, named: "final loss" in said),
 )
@@ -305,9 +311,10 @@ def page(results: dict[str, Any]) -> str:
         f"`amp.compare` judges the mean loss of the last tenth of the steps, with a margin of {MARGIN:g} % of O0's "
         "([the test](compare.md#read-the-report)). `amp.survey` looks at one step ([the survey](survey.md)). "
         f"torch {results['torch']}, one thread; {versions} (models of each in brackets).",
-        "Random weights cannot show what pretrained weights do: activations that grow over a long training (T5's "
-        "feed-forward in FP16, for example) are not in these models, so that FP16 may break a model that survives "
-        "here.",
+        "Random weights cannot show what pretrained weights do: activations that grow over a long training are not in "
+        "these models, so that FP16 may break a model that survives here. One T5 (*as large as trained*) therefore has "
+        "larger weights in its feed-forwards, which return up to 2e5: FP16 ends at 65,504. It diverges at O1. At O2, "
+        "transformers clamps the activations, and it trains worse.",
         "`benchmarks/results/models.json` has every model, its gaps, the words of `amp.compare` and all lines of the "
         f"survey. It also has {len(results['left_out'])} models that were left out, because they were not built or not "
         "trained at O0 with these tiny configurations, each with its error. `benchmarks/model_cases.py` lists more "
