@@ -86,6 +86,9 @@ def test_a_layer_that_was_kept_in_fp32_and_is_cast_now_ends_with_status_3(tmp_pa
     assert "no level is worse than in first/report.json" in capsys.readouterr().out
     Path("train.py").write_text(SCRIPT.replace("KEPT", "[]"))
     with pytest.raises(SystemExit) as ended:
-        main(["compare", "--baseline", "first/report.json", "--out", "second", "train.py"])
+        main(["compare", "--baseline", "first/report.json", "--seeds", "3", "--out", "second", "train.py"])
     assert ended.value.code == 3
-    assert "O5: weights: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "O5: weights: " in printed
+    assert "every level is decided with seed 0: other seeds are not tried" in printed
+    assert not Path("second/runs/O5-seed1.jsonl").exists()
