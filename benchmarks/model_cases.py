@@ -69,6 +69,8 @@ TINY = {
     "conv_stride": (4, 2),
     "num_feat_extract_layers": 2,
     "num_conv_pos_embeddings": 4,
+    "local_radius": 4,
+    "global_block_size": 4,
 }
 SWIN = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "patch_size": 4}
 CONVNEXT = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
@@ -184,7 +186,7 @@ class Case:
 def cases() -> list[Case]:
     """Return the models, the packages in turns, so that the first ones are of all kinds."""
     columns = [list(each) for each in (*map(_of_transformers, HEADS), _graphs(), _vision(), _written(), _diffusion())]
-    columns += [list(_of_timm())]
+    columns += [list(_of_timm()), list(_known())]
     longest = max(map(len, columns))
     found = [column[row] for row in range(longest) for column in columns if row < len(column)]
     return list({case.label: case for case in reversed(found)}.values())[::-1]  # a class may have several heads
@@ -235,6 +237,19 @@ def _transformer(name: str, kind: str, model_type: str) -> Made:
             batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
         batches.append({key: value for key, value in batch.items() if key in takes})
     return Made(model, batches, lambda output, batch: output.loss)
+
+
+def _known() -> Iterator[Case]:
+    """Yield a T5 whose activations have the size of a trained one's: FP16 does not hold them."""
+    yield Case("transformers", "T5ForConditionalGeneration, as large as trained", _large_t5)
+
+
+def _large_t5() -> Made:
+    made = _transformer("T5ForConditionalGeneration", "seq2seq", "t5")
+    for name, weight in made.model.named_parameters():
+        if name.endswith(".wo.weight"):
+            weight.data.mul_(1e5)  # the feed-forwards' results: up to 2e5
+    return made
 
 
 # Others ---------------------------------------------------------------------------------------------------------------

@@ -23,10 +23,11 @@ import resource
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -239,6 +240,57 @@ def line_of(line: Any) -> dict[str, Any]:
 # The page -------------------------------------------------------------------------------------------------------------
 
 
+class Kind(NamedTuple):
+    """A kind of reasons why a level is not as good as O0.
+
+    Attributes:
+        name: its words on the page.
+        way_out: what user code does about it.
+        has: whether a reason is of this kind, from the words of `amp.compare` and what the survey names at the level.
+    """
+
+    name: str
+    way_out: str
+    has: Callable[[str, str], bool]
+
+
+CHANCE = "more seeds, or a longer training on real data"
+KINDS = (  # a reason is of the first kind that has it
+    Kind(
+        "fills with a number that FP16 or BF16 does not hold",
+        "`torch.finfo(x.dtype).min`, of the tensor that is filled",
+        lambda said, named: "without overflow" in said,
+    ),
+    Kind(
+        "mixes FP32 tensors of its own with the level's",
+        "O1 or O4, which cast; or `x.to(other.dtype)`",
+        lambda said, named: "must have the same dtype" in said,
+    ),
+    Kind(
+        "calls a function that torch lacks in FP16 and BF16",
+        "name the module in `keep_fp32=`; or O1 or O4",
+        lambda said, named: "Unsupported dtype" in said or "not implemented" in said,
+    ),
+    Kind(
+        "an epsilon of 1e-12 is lost in FP16",
+        "an epsilon of 1e-5; or BF16",
+        lambda said, named: "equal numbers with eps" in named,
+    ),
+    Kind(
+        "a mask of -1e9 or less is -inf in FP16",
+        "`torch.finfo(x.dtype).min`, of the scores; or BF16",
+        lambda said, named: "is masked throughout" in named,
+    ),
+    Kind("activations that FP16 does not hold", "BF16: O4 or O5", lambda said, named: "infinite in FP16" in named),
+    Kind("one seed of three collapsed", CHANCE, lambda said, named: said.startswith("collapsed with seed ")),
+    Kind("worse on random batches", CHANCE, lambda said, named: "final loss" in said),
+)
+OTHER = Kind("another reason", "", lambda said, named: True)
+UNDECIDED = Kind("undecided on random batches", CHANCE, lambda said, named: True)
+NAMED = Kind("as good, although the survey names a line", "see the line in the next table", lambda said, named: True)
+MANY = 20  # a kind with more models than this has their number for each level, not their names
+
+
 def page(results: dict[str, Any]) -> str:
     models = results["models"]
     packages = collections.Counter(model["package"] for model in models.values())
@@ -247,26 +299,30 @@ def page(results: dict[str, Any]) -> str:
     parts = [
         "# Public models at each level",
         "<!-- Written by `make models` (benchmarks/models.py): edit that. -->",
-        f"This page says which public models train as well at a level as in FP32, and which line of a model breaks a "
-        f"level. {len(models)} models were trained at O0, O1, O2, O4 and O5 without an edit. The list "
-        "(`benchmarks/model_cases.py`) has more models: the others were not trained yet. A model of "
-        "`benchmarks/results/models.json` without a row in the second table has no finding.",
+        "This page says which public models train as well at a level as in FP32, and why the others do not. "
+        f"{len(models)} models were trained at O0, O1, O2, O4 and O5 without an edit.",
         summary(models),
+        "## Why a level is not as good",
+        "The percentage is the gap to O0's loss.",
+        kinds_table(models),
         "## How it was measured",
         f"Each model is made in code by its package with few and narrow layers, and trained on random batches for "
         f"{STEPS} steps of AdamW from {SEEDS} seeds. O1 and O2 are in FP16, O4 and O5 in BF16. Dropout is off. "
         f"`amp.compare` judges the mean loss of the last tenth of the steps, with a margin of {MARGIN:g} % of O0's "
         "([the test](compare.md#read-the-report)). `amp.survey` looks at one step ([the survey](survey.md)). "
         f"torch {results['torch']}, one thread; {versions} (models of each in brackets).",
-        "Random weights cannot show what pretrained weights do: activations that grow over a long training (T5's "
-        "feed-forward in FP16, for example) are not in these models, so that FP16 may break a model that survives "
-        "here.",
-        "`benchmarks/results/models.json` has every model, its gaps and all lines of the survey. It also has "
-        f"{len(results['left_out'])} models that were left out, because they were not built or not trained at O0 with "
-        "these tiny configurations, each with its error.",
+        "Random weights cannot show what pretrained weights do: activations that grow over a long training are not in "
+        "these models, so that FP16 may break a model that survives here. One T5 (*as large as trained*) therefore has "
+        "larger weights in its feed-forwards, which return up to 2e5: FP16 ends at 65,504. It diverges at O1. At O2, "
+        "transformers clamps the activations, and it trains worse.",
+        "`benchmarks/results/models.json` has every model, its gaps, the words of `amp.compare` and all lines of the "
+        f"survey. It also has {len(results['left_out'])} models that were left out, because they were not built or not "
+        "trained at O0 with these tiny configurations, each with its error. `benchmarks/model_cases.py` lists more "
+        "models, which were not trained yet.",
         "## Models with a finding",
         "A level is *as good* if it is not worse than O0 within the margin. *Survey* has the levels for which the "
-        "survey names a line that breaks a training, and the first such line; O3 is surveyed, not trained.",
+        "survey names a line that breaks a training, and the first such line; O3 is surveyed, not trained. A model "
+        "without a row has no finding.",
         table(lost) if lost else "No model of the results has one.",
         "## Again",
         "    make models",
@@ -274,6 +330,39 @@ def page(results: dict[str, Any]) -> str:
         "trains the first ten again and fails if a verdict differs.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def kind_of(model: dict[str, Any], level: str) -> Kind | None:
+    """Return the kind of the reason why a level is not as good; None if it is, and the survey names no line."""
+    end = model["levels"][level]
+    named = " ".join(line["what"] for line in model["survey"] if line["breaks"] and level in line["levels"])
+    if end["outcome"] == "as good":
+        return NAMED if named else None
+    if end["outcome"] == "undecided":
+        return UNDECIDED
+    return next(kind for kind in (*KINDS, OTHER) if kind.has(end["reason"], named))
+
+
+def kinds_table(models: dict[str, Any]) -> str:
+    lines = ["| kind | models | which | what to do |", "|---|---:|---|---|"]
+    for kind in (*KINDS, OTHER, UNDECIDED, NAMED):
+        levels = {label: [n for n in LEVELS if kind_of(model, n) is kind] for label, model in sorted(models.items())}
+        levels = {label: names for label, names in levels.items() if names}
+        counts = collections.Counter(name for names in levels.values() for name in names)
+        which = [
+            f"{label} ({', '.join(cell(models[label], name) for name in names)})" for label, names in levels.items()
+        ]
+        if len(levels) > MANY:
+            which = [f"{name}: {counts[name]}" for name in LEVELS]
+        if levels:
+            lines.append(f"| {kind.name} | {len(levels)} | {', '.join(which)} | {kind.way_out} |")
+    return "\n".join(lines)
+
+
+def cell(model: dict[str, Any], name: str) -> str:
+    """Return a level with its gap, if the level was judged by that."""
+    kind, gap = kind_of(model, name), model["levels"][name]["gap"]
+    return f"{name} {gap[0]:+.2g} %" if gap and kind is not None and kind.name.startswith("worse") else name
 
 
 def problems(model: dict[str, Any]) -> bool:
@@ -293,14 +382,13 @@ def summary(models: dict[str, Any]) -> str:
 
 
 def table(models: dict[str, Any]) -> str:
-    lines = [f"| model | package | {' | '.join(LEVELS)} | survey | reason |", "|---|---|" + "---|" * (len(LEVELS) + 2)]
+    lines = [f"| model | package | {' | '.join(LEVELS)} | survey | line |", "|---|---|" + "---|" * (len(LEVELS) + 2)]
     for label, model in sorted(models.items(), key=lambda each: (each[1]["package"], each[0])):
         ends = [model["levels"][name]["outcome"] for name in LEVELS]
-        said = [f"{name}: {end['reason']}" for name, end in model["levels"].items() if end["reason"]]
         broken = [line for line in model["survey"] if line["breaks"]]
         named = sorted({level for line in broken for level in line["levels"]})
-        said += [f"`{broken[0]['place']}` {broken[0]['op']}: {broken[0]['what']}"] if broken else []
-        cells = [label, model["package"], *ends, ", ".join(named) or "clear", "; ".join(said).replace("|", "\\|")]
+        said = f"`{broken[0]['place']}` {broken[0]['op']}: {broken[0]['what']}" if broken else ""
+        cells = [label, model["package"], *ends, ", ".join(named) or "clear", said.replace("|", "\\|")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ this repository. Data of a few hundred kilobytes are generated in its format. Pa
 environment in that folder, which also has the packages of this Python. If a program cannot be fetched, or its packages
 cannot be installed, it is skipped with a message.
 
-Each level runs as a worker of `python -m amp_patch compare --steps 10 --device cpu`, in a fork of this process, so that
+Each level runs as a worker of `python -m amp_patch compare --steps 10`, in a fork of this process, so that
 torch is imported once.
 """
 
@@ -91,6 +91,18 @@ def main() -> int:
 
 def tried(program: Program, args: argparse.Namespace) -> dict[str, str]:
     """Run a program at each level. Return level -> the error, or "" if it trained."""
+    home, path = prepared(program, args)
+    logs = args.out / "logs" / re.sub(r"\W+", "-", program.label)
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
+    became: dict[str, str] = {}
+    for level in LEVELS:  # if the program fails or is refused at O0, the other levels get the same outcome
+        became[level] = became.get("O0") or at_level(level, program, home, path, logs, args)
+    return became
+
+
+def prepared(program: Program, args: argparse.Namespace) -> tuple[Path, list[str]]:
+    """Fetch a program, its packages and data. Return the folder of its sources, and its import path."""
     install(program, args.out / "venv")
     home = source(program, args.out / "sources", args.mirror)
     folder = home / program.folder
@@ -100,13 +112,7 @@ def tried(program: Program, args: argparse.Namespace) -> dict[str, str]:
     os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), *path]), MPLBACKEND="agg")
     if program.before:
         subprocess.run([sys.executable, program.before], cwd=folder, stdout=subprocess.DEVNULL, check=True)
-    logs = args.out / "logs" / re.sub(r"\W+", "-", program.label)
-    shutil.rmtree(logs, ignore_errors=True)
-    logs.mkdir(parents=True)
-    became: dict[str, str] = {}
-    for level in LEVELS:  # if the program fails or is refused at O0, the other levels get the same outcome
-        became[level] = became.get("O0") or at_level(level, program, home, path, logs, args)
-    return became
+    return home, path
 
 
 def at_level(level: str, program: Program, home: Path, path: list[str], logs: Path, args: argparse.Namespace) -> str:
@@ -118,7 +124,7 @@ def at_level(level: str, program: Program, home: Path, path: list[str], logs: Pa
         with open(log, "w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        os.environ.update(AMP_PATCH_OPT_LEVEL=level, AMP_PATCH_SEED="0", AMP_PATCH_DEVICE="cpu")
+        os.environ.update(AMP_PATCH_OPT_LEVEL=level, AMP_PATCH_SEED="0")
         os.chdir(home / program.folder)
         sys.path[1:1] = path
         sys.argv = ["compare_worker", "--record", str(record), "--steps", str(args.steps), str(home / program.script)]

@@ -112,6 +112,34 @@ def mask_of_the_types_smallest_number():
     return Net(), F.mse_loss, (torch.randn(2, 4, 8), dead_row(1.0) == 1, torch.randn(2, 4, 8))
 
 
+def mask_of_a_sums_smallest_number():
+    """As DeBERTa: a bias makes the query FP32 at the levels that cast calls, where the scores are not."""
+
+    class Net(Attention):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(8))
+
+        def forward(self, x, hidden):
+            query = self.q(x) + self.bias
+            scores = query @ self.k(x).transpose(-1, -2)
+            scores = scores.masked_fill(hidden, torch.finfo(query.dtype).min)  # breaks: O1 O4 O6
+            return scores.softmax(-1) @ self.v(x)
+
+    return Net(), F.mse_loss, (torch.randn(2, 4, 8), torch.ones(4, 4).triu(1) == 1, torch.randn(2, 4, 8))
+
+
+def mask_of_the_types_smallest_tensor():
+    """As SEW-D: the type's smallest number, as a tensor of FP32."""
+
+    class Net(Attention):
+        def forward(self, x, hidden):
+            scores = self.scores(x)
+            return scores.masked_fill(hidden, torch.tensor(torch.finfo(scores.dtype).min)).softmax(-1) @ self.v(x)
+
+    return Net(), F.mse_loss, (torch.randn(2, 4, 8), dead_row(1.0) == 1, torch.randn(2, 4, 8))
+
+
 def mask_in_fused_attention():
     class Net(Attention):
         def forward(self, x, mask):
@@ -136,6 +164,23 @@ def mask_times_a_billion():
             return (self.scores(x) + (1.0 - keep) * -1e9).softmax(-1) @ self.v(x)
 
     return Net(), F.mse_loss, (torch.randn(2, 4, 8), torch.ones(4, 4).tril(), torch.randn(2, 4, 8))
+
+
+def mask_in_a_learned_bias():
+    """As LongT5: FP32 holds the mask, and loses it where it is added to low-precision scores in place."""
+
+    class Net(Attention):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(4, 4))
+
+        def forward(self, x, hidden):
+            scores = self.scores(x)
+            scores += self.bias + torch.where(hidden, -1e10, 0.0)
+            weights = scores.float().softmax(-1)  # breaks: O1 O2 O3
+            return weights.to(x.dtype) @ self.v(x)
+
+    return Net(), F.mse_loss, (torch.randn(2, 4, 8), dead_row(1.0) == 1, torch.randn(2, 4, 8))
 
 
 def epsilon_in_a_quotient():
@@ -275,9 +320,30 @@ def average_inside():
     return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
 
 
+def copied_rows():
+    """As a graph net's layer for each degree: rows are copied into memory without numbers of its own."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            memory = torch.empty(6, 8)
+            memory.untyped_storage().copy_(torch.full((6, 8), 1e38).untyped_storage())
+            rows = memory.to(x.dtype)
+            for half in torch.arange(6).split(3):
+                rows.index_copy_(0, half, self.layer(x[half]))
+            return rows
+
+    return Net(), F.mse_loss, (torch.randn(6, 8), torch.randn(6, 8))
+
+
 CASES = (
     *(times, times_as_integers, years, mask_of_the_smallest_number, mask_without_a_dead_row),
     *(mask_of_the_types_smallest_number, mask_in_fused_attention, mask_of_a_billion, mask_times_a_billion),
+    *(mask_in_a_learned_bias, mask_of_a_sums_smallest_number, mask_of_the_types_smallest_tensor),
+    copied_rows,
     *(epsilon_in_a_quotient, epsilon_in_a_logarithm, epsilon_that_is_not_needed, rotary_buffer, rotary_module),
     *(float_indices, lengths, saturated_bce, average_inside),
 )

@@ -18,6 +18,7 @@ from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.machine import lacking, machine
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
+from amp_patch.lab.comparison.regression import are_decided
 from amp_patch.lab.recording.run import Run
 from amp_patch.lab.wording import lacks, listed
 
@@ -53,7 +54,7 @@ def compare(args: argparse.Namespace) -> None:
             )
             args.one_by_one = True
         with ended_by_failures("compare", args.script):
-            runs, asked, cut, load = _measure(plan, args, interrupts, found)
+            runs, asked, cut, load = _measure(plan, args, interrupts, found, before)
         told = compare_folder.keep_machine(args.out, machine(load))
         comparison = comparison_of(args, plan, runs, asked, told)
         if comparison.unexplained and comparison.survey is None and not cut:
@@ -65,9 +66,9 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def _measure(
-    plan: Plan, args: argparse.Namespace, interrupts: Interrupts, found: list[Run]
+    plan: Plan, args: argparse.Namespace, interrupts: Interrupts, found: list[Run], before: Comparison | None
 ) -> tuple[list[Run], int, int, OtherWork]:
-    """Train the runs of the plan that are not in `found` as finished.
+    """Train the runs of the plan that are not in `found` as finished, until --baseline's answer is sure.
 
     Returns:
         runs: `TurnScheduler.runs`, the runs in `found` included.
@@ -75,7 +76,11 @@ def _measure(
         status: the exit status if a signal interrupted the runs; else 0.
         load: the readings of other work on the machine.
     """
-    scheduler = TurnScheduler(plan, args, interrupts, found)
+
+    def decided(runs: list[Run]) -> bool:
+        return before is not None and are_decided(before, comparison_of(args, plan, runs, len(runs), {}))
+
+    scheduler = TurnScheduler(plan, args, interrupts, found, decided=decided)
     cut = scheduler.train()
     return scheduler.runs, scheduler.asked, cut, scheduler.load
 

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help=f"the report.json of an earlier comparison of this script: exit with {STATUS} if a level has become "
-        "worse. Levels, seeds, steps and metric are the earlier ones, unless they are given",
+        "worse, as soon as that is sure. Levels, seeds, steps and metric are the earlier ones, unless they are given",
     )
     add("--junit", type=Path, metavar="FILE", help="with --baseline: write the result as JUnit's XML too")
     add("--github", action="store_true", help="with --baseline: print each regression as an annotation of GitHub too")

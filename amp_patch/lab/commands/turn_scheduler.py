@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,7 @@ class TurnScheduler:
     Args:
         interrupts: the signals that end the runs.
         found: runs of an earlier `compare` in this folder; those that have finished are not made again.
+        decided: called after each seed with the runs so far. If it returns True, the other seeds are not trained.
         tells_time: whether to print the expected times, of a step and of all runs. A search has a scheduler for each
             trial, and sets this for the first trial only.
 
@@ -79,6 +80,7 @@ class TurnScheduler:
         interrupts: Interrupts,
         found: Sequence[Run] = (),
         *,
+        decided: Callable[[list[Run]], bool] = lambda runs: False,
         tells_time: bool = True,
     ) -> None:
         finished = {(run.level, run.seed): run for run in found if is_finished(run)}
@@ -91,6 +93,7 @@ class TurnScheduler:
         self.load = OtherWork()
         self._args = args
         self._interrupts = interrupts
+        self._decided = decided
         self._progress = Progress(self._to_make, plan.steps, finished=len(finished), tells_time=tells_time)
         self._in_turns = not args.one_by_one and os.name == "posix"
         self._memory_checked = False  # whether the first run has shown what memory the levels need
@@ -113,10 +116,13 @@ class TurnScheduler:
             for seed in range(self._plan.seeds):
                 self._train_seed(seed)
                 # If the script fails with the first seed at each level, it would fail with the others too.
-                if seed == 0 and all(_failed_by_itself(run) for run in self.runs if run.seed == seed):
-                    if self._plan.seeds > 1:
-                        self._progress.say(f"every level has failed with seed {seed}: other seeds are not tried")
-                    self.runs = [run for run in self.runs if run.seed <= seed]
+                failed = seed == 0 and all(_failed_by_itself(run) for run in self.runs if run.seed == seed)
+                later = {id(run) for run in self._to_make if run.seed > seed}
+                so_far = [run for run in self.runs if id(run) not in later]
+                if later and (failed or self._decided(so_far)):
+                    why = "every level has failed" if failed else "every level is decided"
+                    self._progress.say(f"{why} with seed {seed}: other seeds are not tried")
+                    self.runs = so_far
                     self.asked = len(self.runs)
                     break
         except Ended as interrupt:

@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 
 from amp_patch.lab.comparison import measures
 from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.comparison.gap import CONFIDENCE
-from amp_patch.lab.comparison.level_result import LevelResult, failures
+from amp_patch.lab.comparison.gap import CONFIDENCE, Gap
+from amp_patch.lab.comparison.level_result import LevelResult, failures, same_losses
+from amp_patch.lab.recording.run import Run
 from amp_patch.lab.wording import percent
 
 SKIPPED = 0.01  # a level regresses if it skips a share of the steps that is larger by more than this
@@ -34,12 +35,29 @@ def regressions(before: Comparison, now: Comparison) -> list[Regression]:
     another size, or its gradients or activations a larger one; if it skips 1 % more of its steps; or if its loss scale
     ends at an eighth of its earlier one or lower. Times are not compared. With one seed gaps are not compared.
     """
-    found = []
-    for level in before.levels:
-        if level.runs:
-            later = next((each for each in now.levels if each.level == level.level), None)
-            found += [Regression(level.level, what) for what in _of_level(level, later, before, now)]
-    return found
+    pairs = _pairs(before, now)
+    return [Regression(one.level, what) for one, other in pairs for what in _of_level(one, other, before, now)]
+
+
+def are_decided(before: Comparison, now: Comparison) -> bool:
+    """Return whether further seeds would change no level's answer: the test of `amp.assert_level`, on growths of gaps.
+
+    A level is decided if it has regressed, or if Student's interval of the growth of its gap is within the margin. All
+    are decided if every run has the losses, to the bit, and the metric of the earlier run with its level and seed.
+    """
+    known = {(run.level, run.seed): run for run in before.runs}
+    pairs = [(run, known.get((run.level, run.seed), Run(""))) for run in now.runs]
+    if all(same_losses(*pair) and pair[0].logged.get(now.metric) == pair[1].logged.get(now.metric) for pair in pairs):
+        return True
+    regressed = {each.level for each in regressions(before, now)}
+    open_ = [pair for pair in _pairs(before, now) if pair[0].level not in regressed and pair[1] is not now.baseline]
+    growths = [later and _growth(level, later, before, now) for level, later in open_]
+    return all(growth is not None and growth.told is not None for growth in growths)
+
+
+def _pairs(before: Comparison, now: Comparison) -> list[tuple[LevelResult, LevelResult | None]]:
+    later = {level.level: level for level in reversed(now.levels)}
+    return [(level, later.get(level.level)) for level in before.levels if level.runs]
 
 
 def _of_level(level: LevelResult, later: LevelResult | None, before: Comparison, now: Comparison) -> list[str]:
@@ -50,10 +68,12 @@ def _of_level(level: LevelResult, later: LevelResult | None, before: Comparison,
     found = []
     if later.dtype != level.dtype:
         found.append(f"its type is {later.dtype}, and was {level.dtype}")
-    for seed in sorted(set(level.finite) - set(later.finite)):
+    for seed in sorted((set(level.finite) - set(later.finite)) & {run.seed for run in now.runs}):
         found.append(f"seed {seed} has no finite result")
-    if (grown := _grown_gap(level, later, before, now)) is not None:
-        found.append(grown)
+    growth = _growth(level, later, before, now)
+    if growth is not None and now.baseline is not None and growth.told == "worse":
+        gaps = f"{percent(growth.level)}, and was {percent(growth.base)} before"
+        found.append(f"its gap to {now.baseline.level} is {gaps}")
     for name, either_way in _BYTES.items():
         one, other = (measures.median(getattr(run, name) for run in each.runs) for each in (level, later))
         if one is None or other is None:
@@ -70,21 +90,19 @@ def _of_level(level: LevelResult, later: LevelResult | None, before: Comparison,
     return found
 
 
-def _grown_gap(level: LevelResult, later: LevelResult, before: Comparison, now: Comparison) -> str | None:
-    """Return in words by how much the gap to the baseline has surely grown; None if by less than the margin."""
+def _growth(level: LevelResult, later: LevelResult, before: Comparison, now: Comparison) -> Gap | None:
+    """Return the growth of the gap to the baseline, as a share of its result; None with fewer than two equal seeds."""
     base = now.baseline
     if before.baseline is None or base is None or level.level == base.level:
         return None
     earlier, gaps = _gaps(level, before.baseline), _gaps(later, base)
-    sign = -1 if now.maximize else 1
-    grown = [sign * (gaps[seed] - earlier[seed]) for seed in earlier if seed in gaps]
+    grown = [gaps[seed] - earlier[seed] for seed in earlier if seed in gaps]
     if len(grown) < 2:
         return None
     half = measures.half_width(measures.spread(grown), len(grown), CONFIDENCE)
-    if statistics.mean(grown) - half <= now.margin:
-        return None
-    ends = [statistics.mean(each.values()) for each in (gaps, earlier)]
-    return f"its gap to {base.level} is {percent(ends[0])}, and was {percent(ends[1])} before"
+    mean, ends = statistics.mean(grown), [statistics.mean(each.values()) for each in (gaps, earlier)]
+    sign, margin = -1 if now.maximize else 1, now.margin
+    return Gap(*ends, len(grown), mean, mean - half, mean + half, sign, margin, worse_from=margin)
 
 
 def _gaps(level: LevelResult, base: LevelResult) -> dict[int, float]:

@@ -48,11 +48,11 @@ def _overflows(call: Call) -> Iterator[Finding]:
 
 
 def _written(call: Call, tensor: Tensor) -> Tensor:
-    """Return the numbers that a call has written into its output `tensor`: of `x[i] = y` those of y, else `tensor`.
+    """Return the numbers that a call wrote into its output `tensor`: y of `x[i] = y` and `x.index_copy_(0, i, y)`.
 
-    The rest of x may be memory whose numbers are not made yet.
+    The rest of x may be memory whose numbers are not made yet. For other calls, return `tensor`.
     """
-    value = call.args[2] if call.op == "setitem" and len(call.args) > 2 else None
+    value = call.args[-1] if call.op in ("setitem", "index_copy") and call.in_place and len(call.args) > 2 else None
     return value if isinstance(value, Tensor) and value.is_floating_point() else tensor
 
 

@@ -242,6 +242,9 @@ class Visitor(TorchFunctionMode):
             finite, infinite = self._mask_at(call, low)
             one.finite = finite.union(*(facts.finite for facts in given))
             one.infinite = infinite.union(*(facts.infinite for facts in given))
+            if one.masked and low:  # without this, `x.float()` would hide a mask that became infinite in `x`
+                lowest = finite_range(made[0])[0]
+                one.infinite |= frozenset(kind for kind in low - one.finite if not kind.holds(lowest))
             if "softmax" in call.op:
                 one.masked, one.finite, one.infinite = False, NONE, NONE
             if len(given) == 1:
@@ -269,6 +272,8 @@ class Visitor(TorchFunctionMode):
         floats = [(tensor.dim() > 0, kind in facts.low) for tensor, facts in call.inputs]
         if not floats:
             return False
+        if call.in_place:
+            return floats[0][1]
         if not kind.casts and call.lowers:
             return True
         if not kind.casts and call.rule in _RAISING and not call.plain:
@@ -303,6 +308,11 @@ class Visitor(TorchFunctionMode):
         names = _NAMES_FLOAT32.get(call.op, _NAMES_FLOAT32[""])
         return not names.search(linecache.getline(call.line.file, call.line.line))
 
+    def _extremes(self, call: Call) -> Kinds:
+        """Return the kinds at which `torch.finfo(x.dtype).min` among the arguments is the low-precision type's."""
+        read = self._read
+        return read.low if read is not None and call.has_extremes and self._follows_a_tensor(call) else NONE
+
     def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
         """Return (args, kwargs, changed): the arguments at `kind`, detached; whether one differs from FP32's."""
         changed = False
@@ -325,9 +335,10 @@ class Visitor(TorchFunctionMode):
             return value
 
         args, kwargs = map_tensors(one, (call.args, call.kwargs))
-        if kind in low and call.has_extremes and self._follows_a_tensor(call):
+        if kind in self._extremes(call):
             args = tuple(_of_kind(kind, each) for each in args)
             kwargs = {key: _of_kind(kind, each) for key, each in kwargs.items()}
+            changed = True
         if call.op in _CONVERTS or "dtype" in kwargs:
             dtype = kind.dtype if kind in low else torch.float32
             args = tuple(dtype if each is torch.float32 else each for each in args)
@@ -395,8 +406,7 @@ class Visitor(TorchFunctionMode):
     def _mask_at(self, call: Call, low: Kinds) -> tuple[Kinds, Kinds]:
         """Return (kinds at which numbers beyond the type's range stay finite, kinds at which a mask's are -inf)."""
         finite, infinite = set[Kind](), set[Kind]()
-        if call.has_extremes and self._follows_a_tensor(call):
-            finite |= low
+        finite |= low & self._extremes(call)
         for tensor, facts in call.inputs:
             for kind, value in {} if facts.learned else facts.values.items():
                 if not kind.holds(finite_range(tensor)[0]):

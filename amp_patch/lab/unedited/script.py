@@ -307,9 +307,11 @@ class UneditedScript(observers.Observer):
             if self._policy.cast_model_type is not None:
                 trained = (p for o in optimizers for p in _params(innermost(o)))
                 options["keep_fp32"] = kept_averages(models, trained, self._say)
-            initialize(models, optimizers, opt_level=self.level, allow_banned=True, **options)
-            if scales is not None:
-                load_state_dict(scales, optimizers)
+            # Without this, a part that an evaluation calls first would get a loss scale that no later step can write.
+            with torch.inference_mode(False):
+                initialize(models, optimizers, opt_level=self.level, allow_banned=True, **options)
+                if scales is not None:
+                    load_state_dict(scales, optimizers)
         except (ValueError, TypeError, RuntimeError) as error:
             raise ScriptRefused(f"{error}") from error
         finally:

@@ -90,6 +90,9 @@ def test_a_comparison_that_is_worse_than_its_baseline_ends_with_status_3(tmp_pat
         run["weights"] += 128  # as if a layer had been kept in FP32
     Path("older.json").write_text(json.dumps(older))
     with pytest.raises(SystemExit) as ended:
-        main(["compare", "--resume", "first", "--baseline", "older.json"])
+        main(["compare", "--baseline", "older.json", "--seeds", "3", "--out", "second", "train.py"])
     assert ended.value.code == 3
-    assert "O5: weights: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "O5: weights: " in printed
+    assert "every level is decided with seed 0: other seeds are not tried" in printed
+    assert not Path("second/runs/O5-seed1.jsonl").exists()

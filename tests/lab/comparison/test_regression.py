@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +13,8 @@ from python_forks import python
 from torch import nn
 
 from amp_patch import amp
-from amp_patch.lab.comparison.regression import github_annotations, junit, regressions
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.regression import are_decided, github_annotations, junit, regressions
 
 O0 = seeds("O0", 1.0, 2.0, 3.0)
 BEFORE = seeds("O2", 1.001, 2.001, 3.001, masters=8000)
@@ -88,6 +90,53 @@ def test_a_metric_of_which_more_is_better_regresses_when_it_falls():
 
 def test_one_seed_says_nothing_of_the_gap():
     assert regressions(compare(O0[:1], BEFORE[:1]), compare(O0[:1], seeds("O2", 1.5, masters=8000))) == []
+
+
+def looks(growths: list[float]) -> Iterator[tuple[Comparison, Comparison]]:
+    """Yield the comparisons before and after each seed, where O2's gap has grown by `growths` at the seeds."""
+    before = compare(seeds("O0", *[2.0] * len(growths)), seeds("O2", *[2.0] * len(growths)))
+    for count in range(1, len(growths) + 1):
+        now = [2.0 + 2.0 * growth for growth in growths[:count]]
+        yield before, compare(seeds("O0", *[2.0] * count), seeds("O2", *now))
+
+
+def answer(growths: list[float]) -> tuple[bool, bool, int]:
+    """Return (whether O2 has regressed, whether that is sure, the number of seeds) of a sequential test."""
+    for count, (before, now) in enumerate(looks(growths), 1):
+        if are_decided(before, now):
+            return bool(regressions(before, now)), True, count
+    return bool(regressions(before, now)), False, count
+
+
+@pytest.mark.parametrize(("growths", "wanted"), [
+    ([0.0] * 5, (False, True, 1)),  # the same losses to the bit: one seed tells all
+    ([0.0001, 0.0002, 0.9], (False, True, 2)),
+    ([0.05, 0.0501, 0.0], (True, True, 2)),
+    ([-0.05, -0.0501, 0.0], (False, True, 2)),
+    ([0.001, 0.05, -0.05], (False, False, 3)),
+])  # fmt: skip
+def test_no_more_seeds_are_wanted_than_make_the_answer_sure(growths, wanted):
+    assert answer(growths) == wanted
+
+
+def test_a_regression_that_one_seed_shows_wants_no_other_seed():
+    before = compare(O0, BEFORE)
+    now = compare(seeds("O0", 1.5), seeds("O2", 1.6, masters=0))
+    assert are_decided(before, now)
+    assert not are_decided(before, compare(seeds("O0", 1.5), seeds("O2", 1.6, masters=8000)))
+
+
+def test_seeds_that_were_not_trained_are_no_regression():
+    assert regressions(compare(O0, BEFORE), compare(O0[:2], BEFORE[:2])) == []
+
+
+@pytest.mark.parametrize(("mean", "wrong"), [(0.0, True), (0.004, False)], ids=["nothing has grown", "two margins"])
+def test_a_sequential_test_is_wrong_in_at_most_3_percent(mean, wrong):
+    """Growths are normal and spread by a margin, 0.2 %; there are 8 seeds at most."""
+    growths = mean + 0.002 * torch.randn(80, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    answers = [answer(each.tolist()) for each in growths]
+    assert sum(regressed is wrong and sure for regressed, sure, _ in answers) <= 0.03 * 80
+    assert sum(count for *_, count in answers) < 0.9 * 8 * 80
 
 
 # --- assert_level ---

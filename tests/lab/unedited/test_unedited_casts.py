@@ -182,6 +182,13 @@ def test_modules_called_outside_forward_of_their_model_are_cast(level: str) -> N
     assert torch.equal(torch.stack(found["losses"]), torch.stack(with_lines["losses"]))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("script", [METHODS, PARTS], ids=["methods", "modules"])
+def test_a_part_called_first_under_inference_mode_trains_on(script: str, level: str) -> None:
+    found, wanted = run(script.replace("torch.no_grad()", "torch.inference_mode()"), level), run(script, level)
+    assert torch.equal(torch.stack(found["losses"]), torch.stack(wanted["losses"]))
+
+
 def test_errors_that_are_not_about_types_are_not_changed() -> None:
     broken = METHODS.replace("torch.randn(3, 4)", "torch.randn(3, 5)")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
