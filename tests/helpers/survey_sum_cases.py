@@ -36,6 +36,40 @@ def variance_of_fp32():
     return Net(8, 8), F.mse_loss, (torch.randn(16, 8), torch.randn(16, 8))
 
 
+def logarithm_of_one_minus_x():
+    class Net(Layer):
+        def forward(self, x):
+            rest = 1 - torch.sigmoid(8 * self.layer(x))  # breaks: O1 O2 O3 O4 O5 O6 O7
+            return -torch.log(rest + 1e-4)
+
+    return Net(8, 8), F.mse_loss, (torch.randn(64, 8), torch.randn(64, 8))
+
+
+def logarithm_of_one_minus_small_x():
+    class Net(Layer):
+        def forward(self, x):
+            return -torch.log(1 - torch.sigmoid(self.layer(x)) + 1e-4)
+
+    return Net(8, 8), F.mse_loss, (torch.randn(64, 8), torch.randn(64, 8))
+
+
+def clamp_below_one():
+    class Net(Layer):
+        def forward(self, x):
+            cosines = torch.cos(self.layer(x)).clamp(-1 + 1e-6, 1 - 1e-6)
+            return torch.acos(cosines)  # breaks: O1 O2 O3 O4 O5 O6 O7
+
+    return Net(8, 8), F.mse_loss, (torch.randn(64, 8), torch.randn(64, 8))
+
+
+def clamp_of_fp32():
+    class Net(Layer):
+        def forward(self, x):
+            return torch.acos(torch.cos(self.layer(x).float() + 1).clamp(-0.99, 0.99))
+
+    return Net(8, 8), F.mse_loss, (torch.randn(64, 8), torch.randn(64, 8))
+
+
 def total_of_a_loop():
     class Net(Layer):
         def forward(self, x):
@@ -131,6 +165,7 @@ def complex_numbers():
 
 SUM_CASES = (
     *(variance_as_a_difference, variance_of_fp32, total_of_a_loop, total_of_a_short_loop, hours_of_seconds),
+    *(logarithm_of_one_minus_x, logarithm_of_one_minus_small_x, clamp_below_one, clamp_of_fp32),
     *(times_from_the_first, average_that_is_assigned, pixels, complex_numbers),
 )
 SUM_CLEAN = (average_that_is_assigned_in_fp32,)

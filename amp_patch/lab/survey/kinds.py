@@ -105,12 +105,14 @@ class Noise:
         sizes: kind of levels -> the rounding, as a root mean square.
         most: the size of the larger operand.
         op, line: the operation and the line of user code that made the difference.
+        parts: whether single elements count, as in 1 - x, and not the mean of all.
     """
 
     sizes: dict[Kind, float]
     most: float
     op: str
     line: Place
+    parts: bool = False
 
 
 class Place(NamedTuple):

@@ -18,6 +18,7 @@ _SHARE = 0.1  # a rounding error above this share of the spread of the numbers i
 _NATS = 1.0  # a rounding error above this in a softmax's largest argument is reported
 _TINY = 2.0**-14  # a guard matters only if a guarded number is smaller than this
 _POLES = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow")
+_POLES_AT_ONE = ("acos", "asin", "atanh", "erfinv", "logit")
 _SHRINKING = ("mul", "div", "pow", "square", "exp", "softmax", "matmul", "bmm", "linear")
 _CARRYING = ("dropout", "clone", "contiguous", "reshape", "to", "float")  # change no number
 _SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
@@ -200,6 +201,17 @@ def _guards_vanish(call: Call) -> Iterator[Finding]:
         yield Finding(kinds, what, "x.float() before it, or clamp(min=1e-5)")
 
 
+def _ones_are_met(call: Call) -> Iterator[Finding]:
+    """Find functions with a pole at 1 of numbers that are below 1 and round to 1, as 1 - 1e-6 of a clamp."""
+    if call.op not in _POLES_AT_ONE or not call.learned or not call.inputs:
+        return
+    tensor, facts = call.inputs[0]
+    size = tensor.detach().abs() if facts.low else tensor
+    if kinds := where(facts.low, lambda dtype: bool(((size < 1) & (size.to(dtype) >= 1)).any())):
+        what = f"{call.op} of numbers that are not 1, and are 1 in {type_names(kinds)}: its gradient is infinite there"
+        yield Finding(kinds, what, "x.float() before the clamp, or clamp(-0.99, 0.99)")
+
+
 def _guard(call: Call, low: Kinds) -> Guard | None:
     if call.op not in ("add", "clamp", "clamp_min", "maximum") or not low or not call.inputs:
         return None
@@ -297,6 +309,7 @@ RANGES: tuple[Rule, ...] = (
     _all_vanish,
     _mask_fills_a_row,
     _guards_vanish,
+    _ones_are_met,
     _softmax_is_coarse,
     _norms_are_of_noise,
     _norms_are_of_equal_numbers,

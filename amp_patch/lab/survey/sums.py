@@ -9,9 +9,10 @@ from torch import Tensor
 
 from amp_patch.lab.survey.calls import Call
 from amp_patch.lab.survey.findings import Finding, Rule, is_view, number, type_names
-from amp_patch.lab.survey.kinds import Kind, Noise
+from amp_patch.lab.survey.kinds import Kinds, Noise
 
 _SHARE = 0.5  # noise above this share of the numbers, or of their spread, is reported
+_PART = 0.01  # if rounding makes more than this share of 1 - x zero, that is reported
 _LOST = 0.1  # a sum that has lost more than this share of itself is reported
 _FEW = 4096  # a sum of more elements is no total of a loop
 _KEEPING = ("add", "clamp", "clamp_min", "relu", "abs", "maximum", "float", "to", "squeeze", "unsqueeze", "clone")
@@ -27,7 +28,7 @@ def _noise_is_divided_by(call: Call) -> Iterator[Finding]:
     if call.op in ("div", "sqrt", "rsqrt", "log", "reciprocal", "pow") and at < len(call.inputs):
         tensor, facts = call.inputs[at]
         noise = facts.noise
-        kinds = frozenset() if noise is None else _above(_size(tensor), noise.sizes)
+        kinds = frozenset() if noise is None else _drowned(tensor, noise)
         if noise is not None and kinds:
             worst = max(noise.sizes[kind] for kind in kinds)
             what = f"a difference of numbers up to {number(noise.most)} is off by about {number(worst)} in "
@@ -42,19 +43,27 @@ def _noise_is_divided_by(call: Call) -> Iterator[Finding]:
 
 def _noise(call: Call) -> Noise | None:
     """Describe the rounding of a difference's operands, if it is large beside the difference; else None."""
-    if call.op != "sub" or len(call.inputs) != 2 or not call.outputs or not call.learned:
+    if call.op != "sub" or not call.outputs or not call.learned:
         return None
+    if len(call.inputs) != 2:
+        most = max((abs(value) for value in call.args if isinstance(value, int | float)), default=0.0)
+        noise = Noise({k: most * k.step / 2 for k in call.low()}, most, call.op, call.line, parts=True)
+        return noise if _drowned(call.outputs[0][0], noise) else None
     own = [(_size(tensor), facts.low) for tensor, facts in call.inputs]
     kinds = own[0][1] | own[1][1]
     sizes = {k: k.step / math.sqrt(3) * math.hypot(*(size for size, low in own if k in low)) for k in kinds}
-    large = _above(_size(call.outputs[0][0]), sizes)
-    if not large:
-        return None
-    return Noise({kind: sizes[kind] for kind in large}, max(size for size, _ in own), call.op, call.line)
+    noise = Noise(sizes, max(size for size, _ in own), call.op, call.line)
+    return noise if _drowned(call.outputs[0][0], noise) else None
 
 
-def _above(size: float, noise: dict[Kind, float]) -> frozenset[Kind]:
-    return frozenset(kind for kind, each in noise.items() if each > _SHARE * size > 0)
+def _drowned(tensor: Tensor, noise: Noise) -> Kinds:
+    """Return the kinds of levels at which a tensor is smaller than the noise in it."""
+    if noise.parts:
+        size = tensor.detach().abs()
+        counts = {k: int(((size > 0) & (size < each)).sum()) for k, each in noise.sizes.items()}
+        return frozenset(kind for kind, count in counts.items() if count > _PART * size.numel())
+    whole = _size(tensor)
+    return frozenset(kind for kind, each in noise.sizes.items() if each > _SHARE * whole > 0)
 
 
 def _size(tensor: Tensor) -> float:
