@@ -58,7 +58,12 @@ def times():
 
 def times_as_integers():
     def embedding(t, width):
-        frequencies = torch.exp(-math.log(1e4) * torch.arange(width // 2, dtype=torch.float32, device=t.device) / width)
+        places = torch.arange(
+            width // 2,
+            dtype=torch.float32,
+            device=t.device,
+        )
+        frequencies = torch.exp(-math.log(1e4) * places / width)
         angles = t[:, None].float() * frequencies
         return torch.cat([angles.sin(), angles.cos()], -1)
 
@@ -68,7 +73,8 @@ def times_as_integers():
             self.time, self.out = nn.Linear(16, 8), nn.Linear(12, 4)
 
         def forward(self, x, t):
-            return self.out(torch.cat([x, self.time(embedding(t, 16).to(x.dtype))], -1))
+            low = x.dtype
+            return self.out(torch.cat([x, self.time(embedding(t, 16).to(low))], -1))
 
     return Net(), F.mse_loss, (torch.randn(4, 4), torch.tensor([937, 11, 503, 999]), torch.randn(4, 4))
 
@@ -112,8 +118,8 @@ def mask_of_the_types_smallest_number():
     return Net(), F.mse_loss, (torch.randn(2, 4, 8), dead_row(1.0) == 1, torch.randn(2, 4, 8))
 
 
-def mask_of_a_sums_smallest_number():
-    """As DeBERTa: a bias makes the query FP32 at the levels that cast calls, where the scores are not."""
+def mask_of_another_tensors_smallest_number():
+    """As DeBERTa: at O1 the sum with a parameter is FP32, and the product of sums is FP16."""
 
     class Net(Attention):
         def __init__(self):
@@ -121,23 +127,70 @@ def mask_of_a_sums_smallest_number():
             self.bias = nn.Parameter(torch.zeros(8))
 
         def forward(self, x, hidden):
-            query = self.q(x) + self.bias
-            scores = query @ self.k(x).transpose(-1, -2)
-            scores = scores.masked_fill(hidden, torch.finfo(query.dtype).min)  # breaks: O1 O4 O6
-            return scores.softmax(-1) @ self.v(x)
+            q = self.q(x) + self.bias
+            scores = q @ self.k(x).transpose(-1, -2)
+            return scores.masked_fill(hidden, torch.finfo(q.dtype).min).softmax(-1) @ self.v(x)  # breaks: O1 O4 O6
 
-    return Net(), F.mse_loss, (torch.randn(2, 4, 8), torch.ones(4, 4).triu(1) == 1, torch.randn(2, 4, 8))
+    return Net(), F.mse_loss, (torch.randn(2, 4, 8), dead_row(1.0) == 1, torch.randn(2, 4, 8))
 
 
-def mask_of_the_types_smallest_tensor():
-    """As SEW-D: the type's smallest number, as a tensor of FP32."""
+def row_of_another_tensors_smallest_number():
+    class Net(Attention):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(8))
+
+        def forward(self, x, hidden):
+            q = self.q(x) + self.bias
+            scores = torch.where(hidden, torch.finfo(q.dtype).min, q @ self.k(x).transpose(-1, -2))
+            return scores.softmax(-1) @ self.v(x)  # breaks: O1 O4 O6
+
+    return Net(), F.mse_loss, (torch.randn(2, 4, 8), dead_row(1.0) == 1, torch.randn(2, 4, 8))
+
+
+def mask_of_a_tensor():
+    """As SEW-D: the smallest number of the scores' type is a tensor."""
 
     class Net(Attention):
         def forward(self, x, hidden):
             scores = self.scores(x)
-            return scores.masked_fill(hidden, torch.tensor(torch.finfo(scores.dtype).min)).softmax(-1) @ self.v(x)
+            lowest = torch.tensor(torch.finfo(scores.dtype).min, device=x.device)
+            return scores.masked_fill(hidden, lowest).softmax(-1) @ self.v(x)
 
     return Net(), F.mse_loss, (torch.randn(2, 4, 8), dead_row(1.0) == 1, torch.randn(2, 4, 8))
+
+
+def bias_of_fp32s_smallest_number():
+    class Net(Attention):
+        def forward(self, x, hidden):
+            scores = self.scores(x)
+            bias = torch.zeros(hidden.shape, dtype=scores.dtype, device=x.device)
+            bias.masked_fill_(hidden, torch.finfo(torch.float32).min)  # breaks: O1 O2 O3 O4 O5 O6 O7
+            return (scores + bias).softmax(-1) @ self.v(x)
+
+    return Net(), F.mse_loss, (torch.randn(2, 4, 8), dead_row(1.0) == 1, torch.randn(2, 4, 8))
+
+
+def mask_that_is_subtracted():
+    class Net(Attention):
+        def forward(self, x, keep):
+            return (self.scores(x) - 1e10 * (1 - keep)).softmax(-1) @ self.v(x)
+
+    return Net(), F.mse_loss, (torch.randn(2, 4, 8), torch.ones(4, 4).tril(), torch.randn(2, 4, 8))
+
+
+def row_of_a_logsumexp():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x, keep):
+            return torch.logsumexp(self.layer(x) - (1 - keep) * 1e9, -1)  # breaks: O2 O3
+
+    keep = torch.ones(6, 4)
+    keep[2] = 0
+    return Net(), lambda y, target: F.mse_loss(y.clamp(min=-9), target), (torch.randn(6, 8), keep, torch.randn(6))
 
 
 def mask_in_fused_attention():
@@ -342,8 +395,9 @@ def copied_rows():
 CASES = (
     *(times, times_as_integers, years, mask_of_the_smallest_number, mask_without_a_dead_row),
     *(mask_of_the_types_smallest_number, mask_in_fused_attention, mask_of_a_billion, mask_times_a_billion),
-    *(mask_in_a_learned_bias, mask_of_a_sums_smallest_number, mask_of_the_types_smallest_tensor),
-    copied_rows,
+    *(mask_in_a_learned_bias, copied_rows),
+    *(mask_of_another_tensors_smallest_number, row_of_another_tensors_smallest_number, mask_of_a_tensor),
+    *(bias_of_fp32s_smallest_number, mask_that_is_subtracted, row_of_a_logsumexp),
     *(epsilon_in_a_quotient, epsilon_in_a_logarithm, epsilon_that_is_not_needed, rotary_buffer, rotary_module),
     *(float_indices, lengths, saturated_bce, average_inside),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from amp_patch.model.first_inputs import is_mask, saturate
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
+
+_LONGEST = 50  # lines of a statement that are read
 
 
 class Kind(NamedTuple):
@@ -94,6 +97,24 @@ class Tiny:
     line: Place
 
 
+@dataclass
+class Noise:
+    """The rounding of the operands of a difference, which is large beside the difference.
+
+    Attributes:
+        sizes: kind of levels -> the rounding, as a root mean square.
+        most: the size of the larger operand.
+        op, line: the operation and the line of user code that made the difference.
+        parts: whether single elements count, as in 1 - x, and not the mean of all.
+    """
+
+    sizes: dict[Kind, float]
+    most: float
+    op: str
+    line: Place
+    parts: bool = False
+
+
 class Place(NamedTuple):
     """A line of user code.
 
@@ -105,6 +126,15 @@ class Place(NamedTuple):
     file: str
     line: int
     called: str = ""
+
+    def text(self) -> str:
+        """Return the text from the line on, up to the one on which its brackets are closed."""
+        text = ""
+        for number in range(self.line, self.line + _LONGEST):
+            text += linecache.getline(self.file, number)
+            if sum(text.count(each) for each in "([{") <= sum(text.count(each) for each in ")]}"):
+                break
+        return text
 
 
 @dataclass
@@ -124,6 +154,8 @@ class Facts:
             number of the type.
         guard: the number that keeps it away from 0, but rounds to 0 at a level.
         tiny: if all of its numbers round to 0 at some levels, the call that made them and the levels.
+        noise: if it is a difference of which the rounding is a large part, that rounding.
+        lost: if it is a sum, kind of levels -> the size of the addends that rounding has dropped from it so far.
         line: if it is learned and has one element, the line that made it.
         name: if it is an input or a buffer of the model, its name for messages; "" for other tensors.
     """
@@ -138,11 +170,15 @@ class Facts:
     finite: Kinds = NONE
     guard: Guard | None = None
     tiny: Tiny | None = None
+    noise: Noise | None = None
+    lost: dict[Kind, float] = field(default_factory=dict)
     line: Place | None = None
     name: str = ""
 
 
 NOTHING = Facts()
+# A gradient that a hook of the backward has stored: O1 and O4 have it in the type of the outputs.
+STORED = Facts(frozenset(KINDS) - CASTING, frozenset(KINDS) - CASTING, learned=True)
 
 
 def cast(tensor: Tensor, facts: Facts, name: str, *, is_input: bool = False) -> Facts:

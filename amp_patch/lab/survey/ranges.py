@@ -11,12 +11,14 @@ from torch import Tensor
 from amp_patch.lab.survey.calls import Call
 from amp_patch.lab.survey.findings import Finding, Rule, is_view, number, type_names, where
 from amp_patch.lab.survey.kinds import KINDS, Facts, Guard, Kind, Kinds, Tiny
+from amp_patch.lab.survey.masks import is_mask
 
 _NEAR = 4.0  # an activation within this factor of the largest number of its type is reported
 _SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
 _NATS = 1.0  # a rounding error above this in a softmax's largest argument is reported
 _TINY = 2.0**-14  # a guard matters only if a guarded number is smaller than this
 _POLES = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow")
+_POLES_AT_ONE = ("acos", "asin", "atanh", "erfinv", "logit")
 _SHRINKING = ("mul", "div", "pow", "square", "exp", "softmax", "matmul", "bmm", "linear")
 _CARRYING = ("dropout", "clone", "contiguous", "reshape", "to", "float")  # change no number
 _SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
@@ -40,7 +42,8 @@ def _overflows(call: Call) -> Iterator[Finding]:
             before = {
                 k for _, given in call.inputs if call.func for k, v in given.values.items() if bool(v.isinf().any())
             }
-            kinds = frozenset(k for k in facts.values if k not in before and _turns_infinite(tensor, facts.values[k]))
+            new = {k: value for k, value in facts.values.items() if k not in before}
+            kinds = frozenset(k for k, value in new.items() if _turns_infinite(call, tensor, value))
             worst = max(call.range(tensor), key=abs) if kinds else 0.0
         if kinds:
             name = facts.name if call.op in ("input", "buffer") else call.op
@@ -56,13 +59,16 @@ def _written(call: Call, tensor: Tensor) -> Tensor:
     return value if isinstance(value, Tensor) and value.is_floating_point() else tensor
 
 
-def _turns_infinite(tensor: Tensor, value: Tensor) -> bool:
+def _turns_infinite(call: Call, tensor: Tensor, value: Tensor) -> bool:
     """Return whether finite numbers of `tensor` are infinite in `value`, the tensor at a level.
 
-    False if all these numbers are one negative number: a mask's, which may become -inf.
+    False if all these numbers are one negative number, or one positive number among zeros: a mask's, which may become
+    infinite. A model's input has no such positive number: levels that cast it refuse it.
     """
     lost = tensor.detach()[value.isinf() & tensor.isfinite()]
-    return bool(lost.numel()) and not bool(lost.max() < 0 and lost.min() == lost.max())
+    if not lost.numel() or bool(lost.max() < 0 and lost.min() == lost.max()):
+        return False
+    return call.op == "input" or not is_mask(tensor.detach())
 
 
 def _comes_near(call: Call) -> Iterator[Finding]:
@@ -152,7 +158,7 @@ def _scores(call: Call) -> tuple[Tensor, Facts, int] | None:
         facts: the facts of the scores.
         dim: the dimension over which the probabilities add up to 1.
     """
-    if call.op in ("softmax", "log_softmax") and call.inputs:
+    if call.op in ("softmax", "log_softmax", "logsumexp") and call.inputs:
         dim = _dim_of(call)
         return (*call.inputs[0], dim) if isinstance(dim, int) else None
     if call.op in ("scaled_dot_product_attention", "multi_head_attention_forward"):
@@ -193,6 +199,17 @@ def _guards_vanish(call: Call) -> Iterator[Finding]:
     elif kinds and call.op != "sqrt":
         what = f"{call.op} of numbers that are not 0, and are 0 in {type_names(kinds)}"
         yield Finding(kinds, what, "x.float() before it, or clamp(min=1e-5)")
+
+
+def _ones_are_met(call: Call) -> Iterator[Finding]:
+    """Find functions with a pole at 1 of numbers that are below 1 and round to 1, as 1 - 1e-6 of a clamp."""
+    if call.op not in _POLES_AT_ONE or not call.learned or not call.inputs:
+        return
+    tensor, facts = call.inputs[0]
+    size = tensor.detach().abs() if facts.low else tensor
+    if kinds := where(facts.low, lambda dtype: bool(((size < 1) & (size.to(dtype) >= 1)).any())):
+        what = f"{call.op} of numbers that are not 1, and are 1 in {type_names(kinds)}: its gradient is infinite there"
+        yield Finding(kinds, what, "x.float() before the clamp, or clamp(-0.99, 0.99)")
 
 
 def _guard(call: Call, low: Kinds) -> Guard | None:
@@ -292,6 +309,7 @@ RANGES: tuple[Rule, ...] = (
     _all_vanish,
     _mask_fills_a_row,
     _guards_vanish,
+    _ones_are_met,
     _softmax_is_coarse,
     _norms_are_of_noise,
     _norms_are_of_equal_numbers,

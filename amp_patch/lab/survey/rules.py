@@ -1,6 +1,6 @@
 """The rules of a survey. A rule examines one `Call` for one sort of problem, and yields a `Finding` for each problem.
 
-ranges.py has the rules on the range of a type.
+ranges.py has the rules on the range of a type, sums.py those on sums and differences.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from torch import Tensor
 from amp_patch.lab.survey.calls import Call
 from amp_patch.lab.survey.findings import Finding, Rule, is_view, name_of, number, type_names, where
 from amp_patch.lab.survey.kinds import CASTING, Facts, Kind, Kinds
+from amp_patch.lab.survey.masks import is_mask
 from amp_patch.lab.survey.ranges import RANGES
+from amp_patch.lab.survey.sums import SUMS
 
 _PHASE = 0.1  # radians: a larger error of a sinusoid's arguments, as root mean square, is reported
 _LARGEST_PHASE = 0.5  # radians: a larger error of a single argument is reported
+_PIXEL = 0.25  # a larger error of a coordinate, in pixels, is reported
 _SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
 _SINUSOIDS = ("sin", "cos", "tan", "sin_", "cos_", "sincos", "sinc", "polar")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
@@ -115,6 +118,8 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
     if first.learned == second.learned or one.shape != two.shape:
         return
     (target, known), guess = ((two, second), first) if first.learned else ((one, first), second)
+    if is_mask(target.detach()):
+        return
     kinds = _changed_whole_numbers(target, known)
     lost = _SHARE * float(target.detach().std()) * target.numel() ** 0.5 if target.numel() > 1 else math.inf
     exact, apart = target.detach(), float((one - two).detach().norm())
@@ -156,6 +161,24 @@ def _probabilities_saturate(call: Call) -> Iterator[Finding]:
         yield Finding(kinds, what, edit)
 
 
+def _pixels_move(call: Call) -> Iterator[Finding]:
+    """Find images of `grid_sample` that are so large that coordinates are off by `_PIXEL`, or a CPU's kernel fails.
+
+    That kernel computes addresses of pixels in the image's type: in 16 bits addresses above 2**15 - 1 are wrong.
+    """
+    if call.op != "grid_sample" or len(call.inputs) < 2:
+        return
+    image, sizes = call.inputs[0][0], call.inputs[0][0].shape[2:]
+    kinds, edit = call.low(0) & call.low(1), "x.float() and grid.float() there, or keep_fp32= for its module"
+    if image.device.type == "cpu" and math.prod(sizes) >= 2**15:
+        what = f"grid_sample of {' x '.join(map(str, sizes))} pixels reads wrong ones in {type_names(kinds)} on a CPU"
+    else:
+        kinds = frozenset(kind for kind in kinds if max(sizes) * kind.step > _PIXEL)
+        what = f"coordinates of grid_sample in {max(sizes)} pixels are off by {_PIXEL} or more in {type_names(kinds)}"
+    if kinds:
+        yield Finding(kinds, what, edit)
+
+
 def _fails(call: Call) -> Iterator[Finding]:
     """Find calls for which torch raises an error at a level."""
     told: dict[tuple[str, str], set[Kind]] = {}
@@ -192,9 +215,9 @@ def _asked_for_fp32(call: Call) -> Iterator[Finding]:
 
 def _averages_stand_still(call: Call) -> Iterator[Finding]:
     """Find writes into a tensor that no optimizer holds, such as an average, if rounding loses most of the changes."""
-    if call.written is None or not call.outputs:
+    if call.written is None or not call.inputs:
         return
-    name, before = call.written
+    (name, before), facts = call.written, (call.outputs or call.inputs)[0][1]
     after = call.args[0].detach()
     step = max(1, before.numel() // 4096)
     old, change = before.flatten()[::step], (after - before).flatten()[::step]
@@ -204,7 +227,7 @@ def _averages_stand_still(call: Call) -> Iterator[Finding]:
         low = old.to(dtype)
         return 2 * int((changed & ((low.float() + change).to(dtype) == low)).sum()) > int(changed.sum())
 
-    if kinds := where(CASTING, loses):
+    if kinds := where(facts.low & CASTING, loses):
         what = f"{name!r}, which no optimizer holds, is changed by less than a step of {type_names(kinds)}: it stands "
         edit = "a module of its own that has buffers and no parameters, or keep_fp32= for its module"
         yield Finding(kinds, f"{what}still", edit)
@@ -237,6 +260,8 @@ def _loss_is_coarse(call: Call) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     *RANGES,
+    *SUMS,
+    _pixels_move,
     _fails,
     _gradients_are_refused,
     _angles_move,

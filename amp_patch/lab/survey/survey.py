@@ -15,7 +15,7 @@ from amp_patch.lab.diagnose.call_log import on_gradient
 from amp_patch.lab.diagnose.lost_updates import UpdateMeter
 from amp_patch.lab.diagnose.trial_forward import state_restored
 from amp_patch.lab.survey.calls import LOWERING, Call, running_module, running_optimizer, user_line
-from amp_patch.lab.survey.kinds import CASTING, KINDS, LEVELS, Place
+from amp_patch.lab.survey.kinds import CASTING, KINDS, LEVELS, STORED, Place
 from amp_patch.lab.survey.report import Report
 from amp_patch.lab.survey.rules import RULES, Finding
 from amp_patch.lab.survey.visit import Visitor
@@ -52,6 +52,7 @@ class Surveyor:
         self._patches.set(autocast, "__enter__", self._entering(autocast.__enter__))
         self._patches.set(autocast, "__exit__", self._leaving(autocast.__exit__))
         self._patches.set(torch.autograd.Function, "apply", self._applying())
+        self._patches.set(nn.Module, "__setattr__", self._assigning())
         self._visitor.__enter__()
         return self
 
@@ -74,6 +75,8 @@ class Surveyor:
 
     def _look(self, call: Call) -> None:
         if "empty" in call.op:  # memory whose numbers are not made yet
+            return
+        if self._optimizer is not None and call.op != "grad":  # an optimizer computes with FP32 masters
             return
         for rule in RULES:
             for finding in rule(call):
@@ -104,6 +107,7 @@ class Surveyor:
             what = f"the backward stores {name!r} in the model's parameters; the optimizer holds masters, which lack it"
             edit = f"read {name!r} from the model's parameters, and give the optimizer's a gradient; or O3"
             self.report.add(user_line(), name, _WITH_MASTERS, what, edit, raises=True)
+            self._visitor.facts[tensor] = STORED
 
     # Gradients.
 
@@ -133,9 +137,10 @@ class Surveyor:
     # Updates.
 
     def step_begins(self, optimizer: Any) -> None:
-        """Before the first step, store samples of the weights, and pause the survey while the optimizer computes.
+        """Before the first step, store samples of the weights, and pause the rules while the optimizer computes.
 
-        Before later steps do nothing. An `eps` that is 0 in FP16 is reported for each optimizer.
+        If the step is user code, attributes of parameters and assigned gradients are still reported. Before later steps
+        do nothing. An `eps` that is 0 in FP16 is reported for each optimizer.
         """
         if not getattr(optimizer, "computes_in_fp32", False):
             for eps in [group.get("eps") for group in optimizer.param_groups]:
@@ -144,7 +149,8 @@ class Surveyor:
                     self.report.add(user_line(), "step", [_UNSCALED], what, "eps=1e-4, or O2, which steps in FP32")
         if self._meter is None and self._visitor.active:
             names = {id(p): name for model in self._visitor.models for name, p in model.named_parameters()}
-            self._visitor.active = False
+            self._visitor.active = not type(optimizer).step.__module__.startswith("torch.")
+            self._visitor.plain += 1  # no level casts in a step
             self._meter, self._optimizer = UpdateMeter(optimizer, names), optimizer
 
     def step_ends(self, optimizer: Any) -> None:
@@ -155,6 +161,7 @@ class Surveyor:
             changed, lost = (sum(int(each[at]) for each in counts.values()) for at in (0, 1))
             if changed:
                 self.report.lost[str(dtype).removeprefix("torch.")] = lost / changed
+        self._visitor.plain -= 1
         self._visitor.active, self._optimizer = True, None
 
     # Requests for FP32.
@@ -182,6 +189,22 @@ class Surveyor:
             return original(region, *args)
 
         return __exit__
+
+    def _assigning(self) -> Any:
+        original, visitor = nn.Module.__setattr__, self._visitor
+
+        @functools.wraps(original)
+        def __setattr__(module: nn.Module, name: str, value: Any) -> None:
+            before = module.__dict__.get("_buffers", {}).get(name)
+            original(module, name, value)
+            if visitor.active and before is not None and isinstance(value, Tensor) and before.shape == value.shape:
+                path = visitor.untrained.get(before.untyped_storage().data_ptr())
+                if path is not None and value.is_floating_point():
+                    visitor.untrained[value.untyped_storage().data_ptr()] = path
+                    written = (path, before.detach())
+                    self._look(Call(None, (value,), inputs=[(value, visitor.of(value))], written=written, name=name))
+
+        return __setattr__
 
     def _applying(self) -> Any:
         original, visitor, look = torch.autograd.Function.apply.__func__, self._visitor, self._look  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -15,7 +14,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.casts.install import rule_of
 from amp_patch.lab.survey.calls import LOWERING, Call, finite_range
-from amp_patch.lab.survey.kinds import CASTING, KINDS, NONE, NOTHING, Facts, Kind, Kinds, Place, cast, uncast
+from amp_patch.lab.survey.kinds import CASTING, KINDS, NONE, NOTHING, STORED, Facts, Kind, Kinds, Place, cast, uncast
+from amp_patch.lab.survey.masks import adds_mask, mask_at
+from amp_patch.model.first_inputs import saturate
 from amp_patch.model.forward import in_backward
 from amp_patch.model.keep_fp32 import is_batch_norm, kept_modules
 from amp_patch.policy import OPT_LEVELS
@@ -27,17 +28,18 @@ _SERVED = ("direction", "inexact", "banned")  # rules of functions that run in F
 _CONVERTS = ("float", "double", "half", "bfloat16", "to", "type", "type_as")
 _OF_FIRST = ("batch_norm", "instance_norm", "view_as", "reshape_as", "expand_as")  # return the type of their input
 _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "gumbel", "exponential", "poisson")
+_UNSAFE = ("grid_sample",)  # a CPU's kernel for low precision reads outside of large images
 _PASSED = ("backward", "grad", "__set__", "__delete__", "requires_grad_", "register_hook")
 _UNTRIED = ("numpy", "array", "item", "tolist", "get", "requires_grad", "retain_grad")
 _ATTRIBUTES = ("data", "T", "mT", "H", "mH", "real")
-_LARGE = 2**14  # a number below -2**14 belongs to a mask
 _FLOAT32 = torch.finfo(torch.float32)
 # Patterns of source lines that name FP32, as `x.to(torch.float32)`. Other lines, as `x.to(y.dtype)`, take the dtype of
 # a tensor: FP32 in this step, but not at each level.
 _NAMES_FLOAT32 = {
     "to": re.compile(r"\.to\([^()]*(float32|torch\.float\b)"),
     "type": re.compile(r"\.type\([^()]*(float32|torch\.float\b)"),
-    "": re.compile(r"(dtype\s*=|finfo\()\s*(torch\.)?float(32)?\b"),
+    "finfo": re.compile(r"finfo\(\s*(torch\.)?float(32)?\b"),
+    "": re.compile(r"dtype\s*=\s*(torch\.)?float(32)?\b"),
 }
 
 Look = Callable[[Call], None]
@@ -192,9 +194,10 @@ class Visitor(TorchFunctionMode):
             return func(*args, **kwargs)
         call = Call(func, args, kwargs, inside=self.depth > 0, asked=self.asked[-1] if self.asked else None)
         call.rule, call.plain = rule_of(func), self.plain > 0
-        call.inputs = [(tensor, self.of(tensor)) for tensor in _floats((args, kwargs))]
-        for tensor in () if call.inside else [t for t, facts in call.inputs if facts is NOTHING]:
+        given = _floats((args, kwargs))
+        for tensor in () if call.inside else [t for t in given if self.of(t) is NOTHING or self.of(t) is STORED]:
             self.take(tensor)
+        call.inputs = [(tensor, self.of(tensor)) for tensor in given]
         call.in_place = _in_place(name, args)
         if call.in_place and _floats(args[0]):
             where = self.untrained.get(args[0].untyped_storage().data_ptr())
@@ -214,6 +217,8 @@ class Visitor(TorchFunctionMode):
                 call.outputs.append((tensor, facts))
             if call.inside and call.learned:
                 self._try(call)
+                for _, facts in call.outputs if call.errors else ():
+                    facts.finite |= frozenset(call.errors)  # the call never returns there: one line is enough
             self.look(call)
         return result
 
@@ -238,9 +243,9 @@ class Visitor(TorchFunctionMode):
         if call.learned:
             one = Facts(low, low.union(*(facts.rounded for facts in given)), learned=True)
             one.raised = any(facts.raised for facts in given) or (bool(call.low()) and self._raises(call))
-            one.masked = any(facts.masked for facts in given) or self._masks(call)
-            finite, infinite = self._mask_at(call, low)
-            one.finite = finite.union(*(facts.finite for facts in given))
+            one.masked = any(facts.masked for facts in given) or adds_mask(call)
+            finite, infinite = mask_at(call)
+            one.finite = (finite | self._own_extremes(call)).union(*(facts.finite for facts in given))
             one.infinite = infinite.union(*(facts.infinite for facts in given))
             if one.masked and low:  # without this, `x.float()` would hide a mask that became infinite in `x`
                 lowest = finite_range(made[0])[0]
@@ -293,7 +298,7 @@ class Visitor(TorchFunctionMode):
         if call.op == "to" and not given:
             return call.low()
         if call.op in ("to", "type") or call.op not in _CONVERTS:
-            follows = torch.float32 in given and self._follows_a_tensor(call)
+            follows = torch.float32 in given and self._follows_a_tensor(call, call.op)
             return self._read.low if follows and self._read is not None else NONE
         return NONE
 
@@ -301,17 +306,19 @@ class Visitor(TorchFunctionMode):
         """Return whether user code asks for an FP32 result in this call, by a conversion or by `dtype=`."""
         return (call.op in _CONVERTS or "dtype" in call.kwargs) and not self._converted(call)
 
-    def _follows_a_tensor(self, call: Call) -> bool:
-        """Return whether the call's dtype is read from a tensor, as in `x.to(y.dtype)`: its line then names no FP32."""
-        if self._read is None:
-            return False
-        names = _NAMES_FLOAT32.get(call.op, _NAMES_FLOAT32[""])
-        return not names.search(linecache.getline(call.line.file, call.line.line))
+    def _follows_a_tensor(self, call: Call, asks: str) -> bool:
+        """Return whether the call's dtype is read from a tensor, as in `x.to(y.dtype)`: its text then names no FP32."""
+        names = _NAMES_FLOAT32.get(asks, _NAMES_FLOAT32[""])
+        return self._read is not None and not names.search(call.line.text())
 
-    def _extremes(self, call: Call) -> Kinds:
-        """Return the kinds at which `torch.finfo(x.dtype).min` among the arguments is the low-precision type's."""
-        read = self._read
-        return read.low if read is not None and call.has_extremes and self._follows_a_tensor(call) else NONE
+    def _own_extremes(self, call: Call) -> Kinds:
+        """Return the kinds of levels at which the call's smallest or largest number is that of low precision.
+
+        User code has read the number's type from a tensor, as in `torch.finfo(x.dtype).min`: x decides, and may have
+        another type than the tensor that is filled.
+        """
+        follows = call.has_extremes and self._follows_a_tensor(call, "finfo")
+        return self._read.low if follows and self._read is not None else NONE
 
     def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
         """Return (args, kwargs, changed): the arguments at `kind`, detached; whether one differs from FP32's."""
@@ -335,10 +342,10 @@ class Visitor(TorchFunctionMode):
             return value
 
         args, kwargs = map_tensors(one, (call.args, call.kwargs))
-        if kind in self._extremes(call):
+        if kind in self._own_extremes(call):
+            changed = True
             args = tuple(_of_kind(kind, each) for each in args)
             kwargs = {key: _of_kind(kind, each) for key, each in kwargs.items()}
-            changed = True
         if call.op in _CONVERTS or "dtype" in kwargs:
             dtype = kind.dtype if kind in low else torch.float32
             args = tuple(dtype if each is torch.float32 else each for each in args)
@@ -357,7 +364,7 @@ class Visitor(TorchFunctionMode):
                 # The tensor is FP32 at these levels, and the script's in-place call has overwritten it. A second call
                 # would start from the wrong numbers, and change the script's own tensor.
                 continue
-            if not _is_random(call.op):
+            if not _only_once(call.op):
                 try:
                     with torch.no_grad():
                         result = call.func(*args, **kwargs)
@@ -365,18 +372,19 @@ class Visitor(TorchFunctionMode):
                 except (RuntimeError, TypeError) as error:
                     call.errors[kind] = error
             if len(found.get(kind, ())) != len(made):
-                found[kind] = [tensor.to(kind.dtype if kind in low else tensor.dtype) for tensor in made]
+                found[kind] = [saturate(tensor, kind.dtype) if kind in low else tensor for tensor in made]
         return found
 
     def _try(self, call: Call) -> None:
         """Call the function again for each kind of levels, with arguments in that kind's types, and store errors."""
-        if call.rule in _SERVED or call.op in _UNTRIED or _is_random(call.op) or (call.in_place and not call.low()):
+        if call.rule in _SERVED or call.op in _UNTRIED or _only_once(call.op) or (call.in_place and not call.low()):
             return
         for kind in KINDS:
             pattern = tuple(kind in facts.low for _, facts in call.inputs)
-            if not any(pattern) or (not kind.casts and call.rule is not None):
+            mixed = not all(pattern)
+            if not any(pattern) or (not kind.casts and call.rule is not None and (mixed or call.rule != "widest")):
                 continue
-            if all(pattern) and call.rule in LOWERING:
+            if not mixed and call.rule in LOWERING:
                 continue
             large = tuple(not kind.holds(number) for number in call.scalars())
             key = (call.func, kind, pattern, large)
@@ -393,26 +401,6 @@ class Visitor(TorchFunctionMode):
             on_purpose = any(facts.raised and kind not in facts.low for _, facts in call.inputs)
             if (known := self._tried[key]) is not None and not on_purpose:
                 call.errors[kind] = known
-
-    # Masks.
-
-    def _masks(self, call: Call) -> bool:
-        """Return whether a call adds a mask: a number far below 0, or an unlearned tensor with a number far below 0."""
-        if any(number < -_LARGE for number in call.scalars()):
-            return True
-        given = [tensor for tensor, facts in call.inputs if not facts.learned]
-        return any(finite_range(tensor)[0] < -_LARGE for tensor in given)
-
-    def _mask_at(self, call: Call, low: Kinds) -> tuple[Kinds, Kinds]:
-        """Return (kinds at which numbers beyond the type's range stay finite, kinds at which a mask's are -inf)."""
-        finite, infinite = set[Kind](), set[Kind]()
-        finite |= low & self._extremes(call)
-        for tensor, facts in call.inputs:
-            for kind, value in {} if facts.learned else facts.values.items():
-                if not kind.holds(finite_range(tensor)[0]):
-                    lost = bool((value.isinf() & tensor.isfinite()).any())
-                    (infinite if lost else finite).add(kind)
-        return frozenset(finite), frozenset(infinite)
 
 
 def _of_kind(kind: Kind, value: Any) -> Any:
@@ -440,5 +428,6 @@ def _in_place(name: str, args: Any) -> bool:
     return writes and bool(args) and isinstance(args[0], Tensor)
 
 
-def _is_random(op: str) -> bool:
-    return any(word in op for word in _RANDOM)
+def _only_once(op: str) -> bool:
+    """Return whether a function must not be called a second time in low precision."""
+    return any(word in op for word in _RANDOM + _UNSAFE)

@@ -47,20 +47,20 @@ for step in range(3):
     print("step", step)
 """
 
-PER_SAMPLE = """
+CLIPPED = """
 import torch
 from torch import nn
 
-class Clipped(torch.optim.Optimizer):  # around another optimizer, as private training clips the gradient of each sample
+class Clipped({base}):  # as private training clips the gradient of each sample
     def __init__(self, optimizer):
-        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+        {init}
 
     def step(self):
         for group in self.param_groups:
             for p in group["params"]:
                 weights = 1 / p.samples.flatten(1).norm(dim=1).clamp(min=1)  # line 12
                 p.grad = torch.einsum("i,i...", weights, p.samples).view_as(p)  # line 13
-        self.optimizer.step()
+        {step}
 
 net = nn.Linear(4, 4, bias=False)
 inputs = torch.randn(8, 4)
@@ -76,6 +76,15 @@ for step in range(3):
     optimizer.step()
     print("step", step)
 """
+
+PER_SAMPLE = CLIPPED.format(
+    base="torch.optim.Optimizer",
+    init="self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state",
+    step="self.optimizer.step()",
+)
+IN_A_HOOKED_STEP = CLIPPED.format(  # torch calls this step with the hooks of its optimizers
+    base="torch.optim.SGD", init="super().__init__(optimizer.param_groups, lr=0.1)", step="super().step()"
+)
 
 OURS = """
 import torch
@@ -133,22 +142,31 @@ def test_each_optimizer_makes_its_first_step(tmp_path):
     assert "step 0" in ran.stdout and "step 1" not in ran.stdout
 
 
-def test_gradients_that_an_optimizer_makes_itself_are_named_where_a_level_refuses_them(tmp_path):
+@pytest.mark.parametrize("script", [PER_SAMPLE, IN_A_HOOKED_STEP], ids=["around", "hooked"])
+def test_gradients_that_an_optimizer_makes_itself_are_named_where_a_level_refuses_them(tmp_path, script):
     """At O1 and O4 the parameters are FP32, and einsum is not. Masters have no attributes that the script stores."""
-    told = json.loads(checked(tmp_path, PER_SAMPLE, "--json").stdout)
+    told = json.loads(checked(tmp_path, script, "--json").stdout)
     named = {(line["line"], line["op"]): line["levels"] for line in told["lines"]}
     masters = ["O2", "O5", "O7"]
     expected = {(12, "samples"): masters, (13, "samples"): masters, (13, "grad"): ["O1", "O4", "O6"]}
     assert named == expected
 
 
-@pytest.mark.parametrize(("level", "words"), [
-    ("O1", "attempting to assign a gradient with dtype"),
-    ("O5", "has no attribute 'samples'"),
-])  # fmt: skip
-def test_levels_refuse_gradients_of_an_optimizer_as_the_survey_says(tmp_path, level, words):
-    ran = start_script(tmp_path, PER_SAMPLE, "-m", "amp_patch", "run", "--level", level)
+@pytest.mark.parametrize(("script", "level", "words"), [
+    (PER_SAMPLE, "O1", "attempting to assign a gradient with dtype"),
+    (PER_SAMPLE, "O7", "has no attribute 'samples'"),
+    (IN_A_HOOKED_STEP, "O4", "attempting to assign a gradient with dtype"),
+    (IN_A_HOOKED_STEP, "O5", "has no attribute 'samples'"),
+], ids=lambda value: "" if value == PER_SAMPLE else "hooked" if value == IN_A_HOOKED_STEP else value[:2])  # fmt: skip
+def test_levels_refuse_gradients_of_an_optimizer_as_the_survey_says(tmp_path, script, level, words):
+    ran = start_script(tmp_path, script, "-m", "amp_patch", "run", "--level", level)
     assert words in ran.stdout + ran.stderr, ran.stderr
+
+
+def test_an_attribute_that_a_step_stores_itself_is_no_line(tmp_path):
+    script = IN_A_HOOKED_STEP.replace("p.samples", "p.own")
+    script = script.replace("                weights = 1", "                p.own = p.grad[None] / 1; weights = 1")
+    assert json.loads(checked(tmp_path, script, "--json").stdout)["lines"] == []
 
 
 def test_a_script_of_ours_is_looked_at_in_fp32(tmp_path):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import survey_cases
 import survey_function_cases
+import survey_sum_cases
 import torch
 from conftest import DEVICES
 from survey_cases import marked
@@ -243,10 +244,11 @@ def one_action():
 CLEAN = (
     *(mlp, cnn, transformer, lstm, digits, layer_scale, small_branch),
     *(dropped_paths, mask_of_ones, batch_object, ratio_of_probabilities, sorted_distances, solver, one_action),
+    *survey_sum_cases.SUM_CLEAN,
 )
 
 
-CASES = (*survey_cases.CASES, *survey_function_cases.FUNCTION_CASES)
+CASES = (*survey_cases.CASES, *survey_function_cases.FUNCTION_CASES, *survey_sum_cases.SUM_CASES)
 LEVELS = ["O1", "O2", "O3", "O4", "O5", "O6", "O7"]
 
 

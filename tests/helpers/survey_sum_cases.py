@@ -1,0 +1,171 @@
+"""Small trainings that break at some levels by sums, differences and pixels; as in survey_cases.py."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Layer(nn.Module):
+    def __init__(self, features=4, results=4):
+        super().__init__()
+        self.layer = nn.Linear(features, results)
+
+
+def variance_as_a_difference():
+    class Net(Layer):
+        def forward(self, x):
+            h = self.layer(x) + 30
+            mean = h.mean(-1, keepdim=True)
+            variance = h.square().mean(-1, keepdim=True) - mean * mean  # breaks: O1 O2 O3 O4 O5 O6 O7
+            return (h - mean) / (variance.clamp(min=0) + 1e-3).sqrt()
+
+    return Net(8, 8), F.mse_loss, (torch.randn(16, 8), torch.randn(16, 8))
+
+
+def variance_of_fp32():
+    class Net(Layer):
+        def forward(self, x):
+            h = self.layer(x).float() + 2
+            mean = h.mean(-1, keepdim=True)
+            return (h - mean) / (h.square().mean(-1, keepdim=True) - mean * mean + 1e-3).sqrt()
+
+    return Net(8, 8), F.mse_loss, (torch.randn(16, 8), torch.randn(16, 8))
+
+
+def logarithm_of_one_minus_x():
+    class Net(Layer):
+        def forward(self, x):
+            rest = 1 - torch.sigmoid(8 * self.layer(x))  # breaks: O1 O2 O3 O4 O5 O6 O7
+            return -torch.log(rest + 1e-4)
+
+    return Net(8, 8), F.mse_loss, (torch.randn(64, 8), torch.randn(64, 8))
+
+
+def logarithm_of_one_minus_small_x():
+    class Net(Layer):
+        def forward(self, x):
+            return -torch.log(1 - torch.sigmoid(self.layer(x)) + 1e-4)
+
+    return Net(8, 8), F.mse_loss, (torch.randn(64, 8), torch.randn(64, 8))
+
+
+def clamp_below_one():
+    class Net(Layer):
+        def forward(self, x):
+            cosines = torch.cos(self.layer(x)).clamp(-1 + 1e-6, 1 - 1e-6)
+            return torch.acos(cosines)  # breaks: O1 O2 O3 O4 O5 O6 O7
+
+    return Net(8, 8), F.mse_loss, (torch.randn(64, 8), torch.randn(64, 8))
+
+
+def clamp_of_fp32():
+    class Net(Layer):
+        def forward(self, x):
+            return torch.acos(torch.cos(self.layer(x).float() + 1).clamp(-0.99, 0.99))
+
+    return Net(8, 8), F.mse_loss, (torch.randn(64, 8), torch.randn(64, 8))
+
+
+def total_of_a_loop():
+    class Net(Layer):
+        def forward(self, x):
+            total = 0.0
+            for step in range(2500):
+                total = total + self.layer(x[step % 8]).square().mean()  # breaks: O1 O2 O3 O4 O5 O6 O7
+            return total / 2500  # notes: O5 O7
+
+    return Net(), lambda loss, scale: scale[0] * loss.float(), (torch.randn(8, 4), torch.ones(1))
+
+
+def total_of_a_short_loop():
+    class Net(Layer):
+        def forward(self, x):
+            total = 0.0
+            for row in x:
+                total = total + self.layer(row).square().mean()
+            return total[None] / len(x)
+
+    return Net(), F.mse_loss, (torch.randn(64, 4), torch.zeros(1))
+
+
+def hours_of_seconds():
+    class Net(Layer):
+        def forward(self, x, seconds):
+            hour = seconds % 24  # breaks: O2 O3 O5 O7
+            return self.layer(torch.stack([x, hour / 24], -1))
+
+    seconds = torch.arange(50000.25, 50032.0)
+    return Net(2, 4), F.mse_loss, (torch.randn(32), seconds, ((seconds % 24) / 24)[:, None].expand(-1, 4))
+
+
+def times_from_the_first():
+    class Net(Layer):
+        def forward(self, x, t):
+            since = t - t[:1]
+            return self.layer(torch.stack([x, since / 500], -1))
+
+    t = torch.arange(0.25, 2000.0, 10.0)
+    return Net(2, 4), F.mse_loss, (torch.randn(200), t, torch.randn(200, 4))
+
+
+def average_that_is_assigned():
+    class Net(Layer):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.ones(4))
+
+        def forward(self, x):
+            h = self.layer(x)
+            self.mean = 0.9999 * self.mean + 0.0001 * h.detach().mean(0)  # breaks: O2 O3 O5 O7
+            return h - self.mean
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
+def average_that_is_assigned_in_fp32():
+    class Net(Layer):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.ones(4))
+
+        def forward(self, x):
+            h = self.layer(x)
+            self.mean = 0.9999 * self.mean.float() + 0.0001 * h.detach().float().mean(0)
+            return h - self.mean.to(h.dtype)
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
+def pixels():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Conv2d(1, 1, 1)
+
+        def forward(self, image, grid):
+            return F.grid_sample(self.layer(image), grid, align_corners=False)  # breaks: O5 O7
+
+    return Net(), F.mse_loss, (torch.randn(1, 1, 170, 170), torch.rand(1, 9, 9, 2) * 2 - 1, torch.randn(1, 1, 9, 9))
+
+
+def complex_numbers():
+    class Net(Layer):
+        def forward(self, x):
+            h = self.layer(x)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of complex numbers in FP16, which are experimental
+                return torch.complex(h[:, :2], h[:, 2:]).abs()  # breaks: O4 O5 O6 O7
+
+    return Net(), F.mse_loss, (torch.randn(16, 4), torch.randn(16, 2))
+
+
+SUM_CASES = (
+    *(variance_as_a_difference, variance_of_fp32, total_of_a_loop, total_of_a_short_loop, hours_of_seconds),
+    *(logarithm_of_one_minus_x, logarithm_of_one_minus_small_x, clamp_below_one, clamp_of_fp32),
+    *(times_from_the_first, average_that_is_assigned, pixels, complex_numbers),
+)
+SUM_CLEAN = (average_that_is_assigned_in_fp32,)
