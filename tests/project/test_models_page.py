@@ -63,6 +63,7 @@ REASONS = {  # what happened at O2 -> the outcome, the gap, compare's words, the
     "an activation": ("diverges", None, "diverged with seeds 0, 1 and 2 at step 0", "activations that FP16", "(O2)"),
     "an epsilon": ("worse", 640.0, "collapsed with seeds 0, 1 and 2: final loss 1.6", "an epsilon of 1e-12", "(O2)"),
     "a collapse": ("worse", 9e9, "collapsed with seed 0: final loss 1.4", "one seed of three collapsed", "(O2)"),
+    "a step": ("worse", 7.053, "final loss 0.2512, 7.1 % above O0's", "a step less", "(O2 +7.1 %)"),
     "a gap": ("worse", 7.053, "final loss 0.2512, 7.1 % above O0's", "worse on random batches", "(O2 +7.1 %)"),
     "chance": ("undecided", 3.0, "which may be chance", "undecided on random batches", "(O2)"),
     "a line": ("as good", 0.1, "", "as good, although the survey names a line", "(O2)"),
@@ -87,9 +88,14 @@ def test_known_answers_come_out(results: dict, label: str) -> None:
     assert any(re.search(line, each["what"]) and level in each["levels"] for each in model["survey"] if each["breaks"])
 
 
-def model_of(outcome: str, gap: float | None, reason: str, named: str | None) -> dict:
+def model_of(outcome: str, gap: float | None, reason: str, named: str | None, skipped: int = 0) -> dict:
     good = {"outcome": "as good", "gap": [0.1, 0.0, 0.2], "reason": ""}
-    end = {"outcome": outcome, "gap": gap if gap is None else [gap, gap - 1, gap + 1], "reason": reason}
+    end = {
+        "outcome": outcome,
+        "gap": gap if gap is None else [gap, gap - 1, gap + 1],
+        "reason": reason,
+        "skipped": skipped,
+    }
     line = {"place": "a.py:1", "op": "add", "what": named, "levels": ["O2", "O3"], "breaks": True}
     survey = [] if named is None else [line]
     levels = {**dict.fromkeys(LEVELS, good), "O2": end}
@@ -97,7 +103,7 @@ def model_of(outcome: str, gap: float | None, reason: str, named: str | None) ->
 
 
 def test_the_page_groups_reasons_by_kind(tmp_path: Path) -> None:
-    models = {name: model_of(*reason[:3], LINES.get(name)) for name, reason in REASONS.items()}
+    models = {name: model_of(*reason[:3], LINES.get(name), name == "a step") for name, reason in REASONS.items()}
     models["fine"] = model_of("as good", 0.1, "", None)
     path = tmp_path / "results.json"
     path.write_text(json.dumps({"models": models, "left_out": {}, "torch": "2.13.0", "packages": {"timm": "1.0"}}))

@@ -51,7 +51,7 @@ def are_decided(before: Comparison, now: Comparison) -> bool:
         return True
     regressed = {each.level for each in regressions(before, now)}
     open_ = [pair for pair in _pairs(before, now) if pair[0].level not in regressed and pair[1] is not now.baseline]
-    growths = [later and _growth(level, later, before, now) for level, later in open_]
+    growths = [None if later is None else _growth(level, later, before, now) for level, later in open_]
     return all(growth is not None and growth.told is not None for growth in growths)
 
 
@@ -100,9 +100,9 @@ def _growth(level: LevelResult, later: LevelResult, before: Comparison, now: Com
     if len(grown) < 2:
         return None
     half = measures.half_width(measures.spread(grown), len(grown), CONFIDENCE)
-    mean, ends = statistics.mean(grown), [statistics.mean(each.values()) for each in (gaps, earlier)]
+    mean, was, found = (statistics.mean(each) for each in (grown, earlier.values(), gaps.values()))
     sign, margin = -1 if now.maximize else 1, now.margin
-    return Gap(*ends, len(grown), mean, mean - half, mean + half, sign, margin, worse_from=margin)
+    return Gap(found, was, len(grown), mean, mean - half, mean + half, sign, margin, worse_from=margin)
 
 
 def _gaps(level: LevelResult, base: LevelResult) -> dict[int, float]:
