@@ -1,4 +1,4 @@
-"""`kill -9` in the middle of a training, and on from its last checkpoint: to the bit, without memory for masters."""
+"""`kill -9` in the middle of a training, and on from its last checkpoint: to the bit, also with state in eight bits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ import os, signal, sys
 from pathlib import Path
 
 import torch
-from split_masters import MAKERS, iterate_split, net
 
 from amp_patch import amp
 from amp_patch.environment import named_level
 
+if "8bit" in sys.argv[1]:  # of weights that are large enough for codes
+    from coded_states import MAKERS, coded, go_on as iterate, net
+else:
+    from split_masters import MAKERS, iterate_split as iterate, net
 level, make, killed_after = sys.argv[1], MAKERS[sys.argv[2]], int(sys.argv[3])
 torch.manual_seed(os.getpid())  # no process has another's random state
 model, named = net(), named_level(level)
@@ -34,12 +37,13 @@ if file.exists():
     optimizer.load_state_dict(states[1])
     amp.load_state_dict(states[2])
 for step in range(begin, 12):
-    iterate_split(model, optimizer, range(step, step + 1))
+    iterate(model, optimizer, range(step, step + 1))
     if step % 3 == 2:
         torch.save([step + 1, [model.state_dict(), optimizer.state_dict(), amp.state_dict()]], "new.pt")
         os.replace("new.pt", file)
     if step + 1 == killed_after:
         os.kill(os.getpid(), signal.SIGKILL)
+assert "8bit" not in level or coded(optimizer)
 torch.save([begin, model.state_dict(), optimizer.state_dict(), [p.detach() for p in model.parameters()]], "end.pt")
 """
 
@@ -53,7 +57,11 @@ def run(folder: Path, level: str, make: str, killed_after: int) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no kill -9")
 @pytest.mark.parametrize(
-    ("level", "make"), [("O5+split", "NAdam"), ("O5+stochastic", "AdamW"), ("O5+stochastic", "NAdam")]
+    ("level", "make"),
+    [
+        ("O5+split", "NAdam"),
+        *((level, make) for level in ("O5+stochastic", "O5+stochastic+8bit") for make in ("AdamW", "NAdam")),
+    ],
 )
 def test_a_killed_training_goes_on_to_the_bit(tmp_path, level, make):
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +24,6 @@ from coded_states import (
     state_of,
 )
 from conftest import DEVICES
-from paths import ROOT
 from training import backward, masters_of, same
 
 from amp_patch import amp, multi_tensor, optimizers
@@ -37,39 +32,6 @@ one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("Ad
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints, copies, and the way back
-
-
-KILLED = """
-import os, sys, signal, torch
-from coded_states import MAKERS, go_on, start
-from amp_patch import amp
-path, make, at, then = sys.argv[1], MAKERS[sys.argv[2]], int(sys.argv[3]), sys.argv[4]
-torch.set_num_threads(1)
-model, optimizer = start(make, master_weights="stochastic")
-if os.path.exists(path):
-    states = torch.load(path)
-    model.load_state_dict(states[0]), optimizer.load_state_dict(states[1]), amp.load_state_dict(states[2])
-for step in range(at, at + 4):
-    go_on(model, optimizer, range(step, step + 1))
-    if step == at + 1 and then == "killed":
-        torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], path)
-        os.kill(os.getpid(), signal.SIGKILL)
-torch.save([p.detach() for p in model.parameters()], path + ".end")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["AdamW", "NAdam"])
-def test_a_run_that_was_killed_resumes_to_the_bit(tmp_path, name):
-    def run(path: Path, at: int, then: str) -> int:
-        command = [sys.executable, "-c", KILLED, str(path), name, str(at), then]
-        environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'helpers'}", "PATH": "/usr/bin:/bin"}
-        return subprocess.run(command, env=environment, check=False).returncode
-
-    assert run(tmp_path / "a", 0, "killed") == -signal.SIGKILL and run(tmp_path / "a", 2, "ends") == 0
-    model, optimizer = start(MAKERS[name], master_weights="stochastic")
-    go_on(model, optimizer, range(6))
-    assert same(torch.load(f"{tmp_path / 'a'}.end"), model.parameters())
 
 
 def test_a_pickle_of_a_state_is_an_ordinary_dict():
