@@ -76,7 +76,7 @@ KNOWN = {  # what is published of a model -> the level, the outcome that shows i
     "LongT5ForConditionalGeneration": ("O2", "diverges", "masked throughout: in FP16 it is -inf"),  # -1e10
     "DebertaForMaskedLM": ("O1", "fails", "a number does not fit FP16"),  # finfo of an FP32 tensor
     "FNetForMaskedLM": ("O2", "fails", "torch has no fft_fftn"),
-    "DiTTransformer2DModel": ("O5", "as good", "angles are off"),  # random weights do not learn the time
+    "SD3Transformer2DModel": ("O5", "as good", "angles are off"),  # random weights do not learn the time
 }
 
 
