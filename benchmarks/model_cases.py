@@ -431,8 +431,7 @@ def _embedded(output: Any, batch: dict[str, Any]) -> Tensor:
 
 def _noise(name: str, takes: Any) -> dict[str, Any]:
     image = torch.randn(SIZE, 3, 8, 8)
-    # Flow matching gives SD3 times of floating point; the other models have whole numbers.
-    steps = torch.rand(SIZE) * 1000 if name == "SD3Transformer2DModel" else torch.randint(1000, (SIZE,))
+    steps = torch.rand(SIZE) * 1000 if name.startswith("SD3") else torch.randint(1000, (SIZE,))  # SD3: flow matching
     known = {
         "hidden_states": image,
         "sample": image,
