@@ -86,7 +86,7 @@ def test_report_rebuilds_the_report_from_the_folder(begun, capsys):
 def test_resume_makes_only_the_missing_runs(begun, monkeypatch, capsys):
     asked = []
 
-    def measured(plan: Plan, args, interrupts, found):
+    def measured(plan: Plan, args, interrupts, found, before):
         asked.append((plan, args, found))
         return [*found[:2], *(Run("O0", 1), Run("O4", 1))], 4, 0, OtherWork()
 
@@ -109,7 +109,7 @@ def test_resume_adds_seeds_to_a_comparison(begun, monkeypatch):
     monkeypatch.setattr(
         compare,
         "_measure",
-        lambda plan, args, interrupts, found: (asked.append((plan, found)), found, 8, 0, OtherWork())[1:],
+        lambda plan, args, interrupts, found, before: (asked.append((plan, found)), found, 8, 0, OtherWork())[1:],
     )
     main(["compare", "--resume", str(begun), "--seeds", "4"])
     ((plan, found),) = asked
