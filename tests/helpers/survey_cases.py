@@ -34,6 +34,17 @@ class Attention(nn.Module):
         return self.q(x) @ self.k(x).transpose(-1, -2)
 
 
+class BiasedAttention(Attention):
+    """As DeBERTa: at O1 the sum with a parameter is FP32, and a product of sums is FP16."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def biased(self, x):
+        return self.q(x) + self.bias
+
+
 def dead_row(number: float) -> torch.Tensor:
     """A causal mask; in the second sequence the first row is masked throughout."""
     mask = torch.full((2, 4, 4), number).triu(1)
@@ -119,15 +130,9 @@ def mask_of_the_types_smallest_number():
 
 
 def mask_of_another_tensors_smallest_number():
-    """As DeBERTa: at O1 the sum with a parameter is FP32, and the product of sums is FP16."""
-
-    class Net(Attention):
-        def __init__(self):
-            super().__init__()
-            self.bias = nn.Parameter(torch.zeros(8))
-
+    class Net(BiasedAttention):
         def forward(self, x, hidden):
-            q = self.q(x) + self.bias
+            q = self.biased(x)
             scores = q @ self.k(x).transpose(-1, -2)
             return scores.masked_fill(hidden, torch.finfo(q.dtype).min).softmax(-1) @ self.v(x)  # breaks: O1 O4 O6
 
@@ -135,13 +140,9 @@ def mask_of_another_tensors_smallest_number():
 
 
 def row_of_another_tensors_smallest_number():
-    class Net(Attention):
-        def __init__(self):
-            super().__init__()
-            self.bias = nn.Parameter(torch.zeros(8))
-
+    class Net(BiasedAttention):
         def forward(self, x, hidden):
-            q = self.q(x) + self.bias
+            q = self.biased(x)
             scores = torch.where(hidden, torch.finfo(q.dtype).min, q @ self.k(x).transpose(-1, -2))
             return scores.softmax(-1) @ self.v(x)  # breaks: O1 O4 O6
 

@@ -15,6 +15,12 @@ class Layer(nn.Module):
         self.layer = nn.Linear(features, results)
 
 
+class Averaging(Layer):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(4))
+
+
 def variance_as_a_difference():
     class Net(Layer):
         def forward(self, x):
@@ -113,11 +119,7 @@ def times_from_the_first():
 
 
 def average_that_is_assigned():
-    class Net(Layer):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mean", torch.ones(4))
-
+    class Net(Averaging):
         def forward(self, x):
             h = self.layer(x)
             self.mean = 0.9999 * self.mean + 0.0001 * h.detach().mean(0)  # breaks: O2 O3 O5 O7
@@ -127,11 +129,7 @@ def average_that_is_assigned():
 
 
 def average_that_is_assigned_in_fp32():
-    class Net(Layer):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mean", torch.ones(4))
-
+    class Net(Averaging):
         def forward(self, x):
             h = self.layer(x)
             self.mean = 0.9999 * self.mean.float() + 0.0001 * h.detach().float().mean(0)

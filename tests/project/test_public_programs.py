@@ -7,18 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from paths import BENCHMARKS, ROOT
+from paths import BENCHMARKS, ROOT, benchmark_fixture
 
-
-@pytest.fixture(scope="module")
-def harness():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import public_programs
-
-        yield public_programs
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+harness = benchmark_fixture("public_programs")
 
 
 def test_each_program_has_a_unique_name_and_a_commit_or_a_script(harness):

@@ -7,19 +7,9 @@ import os
 import subprocess
 import sys
 
-import pytest
-from paths import BENCHMARKS, ROOT
+from paths import BENCHMARKS, ROOT, benchmark_fixture
 
-
-@pytest.fixture(scope="module")
-def quick():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import quick_programs
-
-        yield quick_programs
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+quick = benchmark_fixture("quick_programs")
 
 
 def test_the_page_has_the_table_of_the_results(quick, tmp_path):

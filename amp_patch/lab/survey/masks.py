@@ -10,7 +10,7 @@ from amp_patch.lab.survey.kinds import Kind, Kinds
 _LARGE = 2**14  # a number below -2**14 belongs to a mask
 
 
-def is_mask(tensor: Tensor) -> bool:
+def is_two_valued_mask(tensor: Tensor) -> bool:
     """Return whether each number of a tensor is 0 or the same number beyond 2**14 or -2**14, and some are 0. Syncs."""
     low, high = finite_range(tensor)
     far = low if -low > high else high

@@ -11,7 +11,7 @@ from torch import Tensor
 from amp_patch.lab.survey.calls import Call
 from amp_patch.lab.survey.findings import Finding, Rule, is_view, number, type_names, where
 from amp_patch.lab.survey.kinds import KINDS, Facts, Guard, Kind, Kinds, Tiny
-from amp_patch.lab.survey.masks import is_mask
+from amp_patch.lab.survey.masks import is_two_valued_mask
 
 _NEAR = 4.0  # an activation within this factor of the largest number of its type is reported
 _SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
@@ -68,7 +68,7 @@ def _turns_infinite(call: Call, tensor: Tensor, value: Tensor) -> bool:
     lost = tensor.detach()[value.isinf() & tensor.isfinite()]
     if not lost.numel() or bool(lost.max() < 0 and lost.min() == lost.max()):
         return False
-    return call.op == "input" or not is_mask(tensor.detach())
+    return call.op == "input" or not is_two_valued_mask(tensor.detach())
 
 
 def _comes_near(call: Call) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from amp_patch.lab.survey.calls import Call
 from amp_patch.lab.survey.findings import Finding, Rule, is_view, name_of, number, type_names, where
 from amp_patch.lab.survey.kinds import CASTING, Facts, Kind, Kinds
-from amp_patch.lab.survey.masks import is_mask
+from amp_patch.lab.survey.masks import is_two_valued_mask
 from amp_patch.lab.survey.ranges import RANGES
 from amp_patch.lab.survey.sums import SUMS
 
@@ -118,7 +118,7 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
     if first.learned == second.learned or one.shape != two.shape:
         return
     (target, known), guess = ((two, second), first) if first.learned else ((one, first), second)
-    if is_mask(target.detach()):
+    if is_two_valued_mask(target.detach()):
         return
     kinds = _changed_whole_numbers(target, known)
     lost = _SHARE * float(target.detach().std()) * target.numel() ** 0.5 if target.numel() > 1 else math.inf

@@ -298,18 +298,20 @@ class Visitor(TorchFunctionMode):
         if call.op == "to" and not given:
             return call.low()
         if call.op in ("to", "type") or call.op not in _CONVERTS:
-            follows = torch.float32 in given and self._follows_a_tensor(call, call.op)
-            return self._read.low if follows and self._read is not None else NONE
+            return self._low_as_read(call, call.op) if torch.float32 in given else NONE
         return NONE
 
     def _raises(self, call: Call) -> bool:
         """Return whether user code asks for an FP32 result in this call, by a conversion or by `dtype=`."""
         return (call.op in _CONVERTS or "dtype" in call.kwargs) and not self._converted(call)
 
-    def _follows_a_tensor(self, call: Call, asks: str) -> bool:
-        """Return whether the call's dtype is read from a tensor, as in `x.to(y.dtype)`: its text then names no FP32."""
+    def _low_as_read(self, call: Call, asks: str) -> Kinds:
+        """Return the kinds at which the call's dtype is low, because it is read from a tensor, as in `x.to(y.dtype)`.
+
+        If the call's text names FP32, the dtype is not read from a tensor.
+        """
         names = _NAMES_FLOAT32.get(asks, _NAMES_FLOAT32[""])
-        return self._read is not None and not names.search(call.line.text())
+        return NONE if self._read is None or names.search(call.line.text()) else self._read.low
 
     def _own_extremes(self, call: Call) -> Kinds:
         """Return the kinds of levels at which the call's smallest or largest number is that of low precision.
@@ -317,8 +319,7 @@ class Visitor(TorchFunctionMode):
         User code has read the number's type from a tensor, as in `torch.finfo(x.dtype).min`: x decides, and may have
         another type than the tensor that is filled.
         """
-        follows = call.has_extremes and self._follows_a_tensor(call, "finfo")
-        return self._read.low if follows and self._read is not None else NONE
+        return self._low_as_read(call, "finfo") if call.has_extremes else NONE
 
     def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
         """Return (args, kwargs, changed): the arguments at `kind`, detached; whether one differs from FP32's."""
