@@ -64,7 +64,7 @@ class Child:
         self._args = args
         self._steps = plan.steps
         self._enough_since: float | None = None
-        self._load = load
+        self._load = OtherWork(load)
         name, arguments = more or (record_of(args.out, run).stem, ())
         # `fresh` removes an earlier comparison's file, or a link to elsewhere.
         self._log = fresh(args.out / "runs" / f"{name}.log")
@@ -155,6 +155,7 @@ class Child:
 
     def keep_outcome(self) -> None:
         """Append the "outcome" event to the record of the run. Call it after the process has ended."""
+        self.run.other_work = self._load.share
         with suppress(OSError):  # if the disk is full, only the report has the outcome
             keep_outcome(self._record, self.run)
 

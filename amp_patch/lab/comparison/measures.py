@@ -129,19 +129,26 @@ def speedup(pairs: Sequence[tuple[Run, Run]]) -> Ratio | None:
 
     `median` is the ratio of the medians over the pairs, as in the table; `low` and `high` are the extremes of single
     pairs. With one pair they come from the quartiles of its step times: the baseline's lower quartile over the level's
-    upper one, and the reverse. None without times.
+    upper one, and the reverse. If other work took more of the cores during one run of a pair than during the other, it
+    may have slowed that run by as much, and the range has both speeds. None without times.
     """
-    times = [(step_times(base), step_times(run)) for base, run in pairs]
-    times = [(base, run) for base, run in times if base and run]
-    if not times:
+    pairs = [(base, run) for base, run in pairs if step_times(base) and step_times(run)]
+    if not pairs:
         return None
-    medians = [(statistics.median(base), statistics.median(run)) for base, run in times]
+    medians = [tuple(statistics.median(step_times(run)) for run in pair) for pair in pairs]
     whole = statistics.median(base for base, _ in medians) / statistics.median(run for _, run in medians)
-    if len(medians) == 1:
-        (base_low, base_high), (low, high) = (_quartiles(each) for each in times[0])
-        return Ratio(whole, base_low / high, base_high / low)
-    ratios = [base / run for base, run in medians]
-    return Ratio(whole, min(ratios), max(ratios))
+    ranges = [(base / run, base / run) for base, run in medians]
+    if len(pairs) == 1:
+        (base_low, base_high), (low, high) = (_quartiles(step_times(run)) for run in pairs[0])
+        ranges = [(base_low / high, base_high / low)]
+    slowed = [_left(base) / _left(run) for base, run in pairs]
+    low = min(low * min(1.0, by) for (low, _), by in zip(ranges, slowed, strict=True))
+    return Ratio(whole, low, max(high * max(1.0, by) for (_, high), by in zip(ranges, slowed, strict=True)))
+
+
+def _left(run: Run) -> float:
+    """Return the share of the cores that other work left to the run, at least a twentieth."""
+    return max(0.05, 1 - run.other_work)
 
 
 def loss_type(runs: Sequence[Run]) -> str | None:

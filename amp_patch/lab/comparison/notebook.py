@@ -236,12 +236,14 @@ def _train_all(
     runs = job.plan.runs()
     known: list[weakref.ref[nn.Module]] = []
     for index, run in enumerate(runs):
-        load.watch(os.getpid())
+        of_run = OtherWork(load)
+        of_run.watch(os.getpid())
         try:
             _train_once(job, run, known)
         except KeyboardInterrupt:
             runs = runs[: index + 1]
-        load.read()
+        of_run.read()
+        run.other_work = of_run.share
         if verbosity:
             print(progress_line(run, job.plan.steps))
         if run is runs[-1]:

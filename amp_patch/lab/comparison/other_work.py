@@ -14,9 +14,14 @@ _LEAST = 0.1  # other work on fewer cores than this does not count
 
 
 class OtherWork:
-    """Readings of the cores' time while trainings run: `watch` a process, `read` often, `watch` the next one."""
+    """Readings of the cores' time while trainings run: `watch` a process, `read` often, `watch` the next one.
 
-    def __init__(self) -> None:
+    Args:
+        whole: the readings of all runs of a comparison, to which those of this one run are added too.
+    """
+
+    def __init__(self, whole: OtherWork | None = None) -> None:
+        self._whole = whole
         self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._pid = 0
         self._last: tuple[float, float, float] | None = None
@@ -44,13 +49,22 @@ class OtherWork:
         self._taken += other
         if busy > _FULL * self.cores * seconds and other > _LEAST * seconds:
             self._crowded += seconds
+        if self._whole is not None:
+            self._whole.add(seconds, busy, own)
+
+    @property
+    def share(self) -> float:
+        """The share of all cores that other work took; 0 if it took little or could not be measured."""
+        if not self._seconds or self._crowded < _SHARE * self._seconds:
+            return 0.0
+        return self._taken / self._seconds / self.cores
 
     def words(self) -> str | None:
         """Return a warning about the measured speeds; None if other work took little or could not be measured."""
-        if not self._seconds or self._crowded < _SHARE * self._seconds:
+        if not self.share:
             return None
         cores = f"{self.cores} cores" if self.cores > 1 else "the one core"
-        return f"other work took {self._taken / self._seconds:.1f} of {cores} while it ran"
+        return f"other work took {self.share * self.cores:.1f} of {cores} while it ran"
 
     def _reading(self) -> tuple[float, float, float] | None:
         busy, own = busy_seconds(), cpu_seconds(self._pid)

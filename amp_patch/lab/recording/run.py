@@ -113,6 +113,7 @@ class Run:
         step_peak: on CUDA, the largest growth of the allocated memory within that step.
         peak_memory: on CUDA, the peak of the allocated memory; on a CPU, the largest growth of the process (its
             resident set) since the recording began. None if the system does not report it.
+        other_work: the share of all cores that other work took while the run trained; 0 if it took little.
         logged: name -> (step, value) of each call of `amp.log`.
         looks: the results of `amp.inspect`, one for each inspected step.
         updates: for some steps, the changes of FP32 weights or masters, and the share that low-precision weights would
@@ -152,6 +153,7 @@ class Run:
     activations: int | None = None
     step_peak: int | None = None
     peak_memory: int | None = None
+    other_work: float = 0.0
     logged: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     looks: list[Look] = field(default_factory=list)
     updates: list[Updates] = field(default_factory=list)

@@ -35,6 +35,16 @@ def test_other_work_is_reported_if_it_crowded_the_cores(readings, words):
     assert load.words() == words and machine(load).get("load") == words
 
 
+def test_the_other_work_of_each_run_is_part_of_that_of_all():
+    whole = OtherWork()
+    first, second = OtherWork(whole), OtherWork(whole)
+    for load in (whole, first, second):
+        load.cores = 2
+    first.add(10.0, 20.0, 10.0)
+    second.add(10.0, 10.0, 10.0)
+    assert (first.share, second.share, whole.share) == (0.5, 0.0, 0.25)
+
+
 def test_a_report_names_the_spread_of_speeds_under_other_work():
     runs = [made_up_run(level, seed, ms=10 + seed) for seed in range(3) for level in ("O0", "O2")]
     runs[1].seconds = [0.005] * 40

@@ -261,6 +261,32 @@ def test_the_speed_range_of_one_run_comes_from_quartiles():
     assert measures.speedup([(base, Run("O2", seconds=[1.0]))]) is None
 
 
+@pytest.mark.parametrize(
+    ("loads", "low", "high"),
+    [
+        ((0.0, 0.0), 1.25, 1.25),
+        ((0.5, 0.5), 1.25, 1.25),  # in turns other work slows both alike
+        ((0.5, 0.0), 0.625, 1.25),  # it may have slowed the baseline to half its speed
+        ((0.0, 0.5), 1.25, 2.5),
+        ((1.0, 0.0), 0.0625, 1.25),
+    ],
+)
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_other_work_beside_one_run_of_a_pair_widens_the_range_of_speeds(loads, low, high, seeds):
+    of_base, of_level = loads
+    pairs = [
+        (made_up_run("O0", seed, ms=10, other_work=of_base), made_up_run("O2", seed, ms=8, other_work=of_level))
+        for seed in range(seeds)
+    ]
+    assert measures.speedup(pairs) == pytest.approx((1.25, low, high))
+
+
+def test_a_level_is_not_called_faster_if_other_work_may_have_slowed_the_baseline():
+    base, level = made_up_run("O0", ms=10, other_work=0.4), made_up_run("O2", ms=8)
+    assert compare([base], [level]).levels[1].speedup.pace == "not clear"
+    assert compare([replace(base, other_work=0.0)], [level]).levels[1].speedup.pace == "faster"
+
+
 def test_a_verdict_states_memory_or_else_the_bytes_of_tensors():
     base = seeds("O0", 1.0, 1.25, 1.5)
     level = seeds("O2", 1.0, 1.25, 1.5)
