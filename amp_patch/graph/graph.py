@@ -223,10 +223,7 @@ class Graph:
         return f"{self._name}(\n  {body}\n)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "_run": None,
-        }  # `_run` is bound to this graph, so a copy must compile its own
+        return {**vars(self), "_run": None}  # `_run` is bound to this graph, so a copy must compile its own
 
     def __getattr__(self, name: str) -> Any:
         if name in ("config", "_run", "_optimizers", "_name", "_debug_level"):

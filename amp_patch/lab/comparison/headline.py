@@ -10,15 +10,7 @@ from amp_patch.lab.comparison.plan import variables
 from amp_patch.lab.comparison.recommendation import larger_batch, of_others, speed_in_words
 from amp_patch.lab.comparison.verdict import interval_of, margin_in_words, percent_of
 from amp_patch.lab.recording.run import NATIVE
-from amp_patch.lab.wording import (
-    clock_time,
-    counted,
-    ratio,
-    relative_size,
-    shortest_distinct,
-    signed,
-    type_name,
-)
+from amp_patch.lab.wording import clock_time, counted, ratio, relative_size, shortest_distinct, signed, type_name
 
 _TOLD = 3  # lines on the card; the section below it has all
 

@@ -149,7 +149,7 @@ class Recorder(observers.Observer):
     ) -> None:
         if stop_after is not None and (isinstance(stop_after, bool) or stop_after < 1):
             raise ValueError(f"Recorder: stop_after is {stop_after!r}; wanted a positive integer, or None")
-        self.trainings = self.losses = self.steps = 0
+        self.losses = self.steps = 0
         self.enabled = False
         self.process = os.getpid()
         self._outbox = Outbox(list[Sink](sinks))
@@ -226,7 +226,6 @@ class Recorder(observers.Observer):
     def training_begun(self, training: Training | None) -> None:
         if not self.is_recording():
             return
-        self.trainings += 1
         if training is not None:
             self._lead = None  # without this, an earlier training's optimizer would still delimit the steps
             self._hooks.add(alive(training.models))
@@ -266,7 +265,6 @@ class Recorder(observers.Observer):
     def _adopt_earlier(self, optimizer: Any) -> None:
         """Adopt the training of an optimizer that was initialized before the recording began."""
         if (training := training_of(optimizer)) is not None and training not in self._adopted:
-            self.trainings += 1
             self._adopt(training)
 
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any, eager: bool) -> None:
