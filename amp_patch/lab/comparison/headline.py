@@ -171,14 +171,6 @@ def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
     return edit, command if comparison.command else ""
 
 
-def why_failed(level: LevelResult) -> str:
-    """Return the error of the level's first failed run with its place, shortened to one line.
-
-    The caller has found that a run of the level failed.
-    """
-    return level.failed[0].error_in_short
-
-
 def in_short(level: LevelResult, comparison: Comparison) -> str:
     """Return the level's `outcome`. For a rejected level, add why: "diverged", "collapsed" or "worse"."""
     what = "diverged" if level.finding.diverged else "collapsed" if level.finding.collapsed else "worse"
