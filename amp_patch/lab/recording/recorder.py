@@ -129,9 +129,7 @@ class Recorder(observers.Observer):
         between_steps: called between two steps, after each flush of the sinks. Its time is counted in no step.
 
     Attributes:
-        trainings: the number of seen calls of `initialize`, also with `enabled=False`, and of trainings that began
-            before the recording.
-        enabled: whether any of them was enabled.
+        enabled: whether a training was seen. With `enabled=False`, `initialize` makes none.
         losses: how many losses were seen, of `scale_loss` and of GradScalers.
         steps: how many steps were recorded.
     """
@@ -224,9 +222,7 @@ class Recorder(observers.Observer):
     # Events of a training, as an `Observer` of it.
 
     def training_begun(self, training: Training | None) -> None:
-        if not self.is_recording():
-            return
-        if training is not None:
+        if training is not None and self.is_recording():
             self._lead = None  # without this, an earlier training's optimizer would still delimit the steps
             self._hooks.add(alive(training.models))
             self._adopt(training)
