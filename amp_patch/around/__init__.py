@@ -1,3 +1,1 @@
 """Support for DDP, FSDP2, ZeRO, optimizer wrappers, CUDA graphs, and several optimizers in one training."""
-
-from __future__ import annotations

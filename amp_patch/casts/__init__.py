@@ -1,3 +1,1 @@
 """O1: the casts around torch's functions, with their op lists, rules, wrappers and regions."""
-
-from __future__ import annotations

@@ -29,10 +29,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "in_place_fp32": _APEX_IN_PLACE,
     },
     "torch.functional": {"einsum_widest": "einsum", "widest": "chain_matmul"},
-    "torch.nn.functional": {
-        "fp32": "grid_sample",
-        "widest": "pairwise_distance",
-    },
+    "torch.nn.functional": {"fp32": "grid_sample", "widest": "pairwise_distance"},
     "torch.Tensor": {
         # `x **= 2` makes a new tensor if x is low precision, as `x += y` and similar operators do with mixed types.
         "fp32": "__ipow__ cpu",

@@ -82,14 +82,13 @@ class Recipe:
     hadamard: bool = False
 
 
-_NVFP4 = Recipe(E2M1, E2M1, "two_levels", 16)
 FORMATS: dict[str, Recipe] = {  # PRODUCT_FORMATS of policy.py has the names
     "fp8": Recipe(),
     "fp8_tensorwise": Recipe(gradient=E5M2, scale="exact", block=None),
     "mxfp8": Recipe(block=32),
     "mxfp8_floor": Recipe(scale="floor", block=32),
     "nvfp4": Recipe(E2M1, E2M1, "two_levels", 16, square_weights=True, stochastic=True, hadamard=True),
-    "nvfp4_naive": _NVFP4,
+    "nvfp4_naive": Recipe(E2M1, E2M1, "two_levels", 16),
 }
 
 _EXPONENT = 0x7F800000  # the exponent bits of FP32

@@ -170,10 +170,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "inexact": "matrix_exp",
         "widest": "cross",
     },
-    "torch.sparse": {
-        "sparse": "addmm mm",
-        "fp32": "log_softmax sampled_addmm softmax",
-    },
+    "torch.sparse": {"sparse": "addmm mm", "fp32": "log_softmax sampled_addmm softmax"},
     "torch.special": {
         "fp32": "erfinv exp2 expm1 log1p log_softmax logsumexp softmax",
         "sigmoid": "expit",

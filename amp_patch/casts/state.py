@@ -12,14 +12,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch import multi_tensor
-from amp_patch.casts.thread_state import (
-    DEVICE_TYPES,
-    Entry,
-    is_enabled,
-    native_depth,
-    set_enabled,
-    this_thread,
-)
+from amp_patch.casts.thread_state import DEVICE_TYPES, Entry, is_enabled, native_depth, set_enabled, this_thread
 from amp_patch.casts.traced_regions import traced
 from amp_patch.policy import Policy
 

@@ -12,13 +12,7 @@ from typing import Any
 
 import torch
 
-from amp_patch.casts.thread_state import (
-    DEVICE_TYPES,
-    Traced,
-    is_enabled,
-    native_depth,
-    this_thread,
-)
+from amp_patch.casts.thread_state import DEVICE_TYPES, Traced, is_enabled, native_depth, this_thread
 from amp_patch.policy import Policy
 from amp_patch.support.compiled import constant_in_traces
 

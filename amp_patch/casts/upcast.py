@@ -15,12 +15,8 @@ from amp_patch.support.blocks import saving_through
 
 
 def rounded(result: Any, dtype: torch.dtype) -> Any:
-    """Return `result` with its FP32 tensors rounded to `dtype`, also the tensors in a tuple or list."""
-    if isinstance(result, Tensor):
-        return result.to(dtype) if result.dtype is torch.float32 else result
-    if isinstance(result, (tuple, list)):
-        return type(result)(rounded(item, dtype) for item in result)
-    return result
+    """Return `result` rounded to `dtype` if it is an FP32 tensor, else `result`."""
+    return result.to(dtype) if isinstance(result, Tensor) and result.dtype is torch.float32 else result
 
 
 class _Kept(NamedTuple):

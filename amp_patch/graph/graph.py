@@ -20,7 +20,6 @@ from amp_patch.graph.noted_losses import NotedLosses
 from amp_patch.model import tensors as model_tensors
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import tree
-from amp_patch.support.distributed import is_first_rank
 from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import Stash, stash_of
@@ -167,12 +166,9 @@ class Graph:
         """
         if isinstance(v_level, bool) or not isinstance(v_level, int) or not -1 <= v_level <= 3:
             raise ValueError(f"debug: v_level is {v_level!r}; wanted -1 (off) to 3")
-        chosen = [ranks] if isinstance(ranks, int) else ranks
-        if chosen is None:
-            prints = is_first_rank()
-        else:
-            distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-            prints = -1 in chosen or (torch.distributed.get_rank() if distributed else 0) in chosen
+        chosen = [0] if ranks is None else [ranks] if isinstance(ranks, int) else ranks
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        prints = -1 in chosen or (torch.distributed.get_rank() if distributed else 0) in chosen
         self._debug_level = v_level if prints else -1
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -223,10 +219,7 @@ class Graph:
         return f"{self._name}(\n  {body}\n)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "_run": None,
-        }  # `_run` is bound to this graph, so a copy must compile its own
+        return {**vars(self), "_run": None}  # `_run` is bound to this graph, so a copy must compile its own
 
     def __getattr__(self, name: str) -> Any:
         if name in ("config", "_run", "_optimizers", "_name", "_debug_level"):

@@ -2,5 +2,3 @@
 
 Each module here imports the package that it is for; `import amp_patch` imports none of these modules.
 """
-
-from __future__ import annotations

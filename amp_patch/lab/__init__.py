@@ -2,5 +2,3 @@
 
 No lower floor imports this one: it subscribes to trainings. `amp_patch` imports it when one of its names is first used.
 """
-
-from __future__ import annotations

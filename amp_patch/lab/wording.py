@@ -50,10 +50,8 @@ def relative_size(figure: float, base: float) -> str:
     return f"{percent:{'.0f' if 10 <= percent < 1e5 else '.2g'}} %"
 
 
-def signed_percent(result: float | None, base: float | None) -> str:
-    """Return how far `result` is from `base`, in per cent of `base`: "+0.30 %"; "" if one of them is None."""
-    if result is None or base is None:
-        return ""
+def signed_percent(result: float, base: float) -> str:
+    """Return how far `result` is from `base`, in per cent of `base`: "+0.30 %"."""
     if result == base:
         return "equal"
     if base and abs(result - base) > 9.99 * abs(base):

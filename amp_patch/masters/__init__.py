@@ -1,3 +1,1 @@
 """FP32 masters: the table of masters by parameter, the transfer of values and gradients, clipping."""
-
-from __future__ import annotations

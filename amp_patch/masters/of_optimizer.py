@@ -17,15 +17,7 @@ from amp_patch.masters.grad_route import GradRoute
 from amp_patch.masters.gradients import FoundInf, Groups
 from amp_patch.masters.held_gradients import Gradients, HalfGradients, SteppedGradients
 from amp_patch.masters.master import Master
-from amp_patch.masters.masters import (
-    Link,
-    LinkList,
-    connect,
-    link_of,
-    master_of,
-    settle,
-    stop_waiting,
-)
+from amp_patch.masters.masters import Link, LinkList, connect, link_of, master_of, settle, stop_waiting
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.distributed import is_dtensor, local, place_in_whole

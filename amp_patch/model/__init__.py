@@ -1,3 +1,1 @@
 """A training's models: casts, forward, modules and buffers that stay FP32, FSDP2."""
-
-from __future__ import annotations

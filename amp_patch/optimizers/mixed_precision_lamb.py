@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.optimizers.common import (
-    Group,
-    Number,
-    count_on_device,
-    gradients,
-    loss_of,
-    numbers_to_device,
-    wide,
-)
+from amp_patch.optimizers.common import Group, Number, count_on_device, gradients, loss_of, numbers_to_device, wide
 from amp_patch.optimizers.lamb import FusedLAMB, global_norm
 
 

@@ -66,7 +66,7 @@ def check(optimizer: Any, policy: Policy) -> None:
 
 def reason_against(optimizer: Any) -> str | None:
     """Return why the optimizer's step needs all state in FP32 at once, so that codes save no memory; else None."""
-    if one_pass.suits_class(base_class(optimizer)):
+    if one_pass.IN_ONE_PASS.suits_class(base_class(optimizer)):
         for group in optimizer.param_groups:
             for setting in ("capturable", "differentiable"):
                 if group.get(setting):

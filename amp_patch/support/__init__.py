@@ -1,3 +1,1 @@
 """General tools on torch's objects: patches with undo, generated classes, containers, compiled and distributed code."""
-
-from __future__ import annotations

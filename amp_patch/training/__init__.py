@@ -1,3 +1,1 @@
 """Trainings: loss scale, `scale_loss`, unscaling, the optimizer's step, and its skip after an overflow."""
-
-from __future__ import annotations

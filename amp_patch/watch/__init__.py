@@ -1,3 +1,1 @@
 """Checks that observe a training and warn or raise, without changing its numbers."""
-
-from __future__ import annotations

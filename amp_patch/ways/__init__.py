@@ -1,3 +1,1 @@
 """Step strategies other than one call of the optimizer's own step: one pass, portions, and steps in backward."""
-
-from __future__ import annotations

@@ -192,13 +192,13 @@ class _Release(Strategy):
         """Queue `param`, whose gradient autograd has just completed; step the queue if it has `TOGETHER` elements."""
         optimizer = self._optimizer()
         stash = None if optimizer is None else stash_of(optimizer)
-        if stash is None or optimizer is None or (body := stash.backward.body) is None or own_grad(param) is None:
+        if stash is None or (body := stash.backward.body) is None or (grad := own_grad(param)) is None:
             return
         master = master_of(param)
         index = self._groups.get(id(param if master is None else master))
         if index is None:
             return  # user code has removed the parameter from the groups
-        self._refuse(stash, param)
+        self._refuse(stash, body, param, grad)
         self._body = body
         self._reached.add(id(param))
         self._ready.append((index, param))
@@ -218,11 +218,8 @@ class _Release(Strategy):
         if ready and optimizer is not None and stash is not None:
             step_some(optimizer, stash, ready)
 
-    def _refuse(self, stash: Stash, param: Tensor) -> None:
+    def _refuse(self, stash: Stash, body: Body, param: Tensor, grad: Tensor) -> None:
         """Raise, before any write, if the gradient may be incomplete or is not usable for a step."""
-        body, grad = stash.backward.body, own_grad(param)
-        if grad is None:
-            return
         if _is_nested():
             why = (
                 "gets a gradient in a backward within backward, which may be a part of its gradient (a checkpoint with "
@@ -232,7 +229,7 @@ class _Release(Strategy):
             why = "has had a gradient in this backward before, which is stepped already (two passes of one graph)"
         elif stash.step is not None:
             why = f"gets a gradient in a closure of step(): {supported.reason('gradient_release', 'a closure')}"
-        elif body is not None and body.delay_unscale:
+        elif body.delay_unscale:
             why = "gets a gradient that delay_unscale=True leaves for the next micro-batch to add to"
         elif grad.requires_grad:
             why = "gets a gradient that is part of a graph (create_graph=True)"

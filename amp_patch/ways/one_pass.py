@@ -209,11 +209,6 @@ KERNELS: dict[type, Kernel] = {
 _NUMBERS = ("weight_decay", "momentum", "dampening", "eps")  # settings that the kernels do not read from the device
 
 
-def suits_class(base: Any) -> bool:
-    """Return whether `base` is exactly a class of `KERNELS`, and its `step` has not been replaced."""
-    return base in KERNELS and is_untouched(base.step)
-
-
 class InOnePass(Strategy):
     """A step in one pass over memory: unscale, clip, moments, master and weight.
 
@@ -224,7 +219,8 @@ class InOnePass(Strategy):
     batch = Batch
 
     def suits_class(self, base: Any) -> bool:
-        return suits_class(base)
+        """Return whether `base` is exactly a class of `KERNELS`, and its `step` has not been replaced."""
+        return base in KERNELS and is_untouched(base.step)
 
     def knows(self, optimizer: Any, stash: Stash) -> bool:
         return kernel_of(optimizer) is not None and can_wait()

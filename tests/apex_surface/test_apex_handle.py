@@ -203,6 +203,7 @@ def test_a_wrapped_optimizer_scales_each_of_its_losses(amp, overflow):
     handle = amp.init(loss_scale=4.0)
     optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.25), num_loss=2)
     assert isinstance(optimizer, amp.opt.OptimWrapper) and optimizer.param_groups[0]["lr"] == 0.25
+    assert repr(optimizer).startswith("SGD (")
     expected = 1.0
     for iteration in range(2):
         optimizer.zero_grad()

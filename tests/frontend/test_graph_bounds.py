@@ -214,6 +214,18 @@ def test_names_debugging_and_repr(capsys):
     assert "compiled" not in capsys.readouterr().out
     for part in (first.name, "training=True", "(model): Linear", "(optimizer): SGD"):
         assert part in repr(first)
+    in_parts = Step(model, SGD(model.parameters()), dtype=torch.bfloat16, steps=2)
+    assert "amp=torch.bfloat16, gradient_accumulation_steps=2" in repr(in_parts.config)
+
+
+@pytest.mark.parametrize(("ranks", "prints"), [(0, True), (1, False), ([1, 0], True), ([1, 2], False), (-1, True)])
+def test_debugging_prints_on_the_named_ranks(ranks, prints, capsys):
+    """Without a process group the process is rank 0."""
+    plain = convnet()
+    graph = Step(plain, SGD(plain.parameters()))
+    graph.debug(0, ranks=ranks)
+    graph(*images(0))
+    assert ("compiled 1 graph(s)" in capsys.readouterr().out) is prints
 
 
 class Fails(torch.optim.SGD):

@@ -169,6 +169,8 @@ def test_state_dict_is_written_into_a_destination_and_unknown_keys_are_refused()
     assert amp.state_dict(destination) is destination and list(destination) == ["loss_scaler0", "loss_scaler1"]
     with pytest.raises(RuntimeError, match="unexpected keys 'model'"):
         amp.load_state_dict({**destination, "model": {}})
+    with pytest.raises(RuntimeError, match=r"a loss scaler has \['loss_scale'\]; wanted loss_scale and unskipped"):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0}})
     amp.load_state_dict({"loss_scaler1": {"loss_scale": 4.0, "unskipped": 7}})
     assert amp.state_dict()["loss_scaler1"] == {"loss_scale": 4.0, "unskipped": 7}
     with pytest.raises(TypeError):

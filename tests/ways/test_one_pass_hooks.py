@@ -95,7 +95,7 @@ def test_a_class_with_a_replaced_step_is_not_in_the_table(replaced, monkeypatch)
     """Where its first optimizer is initialized afterwards: `initialize` makes a subclass of each class once."""
     if replaced:
         monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
-    assert one_pass.suits_class(torch.optim.SGD) is not replaced
+    assert one_pass.IN_ONE_PASS.suits_class(torch.optim.SGD) is not replaced
 
 
 def test_torch_is_asked_whether_a_graph_is_captured(monkeypatch):

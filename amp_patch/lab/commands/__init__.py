@@ -5,5 +5,3 @@ one trains for about half a second, the others wait. A process *hands its turn o
 run is its file of events, one line of JSON each. *Asked* steps, levels and runs are those that the user requested; the
 script may have made others. A *trial* is one attempt of a search, with one batch or with one set of kept modules.
 """
-
-from __future__ import annotations

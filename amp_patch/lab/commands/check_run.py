@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 
 from amp_patch.environment import LEVEL
 from amp_patch.lab.commands import run
@@ -40,23 +40,11 @@ def check_run(script: str, arguments: list[str], as_json: bool, device: str | No
     level would break a line, 2 if the script failed or made no step, else 0.
     """
     os.environ[LEVEL] = "O0"  # overrides the level of a call of `initialize` in the script
-    first, given = (
-        SurveyedScript(),
-        argparse.Namespace(
-            module=False,
-            script=script,
-            arguments=arguments,
-            level=None,
-            device=device,
-            methods=None,
-            allow_banned=False,
-        ),
-    )
+    first, options = SurveyedScript(), {"module": False, "level": None, "methods": None, "allow_banned": False}
+    given = argparse.Namespace(script=script, arguments=arguments, device=device, **options)
     try:
-        with redirect_stdout(sys.stderr) if as_json else suppress(FirstStepOver):
+        with suppress(FirstStepOver), redirect_stdout(sys.stderr) if as_json else nullcontext():
             run.run(given, around=first)
-    except FirstStepOver:
-        pass
     except SystemExit as error:
         if error.code:
             print(error.code if isinstance(error.code, str) else "", file=sys.stderr)

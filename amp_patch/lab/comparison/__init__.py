@@ -12,5 +12,3 @@ Words of this package:
 - kept module: a module that a level leaves in higher precision (`keep_fp32`, `keep_high`).
 - rung: a suffix of a level, such as O5+split, with which masters or optimizer state take fewer bytes.
 """
-
-from __future__ import annotations

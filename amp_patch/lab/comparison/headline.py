@@ -10,15 +10,7 @@ from amp_patch.lab.comparison.plan import variables
 from amp_patch.lab.comparison.recommendation import larger_batch, of_others, speed_in_words
 from amp_patch.lab.comparison.verdict import interval_of, margin_in_words, percent_of
 from amp_patch.lab.recording.run import NATIVE
-from amp_patch.lab.wording import (
-    clock_time,
-    counted,
-    ratio,
-    relative_size,
-    shortest_distinct,
-    signed,
-    type_name,
-)
+from amp_patch.lab.wording import clock_time, counted, ratio, relative_size, shortest_distinct, signed, type_name
 
 _TOLD = 3  # lines on the card; the section below it has all
 
@@ -177,14 +169,6 @@ def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
     ]
     command = f"{variables(best.level, other)} python -m amp_patch run {comparison.command}"
     return edit, command if comparison.command else ""
-
-
-def why_failed(level: LevelResult) -> str:
-    """Return the error of the level's first failed run with its place, shortened to one line.
-
-    The caller has found that a run of the level failed.
-    """
-    return level.failed[0].error_in_short
 
 
 def in_short(level: LevelResult, comparison: Comparison) -> str:

@@ -59,7 +59,6 @@ def html(comparison: Comparison) -> str:
         before=before,
         last=last,
         in_words=what_next.advice(comparison),
-        why_failed=headline.why_failed,
         rows=cards if any(row.speed for row in cards) else [],
         axis=axis(comparison),
         what_memory=headline.what_memory(comparison),

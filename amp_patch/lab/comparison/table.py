@@ -39,13 +39,8 @@ def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
     """
     if not any(level.runs for level in comparison.levels):
         return [_coloured(comparison.summary, "bold", colours)]  # not wrapped: a path in it can be copied
-    parts: list[list[str]] = []
-    if comparison.levels:
-        parts += [_overview(comparison), _gaps(comparison), _verdicts(comparison, colours)]
-    if any(level.runs for level in comparison.levels):
-        parts += [_times(comparison), _sizes(comparison)]
-    parts += [_looks(comparison), _machine(comparison)]
-    parts += [_edits(comparison)]
+    parts = [_overview(comparison), _gaps(comparison), _verdicts(comparison, colours)]
+    parts += [_times(comparison), _sizes(comparison), _looks(comparison), _machine(comparison), _edits(comparison)]
     parts += [[line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
     sizes = dict.fromkeys(line for level in comparison.levels for line in level.advice)
     parts += [[line for advice in sizes for line in _wrapped(f"Size: {advice}.")]]

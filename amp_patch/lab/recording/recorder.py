@@ -129,9 +129,7 @@ class Recorder(observers.Observer):
         between_steps: called between two steps, after each flush of the sinks. Its time is counted in no step.
 
     Attributes:
-        trainings: the number of seen calls of `initialize`, also with `enabled=False`, and of trainings that began
-            before the recording.
-        enabled: whether any of them was enabled.
+        enabled: whether a training was seen. With `enabled=False`, `initialize` makes none.
         losses: how many losses were seen, of `scale_loss` and of GradScalers.
         steps: how many steps were recorded.
     """
@@ -149,7 +147,7 @@ class Recorder(observers.Observer):
     ) -> None:
         if stop_after is not None and (isinstance(stop_after, bool) or stop_after < 1):
             raise ValueError(f"Recorder: stop_after is {stop_after!r}; wanted a positive integer, or None")
-        self.trainings = self.losses = self.steps = 0
+        self.losses = self.steps = 0
         self.enabled = False
         self.process = os.getpid()
         self._outbox = Outbox(list[Sink](sinks))
@@ -224,10 +222,7 @@ class Recorder(observers.Observer):
     # Events of a training, as an `Observer` of it.
 
     def training_begun(self, training: Training | None) -> None:
-        if not self.is_recording():
-            return
-        self.trainings += 1
-        if training is not None:
+        if training is not None and self.is_recording():
             self._lead = None  # without this, an earlier training's optimizer would still delimit the steps
             self._hooks.add(alive(training.models))
             self._adopt(training)
@@ -266,7 +261,6 @@ class Recorder(observers.Observer):
     def _adopt_earlier(self, optimizer: Any) -> None:
         """Adopt the training of an optimizer that was initialized before the recording began."""
         if (training := training_of(optimizer)) is not None and training not in self._adopted:
-            self.trainings += 1
             self._adopt(training)
 
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any, eager: bool) -> None:

@@ -115,9 +115,8 @@ class Step:
             "parts": parts,
             "scale": next((scales[i] for i in reversed(own) if bodies[i].loss_id == first_id), _NAN),
             "skipped": bool(skipped),
-            "samples": max(
-                samples.values(), default=self.unclaimed_samples
-            ),  # several losses (a GAN's) come from the same samples
+            # Several losses (a GAN's) come from the same samples.
+            "samples": max(samples.values(), default=self.unclaimed_samples),
         }
 
 

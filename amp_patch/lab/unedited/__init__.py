@@ -1,3 +1,1 @@
 """Training of unedited scripts, which use torch alone, at an opt level. Start with `script.py`."""
-
-from __future__ import annotations

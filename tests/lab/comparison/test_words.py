@@ -131,7 +131,7 @@ def test_a_failed_level_shows_error_and_place_in_its_row():
     made = compare(seeds("O0", *BASE), seeds("O1", *SAME), [long])
     assert re.fullmatch(
         r"RuntimeError: (no )+\.\.\. \(train\.py, line 31; see runs/O2-seed0\.log\)",
-        said := headline.why_failed(made.levels[2]),
+        said := made.levels[2].failed[0].error_in_short,
     )
     assert len(said) < 170 and f'<div class="failed">{said}</div>' in page.html(made)
 

@@ -83,4 +83,4 @@ def test_a_table_is_aligned_as_text_and_escaped_as_html():
         f"title:\n  name   n\n  a      1\n  {NAME}\n        22\nline"
     )
     assert as_text([Table([("a", "b", "c"), ("aa", "bb", "")])]) == "a   b   c\naa  bb"
-    assert Page(as_html([Table(rows), "line"])).cells == ["a", "1", NAME, "22", "line"]
+    assert Page(as_html([Table(rows), "line", Table([], title="none")])).cells == ["a", "1", NAME, "22", "line"]
