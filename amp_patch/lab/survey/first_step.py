@@ -47,6 +47,11 @@ class FirstStep(observers.Observer):
         return any(self._steps.values())
 
     @property
+    def unedited(self) -> bool:
+        """Whether `run` would train the script at a level, and serve some of its lines."""
+        return False
+
+    @property
     def report(self) -> Report:
         """The findings of the survey. They are complete after the `with` block."""
         return self._surveyor.report
@@ -54,6 +59,7 @@ class FirstStep(observers.Observer):
     def training_begun(self, training: Any) -> None:
         if training is None:
             return
+        self._surveyor.unedited = self.unedited
         optimizers = training.own_optimizers()
         for optimizer in optimizers:
             self._steps.setdefault(id(optimizer), 0)

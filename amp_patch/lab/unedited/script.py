@@ -229,6 +229,11 @@ class UneditedScript(observers.Observer):
     def _applies(self) -> bool:
         return not (self._left_alone or self._is_of_ours())
 
+    @property
+    def serves(self) -> bool:
+        """Whether the script is trained here, and does not call `initialize` itself."""
+        return self._applies()
+
     def _say(self, note: str) -> None:
         if self._applies() and note not in self.notes:
             self.notes.append(note)
