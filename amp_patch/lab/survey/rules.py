@@ -220,7 +220,7 @@ def _asked_for_fp32(call: Call) -> Iterator[Finding]:
 
 
 def _averages_stand_still(call: Call) -> Iterator[Finding]:
-    """Find writes into a tensor that no optimizer holds, such as an average, if rounding loses most of the changes."""
+    """Find writes into a tensor that no optimizer trains, such as an average, if rounding loses most of the changes."""
     if call.written is None or not call.inputs:
         return
     (name, before), facts = call.written, (call.outputs or call.inputs)[0][1]
@@ -234,7 +234,7 @@ def _averages_stand_still(call: Call) -> Iterator[Finding]:
         return 2 * int((changed & ((low.float() + change).to(dtype) == low)).sum()) > int(changed.sum())
 
     if kinds := where(facts.low & CASTING, loses):
-        what = f"{name!r}, which no optimizer holds, is changed by less than a step of {type_names(kinds)}: it stands "
+        what = f"{name!r}, which no optimizer trains, is changed by less than a step of {type_names(kinds)}: it stands "
         edit = "a module of its own that has buffers and no parameters, or keep_fp32= for its module"
         yield Finding(kinds, f"{what}still", edit, served=kinds <= call.served)
 

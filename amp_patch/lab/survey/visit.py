@@ -61,7 +61,7 @@ class Visitor(TorchFunctionMode):
         self.look, self.take = look, take
         self.facts = WeakTensorKeyDictionary()
         self.models: list[nn.Module] = []
-        self.untrained: dict[int, str] = {}  # address of a model's float tensor that no optimizer holds -> its name
+        self.untrained: dict[int, str] = {}  # address of a model's float tensor that no optimizer trains -> its name
         self.averages: set[str] = set()  # names of such tensors in modules that `run` keeps in FP32
         self.asked: list[Place] = []  # the lines of the entered torch.autocasts that ask for FP32
         self.plain = 0  # the number of entered regions in which O1 casts nothing
@@ -76,7 +76,7 @@ class Visitor(TorchFunctionMode):
     # Models.
 
     def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
-        """Follow the forwards of a model. `trained` has the parameters that an optimizer holds."""
+        """Follow the forwards of a model. `trained` has the parameters that an optimizer trains."""
         self.models.append(model)
         self.stack.enter_context(eagerly())
         kept = kept_modules([model], OPT_LEVELS["O2"], ())
@@ -224,7 +224,7 @@ class Visitor(TorchFunctionMode):
         return result
 
     def note_write(self, call: Call, tensor: Tensor) -> None:
-        """Store in a call the name and numbers of `tensor`, into which it will write, if no optimizer holds that."""
+        """Store in a call the name and numbers of `tensor`, into which it will write, if no optimizer trains that."""
         path = self.untrained.get(tensor.untyped_storage().data_ptr())
         if path is not None:
             call.written, call.served = (path, tensor.detach().clone()), CASTING if path in self.averages else NONE

@@ -107,6 +107,18 @@ def average_of_weights():
     return Own(), F.mse_loss
 
 
+def average_that_the_optimizer_holds():
+    model, loss_fn = average_of_weights()
+    return model, loss_fn, model.parameters()
+
+
+def frozen_average_of_outputs():
+    model, loss_fn = average_of_outputs()
+    del model.mean
+    model.mean = nn.Parameter(torch.ones(4), requires_grad=False)
+    return model, loss_fn, model.parameters()
+
+
 def average_of_outputs():
     class Own(Net):
         def __init__(self):
@@ -134,15 +146,18 @@ CASES = {  # case -> levels of its served lines, and of its other lines
     probabilities_of_a_tangent: ([], FUNCTIONS),
     average_of_weights: (["O5", "O7"], []),
     average_of_outputs: ([], MODELS),
+    average_that_the_optimizer_holds: (["O5", "O7"], []),
+    frozen_average_of_outputs: ([], MODELS),
 }
 
 
 def trained(case, steps=12):
     """Train a case as a script that knows torch alone. Return its last losses."""
     torch.manual_seed(0)
-    model, loss_fn = case()
+    model, loss_fn, *held = case()
     x, y = torch.randn(8, 4), torch.rand(8, 4)
-    optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01), []
+    params = held[0] if held else [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.SGD(params, lr=0.01), []
     for _ in range(steps):
         loss = loss_fn(model(x), y)
         optimizer.zero_grad()
@@ -169,7 +184,7 @@ def test_a_served_line_of_an_unedited_script_breaks_no_level(case, recwarn):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_the_same_line_breaks_a_script_that_calls_initialize(case):
     torch.manual_seed(0)
-    model, loss_fn = case()
+    model, loss_fn, *_ = case()
     report = amp.survey(model, loss_fn, (torch.randn(8, 4), torch.rand(8, 4)))
     assert by_served(report) == CASES[case], str(report)
     assert report.broken == sorted(CASES[case][0] + CASES[case][1])
