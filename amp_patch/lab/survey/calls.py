@@ -95,8 +95,8 @@ class Call:
         errors: kind of levels -> the error that torch raises if the arguments have the types of that kind.
         served: the kinds of levels at which `run` serves the call: it mends the error, or what is written stays FP32.
         in_place: whether it writes into its first argument.
-        written: if it writes into a tensor of the model that no optimizer trains: the name of that tensor, and a copy of
-            its numbers before the call.
+        written: if it writes into a tensor of the model that no optimizer trains: the name of that tensor, and a copy
+            of its numbers before the call.
     """
 
     func: Any

@@ -110,7 +110,7 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
     """Find subtractions and losses whose targets a level rounds too much.
 
     Too much is a rounding to other whole numbers, or by more than `_SHARE` of the targets' spread. If predictions and
-    targets differ by less than the rounding, they are no targets but earlier predictions (PPO's old log probabilities).
+    targets differ by less than FP16's rounding, they are no targets but earlier predictions (PPO's log probabilities).
     """
     if call.op not in _DIFFERENCES or len(call.inputs) < 2:
         return
@@ -123,10 +123,10 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
     kinds = _changed_whole_numbers(target, known)
     lost = _SHARE * float(target.detach().std()) * target.numel() ** 0.5 if target.numel() > 1 else math.inf
     exact, apart = target.detach(), float((one - two).detach().norm())
+    least = float((exact - exact.to(torch.float16)).norm())
 
     def is_coarse(dtype: torch.dtype) -> bool:
-        error = float((exact - exact.to(dtype)).norm())
-        return error > lost > 0 and error < apart
+        return float((exact - exact.to(dtype)).norm()) > lost > 0 and least < apart
 
     kinds |= where(guess.rounded, is_coarse)
     if kinds:

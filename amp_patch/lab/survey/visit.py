@@ -413,9 +413,10 @@ class Visitor(TorchFunctionMode):
                         call.func(*args, **kwargs)
                 except (RuntimeError, TypeError) as error:
                     self._tried[key] = error, mends(call, kind, error, args, kwargs)
-            # torch's error does not count if the script has raised an input to FP32: such code may test the incoming
-            # type, and convert back in a branch that this FP32 run did not take.
-            on_purpose = any(facts.raised and kind not in facts.low for _, facts in call.inputs)
+            # torch's error does not count if the script has raised an input to FP32, and reads dtypes: it may test the
+            # incoming type, and convert back in a branch that this FP32 run did not take.
+            raised = any(facts.raised and kind not in facts.low for _, facts in call.inputs)
+            on_purpose = raised and self._read is not None
             if (known := self._tried[key]) is not None and not on_purpose:
                 call.errors[kind], served = known
                 call.served |= {kind} if served else NONE
