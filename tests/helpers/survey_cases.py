@@ -103,6 +103,18 @@ def years():
     return Net(), lambda loss: loss, (torch.randn(8, 4), torch.arange(1980.0, 2012.0, 4.0))
 
 
+def years_near_the_first_prediction():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, y):
+            return F.l1_loss(input=self.layer(x) + 3000, target=y)  # breaks: O1 O2 O3 O4 O5 O6 O7; notes: O5 O7
+
+    return Net(), lambda loss: loss, (torch.randn(8, 4), 3000 + torch.randn(8, 4))
+
+
 def mask_of_the_smallest_number():
     class Net(Attention):
         def forward(self, x, mask):
@@ -394,7 +406,14 @@ def copied_rows():
 
 
 CASES = (
-    *(times, times_as_integers, years, mask_of_the_smallest_number, mask_without_a_dead_row),
+    *(
+        times,
+        times_as_integers,
+        years,
+        years_near_the_first_prediction,
+        mask_of_the_smallest_number,
+        mask_without_a_dead_row,
+    ),
     *(mask_of_the_types_smallest_number, mask_in_fused_attention, mask_of_a_billion, mask_times_a_billion),
     *(mask_in_a_learned_bias, copied_rows),
     *(mask_of_another_tensors_smallest_number, row_of_another_tensors_smallest_number, mask_of_a_tensor),

@@ -228,6 +228,36 @@ def mixed_types():
     return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
 
 
+def fp32_that_stays():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.head(self.layer(x).float().exp())  # breaks: O2 O3 O5 O7
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
+def fp32_that_is_converted_back():
+    """A branch that an FP32 step does not take converts the numbers back."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.layer(x)
+            wide = h.float().exp()
+            if h.dtype is not torch.float32:
+                wide = wide.to(h.dtype)
+            return self.head(wide)
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
+
+
 def small_products():
     class Net(nn.Module):
         def __init__(self):
@@ -245,5 +275,5 @@ FUNCTION_CASES = (
     *(linear_algebra, ctc, custom_fwd, autocast_to_fp32, matrix_exponential, large_matrix_exponential),
     *(numpy_of_outputs, loss_inside, low_temperature, norm_of_small_variances, norm_of_small_numbers, squares),
     *(norm_of_equal_numbers, norm_of_equal_numbers_with_a_larger_eps),
-    *(small_gradients, mixed_types, small_products),
+    *(small_gradients, mixed_types, fp32_that_stays, small_products),
 )

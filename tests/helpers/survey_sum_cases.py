@@ -68,6 +68,15 @@ def clamp_below_one():
     return Net(8, 8), F.mse_loss, (torch.randn(64, 8), torch.randn(64, 8))
 
 
+def logarithm_of_minus_x():
+    class Net(Layer):
+        def forward(self, x):
+            below = torch.sigmoid(9 * self.layer(x)).clamp(max=0.999999)
+            return -torch.log1p(-below)  # breaks: O1 O2 O3 O4 O5 O6 O7
+
+    return Net(8, 8), F.mse_loss, (torch.randn(64, 8), torch.randn(64, 8))
+
+
 def clamp_of_fp32():
     class Net(Layer):
         def forward(self, x):
@@ -106,6 +115,35 @@ def hours_of_seconds():
 
     seconds = torch.arange(50000.25, 50032.0)
     return Net(2, 4), F.mse_loss, (torch.randn(32), seconds, ((seconds % 24) / 24)[:, None].expand(-1, 4))
+
+
+def hours_between_times():
+    class Net(Layer):
+        def forward(self, x, t):
+            since = torch.diff(t, prepend=t[:1])  # breaks: O2 O3 O5 O7
+            return self.layer(torch.stack([x, since], -1))
+
+    t = torch.cumsum(torch.rand(64), 0) + 5000
+    return Net(2, 4), F.mse_loss, (torch.randn(64), t, torch.diff(t, prepend=t[:1])[:, None].expand(-1, 4))
+
+
+def standard_deviation():
+    class Net(Layer):
+        def forward(self, x):
+            h = self.layer(x) + 700
+            spread, mean = torch.std_mean(h, dim=-1, keepdim=True)  # breaks: O1 O2 O3 O4 O5 O6 O7
+            return (h - mean) / (spread + 1e-3)
+
+    return Net(8, 8), F.mse_loss, (torch.randn(16, 8), torch.randn(16, 8))
+
+
+def standard_deviation_of_small_numbers():
+    class Net(Layer):
+        def forward(self, x):
+            h = self.layer(x)
+            return (h - h.mean(-1, keepdim=True)) / (h.std(dim=(-1,), keepdim=True) + 1e-3)
+
+    return Net(8, 8), F.mse_loss, (torch.randn(16, 8), torch.randn(16, 8))
 
 
 def times_from_the_first():
@@ -163,7 +201,8 @@ def complex_numbers():
 
 SUM_CASES = (
     *(variance_as_a_difference, variance_of_fp32, total_of_a_loop, total_of_a_short_loop, hours_of_seconds),
-    *(logarithm_of_one_minus_x, logarithm_of_one_minus_small_x, clamp_below_one, clamp_of_fp32),
+    *(logarithm_of_one_minus_x, logarithm_of_one_minus_small_x, logarithm_of_minus_x, clamp_below_one, clamp_of_fp32),
+    *(hours_between_times, standard_deviation, standard_deviation_of_small_numbers),
     *(times_from_the_first, average_that_is_assigned, pixels, complex_numbers),
 )
 SUM_CLEAN = (average_that_is_assigned_in_fp32,)

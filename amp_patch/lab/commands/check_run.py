@@ -27,6 +27,10 @@ class SurveyedScript(FirstStep):
         return self
 
     @property
+    def unedited(self) -> bool:
+        return self._script.serves
+
+    @property
     def why_nothing(self) -> str:
         """The reason why no step was made, in words, and the change of the script that helps, if one is known."""
         missing = self._script.missing()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.lab.survey.kinds import Facts, Kind, Kinds, Place
+from amp_patch.lab.survey.kinds import NONE, Facts, Kind, Kinds, Place
 from amp_patch.support.scripts_line import INSTALLED, frames
 
 _NOT_THE_USERS = ("torch", "amp_patch", "contextlib", "functools", "runpy")
@@ -24,6 +24,8 @@ _SAME = {
     "clip": "clamp", "not_equal": "ne", "greater": "gt", "less": "lt", "greater_equal": "ge", "less_equal": "le",
 }  # fmt: skip
 _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rdiv": "div", "rtruediv": "div", "rpow": "pow"}
+_RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "gumbel", "exponential", "poisson")
+_UNSAFE = ("grid_sample",)  # a CPU's kernel for low precision reads outside of large images
 
 
 def op_of(func: Any) -> tuple[str, bool]:
@@ -65,6 +67,17 @@ def running_optimizer() -> torch.optim.Optimizer | None:
     return next((each for each in selves if isinstance(each, torch.optim.Optimizer)), None)
 
 
+def in_place(name: str, args: Any) -> bool:
+    """Return whether a function writes into its first argument."""
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return writes and bool(args) and isinstance(args[0], Tensor)
+
+
+def only_once(op: str) -> bool:
+    """Return whether a function must not be called a second time in low precision."""
+    return any(word in op for word in _RANDOM + _UNSAFE)
+
+
 @dataclass
 class Call:
     """One call of a torch function.
@@ -80,9 +93,10 @@ class Call:
         plain: whether the call is in a region in which O1 and O4 cast nothing.
         asked: the line of user code of the torch.autocast around the call, if it asks for FP32; else None.
         errors: kind of levels -> the error that torch raises if the arguments have the types of that kind.
+        served: the kinds of levels at which `run` serves the call: it mends the error, or what is written stays FP32.
         in_place: whether it writes into its first argument.
-        written: if it writes into a tensor of the model that no optimizer holds: the name of that tensor, and a copy of
-            its numbers before the call.
+        written: if it writes into a tensor of the model that no optimizer trains: the name of that tensor, and a copy
+            of its numbers before the call.
     """
 
     func: Any
@@ -96,6 +110,7 @@ class Call:
     plain: bool = False
     asked: Place | None = None
     errors: dict[Kind, Exception] = field(default_factory=dict)
+    served: Kinds = NONE
     in_place: bool = False
     written: tuple[str, Tensor] | None = None
     name: str = ""

@@ -23,6 +23,7 @@ class Finding(NamedTuple):
         op: the operation at fault, if it is not the function of the call; else "".
         breaks: whether the problem breaks the levels, by an error or wrong numbers. If not, the finding is a note.
         raises: whether the problem is an error, which a level without that error does not have.
+        served: whether `run` and `compare` train an unedited script without the problem.
     """
 
     kinds: Kinds
@@ -32,6 +33,7 @@ class Finding(NamedTuple):
     op: str = ""
     breaks: bool = True
     raises: bool = False
+    served: bool = False
 
 
 Rule = Callable[[Call], Iterator[Finding]]

@@ -47,6 +47,11 @@ class FirstStep(observers.Observer):
         return any(self._steps.values())
 
     @property
+    def unedited(self) -> bool:
+        """Whether `run` would train the script at a level, and serve some of its lines."""
+        return False
+
+    @property
     def report(self) -> Report:
         """The findings of the survey. They are complete after the `with` block."""
         return self._surveyor.report
@@ -54,14 +59,16 @@ class FirstStep(observers.Observer):
     def training_begun(self, training: Any) -> None:
         if training is None:
             return
+        self._surveyor.unedited = self.unedited
         optimizers = training.own_optimizers()
         for optimizer in optimizers:
             self._steps.setdefault(id(optimizer), 0)
         held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        trained = [p for p in held if p.requires_grad]  # of an average that an optimizer holds, nothing is trained
         for model in (m for ref in training.models if (m := ref()) is not None):
             if id(model) not in self._models:
                 self._models[id(model)] = model
-                self._surveyor.follow(model, held)
+                self._surveyor.follow(model, trained)
                 self.entered.callback(model.register_forward_pre_hook(self._forward_begins()).remove)
 
     def _forward_begins(self) -> Any:

@@ -145,6 +145,8 @@ class Facts:
         low: the levels at which it has the low-precision type.
         rounded: the levels at which its numbers, or numbers that it was computed from, were rounded to the
             low-precision type, even if its own type is FP32.
+        widened: the levels at which it is FP32, and is a conversion, a view or a clamp of a low-precision tensor.
+        permitted: the levels at which it is low precision, and would be FP32 with `allow_banned=True`.
         learned: whether it depends on a parameter. If so, its numbers at a level are not computed.
         raised: whether user code has converted it, or a tensor that it was computed from, to FP32.
         values: if it is not learned, the tensor at each kind of level where its type or numbers differ from FP32's.
@@ -162,6 +164,8 @@ class Facts:
 
     low: Kinds = NONE
     rounded: Kinds = NONE
+    widened: Kinds = NONE
+    permitted: Kinds = NONE
     learned: bool = False
     raised: bool = False
     values: dict[Kind, Tensor] = field(default_factory=dict)
@@ -209,4 +213,5 @@ def uncast(facts: Facts) -> Facts:
     Its type is then FP32 at the levels that cast models; its numbers stay rounded.
     """
     values = {kind: value.float() if kind.casts else value for kind, value in facts.values.items()}
-    return replace(facts, low=facts.low - CASTING, values=values)
+    widened = facts.widened | facts.low & CASTING
+    return replace(facts, low=facts.low - CASTING, widened=widened, values=values)

@@ -18,11 +18,12 @@ _SHARE = 0.1  # a rounding error above this share of the spread of the numbers i
 _NATS = 1.0  # a rounding error above this in a softmax's largest argument is reported
 _TINY = 2.0**-14  # a guard matters only if a guarded number is smaller than this
 _POLES = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow")
-_POLES_AT_ONE = ("acos", "asin", "atanh", "erfinv", "logit")
+_POLES_AT_ONE = ("acos", "asin", "atanh", "erfinv", "logit", "log1p")
 _SHRINKING = ("mul", "div", "pow", "square", "exp", "softmax", "matmul", "bmm", "linear")
 _CARRYING = ("dropout", "clone", "contiguous", "reshape", "to", "float")  # change no number
 _SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
 _NORMS = {"batch_norm": "channels", "instance_norm": "rows", "group_norm": "all", "layer_norm": "last", "rms_norm": ""}
+_NORMS |= dict.fromkeys(("std", "var", "std_mean", "var_mean"), "own")
 
 
 def _overflows(call: Call) -> Iterator[Finding]:
@@ -202,14 +203,16 @@ def _guards_vanish(call: Call) -> Iterator[Finding]:
 
 
 def _ones_are_met(call: Call) -> Iterator[Finding]:
-    """Find functions with a pole at 1 of numbers that are below 1 and round to 1, as 1 - 1e-6 of a clamp."""
+    """Find functions with a pole at 1, or -1, of numbers within 1 that round to it, as 1 - 1e-6 of a clamp."""
     if call.op not in _POLES_AT_ONE or not call.learned or not call.inputs:
         return
     tensor, facts = call.inputs[0]
-    size = tensor.detach().abs() if facts.low else tensor
+    pole = -1 if call.op == "log1p" else 1
+    size = -tensor.detach() if pole < 0 else tensor.detach().abs()
     if kinds := where(facts.low, lambda dtype: bool(((size < 1) & (size.to(dtype) >= 1)).any())):
-        what = f"{call.op} of numbers that are not 1, and are 1 in {type_names(kinds)}: its gradient is infinite there"
-        yield Finding(kinds, what, "x.float() before the clamp, or clamp(-0.99, 0.99)")
+        what = f"{call.op} of numbers that are not {pole}, and are {pole} in {type_names(kinds)}: "
+        edit = "x.float() before the clamp, or clamp(-0.99, 0.99)"
+        yield Finding(kinds, f"{what}its gradient is infinite there", edit)
 
 
 def _guard(call: Call, low: Kinds) -> Guard | None:
@@ -249,7 +252,7 @@ def _softmax_is_coarse(call: Call) -> Iterator[Finding]:
 
 
 def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
-    """Find norms whose input spreads so little that rounding changes more than `_SHARE` of the spread."""
+    """Find norms and spreads of an input that spreads so little that rounding changes more than `_SHARE` of it."""
     if call.op not in _NORMS or not call.inputs or not call.low():
         return
     tensor, facts = call.inputs[0]
@@ -259,6 +262,7 @@ def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
         "all": list(range(1, tensor.dim())),
         "last": [-1],
         "": [],
+        "own": _dims_of(call),
     }[_NORMS[call.op]]
     if not dims or tensor.numel() < 2:
         return
@@ -277,6 +281,14 @@ def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
         worst = number(float(variance[varies].min()))
         what = f"{call.op} of numbers with a variance of {worst}: they differ by less than {type_names(kinds)}'s steps"
         yield Finding(kinds, what, "take the mean off, or scale them up, before the model; or keep_fp32= for both")
+
+
+def _dims_of(call: Call) -> list[int]:
+    """Return the dimensions over which `x.std(dim)`, or another spread, is taken: all of them without `dim`."""
+    dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+    if isinstance(dim, int) and not isinstance(dim, bool):
+        return [dim]
+    return [*dim] if isinstance(dim, tuple | list) else [*range(call.inputs[0][0].dim())]
 
 
 def _norms_are_of_equal_numbers(call: Call) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from amp_patch.lab.survey.kinds import LEVELS, Place
 from amp_patch.lab.wording import listed, type_name
 
+_SERVED = "run and compare serve it; a script with amp.initialize needs the edit"
 _JUDGES = "The survey judges the mechanics of one step: ranges, types and roundings. It trains nothing."
 
 
@@ -25,7 +26,9 @@ class Line:
         edit: a change of user code that avoids it.
         modules: the names of the modules whose forward runs the line.
         breaks: whether the problem breaks a training. If not, the line is a note: a level with notes alone is clear.
-        raises: whether the problem is an error. `run` and `compare` serve some of these lines without one.
+        raises: whether the problem is an error.
+        served: whether `run` and `compare` train the level without the problem, if the script is not edited. In the
+            survey of such a script the line is a note.
     """
 
     file: str
@@ -38,6 +41,19 @@ class Line:
     modules: list[str] = field(default_factory=list)
     breaks: bool = True
     raises: bool = False
+    served: bool = False
+
+    @property
+    def note(self) -> str:
+        """The end of the line's first line in a report: why the line is a note. "" if it breaks its levels."""
+        if self.breaks:
+            return ""
+        return f", a note: {_SERVED if self.served else 'the training does not break by it'}"
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The attributes that tell this line from other lines of a report."""
+        return self.file, self.line, self.op, self.edit, self.breaks, self.served
 
     @property
     def place(self) -> str:
@@ -73,12 +89,13 @@ class Report:
         module: str = "",
         breaks: bool = True,
         raises: bool = False,
+        served: bool = False,
     ) -> None:
-        """Add a line. If the report has a line with this place, operation and edit, add levels and module to that."""
-        key = (place.file, place.line, op, edit)
-        found = next((each for each in self.lines if (each.file, each.line, each.op, each.edit) == key), None)
+        """Add a line. If the report has a line of the same `key`, add levels and module to that."""
+        key = (place.file, place.line, op, edit, breaks, served)
+        found = next((each for each in self.lines if each.key == key), None)
         if found is None:
-            found = Line(place.file, place.line, place.called, op, [], what, edit, breaks=breaks, raises=raises)
+            found = Line(place.file, place.line, place.called, op, [], what, edit, [], breaks, raises, served)
             self.lines.append(found)
             self.lines.sort(key=lambda each: (each.file, each.line))
         if module and module not in found.modules:
@@ -101,8 +118,7 @@ class Report:
     def _text(self) -> Iterator[str]:
         for line in self.lines:
             called = f" (called at {line.called})" if line.called else ""
-            note = "" if line.breaks else ", a note: the training does not break by it"
-            yield f"{line.place}{called}  {line.op}  at {', '.join(line.levels)}{note}"
+            yield f"{line.place}{called}  {line.op}  at {', '.join(line.levels)}{line.note}"
             yield f"    {line.what}"
             yield f"    edit: {line.edit}"
         yield f"clear: {listed(self.clear)}" if self.clear else "no level is clear"

@@ -110,7 +110,7 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
     """Find subtractions and losses whose targets a level rounds too much.
 
     Too much is a rounding to other whole numbers, or by more than `_SHARE` of the targets' spread. If predictions and
-    targets differ by less than the rounding, they are no targets but earlier predictions (PPO's old log probabilities).
+    targets differ by less than FP16's rounding, they are no targets but earlier predictions (PPO's log probabilities).
     """
     if call.op not in _DIFFERENCES or len(call.inputs) < 2:
         return
@@ -123,10 +123,10 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
     kinds = _changed_whole_numbers(target, known)
     lost = _SHARE * float(target.detach().std()) * target.numel() ** 0.5 if target.numel() > 1 else math.inf
     exact, apart = target.detach(), float((one - two).detach().norm())
+    least = float((exact - exact.to(torch.float16)).norm())
 
     def is_coarse(dtype: torch.dtype) -> bool:
-        error = float((exact - exact.to(dtype)).norm())
-        return error > lost > 0 and error < apart
+        return float((exact - exact.to(dtype)).norm()) > lost > 0 and least < apart
 
     kinds |= where(guess.rounded, is_coarse)
     if kinds:
@@ -141,22 +141,28 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
 
 
 def _probabilities_saturate(call: Call) -> Iterator[Finding]:
-    """Find binary cross entropies whose probabilities round to 0 or 1, or which a level refuses."""
+    """Find binary cross entropies whose probabilities round to 0 or 1, or which a level refuses.
+
+    `run` permits them, and computes sigmoids in FP32. It does not serve other probabilities that a level rounds to 0
+    or 1.
+    """
     if call.op != "binary_cross_entropy" or not call.inputs:
         return
     tensor, facts = call.inputs[0]
     edit = "binary_cross_entropy_with_logits, without the sigmoid"
-    refused = facts.low - CASTING
-    if refused:
-        what = f"binary_cross_entropy of {type_names(refused)} is refused"
-        yield Finding(refused, what, f"{edit}; or allow_banned=True", raises=True)
     p = tensor.detach()
 
     def saturates(dtype: torch.dtype) -> bool:
         near = (p < 1) & (1 - p < torch.finfo(dtype).eps / 2)
         return bool((near | ((p > 0) & (p.to(dtype) == 0))).any())
 
-    if kinds := where(facts.rounded & CASTING, saturates):
+    refused = facts.low - CASTING
+    rounded = where(refused - facts.permitted, saturates)
+    for kinds, served in (refused - rounded, True), (rounded, False):
+        if kinds:
+            what = f"binary_cross_entropy of {type_names(kinds)} is refused"
+            yield Finding(kinds, what, f"{edit}; or allow_banned=True", raises=True, served=served)
+    if kinds := where((facts.low | facts.widened) & CASTING, saturates):
         what = f"probabilities of binary_cross_entropy are 0 or 1 in {type_names(kinds)}: a wrong one is never learned"
         yield Finding(kinds, what, edit)
 
@@ -181,7 +187,7 @@ def _pixels_move(call: Call) -> Iterator[Finding]:
 
 def _fails(call: Call) -> Iterator[Finding]:
     """Find calls for which torch raises an error at a level."""
-    told: dict[tuple[str, str], set[Kind]] = {}
+    told: dict[tuple[str, str, bool], set[Kind]] = {}
     for kind, error in call.errors.items():
         text = re.sub(r"\b(c10::)?(Half|BFloat16)\b", "low precision", str(error).partition("\n")[0])
         if "without overflow" in text:
@@ -190,9 +196,9 @@ def _fails(call: Call) -> Iterator[Finding]:
             words = f"torch has no {call.op} for {{}}", "x.float(), or keep_fp32= for its module"
         else:
             words = f"an error in {{}}: {text[:100]}", "x.to(other.dtype), a buffer, or O1 or O4, which cast"
-        told.setdefault(words, set()).add(kind)
-    for (what, edit), kinds in told.items():
-        yield Finding(frozenset(kinds), what.replace("{}", type_names(kinds)), edit, raises=True)
+        told.setdefault((*words, kind in call.served), set()).add(kind)
+    for (what, edit, served), kinds in told.items():
+        yield Finding(frozenset(kinds), what.replace("{}", type_names(kinds)), edit, raises=True, served=served)
 
 
 def _gradients_are_refused(call: Call) -> Iterator[Finding]:
@@ -214,7 +220,7 @@ def _asked_for_fp32(call: Call) -> Iterator[Finding]:
 
 
 def _averages_stand_still(call: Call) -> Iterator[Finding]:
-    """Find writes into a tensor that no optimizer holds, such as an average, if rounding loses most of the changes."""
+    """Find writes into a tensor that no optimizer trains, such as an average, if rounding loses most of the changes."""
     if call.written is None or not call.inputs:
         return
     (name, before), facts = call.written, (call.outputs or call.inputs)[0][1]
@@ -228,9 +234,9 @@ def _averages_stand_still(call: Call) -> Iterator[Finding]:
         return 2 * int((changed & ((low.float() + change).to(dtype) == low)).sum()) > int(changed.sum())
 
     if kinds := where(facts.low & CASTING, loses):
-        what = f"{name!r}, which no optimizer holds, is changed by less than a step of {type_names(kinds)}: it stands "
+        what = f"{name!r}, which no optimizer trains, is changed by less than a step of {type_names(kinds)}: it stands "
         edit = "a module of its own that has buffers and no parameters, or keep_fp32= for its module"
-        yield Finding(kinds, f"{what}still", edit)
+        yield Finding(kinds, f"{what}still", edit, served=kinds <= call.served)
 
 
 def _arrays_fail(call: Call) -> Iterator[Finding]:
@@ -239,7 +245,7 @@ def _arrays_fail(call: Call) -> Iterator[Finding]:
         kinds = frozenset(kind for kind in call.low() if kind.dtype is torch.bfloat16)
         if kinds:
             edit = "x.float().numpy(), or cast_model_outputs=torch.float32"
-            yield Finding(kinds, "numpy() of BF16 is an error", edit, raises=True)
+            yield Finding(kinds, "numpy() of BF16 is an error", edit, raises=True, served=True)
 
 
 def _loss_is_coarse(call: Call) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ _PART = 0.01  # if rounding makes more than this share of 1 - x zero, that is re
 _LOST = 0.1  # a sum that has lost more than this share of itself is reported
 _FEW = 4096  # a sum of more elements is no total of a loop
 _KEEPING = ("add", "clamp", "clamp_min", "relu", "abs", "maximum", "float", "to", "squeeze", "unsqueeze", "clone")
-_WRAPPING = ("sub", "remainder", "fmod", "frac")
+_WRAPPING = ("sub", "diff", "remainder", "fmod", "frac")
 
 
 def _noise_is_divided_by(call: Call) -> Iterator[Finding]:

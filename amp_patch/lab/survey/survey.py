@@ -35,10 +35,12 @@ class Surveyor:
 
     Attributes:
         report: the findings so far.
+        unedited: whether the script is not edited, so that findings that `run` serves break no level.
     """
 
     def __init__(self) -> None:
         self.report = Report()
+        self.unedited = False
         self._visitor = Visitor(self._look, self._take)
         self._patches = Patches()
         self._flushed: dict[tuple[Place, str], Tensor] = {}
@@ -92,7 +94,8 @@ class Surveyor:
         line = finding.line or call.line
         module = running_module(self._names)
         op = finding.op or call.op
-        told = {"breaks": finding.breaks, "raises": finding.raises}
+        breaks = finding.breaks and not (finding.served and self.unedited)
+        told = {"breaks": breaks, "raises": finding.raises, "served": finding.served}
         self.report.add(line, op, levels, finding.what, finding.edit, module=module, **told)
 
     def _take(self, tensor: Tensor) -> None:
@@ -201,8 +204,9 @@ class Surveyor:
                 path = visitor.untrained.get(before.untyped_storage().data_ptr())
                 if path is not None and value.is_floating_point():
                     visitor.untrained[value.untyped_storage().data_ptr()] = path
-                    written = (path, before.detach())
-                    self._look(Call(None, (value,), inputs=[(value, visitor.of(value))], written=written, name=name))
+                    call = Call(None, (value,), inputs=[(value, visitor.of(value))], name=name)
+                    visitor.note_write(call, before)
+                    self._look(call)
 
         return __setattr__
 

@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.casts.install import rule_of
-from amp_patch.lab.survey.calls import LOWERING, Call, finite_range
+from amp_patch.lab.survey.calls import LOWERING, Call, finite_range, in_place, only_once
 from amp_patch.lab.survey.kinds import CASTING, KINDS, NONE, NOTHING, STORED, Facts, Kind, Kinds, Place, cast, uncast
 from amp_patch.lab.survey.masks import adds_mask, mask_at
+from amp_patch.lab.survey.served import averages_that_run_keeps, mends
 from amp_patch.model.first_inputs import saturate
 from amp_patch.model.forward import in_backward
 from amp_patch.model.keep_fp32 import is_batch_norm, kept_modules
@@ -26,9 +27,8 @@ from amp_patch.support.tree import batch_tensors, map_tensors, tensors
 _RAISING = ("fp32", "norm", "direction", "inexact")
 _SERVED = ("direction", "inexact", "banned")  # rules of functions that run in FP32 in cast models too, or are refused
 _CONVERTS = ("float", "double", "half", "bfloat16", "to", "type", "type_as")
+_SAME_NUMBERS = (*_CONVERTS, "clamp", "clamp_min", "clamp_max", "clone", "contiguous")
 _OF_FIRST = ("batch_norm", "instance_norm", "view_as", "reshape_as", "expand_as")  # return the type of their input
-_RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "gumbel", "exponential", "poisson")
-_UNSAFE = ("grid_sample",)  # a CPU's kernel for low precision reads outside of large images
 _PASSED = ("backward", "grad", "__set__", "__delete__", "requires_grad_", "register_hook")
 _UNTRIED = ("numpy", "array", "item", "tolist", "get", "requires_grad", "retain_grad")
 _ATTRIBUTES = ("data", "T", "mT", "H", "mH", "real")
@@ -61,7 +61,8 @@ class Visitor(TorchFunctionMode):
         self.look, self.take = look, take
         self.facts = WeakTensorKeyDictionary()
         self.models: list[nn.Module] = []
-        self.untrained: dict[int, str] = {}  # address of a model's float tensor that no optimizer holds -> its name
+        self.untrained: dict[int, str] = {}  # address of a model's float tensor that no optimizer trains -> its name
+        self.averages: set[str] = set()  # names of such tensors in modules that `run` keeps in FP32
         self.asked: list[Place] = []  # the lines of the entered torch.autocasts that ask for FP32
         self.plain = 0  # the number of entered regions in which O1 casts nothing
         self.depth = 0
@@ -69,18 +70,19 @@ class Visitor(TorchFunctionMode):
         self.stack = ExitStack()
         self._read: Facts | None = None  # the facts of the tensor whose dtype was read last
         self._before: list[tuple[Tensor, Facts]] = []
-        self._tried: dict[Any, Exception | None] = {}
+        self._tried: dict[Any, tuple[Exception, bool] | None] = {}  # None: no error
         self._buffers: list[tuple[nn.Module, str, str]] = []
 
     # Models.
 
     def follow(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
-        """Follow the forwards of a model. `trained` has the parameters that an optimizer holds."""
+        """Follow the forwards of a model. `trained` has the parameters that an optimizer trains."""
         self.models.append(model)
         self.stack.enter_context(eagerly())
         kept = kept_modules([model], OPT_LEVELS["O2"], ())
         stays = {id(inner) for module in kept for inner in module.modules()}
         held = {id(param) for param in trained}
+        self.averages |= averages_that_run_keeps(model, held)
         for path, module in model.named_modules():
             for name, param in module.named_parameters(recurse=False):
                 if _floats(param):
@@ -198,10 +200,9 @@ class Visitor(TorchFunctionMode):
         for tensor in () if call.inside else [t for t in given if self.of(t) is NOTHING or self.of(t) is STORED]:
             self.take(tensor)
         call.inputs = [(tensor, self.of(tensor)) for tensor in given]
-        call.in_place = _in_place(name, args)
+        call.in_place = in_place(name, args)
         if call.in_place and _floats(args[0]):
-            where = self.untrained.get(args[0].untyped_storage().data_ptr())
-            call.written = None if where is None else (where, args[0].detach().clone())
+            self.note_write(call, args[0])
         result = func(*args, **kwargs)
         if call.inside and call.op in _CONVERTS and result is args[0]:
             result = result.view_as(result)  # without this, result and input would share their facts
@@ -218,18 +219,24 @@ class Visitor(TorchFunctionMode):
             if call.inside and call.learned:
                 self._try(call)
                 for _, facts in call.outputs if call.errors else ():
-                    facts.finite |= frozenset(call.errors)  # the call never returns there: one line is enough
+                    facts.finite |= call.errors.keys() - call.served  # the call never returns there: one line is enough
             self.look(call)
         return result
 
+    def note_write(self, call: Call, tensor: Tensor) -> None:
+        """Store in a call the name and numbers of `tensor`, into which it will write, if no optimizer trains that."""
+        path = self.untrained.get(tensor.untyped_storage().data_ptr())
+        if path is not None:
+            call.written, call.served = (path, tensor.detach().clone()), CASTING if path in self.averages else NONE
+
     def _data_is_set(self, func: Any, tensor: Tensor, value: Tensor) -> None:
         """Follow the assignment `tensor.data = value`, which may be a write into an average of weights."""
-        path = self.untrained.get(tensor.untyped_storage().data_ptr()) if _floats(tensor) else None
         call = Call(None, (tensor,), inputs=[(tensor, self.of(tensor))], name="data")
-        call.written = None if path is None else (path, tensor.detach().clone())
+        if _floats(tensor):
+            self.note_write(call, tensor)
         func(tensor, value)
-        if path is not None:
-            self.untrained[tensor.untyped_storage().data_ptr()] = path
+        if call.written is not None:
+            self.untrained[tensor.untyped_storage().data_ptr()] = call.written[0]
             with torch._C.DisableTorchFunction():
                 call.outputs = call.inputs
                 self.look(call)
@@ -254,6 +261,13 @@ class Visitor(TorchFunctionMode):
                 one.masked, one.finite, one.infinite = False, NONE, NONE
             if len(given) == 1:
                 one.guard = given[0].guard
+                source = call.inputs[0][0].untyped_storage().data_ptr()
+                if call.op in _SAME_NUMBERS or any(each.untyped_storage().data_ptr() == source for each in made):
+                    one.widened = (given[0].low | given[0].widened) - low
+                if call.rule == "sigmoid" and not call.plain:
+                    one.permitted = low - CASTING
+                elif not call.lowers:
+                    one.permitted = low & given[0].permitted
             if low and len(made) == 1 and made[0].numel() == 1:
                 one.line = call.line
             return [one] * len(made)
@@ -365,20 +379,22 @@ class Visitor(TorchFunctionMode):
                 # The tensor is FP32 at these levels, and the script's in-place call has overwritten it. A second call
                 # would start from the wrong numbers, and change the script's own tensor.
                 continue
-            if not _only_once(call.op):
+            if not only_once(call.op):
                 try:
                     with torch.no_grad():
                         result = call.func(*args, **kwargs)
                     found[kind] = [args[0]] if call.in_place else _floats(result)
                 except (RuntimeError, TypeError) as error:
                     call.errors[kind] = error
+                    if mends(call, kind, error, args, kwargs):
+                        call.served |= {kind}
             if len(found.get(kind, ())) != len(made):
                 found[kind] = [saturate(tensor, kind.dtype) if kind in low else tensor for tensor in made]
         return found
 
     def _try(self, call: Call) -> None:
         """Call the function again for each kind of levels, with arguments in that kind's types, and store errors."""
-        if call.rule in _SERVED or call.op in _UNTRIED or _only_once(call.op) or (call.in_place and not call.low()):
+        if call.rule in _SERVED or call.op in _UNTRIED or only_once(call.op) or (call.in_place and not call.low()):
             return
         for kind in KINDS:
             pattern = tuple(kind in facts.low for _, facts in call.inputs)
@@ -391,17 +407,19 @@ class Visitor(TorchFunctionMode):
             key = (call.func, kind, pattern, large)
             if key not in self._tried:
                 self._tried[key] = None
+                args, kwargs, _ = self._at(call, kind, call.low())
                 try:
-                    args, kwargs, _ = self._at(call, kind, call.low())
                     with torch.no_grad():
                         call.func(*args, **kwargs)
                 except (RuntimeError, TypeError) as error:
-                    self._tried[key] = error
-            # torch's error does not count if the script has raised an input to FP32: such code may test the incoming
-            # type, and convert back in a branch that this FP32 run did not take.
-            on_purpose = any(facts.raised and kind not in facts.low for _, facts in call.inputs)
+                    self._tried[key] = error, mends(call, kind, error, args, kwargs)
+            # torch's error does not count if the script has raised an input to FP32, and reads dtypes: it may test the
+            # incoming type, and convert back in a branch that this FP32 run did not take.
+            raised = any(facts.raised and kind not in facts.low for _, facts in call.inputs)
+            on_purpose = raised and self._read is not None
             if (known := self._tried[key]) is not None and not on_purpose:
-                call.errors[kind] = known
+                call.errors[kind], served = known
+                call.served |= {kind} if served else NONE
 
 
 def _of_kind(kind: Kind, value: Any) -> Any:
@@ -421,14 +439,3 @@ def _floats(value: Any) -> list[Tensor]:
         and tensor.device.type != "meta"
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     ]
-
-
-def _in_place(name: str, args: Any) -> bool:
-    """Return whether a function writes into its first argument."""
-    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    return writes and bool(args) and isinstance(args[0], Tensor)
-
-
-def _only_once(op: str) -> bool:
-    """Return whether a function must not be called a second time in low precision."""
-    return any(word in op for word in _RANDOM + _UNSAFE)

@@ -18,5 +18,5 @@ def kept_averages(
     """
     kept = averages_in(models, {id(param) for param in trained})
     for name in kept.values():
-        say(f"{name!r} stays FP32: it is built like a trained module, and no optimizer holds its weights")
+        say(f"{name!r} stays FP32: it is built like a trained module, and no optimizer trains its weights")
     return lambda _, module: module in kept

@@ -229,6 +229,11 @@ class UneditedScript(observers.Observer):
     def _applies(self) -> bool:
         return not (self._left_alone or self._is_of_ours())
 
+    @property
+    def serves(self) -> bool:
+        """Whether the script is trained here, and does not call `initialize` itself."""
+        return self._applies()
+
     def _say(self, note: str) -> None:
         if self._applies() and note not in self.notes:
             self.notes.append(note)
@@ -305,7 +310,7 @@ class UneditedScript(observers.Observer):
             scales = state_dict(earlier) if len(joined) == 1 else None
             options: dict[str, Any] = {"methods": self._alone.methods_of(models)}
             if self._policy.cast_model_type is not None:
-                trained = (p for o in optimizers for p in _params(innermost(o)))
+                trained = (p for o in optimizers for p in _params(innermost(o)) if p.requires_grad)
                 options["keep_fp32"] = kept_averages(models, trained, self._say)
             # Without this, a part that an evaluation calls first would get a loss scale that no later step can write.
             with torch.inference_mode(False):

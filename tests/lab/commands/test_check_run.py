@@ -100,6 +100,35 @@ for step in range(3):
     print("step", step)
 """
 
+SERVED = """
+import torch
+from torch import nn
+{initialize}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x + torch.arange(4.0))  # line 11
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+{wrap}
+for step in range(3):
+    outputs = net(torch.ones(2, 4))
+    outputs.detach().numpy()  # line 18
+    loss = nn.functional.binary_cross_entropy(outputs.sigmoid(), torch.ones(2, 4))  # line 19
+    {backward}
+    optimizer.step()
+"""
+UNEDITED = SERVED.format(initialize="", wrap="", backward="loss.backward()")
+EDITED = SERVED.format(
+    initialize="from amp_patch import amp",
+    wrap='net, optimizer = amp.initialize(net, optimizer, opt_level="O2", verbosity=0)',
+    backward="with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
+)
+
 
 def checked(folder, script, *arguments):
     return start_script(folder, script, "-m", "amp_patch", "check", "--run", *arguments)
@@ -126,6 +155,24 @@ def test_a_script_with_notes_alone_ends_with_0(tmp_path):
     script = SCRIPT.format(conversion="long", before=".long()").replace(".square().mean()", "")
     ran = checked(tmp_path, script.replace("  # line 12", ".square().mean()"))
     assert (ran.returncode, "train.py:12  loss  at O5, O7, a note" in ran.stdout) == (0, True), ran.stderr
+
+
+def test_lines_that_run_serves_are_notes_of_a_script_that_is_not_edited(tmp_path):
+    ran = checked(tmp_path, UNEDITED)
+    served = ", a note: run and compare serve it; a script with amp.initialize needs the edit\n"
+    assert f"train.py:11  linear  at O2, O3, O5, O7{served}" in ran.stdout
+    assert f"train.py:18  numpy  at O4, O6{served}" in ran.stdout
+    assert f"train.py:19  binary_cross_entropy  at O1, O4, O6{served}" in ran.stdout
+    assert (ran.returncode, "clear: O1, O2, O3, O4, O5, O6 and O7" in ran.stdout) == (0, True), ran.stderr
+
+
+def test_the_same_lines_break_a_script_that_calls_initialize(tmp_path):
+    ran = checked(tmp_path, EDITED, "--json")
+    told = json.loads(ran.stdout)
+    assert [(line["line"], line["breaks"], line["served"]) for line in told["lines"]] == [
+        (each, True, True) for each in (11, 18, 19)
+    ]
+    assert (ran.returncode, told["clear"]) == (1, [])
 
 
 def test_json_is_all_that_is_printed(tmp_path):

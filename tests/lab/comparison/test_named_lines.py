@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from amp_patch import amp
-from amp_patch.lab.comparison import page, table
+from amp_patch.lab.comparison import named_lines, page, table
 from amp_patch.lab.comparison.comparison import Comparison
 
 LINE = {
@@ -78,6 +78,13 @@ def test_a_line_that_would_be_an_error_is_no_reason_for_a_level_that_had_none():
     assert "net.py" not in text and "the survey of the first step names no line that breaks O2" in text
     text, _ = shown(compared(seeds("O2", *BASE, error="RuntimeError: expected float", loss=[]), survey=survey))
     assert "the survey names net.py:12 (div): an error in FP16" in text
+
+
+def test_a_line_that_compare_serves_is_no_reason():
+    survey = {**SURVEY, "lines": [{**LINE, "raises": True, "served": True, "breaks": False}]}
+    made = compared(seeds("O2", *BASE, error="RuntimeError: something else", loss=[]), survey=survey)
+    assert not any("net.py" in each for each in shown(made))
+    assert named_lines.modules({"lines": [{**survey["lines"][0], "modules": ["head"]}]}, "O2", None) == []
 
 
 def test_a_script_that_fails_at_o0_too_is_not_surveyed():

@@ -244,7 +244,7 @@ def one_action():
 CLEAN = (
     *(mlp, cnn, transformer, lstm, digits, layer_scale, small_branch),
     *(dropped_paths, mask_of_ones, batch_object, ratio_of_probabilities, sorted_distances, solver, one_action),
-    *survey_sum_cases.SUM_CLEAN,
+    *(survey_function_cases.fp32_that_is_converted_back, *survey_sum_cases.SUM_CLEAN),
 )
 
 
@@ -285,7 +285,7 @@ def trained(case, level):
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, allow_banned=True)
     # `made` has read F.mse_loss before O1 replaced it, and in torch 2.11 its backward refuses FP16 beside FP32.
     loss_fn = install.in_force(loss_fn)
-    takes_targets = case.__name__ not in ("years", "ctc", "loss_inside")
+    takes_targets = case.__name__ not in ("years", "years_near_the_first_prediction", "ctc", "loss_inside")
     losses = []
     while len(losses) < 3:
         loss = loss_fn(model(*given), targets) if takes_targets else loss_fn(model(*inputs))
@@ -317,6 +317,8 @@ def test_a_level_that_is_clear_trains_as_fp32(case, caplog):
     (survey_function_cases.ctc, "O2"),
     (survey_function_cases.numpy_of_outputs, "O4"),
     (survey_function_cases.mixed_types, "O2"),
+    (survey_function_cases.fp32_that_stays, "O5"),
+    (survey_sum_cases.standard_deviation, "O4"),
     (survey_cases.years, "O5"),
     (survey_cases.float_indices, "O5"),
 ])  # fmt: skip

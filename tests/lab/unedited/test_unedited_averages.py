@@ -53,11 +53,12 @@ found = task.ema.module.state_dict()
 """
 
 
+@pytest.mark.parametrize("held", ["task.model.parameters()", "task.parameters()"])  # frozen ones too
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_child_that_averages_weights_is_exact_at_every_level(level, monkeypatch):
+def test_a_child_that_averages_weights_is_exact_at_every_level(level, held, monkeypatch):
     monkeypatch.delenv("AMP_PATCH_OPT_LEVEL", raising=False)
     with UneditedScript(level) as script:
-        names = run_source(SCRIPT)
+        names = run_source(SCRIPT.replace("SGD(task.model.parameters()", f"SGD({held}"))
     assert script.missing() is None
     assert all(torch.equal(names["found"][name], value) for name, value in names["exact"].items())
     told = [note for note in script.notes if note.startswith("'ema.module' stays FP32")]
