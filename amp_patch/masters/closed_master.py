@@ -429,6 +429,9 @@ def take_closed_masters() -> None:
 
 
 def _redirect(patches: Patches) -> None:
+    # torch caches its constructors at the first `with torch.device(...)`. A cache with our wrappers in it would leave the
+    # originals on the CPU under any later `torch.device`, where transformers finds out whether weights are on "meta".
+    importlib.import_module("torch.utils._device")._device_constructors()
     for name in ("tensor", "as_tensor", "asarray"):
         patches.set(torch, name, _that_asks(getattr(torch, name)))
 

@@ -22,6 +22,7 @@ from split_masters import (
 )
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _device
 from training import masters_of, same
 
 from amp_patch import amp, multi_tensor
@@ -123,6 +124,20 @@ def test_a_tensor_that_is_made_of_a_master_is_a_copy(either):
             model.state_dict()
     assert torch.as_tensor(master := next(amp.master_params(optimizer))) is master
     assert torch.tensor(data=[1, 2]).tolist() == [1, 2] and opened(optimizer) <= len(masters_of(optimizer))
+
+
+def test_constructors_obey_a_device_context_that_is_first_entered_beside_split_masters():
+    constructors = _device._device_constructors
+    constructors.cache_clear()
+    try:
+        start_split(MAKERS["AdamW"])
+        for _ in range(2):
+            with torch.device("meta"):
+                made = [make([1.0]) for make in (torch.tensor, torch.as_tensor, torch.asarray)]
+            assert {tensor.device.type for tensor in made} == {"meta"}
+            amp.restore()
+    finally:
+        constructors.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
