@@ -74,6 +74,10 @@ class _Group(Group):
         if name not in NOT_SETTINGS:
             self._group[name] = value
 
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
 
 class PortionsDisagreeError(RuntimeError):
     """Two portions of a step have written different numbers into the group or the optimizer."""

@@ -260,3 +260,13 @@ def test_settings_of_any_group_that_are_a_reason(name, settings, reason):
     assert portions.reason_against(optimizer) is None
     optimizer.param_groups[1].update(settings)
     assert portions.reason_against(optimizer) == reason
+
+
+@pytest.mark.parametrize("write", [lambda group: group.update(lr=0.25), lambda group: group.__setitem__("lr", 0.25)])
+def test_a_setting_that_a_partial_step_writes_reaches_the_optimizer_at_once(write):
+    optimizer = torch.optim.SGD([torch.ones(1), torch.ones(1)], lr=1.0)
+    group = optimizer.param_groups[0]
+    partial = PartialStep(optimizer, [(group, group["params"][:1])], at_once=True)
+    write(partial.shell.param_groups[0])
+    partial.shell.param_groups[0]["params"] = []
+    assert group["lr"] == 0.25 and len(group["params"]) == 2
