@@ -340,6 +340,10 @@ def page(results: dict[str, Any]) -> str:
         "    make models",
         "trains the models that have no result yet, and rewrites this page. `python benchmarks/models.py --again 10` "
         "trains the first ten again and fails if a verdict differs.",
+        "The results are of an AMD EPYC with AVX2 alone. On an Intel Xeon with AVX-512 and arithmetic for FP16 and "
+        "BF16, 60 models in a new clone ended alike at 229 of their 240 levels, among these all that fail, diverge or "
+        "skip. The others are between *as good*, *undecided* and *worse*: three seeds of 100 steps do not tell those "
+        "apart surely.",
     ]
     return "\n\n".join(parts) + "\n"
 
