@@ -21,6 +21,7 @@ from amp_patch.support.scripts_line import frames_of, raised_at
 _DTYPE_ERROR = re.compile(
     r"same dtype|scalar type|should be the same|dtype mismatch|mixed dtype|must have the same type"
     r"|dtypes must be the same|self\.dtype to be equal|dtypes match|expected dtype .* but got|Found dtype \w+ but"
+    r"|type promoting not supported|to have the same type"
     r"|could not create a primitive descriptor for the (LSTM|GRU|RNN|vanilla)",
     re.I,
 )

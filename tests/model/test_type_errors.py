@@ -24,6 +24,8 @@ PARTNERS: dict[str, Callable[[Tensor], Any]] = {
     "scatter_reduce": lambda x: x.scatter_reduce(0, INDEX, torch.ones(4, 4), "sum"),
     "index_put": lambda x: x.index_put((torch.tensor([0]),), torch.ones(4)),
     "lerp": lambda x: torch.lerp(x, torch.ones(4, 4), 0.5),
+    "prelu": lambda x: functional.prelu(x, torch.ones(1)),
+    "embedding_bag": lambda x: functional.embedding_bag(INDEX, x, per_sample_weights=torch.ones(4, 4), mode="sum"),
     "baddbmm": lambda x: torch.baddbmm(torch.ones(1, 4, 4), x[None], x[None]),
 }
 MISSING: dict[str, Callable[[Tensor], Any]] = {
