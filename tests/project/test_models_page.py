@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import BENCHMARKS, ROOT
+from paths import BENCHMARKS, ROOT, benchmark_fixture
 
+models = benchmark_fixture("models")
 RESULTS = BENCHMARKS / "results" / "models.json"
 LEVELS = ("O1", "O2", "O4", "O5")
 
@@ -142,3 +143,19 @@ def test_each_model_that_was_left_out_has_an_error(results: dict) -> None:
 def test_models_of_every_trained_package_have_a_version(results: dict) -> None:
     assert results["torch"]
     assert {model["package"] for model in results["models"].values()} <= set(results["packages"])
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "wrong"),
+    [
+        (("worse", [5, 2, 8]), ("worse", [50, 40, 60]), False),
+        (("worse", [5, 2, 8]), ("as good", [1, -3, 3]), False),  # three seeds cannot tell
+        (("worse", [5, 2, 8]), ("as good", [0, -1, 1]), True),
+        (("as good", [0, -1, 1]), ("undecided", [5, 2, 8]), True),
+        (("fails", None), ("as good", [0, -1, 1]), True),
+        (("fails", None), ("fails", None), False),
+    ],
+)
+def test_two_results_contradict_each_other_beyond_chance(now, before, wrong, models) -> None:
+    results = [{"outcome": outcome, "gap": gap} for outcome, gap in (now, before)]
+    assert models.contradicts(*results) is wrong
