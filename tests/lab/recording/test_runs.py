@@ -69,6 +69,7 @@ RUN = Run(
     state=4,
     activations=6,
     step_peak=7,
+    other_work=0.25,
     peak_memory=5,
     logged={"accuracy": [(1, 0.5), (7, math.nan)]},
     looks=[LOOK],
