@@ -66,7 +66,7 @@ def test_an_o2_parameter_costs_2_bytes_of_weight_and_gradient_and_4_of_master(le
             optimizer.zero_grad()  # the second time the next backward's gradient comes in place of this one
             assert live_bytes() - before < 6 * size + state_bytes + small + (0 if backend() == "cpp" else gradient)
         expected = 6 * size + gradient + (0 if _ == 0 else state_bytes)
-        assert expected <= held < expected + small
+        assert abs(held - expected) < small  # less, if what an earlier test has left is freed meanwhile
 
 
 def test_the_memory_of_gradients_goes_with_the_model_or_with_restore():
