@@ -429,9 +429,6 @@ def take_closed_masters() -> None:
 
 
 def _redirect(patches: Patches) -> None:
-    # torch caches its constructors at the first `with torch.device(...)`. If the cache had our wrappers, the originals
-    # would ignore any later `torch.device`: transformers would take weights on "meta" for ones with memory.
-    importlib.import_module("torch.utils._device")._device_constructors()
     for name in ("tensor", "as_tensor", "asarray"):
         patches.set(torch, name, _that_asks(getattr(torch, name)))
 

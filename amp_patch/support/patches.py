@@ -6,11 +6,14 @@ model/forward.py makes the models FP32 again, with the values of their masters.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, MutableMapping
 from functools import partial
 from types import CellType
 from typing import Any
+
+import torch
 
 _MISSING = object()
 
@@ -122,6 +125,7 @@ class Installation:
 
     def add(self, change: Callable[[Patches], Any]) -> None:
         """Call `change(patches)`, which makes replacements. If it raises, the whole installation is undone."""
+        cache_own_functions()
         with self.lock:
             _in_force[self] = None  # before `change`, so that `restore` also undoes an interrupted `change`
             try:
@@ -139,6 +143,16 @@ class Installation:
                 self.patches.remove()
             finally:
                 _in_force.pop(self, None)
+
+
+def cache_own_functions() -> None:
+    """Let torch cache its tables of its own functions, which must happen before they are replaced.
+
+    It does so at the first `with torch.device(...)`, and when code with a tensor's subclass is first compiled. If the
+    tables had our wrappers, the originals would ignore the device, and compiled code would ignore `__torch_function__`.
+    """
+    torch.overrides.get_overridable_functions()
+    importlib.import_module("torch.utils._device")._device_constructors()
 
 
 _in_force: dict[Installation, None] = {}  # in the order of `add`

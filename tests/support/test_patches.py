@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils import _device
 
 from amp_patch.support.patches import Installation, Patches, installations
 
@@ -246,3 +247,24 @@ def test_threads_that_install_together_install_once(installation: Installation) 
     for thread in threads:
         thread.join()
     assert changes == [1] and installation.installed
+
+
+def test_tables_of_torchs_functions_have_the_originals_if_they_are_made_while_others_are_in_force():
+    tables = (torch.overrides._get_overridable_functions, _device._device_constructors)
+    for table in tables:
+        table.cache_clear()
+    matmul, tensor, installation = torch.matmul, torch.tensor, Installation()
+
+    def change(patches: Patches) -> None:
+        for name, original in (("matmul", matmul), ("tensor", tensor)):
+            patches.set(torch, name, lambda *args, original=original: original(*args))
+
+    installation.install(change)
+    try:
+        assert matmul in torch.overrides.get_overridable_functions()[torch]
+        with torch.device("meta"):
+            assert torch.tensor([1.0]).is_meta and tensor([1.0]).is_meta
+    finally:
+        installation.uninstall()
+        for table in tables:
+            table.cache_clear()
