@@ -211,9 +211,13 @@ class Surveyor:
         return __setattr__
 
     def _applying(self) -> Any:
-        original, visitor, look = torch.autograd.Function.apply.__func__, self._visitor, self._look  # type: ignore[attr-defined]
+        visitor, look = self._visitor, self._look
+        slot = inspect.getattr_static(torch.autograd.Function, "apply")  # a class method, from torch 2.15 on of C
 
-        @functools.wraps(original)
+        def original(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return slot.__get__(None, cls)(*args, **kwargs)
+
+        @functools.wraps(torch.autograd.Function.apply)
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if not (visitor.active and visitor.depth):
                 return original(cls, *args, **kwargs)
