@@ -88,7 +88,7 @@ def method_of(name: str) -> Callable[..., Any]:
     def call(own: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(own, name)(*args, **kwargs)
 
-    call.__name__ = name
+    call.__name__, call.__code__ = name, call.__code__.replace(co_name=name)  # Dynamo of torch 2.15 reads the code's
     return call
 
 
@@ -99,7 +99,7 @@ def operator_of(function: Any, name: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         return function(*args)
 
-    call.__name__ = name
+    call.__name__, call.__code__ = name, call.__code__.replace(co_name=name)  # Dynamo of torch 2.15 reads the code's
     return call
 
 
