@@ -81,6 +81,12 @@ def _traceable(apply: Alone, function: Any) -> Callable[..., Any]:
     return call
 
 
+def _named(function: Any, name: str) -> Callable[..., Any]:
+    """Give `function` a name, and its code too: Dynamo reads the name of the code from torch 2.15 on."""
+    function.__name__, function.__code__ = name, function.__code__.replace(co_name=name)
+    return function
+
+
 @functools.cache
 def method_of(name: str) -> Callable[..., Any]:
     """Return the method `name` as a function that Dynamo can trace."""
@@ -88,8 +94,7 @@ def method_of(name: str) -> Callable[..., Any]:
     def call(own: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(own, name)(*args, **kwargs)
 
-    call.__name__, call.__code__ = name, call.__code__.replace(co_name=name)  # Dynamo of torch 2.15 reads the code's
-    return call
+    return _named(call, name)
 
 
 @functools.cache
@@ -99,8 +104,7 @@ def operator_of(function: Any, name: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         return function(*args)
 
-    call.__name__, call.__code__ = name, call.__code__.replace(co_name=name)  # Dynamo of torch 2.15 reads the code's
-    return call
+    return _named(call, name)
 
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)

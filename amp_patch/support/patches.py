@@ -125,7 +125,7 @@ class Installation:
 
     def add(self, change: Callable[[Patches], Any]) -> None:
         """Call `change(patches)`, which makes replacements. If it raises, the whole installation is undone."""
-        cache_own_functions()
+        _cache_own_functions()
         with self.lock:
             _in_force[self] = None  # before `change`, so that `restore` also undoes an interrupted `change`
             try:
@@ -145,7 +145,7 @@ class Installation:
                 _in_force.pop(self, None)
 
 
-def cache_own_functions() -> None:
+def _cache_own_functions() -> None:
     """Let torch cache its tables of its own functions, which must happen before they are replaced.
 
     It does so at the first `with torch.device(...)`, and when code with a tensor's subclass is first compiled. If the

@@ -28,7 +28,7 @@ class SurveyedScript(FirstStep):
 
     @property
     def unedited(self) -> bool:
-        return self._script.serves
+        return self._script.applies()
 
     @property
     def why_nothing(self) -> str:

@@ -132,16 +132,17 @@ def speedup(pairs: Sequence[tuple[Run, Run]]) -> Ratio | None:
     upper one, and the reverse. If other work took more of the cores during one run of a pair than during the other, it
     may have slowed that run by as much, and the range has both speeds. None without times.
     """
-    pairs = [(base, run) for base, run in pairs if step_times(base) and step_times(run)]
-    if not pairs:
+    times = [(step_times(base), step_times(run), _left(base) / _left(run)) for base, run in pairs]
+    times = [(base, run, by) for base, run, by in times if base and run]
+    if not times:
         return None
-    medians = [tuple(statistics.median(step_times(run)) for run in pair) for pair in pairs]
+    medians = [(statistics.median(base), statistics.median(run)) for base, run, _ in times]
     whole = statistics.median(base for base, _ in medians) / statistics.median(run for _, run in medians)
     ranges = [(base / run, base / run) for base, run in medians]
-    if len(pairs) == 1:
-        (base_low, base_high), (low, high) = (_quartiles(step_times(run)) for run in pairs[0])
+    if len(times) == 1:
+        (base_low, base_high), (low, high) = (_quartiles(each) for each in times[0][:2])
         ranges = [(base_low / high, base_high / low)]
-    slowed = [_left(base) / _left(run) for base, run in pairs]
+    slowed = [by for _, _, by in times]
     low = min(low * min(1.0, by) for (low, _), by in zip(ranges, slowed, strict=True))
     return Ratio(whole, low, max(high * max(1.0, by) for (_, high), by in zip(ranges, slowed, strict=True)))
 

@@ -95,7 +95,7 @@ class UneditedScript(observers.Observer):
 
     def __init__(self, level: str, *, native: bool = False) -> None:
         self.level = level
-        self.native = NativePrecision(native, self._applies)
+        self.native = NativePrecision(native, self.applies)
         self.notes: list[str] = []
         self._alone = CalledAlone(self._models, self._join, self._say)
         self._scale: Tensor | None = None  # the scale of the script's own GradScaler in this backward
@@ -132,7 +132,7 @@ class UneditedScript(observers.Observer):
             part.install(patches)
         report_banned_calls(patches, self._say)
         if self._policy.makes_low_tensors:
-            install_arrays(patches, self._policy.dtype, self._applies)
+            install_arrays(patches, self._policy.dtype, self.applies)
         if not self._policy.changes_nothing:
             Exports(self._models, self._direct_forwards.undone).install(patches)
         if not ddp.installed():  # now: a script may enter `no_sync()` before its first forward
@@ -226,16 +226,12 @@ class UneditedScript(observers.Observer):
             self._script_chooses = chooses_its_level(sys.modules.get("__main__"))
         return self._script_chooses
 
-    def _applies(self) -> bool:
+    def applies(self) -> bool:
+        """Tell whether the script is trained here, and does not call `initialize` itself."""
         return not (self._left_alone or self._is_of_ours())
 
-    @property
-    def serves(self) -> bool:
-        """Whether the script is trained here, and does not call `initialize` itself."""
-        return self._applies()
-
     def _say(self, note: str) -> None:
-        if self._applies() and note not in self.notes:
+        if self.applies() and note not in self.notes:
             self.notes.append(note)
             tell(f"amp_patch: {note}")
 

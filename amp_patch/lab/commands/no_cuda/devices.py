@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.casts.wrappers import register_with_jit
-from amp_patch.support.patches import Patches, cache_own_functions
+from amp_patch.support.patches import Patches
 
 target = "cpu"  # the type of device that CUDA becomes; set between install and uninstall
 
@@ -49,7 +49,6 @@ def _takes_device(operator: str) -> bool:
 def redirect_devices(patches: Patches) -> None:
     """Replace CUDA by `target` in the arguments of every function of torch that takes a device."""
     context = importlib.import_module("torch.utils._device").DeviceContext
-    cache_own_functions()
     special = ("to", "pin_memory", "is_pinned")
     for owner, prefix in (torch, ""), (torch.fft, "fft_"), (Tensor, ""):
         for name in dir(owner):
