@@ -83,7 +83,9 @@ def _traceable(apply: Alone, function: Any) -> Callable[..., Any]:
 
 def _named(function: Any, name: str) -> Callable[..., Any]:
     """Give `function` a name, and its code too: Dynamo reads the name of the code from torch 2.15 on."""
-    function.__name__, function.__code__ = name, function.__code__.replace(co_name=name)
+    function.__name__ = name
+    if name != "__setitem__":  # Dynamo refuses code with this name, unless it belongs to a class of user code
+        function.__code__ = function.__code__.replace(co_name=name)
     return function
 
 
