@@ -77,6 +77,43 @@ def autocast_to_fp32():
     return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
 
 
+def categorical_of_many():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1000)
+
+        def forward(self, x):
+            policy = torch.distributions.Categorical(self.layer(x).softmax(-1))
+            return policy.log_prob(torch.arange(len(x)))  # breaks: O2 O3 O5 O7
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.zeros(8))
+
+
+def categorical_of_few():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 6)
+
+        def forward(self, x):
+            return torch.distributions.Categorical(self.layer(x).softmax(-1)).log_prob(torch.arange(6))
+
+    return Net(), F.mse_loss, (torch.randn(6, 4), torch.zeros(6))
+
+
+def categorical_of_logits():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1000)
+
+        def forward(self, x):
+            return torch.distributions.Categorical(logits=self.layer(x)).log_prob(torch.arange(len(x)))
+
+    return Net(), F.mse_loss, (torch.randn(8, 4), torch.zeros(8))
+
+
 def matrix_exponential():
     class Net(nn.Module):
         def __init__(self):
@@ -275,5 +312,6 @@ FUNCTION_CASES = (
     *(linear_algebra, ctc, custom_fwd, autocast_to_fp32, matrix_exponential, large_matrix_exponential),
     *(numpy_of_outputs, loss_inside, low_temperature, norm_of_small_variances, norm_of_small_numbers, squares),
     *(norm_of_equal_numbers, norm_of_equal_numbers_with_a_larger_eps),
+    *(categorical_of_many, categorical_of_few, categorical_of_logits),
     *(small_gradients, mixed_types, fp32_that_stays, small_products),
 )

@@ -93,6 +93,8 @@ class Call:
         plain: whether the call is in a region in which O1 and O4 cast nothing.
         asked: the line of user code of the torch.autocast around the call, if it asks for FP32; else None.
         errors: kind of levels -> the error that torch raises if the arguments have the types of that kind.
+        limits: the kinds of levels at which such a number (`has_limits`) is that of low precision, since user code
+            reads it from a type, as in `torch.finfo(x.dtype).eps`.
         served: the kinds of levels at which `run` serves the call: it mends the error, or what is written stays FP32.
         in_place: whether it writes into its first argument.
         written: if it writes into a tensor of the model that no optimizer trains: the name of that tensor, and a copy
@@ -110,6 +112,7 @@ class Call:
     plain: bool = False
     asked: Place | None = None
     errors: dict[Kind, Exception] = field(default_factory=dict)
+    limits: Kinds = NONE
     served: Kinds = NONE
     in_place: bool = False
     written: tuple[str, Tensor] | None = None
@@ -143,9 +146,10 @@ class Call:
                 yield float(value)
 
     @property
-    def has_extremes(self) -> bool:
-        """Whether FP32's smallest or largest number is among its Python numbers."""
-        return any(abs(number) == torch.finfo(torch.float32).max for number in self.scalars())
+    def has_limits(self) -> bool:
+        """Whether FP32's smallest or largest number, or its eps, is among its Python numbers."""
+        own = torch.finfo(torch.float32)
+        return any(abs(number) in (own.max, own.eps) for number in self.scalars())
 
     def low(self, at: int = 0) -> Kinds:
         """Return the kinds of levels at which `inputs[at]` is low precision; `NONE` if there is no such input."""

@@ -16,6 +16,7 @@ from amp_patch.lab.survey.masks import is_two_valued_mask
 _NEAR = 4.0  # an activation within this factor of the largest number of its type is reported
 _SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
 _NATS = 1.0  # a rounding error above this in a softmax's largest argument is reported
+_CLAMPED = 0.01  # clamped probabilities with a larger share of the sum of all are reported
 _TINY = 2.0**-14  # a guard matters only if a guarded number is smaller than this
 _POLES = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow")
 _POLES_AT_ONE = ("acos", "asin", "atanh", "erfinv", "logit", "log1p")
@@ -215,6 +216,25 @@ def _ones_are_met(call: Call) -> Iterator[Finding]:
         yield Finding(kinds, f"{what}its gradient is infinite there", edit)
 
 
+def _probabilities_are_clamped(call: Call) -> Iterator[Finding]:
+    """Find clamps to the eps of a tensor's type, as torch.distributions have them, that change many probabilities.
+
+    A clamped number has a gradient of 0. The numbers count by their size: an event with a probability of 1e-5 is rare.
+    """
+    if call.op not in ("clamp", "clamp_min", "maximum") or not call.limits or not call.learned:
+        return
+    p = call.inputs[0][0].detach()
+
+    def rises(dtype: torch.dtype) -> bool:
+        small = (p > torch.finfo(torch.float32).eps) & (p < torch.finfo(dtype).eps)
+        return bool(torch.where(small, p, 0.0).sum() > _CLAMPED * p.sum().abs())
+
+    if kinds := where(call.limits & call.low(), rises):
+        least = " and ".join(number(torch.finfo(kind.dtype).eps) for kind in sorted(kinds, key=KINDS.index))
+        what = f"{call.op} raises numbers to eps, {least} in {type_names(kinds)}: their gradients are 0"
+        yield Finding(kinds, what, "p.float() before it; or logits=, if the numbers are a distribution's probabilities")
+
+
 def _guard(call: Call, low: Kinds) -> Guard | None:
     if call.op not in ("add", "clamp", "clamp_min", "maximum") or not low or not call.inputs:
         return None
@@ -322,6 +342,7 @@ RANGES: tuple[Rule, ...] = (
     _mask_fills_a_row,
     _guards_vanish,
     _ones_are_met,
+    _probabilities_are_clamped,
     _softmax_is_coarse,
     _norms_are_of_noise,
     _norms_are_of_equal_numbers,

@@ -200,6 +200,7 @@ class Visitor(TorchFunctionMode):
         for tensor in () if call.inside else [t for t in given if self.of(t) is NOTHING or self.of(t) is STORED]:
             self.take(tensor)
         call.inputs = [(tensor, self.of(tensor)) for tensor in given]
+        call.limits = self._low_as_read(call, "finfo") if call.has_limits else NONE
         call.in_place = in_place(name, args)
         if call.in_place and _floats(args[0]):
             self.note_write(call, args[0])
@@ -252,7 +253,7 @@ class Visitor(TorchFunctionMode):
             one.raised = any(facts.raised for facts in given) or (bool(call.low()) and self._raises(call))
             one.masked = any(facts.masked for facts in given) or adds_mask(call)
             finite, infinite = mask_at(call)
-            one.finite = (finite | self._own_extremes(call)).union(*(facts.finite for facts in given))
+            one.finite = (finite | call.limits).union(*(facts.finite for facts in given))
             one.infinite = infinite.union(*(facts.infinite for facts in given))
             if one.masked and low:  # without this, `x.float()` would hide a mask that became infinite in `x`
                 lowest = finite_range(made[0])[0]
@@ -322,18 +323,11 @@ class Visitor(TorchFunctionMode):
     def _low_as_read(self, call: Call, asks: str) -> Kinds:
         """Return the kinds at which the call's dtype is low, because it is read from a tensor, as in `x.to(y.dtype)`.
 
-        If the call's text names FP32, the dtype is not read from a tensor.
+        If the call's text names FP32, the dtype is not read from a tensor. Numbers of `torch.finfo(x.dtype)` are those
+        of the type of x, which may differ from the type of the tensor that the call takes.
         """
         names = _NAMES_FLOAT32.get(asks, _NAMES_FLOAT32[""])
         return NONE if self._read is None or names.search(call.line.text()) else self._read.low
-
-    def _own_extremes(self, call: Call) -> Kinds:
-        """Return the kinds of levels at which the call's smallest or largest number is that of low precision.
-
-        User code has read the number's type from a tensor, as in `torch.finfo(x.dtype).min`: x decides, and may have
-        another type than the tensor that is filled.
-        """
-        return self._low_as_read(call, "finfo") if call.has_extremes else NONE
 
     def _at(self, call: Call, kind: Kind, low: Kinds) -> tuple[Any, Any, bool]:
         """Return (args, kwargs, changed): the arguments at `kind`, detached; whether one differs from FP32's."""
@@ -357,7 +351,7 @@ class Visitor(TorchFunctionMode):
             return value
 
         args, kwargs = map_tensors(one, (call.args, call.kwargs))
-        if kind in self._own_extremes(call):
+        if kind in call.limits:
             changed = True
             args = tuple(_of_kind(kind, each) for each in args)
             kwargs = {key: _of_kind(kind, each) for key, each in kwargs.items()}
@@ -423,9 +417,9 @@ class Visitor(TorchFunctionMode):
 
 
 def _of_kind(kind: Kind, value: Any) -> Any:
-    """Return `kind`'s smallest or largest number if `value` is FP32's smallest or largest; else `value`."""
+    """Return `kind`'s smallest or largest number, or its eps, if `value` is that of FP32; else `value`."""
     own = torch.finfo(kind.dtype)
-    known = {_FLOAT32.min: own.min, _FLOAT32.max: own.max}
+    known = {_FLOAT32.min: own.min, _FLOAT32.max: own.max, _FLOAT32.eps: own.eps}
     return known.get(value, value) if isinstance(value, float) else value
 
 

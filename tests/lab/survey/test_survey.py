@@ -316,6 +316,7 @@ def test_a_level_that_is_clear_trains_as_fp32(case, caplog):
     (survey_function_cases.linear_algebra, "O5"),
     (survey_function_cases.ctc, "O2"),
     (survey_function_cases.numpy_of_outputs, "O4"),
+    (survey_function_cases.categorical_of_many, "O5"),
     (survey_function_cases.mixed_types, "O2"),
     (survey_function_cases.fp32_that_stays, "O5"),
     (survey_sum_cases.standard_deviation, "O4"),
