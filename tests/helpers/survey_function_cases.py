@@ -85,7 +85,7 @@ def categorical_of_many():
 
         def forward(self, x):
             policy = torch.distributions.Categorical(self.layer(x).softmax(-1))
-            return policy.log_prob(torch.arange(len(x)))  # breaks: O2 O3 O5 O7
+            return policy.log_prob(torch.arange(len(x), device=x.device))  # breaks: O2 O3 O5 O7
 
     return Net(), F.mse_loss, (torch.randn(8, 4), torch.zeros(8))
 
@@ -97,7 +97,7 @@ def categorical_of_few():
             self.layer = nn.Linear(4, 6)
 
         def forward(self, x):
-            return torch.distributions.Categorical(self.layer(x).softmax(-1)).log_prob(torch.arange(6))
+            return torch.distributions.Categorical(self.layer(x).softmax(-1)).log_prob(torch.arange(6, device=x.device))
 
     return Net(), F.mse_loss, (torch.randn(6, 4), torch.zeros(6))
 
@@ -109,7 +109,7 @@ def categorical_of_logits():
             self.layer = nn.Linear(4, 1000)
 
         def forward(self, x):
-            return torch.distributions.Categorical(logits=self.layer(x)).log_prob(torch.arange(len(x)))
+            return torch.distributions.Categorical(logits=self.layer(x)).log_prob(torch.arange(len(x), device=x.device))
 
     return Net(), F.mse_loss, (torch.randn(8, 4), torch.zeros(8))
 

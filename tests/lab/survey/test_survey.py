@@ -246,8 +246,6 @@ CLEAN = (
     *(dropped_paths, mask_of_ones, batch_object, ratio_of_probabilities, sorted_distances, solver, one_action),
     *(survey_function_cases.fp32_that_is_converted_back, *survey_sum_cases.SUM_CLEAN),
 )
-
-
 CASES = (*survey_cases.CASES, *survey_function_cases.FUNCTION_CASES, *survey_sum_cases.SUM_CASES)
 LEVELS = ["O1", "O2", "O3", "O4", "O5", "O6", "O7"]
 
