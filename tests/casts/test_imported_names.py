@@ -101,7 +101,7 @@ def products(x: torch.Tensor) -> torch.Tensor:
     return torch.einsum("ij,jk->ik", [x, x]) + F.softmax(x, -1) + F.linear(x, x)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 @pytest.mark.parametrize("backend", WRAPPERS)
 def test_torch_jit_compiles_functions_while_wrappers_are_installed(backend: str) -> None:
     x = torch.rand(4, 4)

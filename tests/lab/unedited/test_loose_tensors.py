@@ -9,7 +9,7 @@ from torch import nn
 from amp_patch.lab.unedited.loose_tensors import steps_loose_tensors
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 def test_a_scripted_module_owns_its_parameters_and_no_loose_tensor():
     scripted = torch.jit.script(nn.Linear(2, 2))
     temperature = torch.zeros((), requires_grad=True)

@@ -319,7 +319,7 @@ with PackageExporter(f"{folder}/package.pt") as package:
 """
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:TypedStorage is deprecated:UserWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:TypedStorage is deprecated:UserWarning")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_exports_equal_the_fp32_copy(main, tmp_path, level):
     with UneditedScript(level):
@@ -341,7 +341,7 @@ def test_exports_equal_the_fp32_copy(main, tmp_path, level):
         torch.testing.assert_close(torch.jit.load(tmp_path / "part.pt")(x), plain[0](x))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_torch_jit_resolves_names_of_its_caller(main):
     def doubled(value: torch.Tensor) -> torch.Tensor:
         return 2 * value
