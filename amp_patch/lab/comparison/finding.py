@@ -63,9 +63,15 @@ class Finding:
             the baseline's seeds, and the gap is not surely a loss.
             "no worse": the gap decides nothing yet, and the mean is beyond that range on the better side.
             "undecided": none of these, or there is only one seed.
-            "unjudged": the loss is a sum over several optimizers, for example a GAN's, and measures no quality.
+            "unjudged": the figures measure no quality (`unjudged`).
             "failed": no run went well.
             "alone": there is no other level to compare it with.
+        unjudged: why the kind is "unjudged"; "" for other kinds:
+            "sum": the loss is a sum over several optimizers, for example a GAN's.
+            "direction": the baseline's training made the metric worse.
+            "around 0": the baseline's loss changes its sign and does not fall, as a policy gradient's.
+            "too good": the level is better by more than a rounding explains. Its runs may have trained on other
+            batches, or have gone on from another run's checkpoint.
         better: whether the level differs on the better side. The test is as strict as that for worse.
         by_range: whether the range of the baseline's seeds decides, instead of the gap.
         to_the_bit: whether every loss equals the baseline's.
@@ -83,6 +89,7 @@ class Finding:
     """
 
     kind: str
+    unjudged: str = ""
     better: bool = False
     by_range: bool = False
     to_the_bit: bool = False
@@ -142,4 +149,4 @@ class Verdict(NamedTuple):
     @property
     def usable(self) -> bool:
         """The value of `Finding.usable`."""
-        return Finding(self.kind, self.better).usable
+        return Finding(self.kind, better=self.better).usable

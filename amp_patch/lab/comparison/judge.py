@@ -30,6 +30,10 @@ COLLAPSED_RANGES, COLLAPSED_SHARE = 10, 0.5
 # If a metric is logged once, its value at the start of the training is unknown. This share of the baseline's mean then
 # replaces COLLAPSED_SHARE of the improvement.
 _COLLAPSED_BY = 0.1
+# A level is too good if all of its runs are better than the baseline's best seed by more than TOO_GOOD_RANGES times
+# the range of the baseline's seeds, and by more than TOO_GOOD_SHARE of the improvement over the baseline's training.
+# With one seed, which has no range, by more than COLLAPSED_SHARE of the improvement.
+TOO_GOOD_RANGES, TOO_GOOD_SHARE = 3, 0.1
 _CURVE = 10  # with one seed, a baseline with fewer losses than this gives no bound beyond which a run has collapsed
 
 
@@ -84,15 +88,17 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
     )
     p = measures.paired_t_test(ours, theirs) if len(seeds) > 1 else None
     found = replace(found, gap=apart, p=p)
-    if not sums:
+    wrong_way = _worsened(base, metric, sign)
+    if not (sums or wrong_way):
         found = replace(found, collapsed=_collapsed(level, base, metric, sign))
     if found.diverged or found.collapsed:
         return replace(found, kind="differs")
     of_seed = {run.seed: run for run in base.runs}
     if ours == theirs and all(same_losses(run, of_seed[run.seed]) for run in level.runs if run.seed in seeds):
         return replace(found, kind="within", to_the_bit=True)
-    if sums:
-        return replace(found, kind="unjudged")
+    why = "sum" if sums else "direction" if wrong_way else "around 0" if metric == LOSS and _around_0(base) else ""
+    if why or _too_good(level, base, metric, sign):
+        return replace(found, kind="unjudged", unjudged=why or "too good")
     rounding = max(measures.loss_step(each, apart.level) for each in (level.runs, base.runs)) if metric == LOSS else 0.0
     if rounding and abs(apart.mean) <= rounding:
         found = replace(found, kind="within", rounding=rounding)
@@ -166,6 +172,47 @@ def _gained(base: LevelResult, metric: str, sign: int) -> float | None:
     starts = [run.loss[:1] if metric == LOSS else _first_logged(run, metric) for run in base.runs]
     known = [sign * value for start in starts for value in start if math.isfinite(value)]
     return statistics.median(known) - max(sign * figure for figure in base.finite.values()) if known else None
+
+
+def _worsened(base: LevelResult, metric: str, sign: int) -> bool:
+    """Return whether the baseline's training made a logged metric worse, in all seeds by more than these lie apart.
+
+    The metric then has the other direction, as an accuracy without `--maximize`.
+    """
+    if metric == LOSS:
+        return False
+    gained = _gained(base, metric, sign)
+    width = max(base.finite.values()) - min(base.finite.values())
+    return gained is not None and -gained > max(2 * width, _COLLAPSED_BY * abs(statistics.mean(base.finite.values())))
+
+
+def _around_0(base: LevelResult) -> bool:
+    """Return whether the baseline's loss changes its sign, and falls by less than it varies from step to step."""
+    for run in base.runs:
+        losses = [loss for loss in run.loss if math.isfinite(loss)]
+        half = len(losses) // 2
+        if half < _CURVE or not min(losses) < 0 < max(losses):
+            return False
+        if statistics.mean(losses[:half]) - statistics.mean(losses[half:]) > statistics.pstdev(losses[half:]):
+            return False
+    return True
+
+
+def _too_good(level: LevelResult, base: LevelResult, metric: str, sign: int) -> bool:
+    """Return whether a level is better than rounding or chance explains (`TOO_GOOD_RANGES`).
+
+    False if the baseline trains low-precision weights: masters may then make a level much better.
+    """
+    if base.low_weights:
+        return False
+    figures = [sign * figure for figure in base.finite.values()]
+    gained = _gained(base, metric, sign)
+    gained = abs(statistics.mean(figures)) if gained is None or gained <= 0 else gained
+    if has_no_spread(base):
+        by = COLLAPSED_SHARE * gained
+    else:
+        by = max(TOO_GOOD_RANGES * (max(figures) - min(figures)), TOO_GOOD_SHARE * gained)
+    return max(sign * figure for figure in level.finite.values()) < min(figures) - by
 
 
 def _bound_of_curve(base: LevelResult, sign: int) -> float | None:

@@ -56,7 +56,7 @@ class Trial:
             return self.why if self.without_base else ""
         found = self.level.finding
         lost = any(each.eps is not None for each in found.diverged)  # every module that is not kept divides by 0
-        untold = found.kind == "unjudged" or self.same_seeds
+        untold = found.unjudged not in ("", "too good") or self.same_seeds
         return self.level.verdict.reason if not self.passes and (lost or untold) else ""
 
     @property

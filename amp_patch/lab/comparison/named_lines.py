@@ -20,15 +20,15 @@ _TOLD = 2  # lines that are shown next to a level; further lines are only counte
 
 
 def ended_badly(level: LevelResult) -> bool:
-    """Return whether a run of the level failed, diverged, collapsed or skipped many steps, or the level seems worse.
+    """Return whether a run failed, diverged, collapsed or skipped many steps, or the level seems worse, or too good.
 
     Runs that were interrupted, were killed or lacked memory do not count: no line of user code is to blame. False for
     levels that no survey judges (`_known_as`).
     """
     found = level.finding
     faults = [run for run in level.failed if run.error_kind not in (INTERRUPTED, KILLED, OUT_OF_MEMORY)]
-    undecided = found.kind == "undecided" and not found.promising
-    return _known_as(level.level, level.dtype) != "" and bool(faults or found.rejected or found.skips or undecided)
+    doubtful = (found.kind == "undecided" and not found.promising) or found.unjudged == "too good"
+    return _known_as(level.level, level.dtype) != "" and bool(faults or found.rejected or found.skips or doubtful)
 
 
 def named(survey: Survey | None, level: LevelResult) -> list[Line]:

@@ -27,7 +27,7 @@ _OF_OTHERS = {
     "no gain": "{} would do as well, but not faster, nor in much less memory",
     "not timed": "{} would do as well, but how fast is not known",
     "undecided": "{} cannot be judged yet, {more}",
-    "unjudged": "whether {} would do as well its loss does not say ({unjudged})",
+    "unjudged": "whether {} would do as well its {what} does not say ({unjudged})",
     "no FP32 weights": "{} keeps no FP32 weights, and is for whoever compares it alone",
     "skips": "{} skipped too many steps",
     "differs": "do not use {}",
@@ -237,7 +237,8 @@ def of_others(found: Recommendation, base: LevelResult) -> str:
         _OF_OTHERS[why].format(
             listed([_with_promise(level, base, why, found) for level in levels]),
             more=more_seeds(base, levels),
-            unjudged=UNJUDGED,
+            what=found.what,
+            unjudged="; ".join(dict.fromkeys(UNJUDGED.get(level.finding.unjudged, "") for level in levels)),
         )
         for why, levels in found.because.items()
     )

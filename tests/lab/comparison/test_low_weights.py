@@ -43,7 +43,7 @@ def test_a_level_with_a_better_loss_is_recommended_at_any_speed(ms):
 
 
 def test_the_smallest_level_within_the_margin_of_the_best_is_recommended():
-    base = seeds("O0", 2.026, 2.030, 2.022)
+    base = seeds("O0", 2.026, 2.030, 2.022, weights_type="bfloat16")  # else such gains are too good
     best, near = (1.7780, 1.7800, 1.7760), (1.7785, 1.7805, 1.7765)
     far = (1.8780, 1.8800, 1.8760)
     groups = [

@@ -188,7 +188,7 @@ def test_losses_equal_to_the_bit_are_as_good():
     for losses in ([], [math.nan] * 40):
         base, level = logs("O0", 0.5), logs("O2", 0.5)
         base[0].loss = level[0].loss = losses
-        assert judge(base, level, metric="accuracy").kind == "undecided"
+        assert judge(base, level, metric="accuracy", maximize=True).kind == "undecided"
     # Equal accuracies do not prove equal trainings.
     for values, kind in (((0.5,), "undecided"), ((0.5, 0.5), "within")):
         base, level = logs("O0", *values), logs("O2", *values)
@@ -196,7 +196,7 @@ def test_losses_equal_to_the_bit_are_as_good():
             run.loss = [*run.loss[:-1], 7.0]
         for run in base:
             run.loss = [*run.loss[:-1], float(run.seed)]
-        assert judge(base, level, metric="accuracy").kind == kind
+        assert judge(base, level, metric="accuracy", maximize=True).kind == kind
 
 
 def test_seeds_that_change_nothing_count_as_one():

@@ -10,7 +10,7 @@ from compared_runs import compare, logs, made_up_run, seeds
 
 from amp_patch import amp
 from amp_patch.lab import wording
-from amp_patch.lab.comparison import headline, page, table
+from amp_patch.lab.comparison import headline, named_lines, page, table
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.measures import speedup, step_times
 from amp_patch.lab.recording.run import INTERRUPTED, Run
@@ -80,7 +80,7 @@ def test_a_held_out_loss_is_called_loss_on_held_out_data(metric, said):
     base, level = logs("O0", *BASE, name=metric), logs("O2", *SAME, name=metric)
     for run in level:
         run.seconds = [0.005] * 40
-    made = compare(base, level, metric=metric)
+    made = compare(base, level, metric=metric, maximize=True)  # `logs` begins at 0.125
     assert f"same {said} over 3 seeds" in headline.gains(made) and f"final {said} 1.250" in made.summary
     shown = page.html(made)
     assert f"<b>Gap in {said}</b>" in shown and f"final {said}" in shown
@@ -103,10 +103,43 @@ def test_a_sum_over_several_optimizers_is_not_judged():
         compare(base, seeds("O2", float("nan"), 1.0, 1.0, objectives=2)).levels[1].finding.kind,
     ]
     assert kinds == ["within", "differs"]
-    logged = compare(logs("O0", 0.5, 0.75), logs("O2", 0.6, 0.7), metric="accuracy")
+    logged = compare(logs("O0", 0.5, 0.75), logs("O2", 0.6, 0.7), metric="accuracy", maximize=True)
     for run in logged.runs:
         run.objectives = 2
     assert logged.levels[1].finding.kind == "so far"
+
+
+def swinging(level: str) -> list[Run]:
+    """Runs whose losses are 0.25 and -0.25 in turn, as those of a policy gradient with a baseline."""
+    runs = seeds(level, 0.0, 0.0, 0.0, ms=5)
+    for run in runs:
+        run.loss = [0.25 * (-1) ** (step + run.seed) for step in range(len(run.loss))]
+        run.loss[-1] += len(level) * (1 + run.seed) / 1024
+    return runs
+
+
+UNJUDGED = {
+    "direction": (logs("O0", 0.5, 0.75), logs("O2", 0.25, 0.375), "accuracy", "with --maximize more of it is better"),
+    "around 0": (swinging("O0"), swinging("O5+split"), "loss", "as a policy gradient's; give a figure to amp.log"),
+    "too good": (seeds("O0", 1.75, 1.8, 1.85), seeds("O2", 0.1, 0.2, 0.1), "loss", "train on the same batches"),
+    "too good with one seed": (seeds("O0", 2.0), seeds("O2", 0.75), "loss", "train on the same batches"),
+}
+
+
+@pytest.mark.parametrize(("base", "level", "metric", "said"), UNJUDGED.values(), ids=UNJUDGED)
+def test_figures_that_measure_no_quality_recommend_nothing(base, level, metric, said):
+    made = compare(base, level, metric=metric)
+    assert made.levels[1].finding.kind == "unjudged" and said in made.levels[1].verdict.text
+    assert made.recommended.level == "O0" and said in made.summary
+    assert made.summary.startswith("Stay with O0 for now: whether ") and f"its {metric} does not say" in made.summary
+    assert named_lines.ended_badly(made.levels[1]) is ("same batches" in said), "the survey may name why"
+
+
+def test_gains_that_a_rounding_may_explain_are_judged():
+    assert compare(seeds("O0", 1.75, 1.8, 1.85), seeds("O2", 1.6, 1.65, 1.7)).levels[1].finding.better
+    assert (
+        compare(logs("O0", 0.5, 0.6), logs("O2", 0.5, 0.625), metric="accuracy", maximize=True).levels[1].finding.usable
+    )
 
 
 @pytest.mark.parametrize(("two", "objectives"), [(True, 2), (False, 1)])
