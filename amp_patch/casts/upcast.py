@@ -93,8 +93,8 @@ def _may_exchange_saved() -> bool:
     topmost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8 and newer
     return (
         torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()  # before `is_plain_eager`, which torch 2.6 cannot trace
         and is_plain_eager()
-        and not torch.compiler.is_compiling()
         and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         and topmost is not None
         and ((top := topmost(False)) is None or getattr(top[0], "_amp_counts", False))
