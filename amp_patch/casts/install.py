@@ -63,6 +63,7 @@ def use_backend(name: str) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Installation: one per process, since torch's namespace belongs to the process.
 
+_CAUSAL_BIAS = "torch.nn.attention.bias"
 _installation = Installation()
 _installed: set[str] = set()  # the arguments of `install` whose functions are replaced now
 _listed_names: set[tuple[str, str]] = set()  # (address of the owner, name) of each function that is replaced now
@@ -109,6 +110,10 @@ def _replace_listed(patches: Patches, op_lists: str) -> None:
                 when_imported(module, _replace_late)
         _keep_regions_in_checkpoints(patches)
         _keep_default_in_replicas(patches)
+        if _CAUSAL_BIAS in sys.modules:
+            _keep_causal_bias(patches)
+        else:
+            when_imported(_CAUSAL_BIAS, _keep_late_causal_bias)
         for change in at_install:
             change(patches)
         for owner, name, rule in _registered.values():
@@ -174,6 +179,33 @@ def _forget_installation() -> None:
 def installed() -> bool:
     """Tell whether the functions on torch's op lists are replaced now; False after `install(ALONE)` alone."""
     return "torch" in _installed
+
+
+def _keep_causal_bias(patches: Patches) -> None:
+    """Let `CausalBias.__torch_function__` recognize attention, and keep a bias that the wrapper casts.
+
+    It tests whether it is called for `F.scaled_dot_product_attention`. That name has the wrapper, which calls the
+    original. Without this patch the test fails, and attention takes the bias for a plain tensor: one of unwritten
+    memory. A cast of a bias is a tensor without the bias's attributes.
+    """
+    bias = sys.modules[_CAUSAL_BIAS].CausalBias
+    wrapper = torch.nn.functional.scaled_dot_product_attention
+    known = wrapped_by(wrapper)
+    attention = None if known is None else known.original  # None: user code has replaced the wrapper
+    own = vars(bias)["__torch_function__"]
+
+    def __torch_function__(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to and isinstance(args[1], torch.dtype):
+            return args[0]
+        return own.__get__(None, cls)(wrapper if func is attention else func, types, args, kwargs)
+
+    patches.set(bias, "__torch_function__", classmethod(__torch_function__))
+
+
+def _keep_late_causal_bias(module: types.ModuleType) -> None:
+    with _installation.lock:
+        if installed():
+            _installation.add(_keep_causal_bias)
 
 
 def _keep_regions_in_checkpoints(patches: Patches) -> None:
