@@ -188,7 +188,7 @@ def operands_of(name: str, args: Any, kwargs: Any) -> _Operands | None:
     call = _CALLS.get(name)
     if call is None or len(args) > len(call.arguments) or not all(each in call.arguments for each in kwargs):
         return None
-    given = {**dict(zip(call.arguments, args, strict=False)), **kwargs}
+    given = {**dict(zip(call.arguments[: len(args)], args, strict=True)), **kwargs}  # torch 2.6 traces no other zip
     a, b, bias = given.get(call.a), given.get(call.b), given.get(call.bias)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and (bias is None or isinstance(bias, Tensor))):
         return None

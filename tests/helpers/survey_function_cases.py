@@ -77,6 +77,18 @@ def autocast_to_fp32():
     return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))
 
 
+def spectrogram():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.layer(torch.fft.rfft(x).abs())  # breaks: O2 O3 O5 O7
+
+    return Net(), F.mse_loss, (torch.randn(8, 30), torch.randn(8, 4))
+
+
 def categorical_of_many():
     class Net(nn.Module):
         def __init__(self):
@@ -312,6 +324,6 @@ FUNCTION_CASES = (
     *(linear_algebra, ctc, custom_fwd, autocast_to_fp32, matrix_exponential, large_matrix_exponential),
     *(numpy_of_outputs, loss_inside, low_temperature, norm_of_small_variances, norm_of_small_numbers, squares),
     *(norm_of_equal_numbers, norm_of_equal_numbers_with_a_larger_eps),
-    *(categorical_of_many, categorical_of_few, categorical_of_logits),
+    *(spectrogram, categorical_of_many, categorical_of_few, categorical_of_logits),
     *(small_gradients, mixed_types, fp32_that_stays, small_products),
 )

@@ -199,10 +199,75 @@ def complex_numbers():
     return Net(), F.mse_loss, (torch.randn(16, 4), torch.randn(16, 2))
 
 
+def predictions_far_from_0():
+    def loss(output, target):
+        return F.mse_loss(output * 3 + 5000, target)  # breaks: O1 O4 O6
+
+    return nn.Sequential(nn.Linear(4, 1)), loss, (torch.randn(64, 4), 5000 + 3 * torch.randn(64, 1))
+
+
+def likelihoods_far_from_0():
+    def loss(output, target):
+        return F.gaussian_nll_loss(output * 3 + 5000, target, torch.ones_like(target))  # breaks: O1 O4 O6
+
+    return nn.Sequential(nn.Linear(4, 1)), loss, (torch.randn(64, 4), 5000 + 3 * torch.randn(64, 1))
+
+
+def hyperbolic_distance():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.points = nn.Parameter(torch.randn(16, 4) / 100)
+
+        def forward(self, x):
+            return torch.acosh(1 + 2 * (self.points - x).square().sum(-1) + 1e-7)  # breaks: O2 O3 O5 O7
+
+    return Net(), F.mse_loss, (torch.randn(16, 4) / 100, torch.zeros(16))
+
+
+def kernel_of_distances():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.centers = nn.Parameter(8 + torch.randn(8, 2))
+
+        def forward(self, x):
+            c = self.centers
+            distances = (x * x).sum(-1, keepdim=True) + (c * c).sum(-1) - 2 * x @ c.T  # breaks: O4 O5 O6 O7
+            return torch.exp(-distances)
+
+    return Net(), F.mse_loss, (8 + torch.randn(256, 2), torch.zeros(256, 8))
+
+
+def kernel_of_small_distances():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.centers = nn.Parameter(torch.randn(8, 2) / 4)
+
+        def forward(self, x):
+            c = self.centers
+            return torch.exp(2 * x @ c.T - (x * x).sum(-1, keepdim=True) - (c * c).sum(-1))
+
+    return Net(), F.mse_loss, (torch.randn(64, 2) / 4, torch.zeros(64, 8))
+
+
+def focal_loss():
+    def loss(output, target):
+        p = torch.where(target > 0, torch.sigmoid(output), 1 - torch.sigmoid(output))
+        return (-(1 - p).square() * p.clamp(min=1e-3).log() - (1 - p).pow(2)).mean() * 100
+
+    model = nn.Sequential(nn.Linear(8, 8))
+    nn.init.constant_(model[0].bias, -6.0)
+    return model, loss, (torch.randn(64, 8), torch.zeros(64, 8))
+
+
 SUM_CASES = (
     *(variance_as_a_difference, variance_of_fp32, total_of_a_loop, total_of_a_short_loop, hours_of_seconds),
     *(logarithm_of_one_minus_x, logarithm_of_one_minus_small_x, logarithm_of_minus_x, clamp_below_one, clamp_of_fp32),
     *(hours_between_times, standard_deviation, standard_deviation_of_small_numbers),
     *(times_from_the_first, average_that_is_assigned, pixels, complex_numbers),
+    *(predictions_far_from_0, likelihoods_far_from_0, hyperbolic_distance),
+    *(kernel_of_distances, kernel_of_small_distances),
 )
-SUM_CLEAN = (average_that_is_assigned_in_fp32,)
+SUM_CLEAN = (average_that_is_assigned_in_fp32, focal_loss)

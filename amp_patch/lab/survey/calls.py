@@ -20,7 +20,8 @@ _NOT_THE_USERS = ("torch", "amp_patch", "contextlib", "functools", "runpy")
 LOWERING = ("lower", "product", "sparse", "einsum", "fused", "rnn")  # rules of the op lists
 _SAME = {
     "truediv": "div", "true_divide": "div", "divide": "div", "subtract": "sub", "multiply": "mul",
-    "arccos": "acos", "arcsin": "asin", "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "idiv": "div",
+    "arccosh": "acosh", "arccos": "acos", "arcsin": "asin",
+    "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "idiv": "div",
     "clip": "clamp", "not_equal": "ne", "greater": "gt", "less": "lt", "greater_equal": "ge", "less_equal": "le",
 }  # fmt: skip
 _REFLECTED = {"radd": "add", "rsub": "sub", "rmul": "mul", "rdiv": "div", "rtruediv": "div", "rpow": "pow"}

@@ -19,7 +19,7 @@ _NATS = 1.0  # a rounding error above this in a softmax's largest argument is re
 _CLAMPED = 0.01  # clamped probabilities with a larger share of the sum of all are reported
 _TINY = 2.0**-14  # a guard matters only if a guarded number is smaller than this
 _POLES = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow")
-_POLES_AT_ONE = ("acos", "asin", "atanh", "erfinv", "logit", "log1p")
+_POLES_AT_ONE = ("acos", "acosh", "asin", "atanh", "erfinv", "logit", "log1p")
 _SHRINKING = ("mul", "div", "pow", "square", "exp", "softmax", "matmul", "bmm", "linear")
 _CARRYING = ("dropout", "clone", "contiguous", "reshape", "to", "float")  # change no number
 _SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
@@ -204,15 +204,16 @@ def _guards_vanish(call: Call) -> Iterator[Finding]:
 
 
 def _ones_are_met(call: Call) -> Iterator[Finding]:
-    """Find functions with a pole at 1, or -1, of numbers within 1 that round to it, as 1 - 1e-6 of a clamp."""
+    """Find functions with a pole at 1, or -1, of numbers near to it that round to it, as 1 - 1e-6 of a clamp."""
     if call.op not in _POLES_AT_ONE or not call.learned or not call.inputs:
         return
     tensor, facts = call.inputs[0]
     pole = -1 if call.op == "log1p" else 1
     size = -tensor.detach() if pole < 0 else tensor.detach().abs()
+    size = 2 - size if call.op == "acosh" else size  # of numbers above 1
     if kinds := where(facts.low, lambda dtype: bool(((size < 1) & (size.to(dtype) >= 1)).any())):
         what = f"{call.op} of numbers that are not {pole}, and are {pole} in {type_names(kinds)}: "
-        edit = "x.float() before the clamp, or clamp(-0.99, 0.99)"
+        edit = "x.float() before it" + ("" if call.op == "acosh" else ", or clamp(-0.99, 0.99)")
         yield Finding(kinds, f"{what}its gradient is infinite there", edit)
 
 
@@ -254,7 +255,8 @@ def _softmax_is_coarse(call: Call) -> Iterator[Finding]:
     if call.op not in _SOFTMAXES or not call.inputs:
         return
     tensor, facts = call.inputs[0]
-    if not (facts.rounded and tensor.numel()):
+    rounded = facts.low | facts.widened  # at other levels the numbers may have been rounded when they were small
+    if not (rounded and tensor.numel()):
         return
     dim = _dim_of(call)
     if call.op == "cross_entropy":
@@ -264,7 +266,7 @@ def _softmax_is_coarse(call: Call) -> Iterator[Finding]:
     top = tensor.detach().amax(dim)
     top = top[top > -(2.0**14)]  # `_mask_fills_a_row` reports the rows that are masked throughout
     most = max(map(abs, call.range(top))) if top.numel() else 0.0
-    kinds = frozenset(kind for kind in facts.rounded if most * kind.step > _NATS)
+    kinds = frozenset(kind for kind in rounded if most * kind.step > _NATS)
     if kinds:
         worst = most * max(kind.step for kind in kinds)
         what = f"the largest arguments of {call.op}, up to {number(most)}, are off by up to {number(worst)} in "

@@ -26,7 +26,10 @@ _SHARE = 0.1  # a rounding error above this share of the spread of the numbers i
 _SINUSOIDS = ("sin", "cos", "tan", "sin_", "cos_", "sincos", "sinc", "polar")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "isin", "searchsorted", "bucketize")
-_DIFFERENCES = ("sub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_DIFFERENCES = (
+    *("sub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("gaussian_nll_loss", "pairwise_distance"),
+)
 
 
 def _angles_move(call: Call) -> Iterator[Finding]:
@@ -128,7 +131,7 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
     def is_coarse(dtype: torch.dtype) -> bool:
         return float((exact - exact.to(dtype)).norm()) > lost > 0 and least < apart
 
-    kinds |= where(guess.rounded, is_coarse)
+    kinds |= where(guess.low | guess.widened, is_coarse)  # else the prediction was rounded when it was small
     if kinds:
         most = max(map(abs, call.range(target)))
         steps = max(torch.finfo(kind.dtype).eps for kind in kinds) * 2 ** math.floor(math.log2(max(most, 1e-30)))

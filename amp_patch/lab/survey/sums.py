@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ _SHARE = 0.5  # noise above this share of the numbers, or of their spread, is re
 _PART = 0.01  # if rounding makes more than this share of 1 - x zero, that is reported
 _LOST = 0.1  # a sum that has lost more than this share of itself is reported
 _FEW = 4096  # a sum of more elements is no total of a loop
+_NATS = 0.5  # noise above this in the argument of an exponential is reported
+_SCALING = ("neg", "mul", "div")
 _KEEPING = ("add", "clamp", "clamp_min", "relu", "abs", "maximum", "float", "to", "squeeze", "unsqueeze", "clone")
 _WRAPPING = ("sub", "diff", "remainder", "fmod", "frac")
 
@@ -22,10 +25,17 @@ _WRAPPING = ("sub", "diff", "remainder", "fmod", "frac")
 def _noise_is_divided_by(call: Call) -> Iterator[Finding]:
     """Find quotients, roots and logarithms of a difference that is smaller than the rounding of its operands.
 
-    A variance as the mean of the squares minus the square of the mean is such a difference.
+    A variance as the mean of the squares minus the square of the mean is such a difference. Find also exponentials of a
+    difference, as a distance by its binomial formula, if that rounding exceeds `_NATS`.
     """
+    if call.op == "exp" and call.inputs and (noise := call.inputs[0][1].noise) is not None:
+        kinds = frozenset(kind for kind, each in noise.sizes.items() if each > _NATS)
+        if kinds:
+            what = f"a difference of numbers up to {number(noise.most)} is off by more than {_NATS:g} in "
+            edit = "x.float() before the operands are made; of distances torch.cdist, or (a - b).square().sum(-1)"
+            yield Finding(kinds, f"{what}{type_names(kinds)}: exp of it is noise", edit, noise.line, noise.op)
     at = 1 if call.op == "div" and not call.swapped else 0
-    if call.op in ("div", "sqrt", "rsqrt", "log", "reciprocal", "pow") and at < len(call.inputs):
+    if call.op in ("div", "sqrt", "rsqrt", "log", "reciprocal") and at < len(call.inputs):
         tensor, facts = call.inputs[at]
         noise = facts.noise
         kinds = frozenset() if noise is None else _drowned(tensor, noise)
@@ -35,14 +45,18 @@ def _noise_is_divided_by(call: Call) -> Iterator[Finding]:
             edit = "x.float() before the operands are made; of variances torch.var"
             yield Finding(kinds, f"{what}{type_names(kinds)}: {call.op} of it is noise", edit, noise.line, noise.op)
     made = _noise(call)
-    if made is None and len(call.inputs) == 1 and (call.op in _KEEPING or is_view(call)):
-        made = call.inputs[0][1].noise
+    if made is None and len(call.inputs) == 1 and (noise := call.inputs[0][1].noise) is not None:
+        if call.op in _KEEPING or is_view(call):
+            made = noise
+        elif call.op in _SCALING and call.outputs:
+            by = _size(call.outputs[0][0]) / max(_size(call.inputs[0][0]), 1e-30)
+            made = replace(noise, sizes={kind: by * each for kind, each in noise.sizes.items()})
     for _, facts in call.outputs if made is not None else ():
         facts.noise = made
 
 
 def _noise(call: Call) -> Noise | None:
-    """Describe the rounding of a difference's operands, if it is large beside the difference; else None."""
+    """Describe the rounding of a difference's operands, or of 1 in 1 - x if that is large beside it; else None."""
     if call.op != "sub" or not call.outputs or not call.learned:
         return None
     if len(call.inputs) != 2:
@@ -52,8 +66,7 @@ def _noise(call: Call) -> Noise | None:
     own = [(_size(tensor), facts.low) for tensor, facts in call.inputs]
     kinds = own[0][1] | own[1][1]
     sizes = {k: k.step / math.sqrt(3) * math.hypot(*(size for size, low in own if k in low)) for k in kinds}
-    noise = Noise(sizes, max(size for size, _ in own), call.op, call.line)
-    return noise if _drowned(call.outputs[0][0], noise) else None
+    return Noise(sizes, max(size for size, _ in own), call.op, call.line) if sizes else None
 
 
 def _drowned(tensor: Tensor, noise: Noise) -> Kinds:

@@ -369,7 +369,8 @@ class Visitor(TorchFunctionMode):
             args, kwargs, changed = self._at(call, kind, low)
             if not changed:
                 continue
-            if not made or (call.in_place and args[0].data_ptr() == made[0].data_ptr()):
+            complex_result = isinstance(call.result, Tensor) and call.result.is_complex()
+            if not (made or complex_result) or (call.in_place and args[0].data_ptr() == made[0].data_ptr()):
                 # The tensor is FP32 at these levels, and the script's in-place call has overwritten it. A second call
                 # would start from the wrong numbers, and change the script's own tensor.
                 continue
