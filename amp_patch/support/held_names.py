@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import sys
 import types
@@ -17,6 +18,8 @@ from amp_patch.support.patches import Patches
 # id of a function -> (the function, its replacement). The reference keeps the id from being reused.
 Replaced = Mapping[int, tuple[Any, Any]]
 
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
+
 # Modules in which the last search found nothing: name -> (ids of the wanted functions, ids of the module's values).
 _found_nothing: dict[str, tuple[frozenset[int], tuple[int, ...]]] = {}
 _NEVER = frozenset((*sys.stdlib_module_names, "torch", "functorch", __name__.partition(".")[0])) - {"__main__"}
@@ -25,10 +28,10 @@ _NEVER = frozenset((*sys.stdlib_module_names, "torch", "functorch", __name__.par
 def replace_in_modules(patches: Patches, replaced: Replaced) -> None:
     """Replace the functions in every module that uses torch, until `patches` are removed.
 
-    The search covers a module's names, the values of its dicts, the attributes of its classes, functools.partial
-    objects, and the defaults and closures of its functions and methods. It does not cover keys of dicts, lists and
-    tuples, because code tests functions by them (`if function in [...]`). If user code assigns to a replaced place, the
-    removal leaves the user's value there.
+    The search covers a module's names, the attributes of its classes, functools.partial objects, the defaults and
+    closures of its functions and methods, and in each of these places the values of a dict. It does not cover keys of
+    dicts, lists and tuples, because code tests functions by them (`if function in [...]`). If user code assigns to a
+    replaced place, the removal leaves the user's value there.
 
     Modules of torch, of amp_patch and of Python's library are skipped. A lazily imported module is searched in its
     present state and not loaded. With a few large libraries a search takes a tenth of a second, and a notebook repeats
@@ -104,15 +107,16 @@ class _Holder:
             _put(self._patches, mapping, key, value, new)
             return
         self._inside(value)
-        if type(value) is dict:
-            for inner, item in list(value.items()):
-                if (new := self._instead(item)) is not item:
-                    _put(self._patches, value, inner, item, new)
-                else:
-                    self._inside(item)
 
     def _inside(self, value: Any) -> None:
         kind = type(value)
+        if kind in _DICTS:
+            for key, item in list(value.items()):
+                if (new := self._instead(item)) is not item:
+                    _put(self._patches, value, key, item, new)
+                elif type(item) not in _DICTS:
+                    self._inside(item)
+            return
         if kind is types.FunctionType:
             self._function(value)
         elif kind is functools.partial:

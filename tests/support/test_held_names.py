@@ -17,11 +17,14 @@ from amp_patch.support.held_names import replace_in_attributes, replace_in_modul
 from amp_patch.support.patches import Patches
 
 SOURCE = """
+import collections
 import functools
 import torch
 from torch import einsum
 
 ACTS = {"a": einsum, "b": functools.partial(einsum, "ij->ji")}
+ORDERED = collections.OrderedDict(a=einsum)
+DEFAULT = collections.defaultdict(lambda: None, a=einsum)
 KEYS = {einsum: 1}
 TUPLE = (einsum,)
 LIST = [einsum]
@@ -40,6 +43,7 @@ def by_default(x, f=einsum, *, g=einsum):
 
 class Net:
     act = staticmethod(einsum)
+    acts = {"a": einsum}
 
     @classmethod
     def made(cls, f=einsum):
@@ -74,6 +78,7 @@ def held(module: Any) -> list[Any]:
     """What the module holds in each place that is served."""
     net = module.Net()
     places = [module.einsum, module.ACTS["a"], module.ACTS["b"].func, module.PARTIAL.func, *module.by_default(0)]
+    places += [module.ORDERED["a"], module.DEFAULT["a"], net.acts["a"]]
     return [*places, module.named.__closure__[0].cell_contents, net.act, net.made(), net.shown, net.method()]
 
 
@@ -81,11 +86,11 @@ def test_each_place_is_replaced_and_put_back(holder: Any) -> None:
     patches = Patches()
     before = dict(vars(holder)), dict(vars(holder.Net)), holder.ACTS["b"], holder.PARTIAL
     replace_in_modules(patches, REPLACED)
-    assert held(holder) == [other] * 11
+    assert held(holder) == [other] * 14
     assert holder.PARTIAL is before[3] and holder.PARTIAL(torch.ones(1, 1)) == "other"
     assert [*holder.KEYS, *holder.TUPLE, *holder.LIST] == [torch.einsum] * 3
     patches.remove()
-    assert held(holder) == [torch.einsum] * 11
+    assert held(holder) == [torch.einsum] * 14
     assert (dict(vars(holder)), dict(vars(holder.Net)), holder.ACTS["b"], holder.PARTIAL) == before
     assert holder.PARTIAL.args == ("ij->ji",)
 
