@@ -437,6 +437,7 @@ def _redirect(patches: Patches) -> None:
 def _that_asks(own: Any) -> Any:
     builtins = importlib.import_module("torch.jit._builtins")
     function = asks_first(own, ClosedMaster, opened)
+    function.__module__, function.__qualname__ = "torch", own.__name__  # where pickle looks for it
     if (operator := builtins._find_builtin(own)) is not None:
         builtins._register_builtin(function, operator)
     return function

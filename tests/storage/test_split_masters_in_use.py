@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -122,6 +123,7 @@ def test_a_tensor_that_is_made_of_a_master_is_a_copy(either):
                 made.zero_()
             assert torch.equal(next(amp.master_params(optimizer)), wanted)
             model.state_dict()
+    assert all(pickle.loads(pickle.dumps(function)) is function for function in make), "as a dataset's workers do"
     assert torch.as_tensor(master := next(amp.master_params(optimizer))) is master
     assert torch.tensor(data=[1, 2]).tolist() == [1, 2] and opened(optimizer) <= len(masters_of(optimizer))
 
