@@ -199,6 +199,29 @@ def complex_numbers():
     return Net(), F.mse_loss, (torch.randn(16, 4), torch.randn(16, 2))
 
 
+def decay_by_hand():
+    model = nn.Sequential(nn.Linear(8, 8))
+
+    def loss(output, target):
+        with torch.no_grad():
+            model[0].weight.mul_(1 - 1e-4)  # breaks: O2 O3 O5 O7
+        return F.mse_loss(output, target)
+
+    return model, loss, (torch.randn(16, 8), torch.randn(16, 8))
+
+
+def norm_by_hand():
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].weight.data /= model[0].weight.data.norm()
+
+    def loss(output, target):
+        with torch.no_grad():
+            model[0].weight.div_(model[0].weight.norm() * 0.9999)
+        return F.mse_loss(output, target)
+
+    return model, loss, (torch.randn(16, 8), torch.randn(16, 8))
+
+
 def predictions_far_from_0():
     def loss(output, target):
         return F.mse_loss(output * 3 + 5000, target)  # breaks: O1 O4 O6
@@ -268,6 +291,6 @@ SUM_CASES = (
     *(hours_between_times, standard_deviation, standard_deviation_of_small_numbers),
     *(times_from_the_first, average_that_is_assigned, pixels, complex_numbers),
     *(predictions_far_from_0, likelihoods_far_from_0, hyperbolic_distance),
-    *(kernel_of_distances, kernel_of_small_distances),
+    *(kernel_of_distances, kernel_of_small_distances, decay_by_hand, norm_by_hand),
 )
 SUM_CLEAN = (average_that_is_assigned_in_fp32, focal_loss)

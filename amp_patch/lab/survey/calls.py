@@ -98,8 +98,9 @@ class Call:
             reads it from a type, as in `torch.finfo(x.dtype).eps`.
         served: the kinds of levels at which `run` serves the call: it mends the error, or what is written stays FP32.
         in_place: whether it writes into its first argument.
-        written: if it writes into a tensor of the model that no optimizer trains: the name of that tensor, and a copy
-            of its numbers before the call.
+        written: if it writes into a tensor of the model: the name of that tensor, and a copy of its numbers before the
+            call.
+        trained: whether an optimizer trains that tensor.
     """
 
     func: Any
@@ -117,6 +118,7 @@ class Call:
     served: Kinds = NONE
     in_place: bool = False
     written: tuple[str, Tensor] | None = None
+    trained: bool = False
     name: str = ""
 
     def __post_init__(self) -> None:

@@ -223,23 +223,32 @@ def _asked_for_fp32(call: Call) -> Iterator[Finding]:
 
 
 def _averages_stand_still(call: Call) -> Iterator[Finding]:
-    """Find writes into a tensor that no optimizer trains, such as an average, if rounding loses most of the changes."""
+    """Find writes into a tensor of the model, if rounding loses most of the changes.
+
+    Such a tensor is an average that no optimizer trains, or a weight that the script itself decays.
+    """
     if call.written is None or not call.inputs:
+        return
+    adds_up = call.op in ("add", "sub") or (call.op in ("mul", "div") and len(call.inputs) == 1)
+    if call.trained and not adds_up:  # a norm that is set is set again in the next step, when the change is larger
         return
     (name, before), facts = call.written, (call.outputs or call.inputs)[0][1]
     after = call.args[0].detach()
     step = max(1, before.numel() // 4096)
     old, change = before.flatten()[::step], (after - before).flatten()[::step]
-    changed = (change != 0) & change.isfinite()
+    changed = (change.abs() > 2.0**-20 * old.abs()) & change.isfinite()  # less is FP32's own rounding
 
     def loses(dtype: torch.dtype) -> bool:
         low = old.to(dtype)
         return 2 * int((changed & ((low.float() + change).to(dtype) == low)).sum()) > int(changed.sum())
 
     if kinds := where(facts.low & CASTING, loses):
-        what = f"{name!r}, which no optimizer trains, is changed by less than a step of {type_names(kinds)}: it stands "
+        which = "a trained weight" if call.trained else "which no optimizer trains"
+        what = f"{name!r}, {which}, is changed by less than a step of {type_names(kinds)}: it stands still"
         edit = "a module of its own that has buffers and no parameters, or keep_fp32= for its module"
-        yield Finding(kinds, f"{what}still", edit, served=kinds <= call.served)
+        if call.trained:
+            edit = "change amp.master_params(optimizer), or let the optimizer do it (weight_decay=)"
+        yield Finding(kinds, what, edit, served=kinds <= call.served)
 
 
 def _arrays_fail(call: Call) -> Iterator[Finding]:

@@ -320,7 +320,7 @@ def _step(surveyor: Surveyor, optimizer: Any) -> None:
         optimizer.step()
         surveyor.step_ends(optimizer)
     finally:
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             for param, value in zip(held, before, strict=True):
                 param.copy_(value)
         optimizer.state.clear()

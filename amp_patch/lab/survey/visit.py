@@ -62,6 +62,7 @@ class Visitor(TorchFunctionMode):
         self.facts = WeakTensorKeyDictionary()
         self.models: list[nn.Module] = []
         self.untrained: dict[int, str] = {}  # address of a model's float tensor that no optimizer trains -> its name
+        self.trained: dict[int, str] = {}  # address of a cast weight that an optimizer trains -> its name
         self.averages: set[str] = set()  # names of such tensors in modules that `run` keeps in FP32
         self.asked: list[Place] = []  # the lines of the entered torch.autocasts that ask for FP32
         self.plain = 0  # the number of entered regions in which O1 casts nothing
@@ -88,8 +89,9 @@ class Visitor(TorchFunctionMode):
                 if _floats(param):
                     low = NONE if id(module) in stays else CASTING
                     self.facts[param] = Facts(low, low, learned=True)
-                    if low and id(param) not in held:
-                        self.untrained[param.untyped_storage().data_ptr()] = f"{path}.{name}".strip(".")
+                    if low:
+                        known = self.trained if id(param) in held else self.untrained
+                        known[param.untyped_storage().data_ptr()] = f"{path}.{name}".strip(".")
             if id(module) not in stays:
                 names = (name for name, _ in module.named_buffers(recurse=False))
                 self._buffers += [(module, name, f"{path}.{name}".strip(".")) for name in names]
@@ -225,8 +227,10 @@ class Visitor(TorchFunctionMode):
         return result
 
     def note_write(self, call: Call, tensor: Tensor) -> None:
-        """Store in a call the name and numbers of `tensor`, into which it will write, if no optimizer trains that."""
-        path = self.untrained.get(tensor.untyped_storage().data_ptr())
+        """Store in a call the name and numbers of `tensor`, into which it will write, if it belongs to a model."""
+        address = tensor.untyped_storage().data_ptr()
+        path = self.untrained.get(address) or self.trained.get(address)
+        call.trained = address in self.trained
         if path is not None:
             call.written, call.served = (path, tensor.detach().clone()), CASTING if path in self.averages else NONE
 
@@ -237,7 +241,8 @@ class Visitor(TorchFunctionMode):
             self.note_write(call, tensor)
         func(tensor, value)
         if call.written is not None:
-            self.untrained[tensor.untyped_storage().data_ptr()] = call.written[0]
+            known = self.trained if call.trained else self.untrained
+            known[tensor.untyped_storage().data_ptr()] = call.written[0]
             with torch._C.DisableTorchFunction():
                 call.outputs = call.inputs
                 self.look(call)
