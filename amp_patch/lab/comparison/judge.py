@@ -31,8 +31,8 @@ COLLAPSED_RANGES, COLLAPSED_SHARE = 10, 0.5
 # replaces COLLAPSED_SHARE of the improvement.
 _COLLAPSED_BY = 0.1
 # A level is too good if all of its runs are better than the baseline's best seed by more than TOO_GOOD_RANGES times
-# the range of the baseline's seeds, and by more than TOO_GOOD_SHARE of the improvement over the baseline's training.
-# With one seed, which has no range, by more than COLLAPSED_SHARE of the improvement.
+# the range of the baseline's seeds, and by more than TOO_GOOD_SHARE of the improvement over the baseline's training and
+# of the baseline's result. With one seed, which has no range, by more than COLLAPSED_SHARE of the improvement.
 TOO_GOOD_RANGES, TOO_GOOD_SHARE = 3, 0.1
 _CURVE = 10  # with one seed, a baseline with fewer losses than this gives no bound beyond which a run has collapsed
 
@@ -206,13 +206,14 @@ def _too_good(level: LevelResult, base: LevelResult, metric: str, sign: int) -> 
     if base.low_weights:
         return False
     figures = [sign * figure for figure in base.finite.values()]
-    gained = _gained(base, metric, sign)
-    gained = abs(statistics.mean(figures)) if gained is None or gained <= 0 else gained
+    mean, gained = abs(statistics.mean(figures)), _gained(base, metric, sign)
+    gained = mean if gained is None or gained <= 0 else gained
     if has_no_spread(base):
         by = COLLAPSED_SHARE * gained
     else:
         by = max(TOO_GOOD_RANGES * (max(figures) - min(figures)), TOO_GOOD_SHARE * gained)
-    return max(sign * figure for figure in level.finite.values()) < min(figures) - by
+    best = min(figures) - max(by, TOO_GOOD_SHARE * mean)
+    return max(sign * figure for figure in level.finite.values()) < best
 
 
 def _bound_of_curve(base: LevelResult, sign: int) -> float | None:
