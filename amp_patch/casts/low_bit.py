@@ -87,7 +87,7 @@ low_bit_product.register_autograd(_backward, setup_context=_save)
 # Calls of torch's functions
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """The operands of one call: `a @ b`, or `a @ b.mT` if `transposed`, plus `bias`."""
 
     a: Any
@@ -183,7 +183,7 @@ def release(weight: Tensor) -> None:
         delattr(weight, _KEPT)
 
 
-def operands_of(name: str, args: Any, kwargs: Any) -> _Operands | None:
+def operands_of(name: str, args: Any, kwargs: Any) -> Operands | None:
     """Return the operands of a call of torch's function `name`; None if it cannot be a low-bit product."""
     call = _CALLS.get(name)
     if call is None or len(args) > len(call.arguments) or not all(each in call.arguments for each in kwargs):
@@ -198,7 +198,7 @@ def operands_of(name: str, args: Any, kwargs: Any) -> _Operands | None:
         return None
     if not is_dynamo_compiling() and (a.layout is not torch.strided or b.layout is not torch.strided):
         return None  # Dynamo refuses to read a layout in the backward of an autograd function
-    return _Operands(a, b, bias, call.transposed)
+    return Operands(a, b, bias, call.transposed)
 
 
 def _is_kept(operand: Tensor) -> bool:
@@ -215,7 +215,7 @@ def _is_differentiated_by_functorch() -> bool:
     return any(level.key() != torch._C._functorch.TransformType.Vmap for level in found)
 
 
-def multiply(operands: _Operands, recipe: str) -> Tensor | None:
+def multiply(operands: Operands, recipe: str) -> Tensor | None:
     """Multiply BF16 operands in low bits; return None if their types or shapes do not allow it.
 
     Operands with three or more dimensions are multiplied matrix by matrix. A right operand with two dimensions is

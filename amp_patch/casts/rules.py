@@ -159,8 +159,9 @@ def _product(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: P
         return others(function, args, kwargs, policy)
     if policy.patch_torch_functions:
         low = policy.dtype
-        a, b, bias = (_lowered(each, low) if isinstance(each, Tensor) else each for each in operands[:3])
-        operands = operands._replace(a=a, b=b, bias=bias)
+        three = operands.a, operands.b, operands.bias  # torch 2.6 traces no slice and no `_replace` of a named tuple
+        a, b, bias = (_lowered(each, low) if isinstance(each, Tensor) else each for each in three)
+        operands = low_bit.Operands(a, b, bias, operands.transposed)
     result = low_bit.multiply(operands, recipe)
     return others(function, args, kwargs, policy) if result is None else result
 

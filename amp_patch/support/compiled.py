@@ -60,16 +60,16 @@ def eager_only(function: Function) -> Function:
     Calls outside of compiled code go to `function` itself: the frame of a disabled function takes longer than most of
     the functions that are marked here.
     """
-    disabled: list[Callable[..., Any]] = []
+
+    @functools.cache
+    def disabled() -> Any:
+        return sys.modules["torch._dynamo"].disable(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling() and _frame_callback() is None:  # Dynamo may trace this function
             return function(*args, **kwargs)
-        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
-        if not disabled and disable is not None:
-            disabled.append(disable(function))
-        return (disabled[0] if disabled else function)(*args, **kwargs)
+        return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
     return not_traced(call)
 
