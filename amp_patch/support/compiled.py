@@ -61,15 +61,16 @@ def eager_only(function: Function) -> Function:
     the functions that are marked here.
     """
 
-    @functools.cache
-    def disabled() -> Any:
-        return sys.modules["torch._dynamo"].disable(function)
+    disabled: Any = None
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled  # torch 2.6 traces no list that is appended to
         if not torch.compiler.is_dynamo_compiling() and _frame_callback() is None:  # Dynamo may trace this function
             return function(*args, **kwargs)
-        return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+        if disabled is None and "torch._dynamo" in sys.modules:
+            disabled = sys.modules["torch._dynamo"].disable(function)
+        return (disabled or function)(*args, **kwargs)
 
     return not_traced(call)
 
