@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from amp_patch import amp
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of Dynamo's, behind a graph break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:Graph break")  # Dynamo, at the bias
 @pytest.mark.parametrize("backend", [None, "eager"])
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O4", torch.bfloat16), ("O5", torch.bfloat16)])
