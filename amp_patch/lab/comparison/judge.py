@@ -34,6 +34,7 @@ _COLLAPSED_BY = 0.1
 # the range of the baseline's seeds, and by more than TOO_GOOD_SHARE of the improvement over the baseline's training and
 # of the baseline's result. With one seed, which has no range, by more than COLLAPSED_SHARE of the improvement.
 TOO_GOOD_RANGES, TOO_GOOD_SHARE = 3, 0.1
+_LESS_IS_BETTER = ("loss", "err", "perplexity", "ppl", "nll", "mse", "mae", "fid")  # parts of metrics' names
 _CURVE = 10  # with one seed, a baseline with fewer losses than this gives no bound beyond which a run has collapsed
 
 
@@ -177,9 +178,10 @@ def _gained(base: LevelResult, metric: str, sign: int) -> float | None:
 def _worsened(base: LevelResult, metric: str, sign: int) -> bool:
     """Return whether the baseline's training made a logged metric worse, in all seeds by more than these lie apart.
 
-    The metric then has the other direction, as an accuracy without `--maximize`.
+    The metric then has the other direction, as an accuracy without `--maximize`. False if its name says that it has the
+    direction asked for: a held-out loss may rise because the baseline overfits.
     """
-    if metric == LOSS:
+    if metric == LOSS or any(word in metric.lower() for word in _LESS_IS_BETTER) is (sign == 1):
         return False
     gained = _gained(base, metric, sign)
     width = max(base.finite.values()) - min(base.finite.values())

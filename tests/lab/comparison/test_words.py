@@ -139,6 +139,8 @@ def test_gains_that_a_rounding_may_explain_are_judged():
     assert compare(seeds("O0", 1.75, 1.8, 1.85), seeds("O2", 1.6, 1.65, 1.7)).levels[1].finding.better
     made = compare(logs("O0", 0.5, 0.6), logs("O2", 0.5, 0.625), metric="accuracy", maximize=True)
     assert made.levels[1].finding.usable
+    made = compare(logs("O0", 0.5, 0.6, name="val_loss"), logs("O2", 0.5, 0.55, name="val_loss"), metric="val_loss")
+    assert made.levels[1].finding.kind != "unjudged", "O0 overfits: it began at 0.125"
     assert compare(seeds("O0", 3.98), seeds("O2", 3.9)).levels[1].finding.kind == "undecided", "O0 gained 0.02"
 
 
