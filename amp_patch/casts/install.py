@@ -105,15 +105,13 @@ def _replace_listed(patches: Patches, op_lists: str) -> None:
     _listed_names.update(wanted)
     _replace_names(patches, [key for key in wanted if LATE.get(key[0], "torch") in sys.modules])
     if op_lists != ALONE and not installed():
-        for module in LATE.values():
+        for module in (*LATE.values(), _CAUSAL_BIAS):
             if module not in sys.modules:  # names of imported modules were replaced above
                 when_imported(module, _replace_late)
         _keep_regions_in_checkpoints(patches)
         _keep_default_in_replicas(patches)
         if _CAUSAL_BIAS in sys.modules:
             _keep_causal_bias(patches)
-        else:
-            when_imported(_CAUSAL_BIAS, _keep_late_causal_bias)
         for change in at_install:
             change(patches)
         for owner, name, rule in _registered.values():
@@ -152,10 +150,12 @@ def _replace_names(patches: Patches, names: Iterable[tuple[str, str]]) -> None:
 
 
 def _replace_late(module: types.ModuleType) -> None:
-    """If casts are installed, replace the listed functions of owners that the import of `module` has completed."""
+    """If casts are installed, replace what they replace in owners that the import of `module` has completed."""
 
     def replace(patches: Patches) -> None:
         _replace_names(patches, [key for key in rules_by_name("torch") if LATE.get(key[0]) == module.__name__])
+        if module.__name__ == _CAUSAL_BIAS:
+            _keep_causal_bias(patches)
         dynamo.register_late_wrappers()
 
     with _installation.lock:
@@ -200,12 +200,6 @@ def _keep_causal_bias(patches: Patches) -> None:
         return own.__get__(None, cls)(wrapper if func is attention else func, types, args, kwargs)
 
     patches.set(bias, "__torch_function__", classmethod(__torch_function__))
-
-
-def _keep_late_causal_bias(module: types.ModuleType) -> None:
-    with _installation.lock:
-        if installed():
-            _installation.add(_keep_causal_bias)
 
 
 def _keep_regions_in_checkpoints(patches: Patches) -> None:

@@ -49,7 +49,8 @@ class AmpModel(Generated):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
         if "_amp" in vars(self) and vars(self)["_amp"].policy.makes_low_tensors:
-            cast_held_functions([self])  # type: ignore[list-item]  # in another process, pickle has read them before the casts were installed
+            # In another process, pickle has looked up the functions before the casts were installed.
+            cast_held_functions([self])  # type: ignore[list-item]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return torch's state dict with FP32 values for low-precision weights: the masters', else the upcast weights.

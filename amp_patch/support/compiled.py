@@ -60,7 +60,6 @@ def eager_only(function: Function) -> Function:
     Calls outside of compiled code go to `function` itself: the frame of a disabled function takes longer than most of
     the functions that are marked here.
     """
-
     disabled: Any = None
 
     @functools.wraps(function)
@@ -68,8 +67,9 @@ def eager_only(function: Function) -> Function:
         nonlocal disabled  # torch 2.6 traces no list that is appended to
         if not torch.compiler.is_dynamo_compiling() and _frame_callback() is None:  # Dynamo may trace this function
             return function(*args, **kwargs)
-        if disabled is None and "torch._dynamo" in sys.modules:
-            disabled = sys.modules["torch._dynamo"].disable(function)
+        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)  # None while it is being imported, too
+        if disabled is None and disable is not None:
+            disabled = disable(function)
         return (disabled or function)(*args, **kwargs)
 
     return not_traced(call)

@@ -110,13 +110,6 @@ class _Holder:
 
     def _inside(self, value: Any) -> None:
         kind = type(value)
-        if kind in _DICTS:
-            for key, item in list(value.items()):
-                if (new := self._instead(item)) is not item:
-                    _put(self._patches, value, key, item, new)
-                elif type(item) not in _DICTS:
-                    self._inside(item)
-            return
         if kind is types.FunctionType:
             self._function(value)
         elif kind is functools.partial:
@@ -125,6 +118,12 @@ class _Holder:
             self._inside(value.__func__)
         elif kind is property:
             self._inside(value.fget)
+        elif kind in _DICTS:
+            for key, item in list(value.items()):
+                if (new := self._instead(item)) is not item:
+                    _put(self._patches, value, key, item, new)
+                elif type(item) not in _DICTS:
+                    self._inside(item)
 
     def _class(self, cls: type) -> None:
         if id(cls) in self._seen:

@@ -94,8 +94,8 @@ class Call:
         plain: whether the call is in a region in which O1 and O4 cast nothing.
         asked: the line of user code of the torch.autocast around the call, if it asks for FP32; else None.
         errors: kind of levels -> the error that torch raises if the arguments have the types of that kind.
-        limits: the kinds of levels at which such a number (`has_limits`) is that of low precision, since user code
-            reads it from a type, as in `torch.finfo(x.dtype).eps`.
+        limits: if FP32's smallest or largest number or its eps is among its Python numbers (`has_limits`), the kinds of
+            levels at which user code reads that of low precision there, as in `torch.finfo(x.dtype).eps`.
         served: the kinds of levels at which `run` serves the call: it mends the error, or what is written stays FP32.
         in_place: whether it writes into its first argument.
         written: if it writes into a tensor of the model: the name of that tensor, and a copy of its numbers before the

@@ -208,10 +208,15 @@ def _ones_are_met(call: Call) -> Iterator[Finding]:
     if call.op not in _POLES_AT_ONE or not call.learned or not call.inputs:
         return
     tensor, facts = call.inputs[0]
-    pole = -1 if call.op == "log1p" else 1
-    size = -tensor.detach() if pole < 0 else tensor.detach().abs()
-    size = 2 - size if call.op == "acosh" else size  # of numbers above 1
-    if kinds := where(facts.low, lambda dtype: bool(((size < 1) & (size.to(dtype) >= 1)).any())):
+    pole, x = (-1 if call.op == "log1p" else 1), tensor.detach()
+
+    def meets(dtype: torch.dtype) -> bool:
+        low = x.to(dtype)
+        if call.op in ("log1p", "acosh"):  # of numbers above the pole
+            return bool(((x > pole) & (low <= pole)).any())
+        return bool(((x.abs() < 1) & (low.abs() >= 1)).any())
+
+    if kinds := where(facts.low, meets):
         what = f"{call.op} of numbers that are not {pole}, and are {pole} in {type_names(kinds)}: "
         edit = "x.float() before it" + ("" if call.op == "acosh" else ", or clamp(-0.99, 0.99)")
         yield Finding(kinds, f"{what}its gradient is infinite there", edit)

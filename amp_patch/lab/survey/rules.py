@@ -222,7 +222,7 @@ def _asked_for_fp32(call: Call) -> Iterator[Finding]:
         yield Finding(kinds, what, edit, call.asked, "autocast")
 
 
-def _averages_stand_still(call: Call) -> Iterator[Finding]:
+def _writes_stand_still(call: Call) -> Iterator[Finding]:
     """Find writes into a tensor of the model, if rounding loses most of the changes.
 
     Such a tensor is an average that no optimizer trains, or a weight that the script itself decays.
@@ -288,7 +288,7 @@ RULES: tuple[Rule, ...] = (
     _targets_are_coarse,
     _probabilities_saturate,
     _asked_for_fp32,
-    _averages_stand_still,
+    _writes_stand_still,
     _arrays_fail,
     _loss_is_coarse,
 )

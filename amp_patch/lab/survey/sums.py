@@ -22,7 +22,7 @@ _KEEPING = ("add", "clamp", "clamp_min", "relu", "abs", "maximum", "float", "to"
 _WRAPPING = ("sub", "diff", "remainder", "fmod", "frac")
 
 
-def _noise_is_divided_by(call: Call) -> Iterator[Finding]:
+def _noise_is_amplified(call: Call) -> Iterator[Finding]:
     """Find quotients, roots and logarithms of a difference that is smaller than the rounding of its operands.
 
     A variance as the mean of the squares minus the square of the mean is such a difference. Find also exponentials of a
@@ -123,4 +123,4 @@ def _error(tensor: Tensor, value: Tensor) -> float:
     return _size(value.to(tensor.dtype) - tensor.detach()) if value.shape == tensor.shape else 0.0
 
 
-SUMS: tuple[Rule, ...] = (_noise_is_divided_by, _totals_stand_still, _differences_vanish)
+SUMS: tuple[Rule, ...] = (_noise_is_amplified, _totals_stand_still, _differences_vanish)

@@ -370,12 +370,12 @@ class Visitor(TorchFunctionMode):
     def _values(self, call: Call, made: list[Tensor], low: Kinds) -> dict[Kind, list[Tensor]]:
         """Return {kind: results} of a call without learned inputs, for each kind with other arguments than FP32's."""
         found: dict[Kind, list[Tensor]] = {}
+        is_complex = isinstance(call.result, Tensor) and call.result.is_complex()  # of an FFT, which may raise errors
         for kind in KINDS:
             args, kwargs, changed = self._at(call, kind, low)
             if not changed:
                 continue
-            complex_result = isinstance(call.result, Tensor) and call.result.is_complex()
-            if not (made or complex_result) or (call.in_place and args[0].data_ptr() == made[0].data_ptr()):
+            if not (made or is_complex) or (call.in_place and args[0].data_ptr() == made[0].data_ptr()):
                 # The tensor is FP32 at these levels, and the script's in-place call has overwritten it. A second call
                 # would start from the wrong numbers, and change the script's own tensor.
                 continue
