@@ -91,6 +91,7 @@ _UPDATE_SCALE = Contract(
         *floats("min_scale", "max_scale"),
         Argument("hysteresis", number=int),
         Argument("hysteresis_tracker", INT32, written=True, optional=True),
+        Argument("earlier_inf", FP32, written=True, optional=True),
     ),
 )
 
@@ -208,10 +209,11 @@ def update_scale(
     max_scale: float | None = None,
     hysteresis: int = 1,
     hysteresis_tracker: Tensor | None = None,
+    earlier_inf: Tensor | None = None,
 ) -> None:
     """Grow or back off a loss scale after a step, on the device::
 
-        if found_inf != 0:                                  # NaN too
+        if found_inf != 0 or earlier_inf != 0:              # NaN too
             hysteresis_tracker -= 1
             if hysteresis_tracker <= 0:
                 scale = max(scale * backoff_factor, SMALLEST_SCALE)
@@ -225,7 +227,8 @@ def update_scale(
         scale = clamp(scale, min_scale, max_scale)
 
     ``scale`` (float32), ``growth_tracker`` (int32) and ``hysteresis_tracker`` (int32) are tensors of one element,
-    written in place. ``found_inf`` (float32) is read; the caller zeroes it. All are on one device.
+    written in place. ``found_inf`` (float32) is read; the caller zeroes it. ``earlier_inf`` (float32) is the flag of
+    earlier backward passes. It is zeroed here, and may be ``found_inf``. All are on one device.
 
     ``hysteresis`` is the number of successive overflows after which the scale backs off. It then backs off at each
     further overflow, until a step without overflow. A value above 1 needs a ``hysteresis_tracker``, whose initial value
@@ -247,7 +250,12 @@ def update_scale(
     if not lowest <= highest:
         raise ValueError(f"{name}: min_scale={min_scale} is above max_scale={max_scale}")
     numbers = (growth_factor, backoff_factor, growth_interval, lowest, highest, hysteresis)
-    run(_UPDATE_SCALE, plain.moved_scale, (), (scale, growth_tracker, found_inf, *numbers, hysteresis_tracker))
+    run(
+        _UPDATE_SCALE,
+        plain.moved_scale,
+        (),
+        (scale, growth_tracker, found_inf, *numbers, hysteresis_tracker, earlier_inf),
+    )
 
 
 def inverse_of(scale: Tensor) -> Tensor:

@@ -113,9 +113,13 @@ def moved_scale(
     highest: float,
     hysteresis: int,
     hysteresis_tracker: Tensor | None,
+    earlier_inf: Tensor | None,
 ) -> None:
-    """`update_scale`: writes `scale`, `growth_tracker`, `hysteresis_tracker` (one element each) in place; no sync."""
+    """`update_scale`: writes its tensors of one element but `found_inf` in place; no sync."""
     overflow = (found_inf != 0).reshape(scale.shape)
+    if earlier_inf is not None:
+        overflow = overflow | (earlier_inf != 0).reshape(scale.shape)
+        earlier_inf.zero_()
     exhausted = overflow
     if hysteresis_tracker is not None:
         hysteresis_tracker.copy_(

@@ -79,6 +79,7 @@ class LossScaler:
         self._scale = torch.tensor(start, dtype=torch.float32, device="cpu")
         self._growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
         self._found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        self._newest: Tensor | None = None  # the flag of the newest backward pass, not in `_found_inf` yet
         self.skips = 0
         self._skips_in_a_row = 0
 
@@ -135,26 +136,35 @@ class LossScaler:
 
     def record(self, found_inf: Tensor) -> None:
         """Store the overflow flag of one backward pass (FP32, one element, 1.0: overflow) until `update`; no sync."""
-        # In place, because a captured CUDA graph reads and writes this tensor at each replay.
-        if found_inf.dim():
-            found_inf = found_inf.reshape(())
-        self._found_inf.clamp_min_(found_inf.to(self._found_inf.device))
+        self.defer()
+        if self.dynamic:
+            self._newest = found_inf.to(self._found_inf.device)
+
+    def defer(self) -> None:
+        """Merge the flag that `record` stored with those before it, because no `update` follows at once; no sync.
+
+        This is in place. A captured CUDA graph can end here, and the graph with the update must then read one tensor.
+        """
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            self._found_inf.clamp_min_(newest.reshape(()))
 
     def update(self) -> None:
         """Update a dynamic scale by the overflow flags recorded since the last update, on the device; no sync."""
         self.updates += 1
+        newest, self._newest = self._newest, None
         if self.dynamic:
             multi_tensor.update_scale(
                 self._scale,
                 self._growth_tracker,
-                self._found_inf,
+                self._found_inf if newest is None else newest,
                 growth_factor=self.growth_factor,
                 backoff_factor=self.backoff_factor,
                 growth_interval=self.growth_interval,
                 min_scale=self.min_loss_scale,
                 max_scale=self.max_loss_scale,
+                earlier_inf=self._found_inf,
             )
-        self._found_inf.zero_()
 
     def stepped(self) -> None:
         """Reset the count of skipped steps in a row, because an optimizer took a step with gradients of this loss."""

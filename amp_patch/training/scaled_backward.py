@@ -141,6 +141,8 @@ class ScaledBackward:
             explain_types_in_body(self.stashes[0].policy, error)
         if raised is None and not (self.delay_unscale or self.delay_overflow_check):
             self.scaler.update()
+        else:
+            self.scaler.defer()
 
     def _look_for_slips(self) -> None:
         """Raise or warn if the body has made gradients without the scaled loss.

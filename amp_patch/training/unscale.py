@@ -171,3 +171,5 @@ def unscale_pending(optimizer: Any) -> None:
             known_stash(other).route_grads()
         if pending.updates == pending.scaler.updates:  # else a later exit has updated the scale
             pending.scaler.update()
+        else:
+            pending.scaler.defer()

@@ -214,20 +214,25 @@ struct Adopt {
   }
 };
 
-// Updates the loss scale and its growth counter by the overflow flag. Runs once, not per element; products are in FP64,
-// rounded once.
+// Updates the loss scale and its growth counter by the overflow flags. Runs once, not per element; products are in
+// FP64, rounded once.
 struct UpdateScale {
   static constexpr float SMALLEST_SCALE = 0x1p-127f;  // the smallest power of two whose inverse is finite
   float* scale;
   int* growth_tracker;
   int* hysteresis_tracker;  // null: the scale backs off at every overflow
   const float* found_inf;
+  float* earlier_inf;  // counts as found_inf does, and is set to 0; null: no such flag. It may be found_inf
   double growth_factor, backoff_factor;
   int growth_interval, hysteresis;
   float min_scale, max_scale;
 
   C10_HOST_DEVICE void operator()() const {
-    const bool overflow = *found_inf != 0.0f;  // a NaN counts as an overflow
+    bool overflow = *found_inf != 0.0f;  // a NaN counts as an overflow
+    if (earlier_inf != nullptr) {
+      overflow |= *earlier_inf != 0.0f;
+      *earlier_inf = 0.0f;
+    }
     int patience = 0;
     if (hysteresis_tracker != nullptr) {
       patience = overflow ? *hysteresis_tracker - 1 : hysteresis;

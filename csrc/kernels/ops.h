@@ -72,7 +72,8 @@ struct Ops {
   static void adopt(const Tensors& params, const Tensors& masters);
   static void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& found_inf,
                            double growth_factor, double backoff_factor, int growth_interval, double min_scale,
-                           double max_scale, int hysteresis, const MaybeTensor& hysteresis_tracker);
+                           double max_scale, int hysteresis, const MaybeTensor& hysteresis_tracker,
+                           const MaybeTensor& earlier_inf);
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -427,7 +428,8 @@ void Ops<Loop>::adopt(const Tensors& params, const Tensors& masters) {
 template <class Loop>
 void Ops<Loop>::update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& found_inf,
                              double growth_factor, double backoff_factor, int growth_interval, double min_scale,
-                             double max_scale, int hysteresis, const MaybeTensor& hysteresis_tracker) {
+                             double max_scale, int hysteresis, const MaybeTensor& hysteresis_tracker,
+                             const MaybeTensor& earlier_inf) {
   require(scale.defined() && scale.device().type() == Loop::device, "device");
   check_one(scale, scale.device(), at::kFloat, true);
   check_one(growth_tracker, scale.device(), at::kInt, true);
@@ -438,10 +440,16 @@ void Ops<Loop>::update_scale(const at::Tensor& scale, const at::Tensor& growth_t
     patience = hysteresis_tracker->mutable_data_ptr<int>();
     bump(*hysteresis_tracker);
   }
+  float* earlier = nullptr;
+  if (earlier_inf.has_value()) {
+    check_one(*earlier_inf, scale.device(), at::kFloat, true);
+    earlier = earlier_inf->mutable_data_ptr<float>();
+    bump(*earlier_inf);
+  }
   const c10::DeviceGuard guard(scale.device());
   Loop::once(UpdateScale{scale.mutable_data_ptr<float>(), growth_tracker.mutable_data_ptr<int>(), patience,
-                         found_inf.const_data_ptr<float>(), growth_factor, backoff_factor, growth_interval, hysteresis,
-                         static_cast<float>(min_scale), static_cast<float>(max_scale)});
+                         found_inf.const_data_ptr<float>(), earlier, growth_factor, backoff_factor, growth_interval,
+                         hysteresis, static_cast<float>(min_scale), static_cast<float>(max_scale)});
   bump(scale);
   bump(growth_tracker);
 }

@@ -47,6 +47,27 @@ def test_any_non_zero_found_inf_is_an_overflow(found):
     assert (scale.item(), tracker.item()) == (4.0, 0)
 
 
+@device
+@pytest.mark.parametrize("newest", [0.0, 1.0])
+@pytest.mark.parametrize("earlier", [0.0, 1.0, INF, NAN])
+def test_a_flag_of_earlier_passes_counts_and_is_zeroed(newest, earlier, device):
+    scale, tracker = scaler(8.0, device)
+    found, before = torch.tensor([newest], device=device), torch.tensor(earlier, device=device)
+    version = before._version
+    mt.update_scale(scale, tracker, found, earlier_inf=before)
+    assert (scale.item(), tracker.item()) == ((4.0, 0) if newest or earlier else (8.0, 1))
+    assert (found.item(), before.item()) == (newest, 0.0) and before._version > version
+
+
+@device
+def test_one_flag_may_be_both(device):
+    scale, tracker = scaler(8.0, device)
+    found = torch.tensor(1.0, device=device)
+    for expected in (4.0, 0), (4.0, 1):
+        mt.update_scale(scale, tracker, found, earlier_inf=found)
+        assert (scale.item(), tracker.item(), found.item()) == (*expected, 0.0)
+
+
 def test_the_scale_stays_finite_positive_and_between_its_bounds():
     clean, overflow = torch.tensor(0.0), torch.tensor(1.0)
     scale, tracker = scaler(3e38)

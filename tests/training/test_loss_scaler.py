@@ -45,6 +45,30 @@ def test_the_story_of_a_dynamic_scale(device):
     assert after(subject, False) == (32768.0, 1)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("overflowing", [0, 1, 2])
+def test_flags_before_one_update_count_once(overflowing, device):
+    subject = scaler().to(torch.device(device))
+    flags = [torch.tensor(float(index == overflowing), device=device) for index in range(3)]
+    subject.record(flags[0])
+    subject.defer()  # a delayed exit
+    subject.record(flags[1])  # an exit that an error ended before its update
+    assert after(subject, overflowing == 2) == (32768.0, 0)
+    assert after(subject, False) == (32768.0, 1)
+    assert [flag.item() for flag in flags] == [float(index == overflowing) for index in range(3)]
+
+
+def test_a_deferred_flag_is_in_one_tensor_for_the_graph_that_updates():
+    """A replay of the delayed exit alone, without the host's `record`, is seen by the next update."""
+    subject = scaler()
+    subject.record(torch.tensor(0.0))
+    subject.defer()
+    replayed = subject._found_inf
+    assert after(subject, False) == (65536.0, 1)
+    replayed.clamp_min_(torch.tensor(1.0))
+    assert after(subject, False) == (32768.0, 0) and replayed.item() == 0.0
+
+
 def test_the_scale_stays_in_its_range():
     subject = scaler(minimum=2.0**15, maximum=2.0**16)
     assert after(subject, True) == (2.0**15, 0)
