@@ -56,10 +56,11 @@ models: $(VENV)/models ## docs/models.md: public models of other packages at eac
 # The tests start hundreds of Pythons, each of which would compile amp_patch anew where the shell says not to keep that.
 test test-more test-all: export PYTHONDONTWRITEBYTECODE :=
 
-test: $(VENV)/installed ## every test that is not marked slow
-	$(PYTEST_FILES) -m "not slow"
+test: $(VENV)/installed ## every test that is not marked slow or program
+	$(PYTEST_FILES) -m "not slow and not program"
 
-test-more: $(VENV)/ecosystem ## the tests of `test` in other surroundings: without the extension, on AVX2 alone, beside other packages
+test-more: $(VENV)/ecosystem ## whole programs; the tests of `test` without the extension, on AVX2 alone, beside other packages
+	$(PYTEST_FILES) -m "program and not slow"
 	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" $(OF_KERNELS)
 	$(WITH_AVX2_ALONE) $(PYTEST_FILES) -m "not slow" $(OF_EMULATION)
 	$(PYTEST_FILES) -m "not slow" tests/integrations tests/lab/unedited/test_unedited_frameworks.py

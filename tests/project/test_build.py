@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+pytestmark = pytest.mark.program
+
 
 @pytest.fixture
 def sources(tmp_path):

@@ -22,6 +22,8 @@ from amp_patch import amp
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.recording.run import loads
 
+pytestmark = pytest.mark.program
+
 pytest.importorskip("sklearn", reason="the examples' digits come with scikit-learn")
 
 # Run by name below, each with a test of what it shows. A new example without one fails test_every_example_is_tested.

@@ -19,6 +19,8 @@ from paths import EXAMPLES
 from python_forks import python
 from training import assert_unchanged
 
+pytestmark = pytest.mark.program
+
 pytest.importorskip("sklearn", reason="three of the legacy programs train on its digits")
 
 LEGACY = EXAMPLES / "legacy"

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from paths import BENCHMARKS, ROOT, benchmark_fixture
 
+pytestmark = pytest.mark.program
+
 models = benchmark_fixture("models")
 RESULTS = BENCHMARKS / "results" / "models.json"
 LEVELS = ("O1", "O2", "O4", "O5")

@@ -30,6 +30,8 @@ from training import LEVELS, convnet, images
 from amp_patch import amp
 from amp_patch.casts.cpu_half import has_arithmetic
 
+pytestmark = pytest.mark.program
+
 pytest.importorskip("sklearn", reason="the recipes' digits come with scikit-learn")
 
 RECIPES = EXAMPLES / "recipes"

@@ -17,6 +17,8 @@ from paths import ROOT
 from amp_patch import __version__
 from amp_patch.multi_tensor import backends
 
+pytestmark = pytest.mark.program
+
 README = (ROOT / "README.md").read_text()
 HOME = "https://example.org/someone/amp_patch"
 

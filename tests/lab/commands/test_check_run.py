@@ -8,6 +8,8 @@ import pytest
 from python_forks import python
 from scripts import environment, start_script
 
+pytestmark = pytest.mark.program
+
 SCRIPT = """
 import sys
 import torch

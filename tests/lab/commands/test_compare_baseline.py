@@ -79,6 +79,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.program
 def test_a_comparison_that_is_worse_than_its_baseline_ends_with_status_3(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)

@@ -9,6 +9,8 @@ import pytest
 from python_forks import python
 from scripts import environment, start_script
 
+pytestmark = pytest.mark.program
+
 LOOP = """
 import os
 import torch

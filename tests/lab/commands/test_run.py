@@ -16,6 +16,8 @@ from scripts import environment, run_each
 
 from amp_patch.lab.commands import run
 
+pytestmark = pytest.mark.program
+
 ENVIRONMENT = environment(PYTHONDONTWRITEBYTECODE="1")
 
 # Prints all that a script can see of how it was started. (Python's versions differ in an empty __annotations__.)

@@ -8,6 +8,8 @@ from scripts import start_script
 from amp_patch.lab.commands.run import at_asked_level
 from amp_patch.lab.recording.run import Run, loads
 
+pytestmark = pytest.mark.program
+
 DIGITS = """
 import torch
 from sklearn.datasets import load_digits
