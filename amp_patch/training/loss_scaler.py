@@ -136,7 +136,8 @@ class LossScaler:
 
     def record(self, found_inf: Tensor) -> None:
         """Store the overflow flag of one backward pass (FP32, one element, 1.0: overflow) until `update`; no sync."""
-        self.defer()
+        if self._newest is not None:
+            self.defer()
         if self.dynamic:
             self._newest = found_inf.to(self._found_inf.device)
 

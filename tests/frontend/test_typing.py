@@ -16,6 +16,8 @@ import amp_patch
 from amp_patch.policy import OPT_LEVELS, OptLevel
 from amp_patch.training.arguments import Keywords
 
+pytestmark = pytest.mark.program
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """

@@ -7,7 +7,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 from paths import BENCHMARKS, ROOT, benchmark_fixture
+
+pytestmark = pytest.mark.program
 
 quick = benchmark_fixture("quick_programs")
 

@@ -12,6 +12,8 @@ import torch
 from paths import ROOT
 from training import assert_unchanged
 
+pytestmark = pytest.mark.program
+
 STORY = '''
 import sys
 import torch

@@ -14,6 +14,8 @@ from amp_patch.lab.comparison.outcome import failure
 from amp_patch.lab.recording.recorder import Recorder
 from amp_patch.lab.recording.run import Run, loads
 
+pytestmark = pytest.mark.program
+
 CODER = """
 import torch
 from torch import nn

@@ -17,6 +17,8 @@ from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.recording.run import INTERRUPTED, KILLED, PARTS, Run, dumps, loads
 
+pytestmark = pytest.mark.program
+
 
 def record(folder: Path, run: Run, *, ended: bool = True, steps: int = 4) -> None:
     """Write the record of a run as its process does. If it `ended`, add the outcome as `compare` does."""

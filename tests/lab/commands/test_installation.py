@@ -14,6 +14,8 @@ from python_forks import python
 from amp_patch.lab.commands import installation
 from amp_patch.lab.commands.installation import Installed, extension_in_words, package_in_words
 
+pytestmark = pytest.mark.program
+
 ROOT = Path(__file__).parents[3]
 
 

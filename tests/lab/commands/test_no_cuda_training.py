@@ -19,6 +19,8 @@ from amp_patch.casts import cpu_half, install
 from amp_patch.casts import state as casts_state
 from amp_patch.lab.commands import no_cuda
 
+pytestmark = pytest.mark.program
+
 
 @pytest.fixture(params=[True, False], ids=["arithmetic", "emulated"])
 def arithmetic(request, monkeypatch):

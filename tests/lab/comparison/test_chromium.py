@@ -152,9 +152,13 @@ class Chromium:
 
 BROWSER = find()
 WANTED = bool(os.environ.get("CI") or os.environ.get("AMP_PATCH_REQUIRE_CHROMIUM"))
-pytestmark = pytest.mark.skipif(
-    BROWSER is None and not WANTED, reason="no Chromium here (apt-get install chromium); with CI set this is an error"
-)
+pytestmark = [
+    pytest.mark.program,
+    pytest.mark.skipif(
+        BROWSER is None and not WANTED,
+        reason="no Chromium here (apt-get install chromium); with CI set this is an error",
+    ),
+]
 
 VIEWS = {"desk": {"width": 1280, "height": 800}, "phone": {"width": 390, "height": 844, "mobile": True}}
 LONG = "encoder.layers.{}.attention.output_projection_with_a_very_long_name.parametrizations"

@@ -57,6 +57,7 @@ def recorded(folder: Path, name: str) -> list[float]:
     return run.loss
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_compare_trains_a_script_at_two_levels_and_writes_figures_and_logs(seeds, tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(SCRIPT)

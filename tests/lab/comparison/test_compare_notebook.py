@@ -25,6 +25,8 @@ from amp_patch.lab.recording.recorder import Enough, Recorder
 from amp_patch.lab.recording.run import EXITED, INTERRUPTED, OUT_OF_MEMORY, Failure, Run
 from amp_patch.training.training import newest_training
 
+pytestmark = pytest.mark.program
+
 
 def test_amp_patch_does_not_import_tensorboard():
     code = "import sys, amp_patch; print('tensorboard' in sys.modules)"
