@@ -97,8 +97,20 @@ def warm(values: Sequence[T]) -> Sequence[T]:
 
 
 def step_times(run: Run) -> list[float]:
-    """Return the seconds of each step of the run, without the steps that warm up and inspected ones (NaN)."""
-    return [seconds for seconds in warm(run.seconds) if math.isfinite(seconds) and seconds > 0]
+    """Return the seconds of each step of the run, without the steps that warm up and inspected ones (NaN).
+
+    If the numbers of samples in a step differ by powers of two, the times of each power are multiplied by one factor,
+    so that their median is the mean step of the run. The median of steps of several sizes would be that of one size.
+    """
+    numbers = run.samples if len(run.samples) == len(run.seconds) else [0] * len(run.seconds)
+    pairs = zip(warm(run.seconds), warm(numbers), strict=True)
+    steps = [(seconds, number.bit_length()) for seconds, number in pairs if math.isfinite(seconds) and seconds > 0]
+    sizes = {size for _, size in steps}
+    if len(sizes) < 2:
+        return [seconds for seconds, _ in steps]
+    medians = {size: statistics.median(seconds for seconds, its in steps if its == size) for size in sizes}
+    mean = statistics.mean(medians[size] for _, size in steps)
+    return [seconds * mean / medians[size] for seconds, size in steps]
 
 
 def part_ms(runs: Sequence[Run], step_ms: float | None) -> dict[str, float]:

@@ -253,6 +253,23 @@ def test_step_times_exclude_warm_up_and_unmeasured_steps():
     assert measures.samples_per_second(made_up_run(samples=[0] * 40)) is None
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_steps_of_several_sizes_are_timed_by_their_mean(count):
+    """Two small steps, in which the level is slower, and a large one, in which it is faster: 102 ms and 54 ms."""
+    sizes = [4, 4, 4096] * 30
+    base, level = ([made_up_run(name, seed, 90, samples=sizes) for seed in range(count)] for name in ("O0", "O2"))
+    for run in base:
+        run.seconds = [0.001, 0.001, 0.1] * 30
+    for run in level:
+        run.seconds = [0.002, 0.002, 0.05] * 30
+    assert measures.speedup(list(zip(base, level, strict=True))) == pytest.approx((102 / 54,) * 3)
+    assert measures.step_times(level[0]) == pytest.approx([0.018] * 81)
+    made = compare(base, level)
+    assert made.levels[1].speedup.pace == "faster"
+    level[0].samples = [4] * 89  # not one for each step: not known
+    assert measures.step_times(level[0]) == level[0].seconds[9:]
+
+
 def test_the_speed_range_of_one_run_comes_from_quartiles():
     base, level = made_up_run("O0"), made_up_run("O2")
     base.seconds = [0.0, 4.0, 4.0, 8.0, 16.0, 16.0]
