@@ -253,7 +253,7 @@ def ended(level: LevelResult) -> dict[str, Any]:
 
 
 def line_of(line: Any) -> dict[str, Any]:
-    place = re.sub(r".*/(site-packages|benchmarks)/", "", line.file)
+    place = re.sub(r".*/(site-packages|models_packages|benchmarks)/", "", line.file)
     levels = [level for level in line.levels if level in (*LEVELS, "O3")]
     return {"place": f"{place}:{line.line}", "op": line.op, "levels": levels, "what": line.what, "breaks": line.breaks}
 
