@@ -178,7 +178,7 @@ def in_fork(case: Any, limit: int) -> dict[str, Any]:
 
 def short(error: str) -> str:
     text = re.sub(r"\s+", " ", error).strip()
-    text = re.sub(r"\S*/site-packages/", "", text)
+    text = re.sub(r"\S*/(site-packages|models_packages)/", "", text)
     return text if len(text) <= CUT else text[:CUT] + "..."
 
 
