@@ -116,6 +116,7 @@ class LossScaler:
                     f"scale is still on {self._scale.device}, and each replay would reset it; run an iteration with "
                     "scale_loss before the capture"
                 )
+            self.defer()
             self._scale, self._growth_tracker, self._found_inf = (
                 t.to(device) for t in (self._scale, self._growth_tracker, self._found_inf)
             )
