@@ -238,7 +238,7 @@ def of_others(found: Recommendation, base: LevelResult) -> str:
             listed([_with_promise(level, base, why, found) for level in levels]),
             more=more_seeds(base, levels),
             what=found.what,
-            unjudged="; ".join(dict.fromkeys(UNJUDGED.get(level.finding.unjudged, "") for level in levels)),
+            unjudged="; ".join(dict.fromkeys("; ".join(UNJUDGED.get(level.finding.unjudged, ())) for level in levels)),
         )
         for why, levels in found.because.items()
     )

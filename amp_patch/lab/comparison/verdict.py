@@ -24,15 +24,18 @@ from amp_patch.lab.wording import (
     whole_percent,
 )
 
-_BY_METRIC = "give a figure to amp.log, and judge by --metric"
-# `Finding.unjudged` -> its words.
+_BY_METRIC = "give a figure of quality to amp.log, and judge by --metric"
+# `Finding.unjudged` -> why results are not judged, and the way out.
 UNJUDGED = {
-    "sum": f"a sum of the losses of several optimizers, as a GAN's, tells nothing of quality; {_BY_METRIC}",
-    "direction": "the baseline's training made it worse: with --maximize more of it is better, without it less is",
-    "around 0": f"the baseline's loss changes its sign and does not fall, as a policy gradient's; {_BY_METRIC}",
+    "sum": ("a sum of the losses of several optimizers, as a GAN's, tells nothing of quality", _BY_METRIC),
+    "direction": (
+        "the baseline's training made it worse: with --maximize more of it is better, without it less is",
+        "add --maximize, or leave it out",
+    ),
+    "around 0": ("the baseline's loss changes its sign and does not fall, as a policy gradient's", _BY_METRIC),
     "too good": (
-        "it is better by more than a rounding explains: look whether all runs train on the same batches, and none goes "
-        "on from another's checkpoint"
+        "it is better by more than a rounding explains",
+        "look whether all runs train on the same batches, and none goes on from another's checkpoint",
     ),
 }
 
@@ -119,7 +122,7 @@ def _accuracy(found: Finding, level: LevelResult, base: LevelResult, figure: str
         return f"{figure} {shortest_distinct(gap.level)[0]}, every loss the same as {base.name}'s, to the bit"
     distance = relative_distance(gap.level, gap.base)
     if found.kind == "unjudged":
-        return f"{figure} {distance} {base.name}'s: {UNJUDGED[found.unjudged]}"
+        return f"{figure} {distance} {base.name}'s: {'; '.join(UNJUDGED[found.unjudged])}"
     if has_no_spread(base):
         what = "the seeds change nothing" if len(base.finite) > 1 else "one seed, so without an interval"
         return f"{what}: {figure} {distance} {base.name}'s; {more_seeds(base)} to judge it"

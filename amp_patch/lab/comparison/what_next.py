@@ -6,17 +6,10 @@ import shlex
 
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.headline import how_to_use
-from amp_patch.lab.comparison.verdict import more_seeds
+from amp_patch.lab.comparison.verdict import UNJUDGED, more_seeds
 from amp_patch.lab.recording.run import NATIVE
 
 _OF_SEARCH = ("--dtype", "--steps", "--seed-flag", "--metric", "--maximize", "--margin", "--device")
-_FIGURE = "Give a figure of quality to amp.log, and compare by --metric."
-_OF_UNJUDGED = {
-    "sum": _FIGURE,
-    "around 0": _FIGURE,
-    "direction": "Add --maximize, or leave it out.",
-    "too good": "Look at the batches and the checkpoints that each run read.",
-}
 
 
 def commands(comparison: Comparison) -> list[tuple[str, str]]:
@@ -40,7 +33,8 @@ def advice(comparison: Comparison) -> str:
     if found.level is not base:
         return "Train with it."
     if "unjudged" in found.because:
-        return _OF_UNJUDGED[found.because["unjudged"][0].finding.unjudged]
+        _, way_out = UNJUDGED[found.because["unjudged"][0].finding.unjudged]
+        return f"{way_out[0].upper()}{way_out[1:]}."
     if "undecided" in found.because:
         words = more_seeds(base, found.because["undecided"])
         return f"{words[0].upper()}{words[1:]}."

@@ -50,7 +50,7 @@ def test_the_card_ends_with_the_command_to_run_next(groups, options, purpose, co
     [
         ((BASE, off(0.02)), "Nothing: O0 is the script as it is."),
         ((BASE, off(0.02, ms=5)), "Train with it."),
-        ((BASE, off(0.02, objectives=2)), "Give a figure of quality to amp.log, and compare by --metric."),
+        ((BASE, off(0.02, objectives=2)), "Give a figure of quality to amp.log, and judge by --metric."),
         ((BASE[:1], off(0.02)[:1]), "Run three seeds or more."),
         (([Run("O0", error="no")], [Run("O2", error="no")]), "Mend what failed, and compare again."),
     ],
