@@ -167,7 +167,8 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
             compute in FP32 and round their results once, as a tensor core does, in the models' forward and in backward
             passes, at about FP32's speed. "native": torch's kernels, much slower if the CPU has no arithmetic for the
             type. "auto": "emulate" if the CPU has none; otherwise "native" with FP16's slow convolutions emulated
-            (`python -m amp_patch info` prints the decision). Without effect if no model is on a CPU.
+            (`python -m amp_patch info` prints the decision). Except with "native", gradients of low-precision
+            embeddings are summed in FP32 and rounded once. Without effect if no model is on a CPU.
         cpu_fp16: the older name of `cpu_half`; warns.
         process_group: reduce the overflow flag over this torch.distributed group, for gradients that DDP does not
             reduce.

@@ -52,8 +52,8 @@ class Policy:
         init_scale, growth_factor, backoff_factor, growth_interval: the start and the changes of a dynamic scale; see
             `LossScaler`. Huawei's Apex lets a script choose these.
         allow_banned: whether functions without a safe low-precision form run in FP32 instead of being refused.
-        cpu_half: how FP16 and BF16 tensors on a CPU are multiplied (casts/cpu_half.py): "native", "emulate", or
-            "convolutions", which emulates only convolutions; "auto" until `resolve_cpu_half` has decided.
+        cpu_half: how FP16 and BF16 tensors on a CPU are multiplied (casts/cpu_half.py): "native", "emulate", or one of
+            the results of `decide_cpu_half`; "auto" until that has decided.
         op_lists: the lists whose rules the patched functions follow: "torch", or "apex" (oplists.py) for scripts
             written for Apex. `casts.install("apex")` then installs the names that only Apex listed.
         skip_nonfinite: whether a step with non-finite gradients is skipped even if no loss is scaled. With loss scaling

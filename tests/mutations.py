@@ -63,6 +63,12 @@ MUTATIONS = (
         ("test_scale_loss.py",),
     ),
     Mutation(
+        "embeddings on a CPU: gradients are summed in FP32",
+        "summed(grad.float(), places, len(occurring), -1)",
+        "summed(grad, places, len(occurring), -1)",
+        ("test_embedding_gradients.py",),
+    ),
+    Mutation(
         "skip: a step after an overflow does nothing",
         "return bool(scalers), None",
         "return False, None",

@@ -13,6 +13,9 @@ of `scale_loss`, also on autograd's own threads. Outside of all regions it emula
 training of the process emulates, because the kernel cannot tell which training the backward pass belongs to. Otherwise
 it calls torch's kernel. The kernels exist in C++ (csrc/casts/emulation.cpp), and here for processes without the
 extension.
+
+The gradient of an embedding is a sum, and torch's CPU kernel adds in the low type: in BF16, 1 added to 256 is 256. So
+it has a kernel here too, unless the user chose "native". It adds in FP32 and rounds once, as torch's CUDA kernel does.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from torch.profiler import record_function
 from amp_patch import multi_tensor
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.thread_state import this_thread
-from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.policy import EMULATING, LOW_PRECISION, Policy
 from amp_patch.support.compiled import constant_in_traces
 from amp_patch.support.patches import Installation, Patches
 
@@ -89,8 +92,9 @@ def decide_cpu_half(wanted: str, dtype: torch.dtype, makes_some: bool) -> str:
     """Return `wanted`, with "auto" decided for this machine and type.
 
     "auto" becomes "emulate" if the CPU has no arithmetic for the type. Otherwise it becomes "convolutions" for FP16 and
-    "native" for BF16. If `makes_some` is False (the casts make no tensors of `dtype` on a CPU), the result is "native".
-    Separate from `resolve_cpu_half`, because torch 2.6 cannot compile a call of `dataclasses.replace`.
+    "embeddings" for BF16, with which only their gradients have a kernel. If `makes_some` is False (the casts make no
+    tensors of `dtype` on a CPU), the result is "native". Separate from `resolve_cpu_half`, because torch 2.6 cannot
+    compile a call of `dataclasses.replace`.
     """
     if not makes_some:
         return "native"
@@ -99,7 +103,7 @@ def decide_cpu_half(wanted: str, dtype: torch.dtype, makes_some: bool) -> str:
     if not _machine_has(dtype):
         return "emulate"
     # oneDNN's backward of an FP16 convolution takes 30 times FP32's time on AVX512-FP16.
-    return "convolutions" if dtype is torch.float16 else "native"
+    return "convolutions" if dtype is torch.float16 else "embeddings"
 
 
 def renamed(cpu_half: str, cpu_fp16: str | None) -> str:
@@ -157,6 +161,8 @@ _SLOW_IN_FP16 = (
 
 def products(dtype: torch.dtype, cpu_half: str) -> tuple[Product, ...]:
     """Return the ops to emulate for `dtype`. `cpu_half` is a result of `decide_cpu_half`, never "auto"."""
+    if cpu_half not in EMULATING:
+        return ()
     if cpu_half == "convolutions":
         return _CONVOLUTIONS
     return (*_PRODUCTS, *_SLOW_IN_FP16) if dtype is torch.float16 else _PRODUCTS
@@ -172,8 +178,8 @@ _library: torch.library.Library | None = None  # registers the kernels in Python
 
 
 def emulate(policy: Policy) -> None:
-    """Register the kernels that a policy needs, until `amp.restore()`. Idempotent; does nothing without emulation."""
-    if policy.emulated is None:
+    """Register the kernels that a policy needs, until `amp.restore()`. Idempotent; does nothing for "native"."""
+    if policy.cpu_half in ("auto", "native"):
         return
     wanted = (not isinstance(casts_state.in_use, casts_state.PythonState), policy.dtype, policy.cpu_half)
     if wanted not in _served:
@@ -183,7 +189,9 @@ def emulate(policy: Policy) -> None:
 def _register(patches: Patches, wanted: tuple[bool, torch.dtype, str]) -> None:
     global _library
     in_cpp, dtype, cpu_half = wanted
-    if not _served:
+    if _library is None:
+        _library = torch.library.Library("aten", "IMPL")
+        _library.impl("embedding_dense_backward", _embedding_gradient, "BackendSelect", with_keyset=True)
         patches.on_remove(_stop)
     for product in products(dtype, cpu_half):
         if in_cpp:
@@ -193,8 +201,6 @@ def _register(patches: Patches, wanted: tuple[bool, torch.dtype, str]) -> None:
             continue
         types = _types.setdefault(product.name, set())
         if not types and (op := _op_of(product.name)) is not None:
-            if _library is None:
-                _library = torch.library.Library("aten", "IMPL")
             _library.impl(product.name, _Kernel(op, product, types), "BackendSelect", with_keyset=True)
         types.add(dtype)
     _served.add(wanted)
@@ -210,6 +216,29 @@ def _stop() -> None:
     if _library is not None:
         _library._destroy()
         _library = None
+
+
+def _embedding_gradient(
+    keys: Any, grad: Tensor, indices: Tensor, rows: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Tensor:
+    """Return the gradient of an embedding's weight, [rows, n]; a low-precision `grad` on a CPU is summed in FP32.
+
+    If there are more rows than indices, only the rows that occur are summed: FP32 memory for all rows costs more time.
+    """
+
+    def summed(grad: Tensor, indices: Tensor, rows: int, padding_idx: int) -> Tensor:
+        op = torch.ops.aten.embedding_dense_backward.default
+        return op.redispatch(keys & _BELOW, grad, indices, rows, padding_idx, scale_grad_by_freq)
+
+    if grad.dtype not in LOW_PRECISION or grad.device.type != "cpu":
+        return summed(grad, indices, rows, padding_idx)
+    with torch._C._AutoDispatchBelowAutograd():
+        if rows <= indices.numel():
+            return summed(grad.float(), indices, rows, padding_idx).to(grad.dtype)
+        occurring, places = indices.unique(return_inverse=True)
+        sums = summed(grad.float(), places, len(occurring), -1)
+        result = grad.new_zeros(rows, sums.shape[1]).index_copy_(0, occurring.long(), sums.to(grad.dtype))
+        return result.index_fill_(0, occurring.new_tensor(padding_idx).long(), 0) if padding_idx >= 0 else result
 
 
 def _op_of(name: str) -> Any:
