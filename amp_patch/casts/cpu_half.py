@@ -238,7 +238,9 @@ def _embedding_gradient(
         occurring, places = indices.unique(return_inverse=True)
         sums = summed(grad.float(), places, len(occurring), -1)
         result = grad.new_zeros(rows, sums.shape[1]).index_copy_(0, occurring.long(), sums.to(grad.dtype))
-        return result.index_fill_(0, occurring.new_tensor(padding_idx).long(), 0) if padding_idx >= 0 else result
+        if padding_idx >= 0:
+            result[padding_idx] = 0
+        return result
 
 
 def _op_of(name: str) -> Any:
