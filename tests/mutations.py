@@ -66,7 +66,7 @@ MUTATIONS = (
         "embeddings on a CPU: gradients are summed in FP32",
         "summed(grad.float(), places, len(occurring), -1)",
         "summed(grad, places, len(occurring), -1)",
-        ("test_embedding_gradients.py",),
+        ("test_low_sums.py",),
     ),
     Mutation(
         "skip: a step after an overflow does nothing",

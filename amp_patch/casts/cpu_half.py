@@ -14,8 +14,9 @@ training of the process emulates, because the kernel cannot tell which training 
 it calls torch's kernel. The kernels exist in C++ (csrc/casts/emulation.cpp), and here for processes without the
 extension.
 
-The gradient of an embedding is a sum, and torch's CPU kernel adds in the low type: in BF16, 1 added to 256 is 256. So
-it has a kernel here too, unless the user chose "native". It adds in FP32 and rounds once, as torch's CUDA kernel does.
+The gradients of an embedding and of `x[indices]` are sums, and torch's CPU kernels add in the low type: in BF16, 256
+and 1 are 256. So they have kernels here too, unless the user chose "native". These add in FP32 and round once, as
+torch's CUDA kernels do.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import importlib
 import os
 import platform
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,7 +94,7 @@ def decide_cpu_half(wanted: str, dtype: torch.dtype, makes_some: bool) -> str:
     """Return `wanted`, with "auto" decided for this machine and type.
 
     "auto" becomes "emulate" if the CPU has no arithmetic for the type. Otherwise it becomes "convolutions" for FP16 and
-    "embeddings" for BF16, with which only their gradients have a kernel. If `makes_some` is False (the casts make no
+    "sums" for BF16, with which only the sums of gradients have kernels. If `makes_some` is False (the casts make no
     tensors of `dtype` on a CPU), the result is "native". Separate from `resolve_cpu_half`, because torch 2.6 cannot
     compile a call of `dataclasses.replace`.
     """
@@ -103,7 +105,7 @@ def decide_cpu_half(wanted: str, dtype: torch.dtype, makes_some: bool) -> str:
     if not _machine_has(dtype):
         return "emulate"
     # oneDNN's backward of an FP16 convolution takes 30 times FP32's time on AVX512-FP16.
-    return "convolutions" if dtype is torch.float16 else "embeddings"
+    return "convolutions" if dtype is torch.float16 else "sums"
 
 
 def renamed(cpu_half: str, cpu_fp16: str | None) -> str:
@@ -191,7 +193,8 @@ def _register(patches: Patches, wanted: tuple[bool, torch.dtype, str]) -> None:
     in_cpp, dtype, cpu_half = wanted
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
-        _library.impl("embedding_dense_backward", _embedding_gradient, "BackendSelect", with_keyset=True)
+        for name, kernel in _SUMS.items():
+            _library.impl(name, kernel, "BackendSelect", with_keyset=True)
         patches.on_remove(_stop)
     for product in products(dtype, cpu_half):
         if in_cpp:
@@ -230,7 +233,7 @@ def _embedding_gradient(
         op = torch.ops.aten.embedding_dense_backward.default
         return op.redispatch(keys & _BELOW, grad, indices, rows, padding_idx, scale_grad_by_freq)
 
-    if grad.dtype not in LOW_PRECISION or grad.device.type != "cpu":
+    if not _is_low_on_cpu(grad):
         return summed(grad, indices, rows, padding_idx)
     with torch._C._AutoDispatchBelowAutograd():
         if rows <= indices.numel():
@@ -241,6 +244,36 @@ def _embedding_gradient(
         if padding_idx >= 0:
             result[padding_idx] = 0
         return result
+
+
+def _add_at(
+    keys: Any,
+    target: Tensor,
+    indices: Sequence[Tensor | None],
+    values: Tensor,
+    accumulate: bool = False,
+    unsafe: bool = False,
+) -> Tensor:
+    """Do `target[indices] += values` in place, or `=`. Low-precision sums on a CPU are made in FP32.
+
+    Sums of fewer values than `target` has elements are left to torch: FP32 memory for all elements costs more time.
+    """
+    op = functools.partial(torch.ops.aten._index_put_impl_.default.redispatch, keys & _BELOW)
+    is_sum = accumulate and values.dtype is target.dtype and target.numel() <= values.numel()
+    if not is_sum or not _is_low_on_cpu(target):
+        return op(target, indices, values, accumulate, unsafe)
+    with torch._C._AutoDispatchBelowAutograd():
+        return target.copy_(op(target.float(), indices, values.float(), accumulate, unsafe))
+
+
+_SUMS: dict[str, Callable[..., Tensor]] = {
+    "embedding_dense_backward": _embedding_gradient,
+    "_index_put_impl_": _add_at,
+}
+
+
+def _is_low_on_cpu(value: Tensor) -> bool:
+    return value.dtype in LOW_PRECISION and value.device.type == "cpu" and value.layout is torch.strided
 
 
 def _op_of(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Gradients of low-precision embeddings on a CPU: sums in FP32, rounded once, as torch's CUDA kernel does."""
+"""Gradients of low-precision embeddings and tables on a CPU: sums in FP32, rounded once, as on CUDA."""
 
 from __future__ import annotations
 
@@ -58,6 +58,42 @@ def test_a_gradient_is_that_of_fp32_rounded_once(dtype, mode, shape, options):
     assert torch.equal(gradient(indices.int(), 40, given, **options), wanted)
     double = given.double()
     assert gradient(indices, 40, double, **options).dtype is torch.float64
+
+
+@pytest.mark.parametrize("index", [(slice(None), 3), (None, 1), "mask", "twice"], ids=str)
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_gradient_of_an_indexed_table_is_that_of_fp32_rounded_once(dtype, index):
+    torch.manual_seed(0)
+    rows = torch.randint(0, 7, (30, 40))
+    start = torch.randn(7, 5, 6).to(dtype)
+    where = {"mask": torch.rand(7, 5) > 0.3, "twice": (rows, rows % 5)}.get(str(index), rows)
+
+    def trained(dtype: torch.dtype) -> torch.Tensor:
+        table = start.to(dtype).requires_grad_()
+        read = table[where] if isinstance(index, str) else table[:, rows % 5][index]
+        generator = torch.Generator().manual_seed(1)
+        read.backward(torch.randn(read.shape, generator=generator).bfloat16().half().to(dtype))
+        return table.grad
+
+    wanted = trained(torch.float32).to(dtype)
+    initialized(dtype)
+    assert torch.equal(trained(dtype), wanted)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_values_are_added_and_assigned_in_place(dtype):
+    indices = torch.full((4000,), 2)
+    initialized(dtype)
+    for count, wanted in ((3, 4001.0), (5000, None)):
+        target = torch.ones(count, dtype=dtype)
+        version = target._version
+        assert target.index_put_((indices,), torch.ones(4000, dtype=dtype), accumulate=True) is target
+        assert target._version == version + 1 and (target[:2] == 1).all()
+        assert wanted is None or target[2] == torch.tensor(wanted).to(dtype)
+        target[indices] = torch.tensor(7, dtype=dtype)
+        assert target[2] == 7
+    with pytest.raises(RuntimeError, match="dtypes match"):
+        torch.ones(3, dtype=dtype).index_put_((indices,), torch.ones(4000), accumulate=True)
 
 
 def test_torch_s_kernel_is_kept_by_native_and_on_other_devices():
