@@ -168,7 +168,8 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
             passes, at about FP32's speed. "native": torch's kernels, much slower if the CPU has no arithmetic for the
             type. "auto": "emulate" if the CPU has none; otherwise "native" with FP16's slow convolutions emulated
             (`python -m amp_patch info` prints the decision). Except with "native", gradients of low-precision
-            embeddings and of `x[indices]` are summed in FP32 and rounded once. Without effect if no model is on a CPU.
+            layer norms, embeddings and `x[indices]` are summed in FP32 and rounded once. Without effect if no model is
+            on a CPU.
         cpu_fp16: the older name of `cpu_half`; warns.
         process_group: reduce the overflow flag over this torch.distributed group, for gradients that DDP does not
             reduce.

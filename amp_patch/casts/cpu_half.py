@@ -14,9 +14,7 @@ training of the process emulates, because the kernel cannot tell which training 
 it calls torch's kernel. The kernels exist in C++ (csrc/casts/emulation.cpp), and here for processes without the
 extension.
 
-The gradients of an embedding and of `x[indices]` are sums, and torch's CPU kernels add in the low type: in BF16, 256
-and 1 are 256. So they have kernels here too, unless the user chose "native". These add in FP32 and round once, as
-torch's CUDA kernels do.
+Unless the user chose "native", some sums have kernels too: low_sums.py.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import importlib
 import os
 import platform
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +34,7 @@ from torch.profiler import record_function
 
 from amp_patch import multi_tensor
 from amp_patch.casts import state as casts_state
+from amp_patch.casts.low_sums import BELOW, SUMS
 from amp_patch.casts.thread_state import this_thread
 from amp_patch.policy import EMULATING, LOW_PRECISION, Policy
 from amp_patch.support.compiled import constant_in_traces
@@ -193,7 +191,7 @@ def _register(patches: Patches, wanted: tuple[bool, torch.dtype, str]) -> None:
     in_cpp, dtype, cpu_half = wanted
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
-        for name, kernel in _SUMS.items():
+        for name, kernel in SUMS.items():
             _library.impl(name, kernel, "BackendSelect", with_keyset=True)
         patches.on_remove(_stop)
     for product in products(dtype, cpu_half):
@@ -221,68 +219,10 @@ def _stop() -> None:
         _library = None
 
 
-def _embedding_gradient(
-    keys: Any, grad: Tensor, indices: Tensor, rows: int, padding_idx: int, scale_grad_by_freq: bool
-) -> Tensor:
-    """Return the gradient of an embedding's weight, [rows, n]; a low-precision `grad` on a CPU is summed in FP32.
-
-    If there are more rows than indices, only the rows that occur are summed: FP32 memory for all rows costs more time.
-    """
-
-    def summed(grad: Tensor, indices: Tensor, rows: int, padding_idx: int) -> Tensor:
-        op = torch.ops.aten.embedding_dense_backward.default
-        return op.redispatch(keys & _BELOW, grad, indices, rows, padding_idx, scale_grad_by_freq)
-
-    if not _is_low_on_cpu(grad):
-        return summed(grad, indices, rows, padding_idx)
-    with torch._C._AutoDispatchBelowAutograd():
-        if rows <= indices.numel():
-            return summed(grad.float(), indices, rows, padding_idx).to(grad.dtype)
-        occurring, places = indices.unique(return_inverse=True)
-        sums = summed(grad.float(), places, len(occurring), -1)
-        result = grad.new_zeros(rows, sums.shape[1]).index_copy_(0, occurring.long(), sums.to(grad.dtype))
-        if padding_idx >= 0:
-            result[padding_idx] = 0
-        return result
-
-
-def _add_at(
-    keys: Any,
-    target: Tensor,
-    indices: Sequence[Tensor | None],
-    values: Tensor,
-    accumulate: bool = False,
-    unsafe: bool = False,
-) -> Tensor:
-    """Do `target[indices] += values` in place, or `=`. Low-precision sums on a CPU are made in FP32.
-
-    Sums of fewer values than `target` has elements are left to torch: FP32 memory for all elements costs more time.
-    """
-    op = functools.partial(torch.ops.aten._index_put_impl_.default.redispatch, keys & _BELOW)
-    is_sum = accumulate and values.dtype is target.dtype and target.numel() <= values.numel()
-    if not is_sum or not _is_low_on_cpu(target):
-        return op(target, indices, values, accumulate, unsafe)
-    with torch._C._AutoDispatchBelowAutograd():
-        return target.copy_(op(target.float(), indices, values.float(), accumulate, unsafe))
-
-
-_SUMS: dict[str, Callable[..., Tensor]] = {
-    "embedding_dense_backward": _embedding_gradient,
-    "_index_put_impl_": _add_at,
-}
-
-
-def _is_low_on_cpu(value: Tensor) -> bool:
-    return value.dtype in LOW_PRECISION and value.device.type == "cpu" and value.layout is torch.strided
-
-
 def _op_of(name: str) -> Any:
     packet, _, overload = name.partition(".")
     found = getattr(torch.ops.aten, packet, None)
     return getattr(found, overload or "default", None)
-
-
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 class _Kernel:
@@ -293,7 +233,7 @@ class _Kernel:
         self.arguments = op._schema.arguments
 
     def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        op = functools.partial(self.op.redispatch, keys & _BELOW)
+        op = functools.partial(self.op.redispatch, keys & BELOW)
         given = {**dict(zip((argument.name for argument in self.arguments), args, strict=False)), **kwargs}
         low = self._type_of(given)
         if low is None:

@@ -1,4 +1,4 @@
-"""Gradients of low-precision embeddings and tables on a CPU: sums in FP32, rounded once, as on CUDA."""
+"""Gradients of low-precision embeddings, tables and layer norms on a CPU: sums in FP32, rounded once, as on CUDA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from amp_patch import amp
-from amp_patch.casts import cpu_half
+from amp_patch.casts import cpu_half, low_sums
 
 LOW = [torch.float16, torch.bfloat16]
 MODES = ["auto", "emulate"]
@@ -133,3 +133,82 @@ def test_the_gradient_of_the_gradient_is_torch_s(arithmetic, monkeypatch):
     wanted = second()
     initialized(torch.bfloat16)
     assert torch.equal(second(), wanted)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layer norms
+
+
+def norm_gradients(given: torch.Tensor, weight, bias, upstream: torch.Tensor, eps: float = 1e-5):
+    """Return the gradients of `given`, `weight` and `bias`; None for those that do not require one."""
+    leaves = [
+        None if each is None else each.detach().clone().requires_grad_(each.requires_grad) for each in (weight, bias)
+    ]
+    inputs = given.detach().clone().requires_grad_(given.requires_grad)
+    shape = (weight if weight is not None else bias).shape
+    F.layer_norm(inputs, shape, *leaves, eps).backward(upstream)
+    return [None if each is None else each.grad for each in (inputs, *leaves)]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows_at_once", [1, 4000])
+def test_a_layer_norm_s_gradients_add_up_over_rows(rows_at_once, mode, dtype, monkeypatch):
+    """Inputs of -1 and 1 are normalized already: the gradients are 4,000 times those of a row."""
+    monkeypatch.setattr(low_sums, "_AT_ONCE", 2 * rows_at_once)
+    given = torch.tensor([-1.0, 1.0], dtype=dtype).repeat(4000, 1)
+    weight, bias = (torch.ones(2, dtype=dtype, requires_grad=True) for _ in range(2))
+    initialized(dtype, mode)
+    _, of_weight, of_bias = norm_gradients(given, weight, bias, torch.ones_like(given), eps=0.0)
+    assert torch.equal(of_weight, torch.tensor([-4000.0, 4000.0], dtype=dtype))
+    assert torch.equal(of_bias, torch.tensor([4000.0, 4000.0], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    ("shape", "normalized"), [((50, 8), 1), ((3, 5, 4, 6), 2), ((1400, 1024), 1), ((0, 8), 1), ((8,), 1)], ids=str
+)
+@pytest.mark.parametrize(
+    ("frozen", "left_out", "of_parameters"),
+    [((), (), None), ((0,), (), None), ((2,), (), None), ((), (2,), None), ((1, 2), (), None), ((), (), torch.float32)],
+    ids=["all", "input frozen", "bias frozen", "no bias", "parameters frozen", "parameters in FP32"],
+)
+def test_a_layer_norm_s_gradients_are_those_of_fp32(shape, normalized, frozen, left_out, of_parameters, dtype):
+    torch.manual_seed(0)
+    given, upstream = (torch.randn(shape).to(dtype) for _ in range(2))
+    parameters = [torch.randn(shape[-normalized:]).to(of_parameters or dtype) for _ in range(2)]
+    tensors = [each.requires_grad_(index not in frozen) for index, each in enumerate((given, *parameters))]
+    tensors = [None if index in left_out else each for index, each in enumerate(tensors)]
+    wide = [None if each is None else each.detach().double().requires_grad_(each.requires_grad) for each in tensors]
+    wanted = norm_gradients(*wide, upstream.double())
+    initialized(dtype)
+    found = norm_gradients(*tensors, upstream)
+    for each, exact, tensor in zip(found, wanted, tensors, strict=True):
+        assert (each is None) is (exact is None)
+        if each is not None:
+            assert each.dtype is tensor.dtype and each.shape == tensor.shape
+            near = 2 * torch.finfo(dtype).eps  # the norm's statistics are rounded too
+            assert (each - exact).norm() <= near * exact.norm()
+
+
+@pytest.mark.parametrize("strided", ["transposed", "expanded"])
+def test_a_layer_norm_of_strided_tensors_has_the_gradients_of_contiguous_ones(strided):
+    torch.manual_seed(0)
+    weight, bias = (torch.randn(6).bfloat16().requires_grad_() for _ in range(2))
+    given = torch.randn(6, 700).bfloat16().T if strided == "transposed" else torch.randn(1, 6).bfloat16().expand(700, 6)
+    upstream = torch.randn(1, 6).bfloat16().expand(700, 6)
+    initialized(torch.bfloat16)
+    found = norm_gradients(given.requires_grad_(), weight, bias, upstream)
+    given = given.detach().contiguous().requires_grad_()
+    for each, wanted in zip(found, norm_gradients(given, weight, bias, upstream.contiguous()), strict=True):
+        assert torch.equal(each, wanted)
+
+
+def test_a_module_without_parameters_and_on_another_device_has_torch_s_gradient():
+    initialized(torch.bfloat16)
+    given = torch.randn(5, 4, dtype=torch.bfloat16, requires_grad=True)
+    F.layer_norm(given, (4,)).sum().backward()
+    assert given.grad.shape == (5, 4)
+    norm = nn.LayerNorm(4, device="meta", dtype=torch.bfloat16)
+    norm(torch.randn(3, 4, device="meta", dtype=torch.bfloat16)).sum().backward()
+    assert norm.weight.grad.device.type == "meta"
