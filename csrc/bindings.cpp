@@ -54,6 +54,9 @@ struct CpuLoop;
 extern template struct Ops<CpuLoop>;
 const std::vector<std::string>& instruction_sets();
 std::string use_instruction_set(const std::string& name);
+// kernels/norm_sums.cpp
+at::Tensor layer_norm_sums(const at::Tensor& grads, const at::Tensor& inputs, const at::Tensor& means,
+                           const at::Tensor& deviations, int64_t n);
 // kernels/steps_cpu.cpp
 struct CpuSteps;
 extern template struct Steps<CpuSteps>;
@@ -127,6 +130,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(STEP(stochastic_round));  // masters, weights, seed, draws, starts
   m.def(STEP(encode));            // values, codes, scales
   m.def(STEP(decode));            // codes, values, scales
+
+  m.def("layer_norm_sums", &layer_norm_sums, py::call_guard<py::gil_scoped_release>());  // -> gradients [2, n] in FP32
 
   m.def("cpu_has", &cpu_has);  // float16 or bfloat16 -> whether this CPU has arithmetic of the type
 

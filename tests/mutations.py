@@ -70,8 +70,8 @@ MUTATIONS = (
     ),
     Mutation(
         "layer norms on a CPU: gradients are summed in FP32",
-        "sums = [rows[1].new_zeros(size, dtype=torch.float32) for _ in range(2)]",
-        "sums = [rows[1].new_zeros(size) for _ in range(2)]",
+        "own = [wanted[0], False, False] if is_sum and _is_low_on_cpu(given) else wanted",
+        "own = wanted",
         ("test_low_sums.py",),
     ),
     Mutation(

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch import multi_tensor
 from amp_patch.policy import LOW_PRECISION
 
 BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-_AT_ONCE = 1 << 16  # elements of a layer norm's input in FP32 at a time: 256 KiB stay in the L2 cache
 
 
 def _embedding_gradient(
@@ -82,28 +82,26 @@ def _layer_norm_gradients(
     `mean` and `deviation` (its inverse) are the forward's results, one for each row of `given`.
     """
     op = functools.partial(torch.ops.aten.native_layer_norm_backward.default.redispatch, keys & BELOW)
-    if not _is_low_on_cpu(given) or grad.dtype is not given.dtype or not any(wanted[1:]):
-        result: tuple[Tensor | None, ...] = op(grad, given, shape, mean, deviation, weight, bias, wanted)
-        return result
-    size = math.prod(shape)
-    with torch._C._AutoDispatchBelowAutograd():
-        rows, wide = [each.reshape(-1, size) for each in (grad, given)], [mean.reshape(-1, 1), deviation.reshape(-1, 1)]
-        parameters = [None if each is None else each.reshape(size).float() for each in (weight, bias)]
-        of_input = torch.empty_like(rows[1]) if wanted[0] else None
-        sums = [rows[1].new_zeros(size, dtype=torch.float32) for _ in range(2)]
-        step = max(1, _AT_ONCE // size)
-        for begin in range(0, len(rows[0]), step):
-            part = [each[begin : begin + step].float() for each in (*rows, *wide)]
-            first, *others = op(*part[:2], [size], *part[2:], *parameters, wanted)
-            if of_input is not None:
-                of_input[begin : begin + step] = first
-            for total, added in zip(sums, others, strict=True):
-                if added is not None:
-                    total += added
-        results = [None if of_input is None else of_input.reshape(given.shape)]
-        for each, total, is_wanted in zip((weight, bias), sums, wanted[1:], strict=True):
-            results.append(total.reshape(shape).to(each.dtype) if each is not None and is_wanted else None)
+    is_sum = any(wanted[1:]) and grad.dtype is given.dtype and given.numel() > 0
+    own = [wanted[0], False, False] if is_sum and _is_low_on_cpu(given) else wanted
+    results: list[Tensor | None] = list(op(grad, given, shape, mean, deviation, weight, bias, own))
+    if own is wanted:
         return tuple(results)
+    with torch._C._AutoDispatchBelowAutograd():
+        kernels = multi_tensor.extension()
+        summed = _norm_sums if kernels is None else kernels.layer_norm_sums
+        sums = summed(grad, given, mean, deviation, math.prod(shape))
+        for index, parameter in enumerate((weight, bias), 1):
+            if parameter is not None and wanted[index]:
+                results[index] = sums[index - 1].reshape(shape).to(parameter.dtype)
+    return tuple(results)
+
+
+def _norm_sums(grad: Tensor, given: Tensor, mean: Tensor, deviation: Tensor, n: int) -> Tensor:
+    """Return the FP32 gradients [2, n] of weight and bias for rows of n; csrc/kernels/norm_sums.cpp in plain torch."""
+    grad = grad.float().reshape(-1, n)
+    normalized = given.float().reshape(-1, n).sub(mean.reshape(-1, 1)).mul_(deviation.reshape(-1, 1))
+    return torch.stack([normalized.mul_(grad).sum(0), grad.sum(0)])
 
 
 def _is_low_on_cpu(value: Tensor) -> bool:
