@@ -25,7 +25,7 @@ runtime="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libstdc
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$PWD" OMP_NUM_THREADS=2
 export CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS"
 OF_KERNELS="plan chunk multi_tensor lists update_scale kernel_errors steps step_layouts split stochastic_round step_chunk properties"
-OF_CASTS="threads casts wrapped_names entered_casts weight_cache casts_in_modules registration cpu_half cpu_half_autograd"
+OF_CASTS="threads casts wrapped_names entered_casts weight_cache casts_in_modules registration cpu_half cpu_half_autograd low_sums"
 FILES=
 for name in $OF_KERNELS; do FILES="$FILES tests/multi_tensor/test_$name.py"; done
 for name in $OF_CASTS; do FILES="$FILES tests/casts/test_$name.py"; done
