@@ -361,7 +361,7 @@ def page(results: dict[str, Any]) -> str:
         "trains the models that have no result yet, and rewrites this page. `python benchmarks/models.py --again 10` "
         "trains the first ten again and fails if a verdict contradicts its result here: the outcomes differ, and the "
         "intervals of the gaps do not overlap.",
-        "The results are of an AMD EPYC with AVX2 alone, of a version that did not sum the gradients of layer norms and "
+        "The results are of an AMD EPYC with AVX2 alone, of a version that did not sum gradients of layer norms and "
         "embeddings in FP32 yet. On an Intel Xeon with AVX-512 and arithmetic for FP16 and BF16, no result of the 197 "
         "models contradicts them: 744 of the 788 outcomes are the same, among these all levels that fail, diverge or "
         "skip. The others are between *as good*, *undecided* and *worse*, which three seeds of 100 steps do not tell "
