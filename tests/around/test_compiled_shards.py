@@ -15,10 +15,11 @@ from training import backward, same
 from amp_patch import amp
 
 pytestmark = [
+    pytest.mark.program,
     pytest.mark.skipif(
         torch.__version__.startswith("2.6."),
         reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event",
-    )
+    ),
 ]
 KINDS = [("O0", None), ("O1", torch.float16), ("O1", torch.bfloat16), ("O2", torch.float16), ("O4", None), ("O5", None)]
 

@@ -20,6 +20,8 @@ from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, maste
 
 from amp_patch import amp
 
+pytestmark = pytest.mark.program
+
 
 def train_alone(level: str, steps: int, **initialize: Any) -> list[Tensor]:
     """The same batches in one process."""

@@ -16,6 +16,8 @@ from training import LEVELS, SGD, backward, convnet, same
 from amp_patch import amp
 from amp_patch.environment import named_level
 
+pytestmark = pytest.mark.program
+
 SETTINGS = {  # fused, as torch.optim's own classes step at O2
     "SGD": {"lr": 0.05, "momentum": 0.9, "fused": True},
     "Adam": {"lr": 1e-2, "eps": 1e-4, "fused": True},

@@ -17,6 +17,7 @@ from amp_patch.policy import OPT_LEVELS
 
 # What torch's own tracing does, in plain scripts too.
 pytestmark = [
+    pytest.mark.program,
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),

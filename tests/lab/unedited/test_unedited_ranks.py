@@ -15,6 +15,8 @@ from amp_patch import amp
 from amp_patch.lab.unedited.refusal import ScriptRefused
 from amp_patch.lab.unedited.script import UneditedScript
 
+pytestmark = pytest.mark.program
+
 # Each leaves its losses in `losses`. The comments are the lines that our own script has there.
 NET = """
 import torch
