@@ -54,7 +54,6 @@ struct CpuLoop;
 extern template struct Ops<CpuLoop>;
 const std::vector<std::string>& instruction_sets();
 std::string use_instruction_set(const std::string& name);
-// kernels/norm_sums.cpp
 at::Tensor layer_norm_sums(const at::Tensor& grads, const at::Tensor& inputs, const at::Tensor& means,
                            const at::Tensor& deviations, int64_t n);
 // kernels/steps_cpu.cpp

@@ -98,7 +98,7 @@ def _layer_norm_gradients(
 
 
 def _norm_sums(grad: Tensor, given: Tensor, mean: Tensor, deviation: Tensor, n: int) -> Tensor:
-    """Return the FP32 gradients [2, n] of weight and bias for rows of n; csrc/kernels/norm_sums.cpp in plain torch."""
+    """Return the FP32 gradients [2, n] of weight and bias for rows of n; csrc/kernels/cpu.cpp in plain torch."""
     grad = grad.float().reshape(-1, n)
     normalized = given.float().reshape(-1, n).sub(mean.reshape(-1, 1)).mul_(deviation.reshape(-1, 1))
     return torch.stack([normalized.mul_(grad).sum(0), grad.sum(0)])

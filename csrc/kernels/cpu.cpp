@@ -314,6 +314,35 @@ std::string use_instruction_set(const std::string& name) {
 
 size_t instruction_set() { return chosen.load(std::memory_order_relaxed); }
 
+// Returns the FP32 gradients [2, n] of weight and bias. `grads` and `inputs` have one low-precision type and rows of n
+// elements; `means` and `deviations` have an element for each row. Each thread adds rows of its own.
+// amp_patch/casts/low_sums.py says why torch's kernel is not used.
+at::Tensor layer_norm_sums(const at::Tensor& grads, const at::Tensor& inputs, const at::Tensor& means,
+                           const at::Tensor& deviations, int64_t n) {
+  const at::Tensor grad = grads.reshape({-1, n}).contiguous(), x = inputs.reshape({-1, n}).contiguous();
+  const at::Tensor mean = means.reshape(-1).to(at::kFloat), deviation = deviations.reshape(-1).to(at::kFloat);
+  const int64_t rows = grad.size(0), grain = std::max<int64_t>(1, kGrain / n);
+  TORCH_CHECK(grad.is_cpu() && grad.dtype() == x.dtype() && x.size(0) == rows && mean.numel() == rows &&
+                  deviation.numel() == rows,
+              "layer_norm_sums: the arguments have no common type or number of rows");
+  at::Tensor sums = at::zeros({at::get_num_threads(), 2, n}, at::kFloat);
+  float* const totals = sums.mutable_data_ptr<float>();
+  const float *const m = mean.const_data_ptr<float>(), *const d = deviation.const_data_ptr<float>();
+  const auto run = [&](auto element) {
+    using Low = decltype(element);
+    const Low *const g = grad.const_data_ptr<Low>(), *const v = x.const_data_ptr<Low>();
+    at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+      float* const own = totals + 2 * n * at::get_thread_num();
+      on_set<float>([&](auto set) {
+        set.add_norm_rows(end - begin, n, g + begin * n, v + begin * n, m + begin, d + begin, own, own + n);
+        return Result();
+      });
+    });
+  };
+  grad.scalar_type() == at::kHalf ? run(c10::Half()) : run(c10::BFloat16());  // another type raises
+  return sums.sum(0);
+}
+
 struct CpuLoop {
   static constexpr c10::DeviceType device = c10::DeviceType::CPU;
   static constexpr bool reads_late = false;
