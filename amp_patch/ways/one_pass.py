@@ -45,8 +45,13 @@ from amp_patch.ways.partial_step import PartialStep
 
 
 def kernel_of(optimizer: Any) -> Kernel | None:
-    """Return the function (optimizer, batch, overflow flag) that steps a batch; None if there is none for the class."""
-    return KERNELS.get(getattr(type(optimizer), "_amp_base", type(optimizer)))
+    """Return the function (optimizer, batch, overflow flag) that steps a batch.
+
+    None if there is none for the class, or if the optimizer has a setting that the function does not read: another
+    release of torch may add one.
+    """
+    kernel = KERNELS.get(getattr(type(optimizer), "_amp_base", type(optimizer)))
+    return kernel if kernel is not None and optimizer.defaults.keys() <= _SETTINGS[kernel] else None
 
 
 def counts(optimizer: Any) -> list[int]:
@@ -201,6 +206,17 @@ KERNELS: dict[type, Kernel] = {
     FusedAdam: _fused_adam,
     FusedSGD: _fused_sgd,
 }
+# The keys of `optimizer.defaults` that a kernel reads, or that `_is_ordinary` refuses, or that choose between
+# implementations of the same step (foreach, fused).
+_OF_ALL = {"lr", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable"}
+_OF_ADAM = _OF_ALL | {"betas", "eps", "amsgrad"}
+_OF_SGD = _OF_ALL | {"momentum", "dampening", "nesterov"}
+_SETTINGS: dict[Kernel, set[str]] = {
+    _adam: _OF_ADAM | {"decoupled_weight_decay"},
+    _sgd: _OF_SGD,
+    _fused_adam: _OF_ADAM | {"bias_correction"},
+    _fused_sgd: _OF_SGD,
+}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -227,7 +243,7 @@ class InOnePass(Strategy):
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         # With the backend "torch", torch's own step is closer to torch's numbers.
-        if given or backends.active is None:
+        if given or backends.active is None or kernel_of(optimizer) is None:
             return False
         if stash.masters.waiting is not None:
             return True

@@ -143,6 +143,16 @@ class Subclass(torch.optim.Adam):
     """It may do anything."""
 
 
+class OneMoreSetting(Recipe):
+    """An optimizer of a later torch, whose class has a setting that the kernels do not read."""
+
+    def __call__(self, params: Any, **more: Any) -> Any:
+        optimizer = super().__call__(params, **more)
+        for settings in (optimizer.defaults, *optimizer.param_groups):
+            settings["cautious"] = True
+        return optimizer
+
+
 # name: (optimizer, what is done to it after two steps, how many calls of the kernels the third step has)
 OWN_WAYS = {
     "betas that are tensors": (
@@ -151,6 +161,10 @@ OWN_WAYS = {
         0,
     ),
     "a subclass": (Recipe(Subclass, {"lr": 1e-2}), leave_it, 0),
+    **{
+        f"one more setting of {kind.__name__}": (OneMoreSetting(kind, {"lr": 1e-2}), leave_it, 0)
+        for kind in one_pass.KERNELS
+    },
     "weight decay that is a tensor": (Recipe(SGD, {"lr": 0.1, "weight_decay": torch.tensor(0.5)}), leave_it, 0),
     "a state of another type": (
         Recipe(SGD, {"lr": 0.1, "momentum": 0.9}),
