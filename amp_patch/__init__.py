@@ -58,7 +58,7 @@ from amp_patch.frontend import (
 )
 from amp_patch.grad_scaler import GradScaler
 from amp_patch.model.fp32_copies import fp32_copy
-from amp_patch.storage.compressed_states import compressed, decompressed
+from amp_patch.storage.compressed_states import compress_state_dict, decompress_state_dict
 from amp_patch.training.scale_loss import loss_scale, scale_loss
 from amp_patch.ways.per_parameter import register_per_parameter_optimizer
 
@@ -81,12 +81,12 @@ __all__ = [
     "autocast",
     "compare",
     "compare_outputs",
-    "compressed",
+    "compress_state_dict",
     "cpu",
     "cuda",
     "custom_bwd",
     "custom_fwd",
-    "decompressed",
+    "decompress_state_dict",
     "disable_casts",
     "explain",
     "find_loss_scale",

@@ -15,10 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from amp_patch.policy import (
-    CLOSED,
     LOW_PRECISION,
     OPT_LEVELS,
-    OPTIMIZER_STATES,
     PRODUCT_FORMATS,
     SPLIT,
     STOCHASTIC,
@@ -31,8 +29,8 @@ from amp_patch.support.distributed import is_first_rank
 
 logger = logging.getLogger("amp_patch")
 
-LEVEL, DTYPE, MASTERS = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MASTER_WEIGHTS"
-STATE, BANNED, METHODS = "AMP_PATCH_OPTIMIZER_STATE", "AMP_PATCH_ALLOW_BANNED", "AMP_PATCH_METHODS"
+LEVEL, DTYPE = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE"
+BANNED, METHODS = "AMP_PATCH_ALLOW_BANNED", "AMP_PATCH_METHODS"
 KEEP_FP32, KEEP_HIGH = "AMP_PATCH_KEEP_FP32", "AMP_PATCH_KEEP_HIGH"
 PER_PARAMETER = "AMP_PATCH_PER_PARAMETER"
 NONE_KEPT = "()"  # AMP_PATCH_KEEP_HIGH="()" names no module; an empty value counts as not set
@@ -46,8 +44,6 @@ RUNGS = {
     STOCHASTIC: ("master_weights", STOCHASTIC),
     "8bit": ("optimizer_state", "8bit"),
 }
-# The environment variables that set the same options.
-RUNG_VARIABLES = {MASTERS: "master_weights", STATE: "optimizer_state"}
 
 Choice = TypeVar("Choice")
 
@@ -177,13 +173,6 @@ def _asked_level() -> NamedLevel | None:
         named.policy(torch.bfloat16)  # O2's type may be the script's, which `overridden` checks
     except ValueError as error:
         raise ValueError(f"initialize: the environment variable {LEVEL}: {error}") from error
-    for variable, option in RUNG_VARIABLES.items():
-        other = os.environ.get(variable, "")
-        if other and other != named.options.get(option, other):
-            raise ValueError(
-                f"initialize: the environment variables {LEVEL}={name} and {variable}={other} contradict each other; "
-                "give one"
-            )
     return named
 
 
@@ -241,9 +230,7 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
 
     ``AMP_PATCH_OPT_LEVEL`` replaces the level, and its rungs ("O5+split") replace the options that they set.
     ``AMP_PATCH_DTYPE`` replaces the dtype at O1, O2 and O3 ("float16", "bfloat16") and the format at O6 and O7 ("fp8",
-    "mxfp8", ...). ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") replaces `master_weights` at O5, and at O2 in
-    bfloat16. ``AMP_PATCH_OPTIMIZER_STATE`` ("8bit") replaces `optimizer_state` at every level that takes it, O0
-    included. ``AMP_PATCH_ALLOW_BANNED`` ("1", "0") replaces `allow_banned`.
+    "mxfp8", ...). ``AMP_PATCH_ALLOW_BANNED`` ("1", "0") replaces `allow_banned`.
 
     The variables are read at each call; an empty one is treated as not set. If the environment sets O0, all options of
     the script are dropped. If it sets another level than the script's, an option of the script is dropped if `resolve`
@@ -263,9 +250,7 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     takes = _DTYPES.values() if level in _OF_EITHER_DTYPE else PRODUCT_FORMATS if _has_formats(level) else ()
     if dtype not in takes or (named is not None and "dtype" in named.options):
         dtype = None
-    masters = _read(MASTERS, {form: form for form in CLOSED})
-    state = _read(STATE, {state: state for state in OPTIMIZER_STATES})
-    if wanted is None and dtype is None and masters is None and state is None:
+    if wanted is None and dtype is None:
         return opt_level, options
     resolve(opt_level, options)  # raises for mistakes of the script, before the environment's
     given = options.given()
@@ -275,28 +260,14 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
         for name, value in given.items():
             if name not in kept and _accepts(level, {**kept, name: value}, may_undo=level == opt_level):
                 kept[name] = value
-    closed = {**kept, "master_weights": masters}
-    if masters is None or not OPT_LEVELS[level].master_weights or not _accepts(level, closed, may_undo=True):
-        masters = None
-    else:
-        kept = closed
-    if state is not None and _accepts(level, coded := {**kept, "optimizer_state": state}, may_undo=True):
-        kept = coded
-    else:
-        state = None
-    by = {LEVEL: named, DTYPE: dtype, MASTERS: masters, STATE: state}
-    if all(value is None for value in by.values()):
-        return opt_level, options
     if is_first_rank():
         dropped = [f"{name}={value!r}" for name, value in given.items() if kept.get(name) is not value]
         logger.info(
             "amp_patch: the script asked for %s, by %s it is %s%s; dropped: %s",
             asked,
-            " and ".join(name for name, value in by.items() if value is not None),
+            " and ".join(name for name, value in {LEVEL: named, DTYPE: dtype}.items() if value is not None),
             level if named is None else named,
-            ("" if dtype is None else f" in {dtype}")
-            + ("" if masters is None else f", masters {masters}")
-            + ("" if state is None else f", optimizer state {state}"),
+            "" if dtype is None else f" in {dtype}",
             ", ".join(dropped) or "nothing",
         )
     options = replace(options, **{name: getattr(Options, name) for name in given} | kept)

@@ -15,7 +15,7 @@ from amp_patch import guests
 from amp_patch.around.fsdp import no_masters, stay_fp32
 from amp_patch.around.wrappers import enter_wrappers
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.cpu_half import renamed, resolve_cpu_half
+from amp_patch.casts.cpu_half import resolve_cpu_half
 from amp_patch.environment import overridden, with_asked_methods, with_asked_modules, without_rungs
 from amp_patch.model import incoming
 from amp_patch.model import tensors as model_tensors
@@ -85,18 +85,17 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
     num_losses: int = 1,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
-    max_loss_scale: float = 2.0**24,
+    max_loss_scale: float | None = None,
     *,
     dtype: torch.dtype | LowName | ProductFormat | str | None = None,
     keep_fp32: KeepFP32 | Iterable[KeepFP32] = (),
     keep_high: KeepFP32 | Iterable[KeepFP32] | None = None,
-    allow_banned: bool = False,
-    cpu_half: CpuHalf = "auto",
-    cpu_fp16: CpuHalf | None = None,
+    allow_banned: bool | None = None,
+    cpu_half: CpuHalf | None = None,
     process_group: Any = None,
     methods: tuple[str, ...] = (),
-    skip_nonfinite: Flag = False,
-    low_precision_norms: Flag = False,
+    skip_nonfinite: Flag | None = None,
+    low_precision_norms: Flag | None = None,
     optimizer_state: State | None = None,
     fp32_state: ParamRule | Iterable[ParamRule] = (),
     gradient_release: Flag = False,
@@ -120,8 +119,7 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
     optimizer, then call this. At O2 the FP32 shards are the masters; O3 is refused.
 
     Environment variables override arguments, so that a script runs at another level without an edit:
-    ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O7", "O5+split"), ``AMP_PATCH_DTYPE`` (at O1, O2, O3),
-    ``AMP_PATCH_MASTER_WEIGHTS`` (if weights are bfloat16) and ``AMP_PATCH_OPTIMIZER_STATE``. They are read at each
+    ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O7", "O5+split") and ``AMP_PATCH_DTYPE`` (at O1, O2, O3). They are read at each
     call, and do not override `enabled=False`. If they set O0, all other arguments here are ignored; if another level,
     options that contradict it are dropped and logged.
 
@@ -140,12 +138,12 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
             numerical result, not the speed. Values of options may follow: "O5+split+8bit". A low-precision model casts
             its inputs: at first, infinite results raise ValueError and changed whole numbers warn; masks stay finite.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override the level's
-            values; None keeps them. Strings ("True", "dynamic", "128.0") are accepted. master_weights="split" stores
-            only the 16 bits of each FP32 master that its bfloat16 weight does not hold: 2 bytes per parameter instead
-            of 4 (at O5, and at O2 in bfloat16; not for sharded parameters). Weights are then rounded to nearest with
-            ties away from zero. "stochastic" stores no masters: each step reads the bfloat16 weight as FP32 and rounds
-            the result stochastically, up with a probability in proportion to the distance (at the same levels; shards
-            must be bfloat16). `state_dict` contains the seed.
+            values; None keeps them, here and in all options below. Strings ("True", "dynamic", "128.0") are accepted.
+            master_weights="split" stores only the 16 bits of each FP32 master that its bfloat16 weight does not hold: 2
+            bytes per parameter instead of 4 (at O5, and at O2 in bfloat16; not for sharded parameters). Weights are
+            then rounded to nearest with ties away from zero. "stochastic" stores no masters: each step reads the
+            bfloat16 weight as FP32 and rounds the result stochastically, up with a probability in proportion to the
+            distance (at the same levels; shards must be bfloat16). `state_dict` contains the seed.
         cast_model_outputs: dtype of the models' floating outputs. None: FP32 for a cast model, else unchanged.
         num_losses: the number of losses with their own scale; `scale_loss(loss_id=...)` selects one.
         verbosity: 0 silences messages about overflow (logger "amp_patch"; only rank 0 logs). 2: the next forward of
@@ -170,7 +168,6 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
             (`python -m amp_patch info` prints the decision). Except with "native", gradients of low-precision
             layer norms, embeddings and `x[indices]` are summed in FP32 and rounded once. Without effect if no model is
             on a CPU.
-        cpu_fp16: the older name of `cpu_half`; warns.
         process_group: reduce the overflow flag over this torch.distributed group, for gradients that DDP does not
             reduce.
         methods: names of methods other than `forward` that users call on the models directly ("encode", "generate").
@@ -204,7 +201,6 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
         )
     policy = None
     if enabled:
-        given["cpu_half"] = renamed(cpu_half, cpu_fp16)
         given["fp32_state"] = not isinstance(fp32_state, list | tuple) or bool(fp32_state)
         opt_level, options = overridden(opt_level, Options.of(given))
         policy = resolve(opt_level, options)

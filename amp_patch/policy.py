@@ -183,14 +183,14 @@ class Options:
     master_weights: bool | str | None = None
     loss_scale: float | str | None = None
     cast_model_outputs: torch.dtype | None = None
-    skip_nonfinite: bool | str = False
-    low_precision_norms: bool | str = False
+    skip_nonfinite: bool | str | None = None
+    low_precision_norms: bool | str | None = None
     optimizer_state: str | None = None
     fp32_state: bool = False  # whether the caller names parameters for it
     min_loss_scale: float | None = None
-    max_loss_scale: float = 2.0**24
-    allow_banned: bool = False
-    cpu_half: str = "auto"
+    max_loss_scale: float | None = None
+    allow_banned: bool | None = None
+    cpu_half: str | None = None
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Options:
@@ -244,19 +244,23 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
                 f"initialize: cast_model_outputs is {outputs!r}, not a floating dtype such as torch.float32"
             )
         policy = replace(policy, cast_model_outputs=outputs)
-    if given.cpu_half not in CPU_HALF:
-        raise ValueError(f"initialize: cpu_half is {given.cpu_half!r}; wanted {' or '.join(map(repr, CPU_HALF))}")
+    if given.cpu_half is not None:
+        if given.cpu_half not in CPU_HALF:
+            raise ValueError(f"initialize: cpu_half is {given.cpu_half!r}; wanted {' or '.join(map(repr, CPU_HALF))}")
+        policy = replace(policy, cpu_half=given.cpu_half)
     policy = _with_scale_range(policy, given.min_loss_scale, given.max_loss_scale)
-    if boolean("low_precision_norms", given.low_precision_norms):
-        policy = _with_low_precision_norms(policy, opt_level)
-    policy = _with_optimizer_state(policy, opt_level, given.optimizer_state)
+    if (norms := boolean("low_precision_norms", given.low_precision_norms)) is not None:
+        policy = _with_low_precision_norms(policy, opt_level) if norms else replace(policy, low_precision_norms=False)
+    state = policy.optimizer_state if given.optimizer_state is None else given.optimizer_state
+    policy = _with_optimizer_state(policy, opt_level, state)
     if given.fp32_state and policy.optimizer_state is None:
         raise ValueError(
             "initialize: fp32_state names parameters whose optimizer state is to stay FP32, and optimizer_state is "
             "None, with which all state is FP32; add optimizer_state='8bit', or leave fp32_state out"
         )
-    skips = bool(boolean("skip_nonfinite", given.skip_nonfinite))
-    return replace(policy, allow_banned=bool(given.allow_banned), cpu_half=given.cpu_half, skip_nonfinite=skips)
+    if (skips := boolean("skip_nonfinite", given.skip_nonfinite)) is not None:
+        policy = replace(policy, skip_nonfinite=skips)
+    return policy if given.allow_banned is None else replace(policy, allow_banned=bool(given.allow_banned))
 
 
 def parse_loss_scale(loss_scale: Any) -> float | str:
@@ -362,9 +366,9 @@ def _with_patching(policy: Policy, opt_level: str, patch: bool | None) -> Policy
     return replace(policy, patch_torch_functions=False) if patch is False else policy
 
 
-def _with_scale_range(policy: Policy, smallest: float | None, largest: float) -> Policy:
-    low_end = _DEFAULT_MIN_SCALE if smallest is None else scale_number("initialize: min_loss_scale", smallest)
-    high_end = scale_number("initialize: max_loss_scale", largest)
+def _with_scale_range(policy: Policy, smallest: float | None, largest: float | None) -> Policy:
+    low_end = policy.min_loss_scale if smallest is None else scale_number("initialize: min_loss_scale", smallest)
+    high_end = policy.max_loss_scale if largest is None else scale_number("initialize: max_loss_scale", largest)
     if smallest is None:
         low_end = min(low_end, high_end)
     if low_end > high_end:

@@ -23,7 +23,6 @@ import functools
 import importlib
 import os
 import platform
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,14 +103,6 @@ def decide_cpu_half(wanted: str, dtype: torch.dtype, makes_some: bool) -> str:
         return "emulate"
     # oneDNN's backward of an FP16 convolution takes 30 times FP32's time on AVX512-FP16.
     return "convolutions" if dtype is torch.float16 else "sums"
-
-
-def renamed(cpu_half: str, cpu_fp16: str | None) -> str:
-    """Return the argument `cpu_half`, or `cpu_fp16`, its older name, with a warning."""
-    if cpu_fp16 is None:
-        return cpu_half
-    warnings.warn("initialize: cpu_fp16 is called cpu_half now, and applies to BF16 too", FutureWarning, stacklevel=3)
-    return cpu_fp16
 
 
 # ---------------------------------------------------------------------------------------------------------------------

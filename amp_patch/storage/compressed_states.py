@@ -1,7 +1,7 @@
 """Checkpoints of optimizers with 8-bit codes: a state dict with codes and scales instead of FP32 tensors, and back.
 
 `optimizer.state_dict()` has FP32 tensors, which every training can load. If a tensor was stored as codes, its numbers
-are numbers of the codes, and encoding it again loses no bit. `compressed` checks this for each tensor.
+are numbers of the codes, and encoding it again loses no bit. `compress_state_dict` checks this for each tensor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FORMATS = {"e5m3 in blocks of 256": torch.uint8, "e4m3fn in blocks of 256": torc
 _KEYS = {"format", "codes", "scales"}
 
 
-def compressed(state_dict: dict[str, Any]) -> dict[str, Any]:
+def compress_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state dict with 8-bit codes, for a smaller checkpoint::
 
-        torch.save(amp.compressed(optimizer.state_dict()), path)
+        torch.save(amp.compress_state_dict(optimizer.state_dict()), path)
         optimizer.load_state_dict(torch.load(path))
 
     Under `optimizer_state="8bit"` the state is then about a quarter of the size. An FP32 tensor is replaced by a dict
@@ -34,7 +34,7 @@ def compressed(state_dict: dict[str, Any]) -> dict[str, Any]:
     device.
 
     Every torch.optim.Optimizer that went through `initialize`, with any state, loads the result by its
-    `load_state_dict`. For other readers, `decompressed` gives the FP32 tensors.
+    `load_state_dict`. For other readers, `decompress_state_dict` gives the FP32 tensors.
 
     Args:
         state_dict: what `optimizer.state_dict()` returns. It is not changed.
@@ -42,24 +42,26 @@ def compressed(state_dict: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: `state_dict` is something else.
     """
-    return _with_values(state_dict, _in_codes, "compressed")
+    return _with_values(state_dict, _in_codes, "compress_state_dict")
 
 
-def decompressed(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Undo `compressed`: return its result with the FP32 tensors again, to the bit. Return other state dicts unchanged.
+def decompress_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Undo `compress_state_dict`: return its result with the FP32 tensors again, to the bit.
+
+    Other state dicts are returned unchanged.
 
     Args:
-        state_dict: what `compressed` or `optimizer.state_dict()` returns. It is not changed.
+        state_dict: what `compress_state_dict` or `optimizer.state_dict()` returns. It is not changed.
 
     Raises:
         TypeError: `state_dict` is something else.
         ValueError: the codes are in a format of another version of amp_patch.
     """
-    return _with_values(state_dict, _in_fp32, "decompressed")
+    return _with_values(state_dict, _in_fp32, "decompress_state_dict")
 
 
 def enter(optimizer: Any, stash: Stash) -> None:
-    """Add a hook to `optimizer`, by which its `load_state_dict` accepts a result of `compressed`."""
+    """Add a hook to `optimizer`, by which its `load_state_dict` accepts a result of `compress_state_dict`."""
     if isinstance(optimizer, torch.optim.Optimizer):
         # prepend=True: it runs first, so that user code's hooks receive FP32 tensors.
         stash.neighbours.undo.append(optimizer.register_load_state_dict_pre_hook(_before_load, prepend=True).remove)
@@ -69,7 +71,7 @@ def _before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     inner = stateful(optimizer)
     if inner is not optimizer:  # ZeroRedundancyOptimizer gives its inner optimizer the values before torch's hooks
         inner.state.update(_changed(inner.state, _in_fp32))
-    return decompressed(state_dict)
+    return decompress_state_dict(state_dict)
 
 
 def _with_values(state_dict: Any, made: Callable[[Any], Any], caller: str) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def _in_fp32(value: Any) -> Any:
     if value["format"] not in FORMATS:
         raise ValueError(
             f"load_state_dict: state in the format {value['format']!r}; wanted {' or '.join(map(repr, FORMATS))}; "
-            "decompress it by amp.decompressed() of the version of amp_patch that has saved it"
+            "decompress it by amp.decompress_state_dict() of the version of amp_patch that has saved it"
         )
     codes: Tensor = value["codes"]
     made = torch.empty_like(codes, dtype=torch.float32)

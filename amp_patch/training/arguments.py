@@ -54,17 +54,16 @@ class Keywords(TypedDict, total=False):
     num_losses: int | Else
     verbosity: int | Else
     min_loss_scale: float | Else | None
-    max_loss_scale: float | Else
+    max_loss_scale: float | Else | None
     dtype: torch.dtype | LowName | ProductFormat | str | Else | None
     keep_fp32: KeepFP32 | Iterable[KeepFP32] | Else
     keep_high: KeepFP32 | Iterable[KeepFP32] | Else | None
-    allow_banned: bool | Else
-    cpu_half: CpuHalf | Else
-    cpu_fp16: CpuHalf | Else | None
+    allow_banned: bool | Else | None
+    cpu_half: CpuHalf | Else | None
     process_group: Any
     methods: tuple[str, ...] | Else
-    skip_nonfinite: Flag | Else
-    low_precision_norms: Flag | Else
+    skip_nonfinite: Flag | Else | None
+    low_precision_norms: Flag | Else | None
     optimizer_state: State | Else | None
     fp32_state: ParamRule | Iterable[ParamRule] | Else
     gradient_release: Flag | Else

@@ -30,7 +30,6 @@ from torch.nn import functional as F
 from training import SGD
 
 from amp_patch import amp
-from amp_patch.apex.amp import initialize as apex_initialize
 from amp_patch.casts import cpu_half, install, regions
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, resolve
 from amp_patch.training.training import trainings
@@ -264,13 +263,6 @@ def test_another_word_is_refused(word):
     message = f"initialize: cpu_half is {word!r}; wanted 'auto' or 'emulate' or 'native'"
     with pytest.raises(ValueError, match=re.escape(message)):
         amp.initialize(training.convnet(), cpu_half=word)
-
-
-@pytest.mark.parametrize("initialize", [amp.initialize, apex_initialize], ids=["amp_patch", "apex"])
-def test_the_older_name_warns_and_works(initialize):
-    with pytest.warns(FutureWarning, match="cpu_fp16 is called cpu_half now"):
-        model = initialize(training.convnet(), opt_level="O2", cpu_fp16="emulate")
-    assert model._amp.policy.emulated is FP16
 
 
 @pytest.mark.parametrize("arithmetic", [True, False])

@@ -35,7 +35,6 @@ variables = st.fixed_dictionaries(
     optional={
         "AMP_PATCH_OPT_LEVEL": levels,
         "AMP_PATCH_DTYPE": st.sampled_from(["float16", "bfloat16"]),
-        "AMP_PATCH_MASTER_WEIGHTS": st.sampled_from(["split", "stochastic"]),
     },
 )
 

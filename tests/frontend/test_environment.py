@@ -19,7 +19,7 @@ from amp_patch.casts.cpu_half import resolve_cpu_half
 from amp_patch.environment import RUNGS, asked_level, name_of, named_level
 from amp_patch.integrations.opt_level import OptLevel
 from amp_patch.model.forward import policy_of
-from amp_patch.policy import resolve
+from amp_patch.policy import OPT_LEVELS, resolve
 
 HALF, BF16 = torch.float16, torch.bfloat16
 
@@ -41,12 +41,11 @@ def initialize(request, amp):
 
 @pytest.fixture
 def environment(monkeypatch):
-    names = ("AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MASTER_WEIGHTS", "AMP_PATCH_ALLOW_BANNED")
-    names += ("AMP_PATCH_OPTIMIZER_STATE",)
+    names = ("AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_ALLOW_BANNED")
 
-    def set_to(level=None, dtype=None, masters=None, banned=None, state=None):
+    def set_to(level=None, dtype=None, banned=None):
         monkeypatch.delenv("AMP_PATCH_METHODS", raising=False)
-        for name, value in zip(names, (level, dtype, masters, banned, state), strict=True):
+        for name, value in zip(names, (level, dtype, banned), strict=True):
             monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
 
     set_to()
@@ -73,20 +72,6 @@ def test_the_dtype_of_the_environment_acts_where_a_level_has_either(initialize, 
     assert policy(initialize, opt_level="O5") == resolve("O5")
 
 
-def test_the_masters_of_the_environment_act_where_weights_are_bfloat16(initialize, environment, caplog):
-    split = {"dtype": BF16, "master_weights": "split"}
-    environment(None, None, "split")
-    assert policy(initialize, opt_level="O5") == resolve("O5", master_weights="split")
-    assert policy(initialize, opt_level="O2", dtype=BF16) == resolve("O2", **split)
-    for level in ("O0", "O1", "O2", "O3", "O4"):
-        assert policy(initialize, opt_level=level) == resolve(level)
-    assert policy(initialize, opt_level="O3", dtype=BF16) == resolve("O3", dtype=BF16)
-    environment("O2", "bfloat16", "split")
-    with caplog.at_level(logging.INFO, logger="amp_patch"):
-        assert policy(initialize, opt_level="O1", master_weights=None) == resolve("O2", **split)
-    assert any("O2 in torch.bfloat16, masters split" in record.getMessage() for record in caplog.records)
-
-
 @pytest.mark.parametrize("form", ["split", "stochastic"])
 def test_a_rung_behind_the_level_is_its_option(initialize, environment, form, caplog):
     environment(f"O5+{form}")
@@ -97,7 +82,7 @@ def test_a_rung_behind_the_level_is_its_option(initialize, environment, form, ca
     assert asked_level() == f"O5+{form}"
     environment(f"O2+{form}")  # the type of O2 may be the script's, or the environment's
     assert policy(initialize, opt_level="O2", dtype=BF16) == resolve("O2", dtype=BF16, master_weights=form)
-    environment(f"O2+{form}", "bfloat16", form)
+    environment(f"O2+{form}", "bfloat16")
     assert policy(initialize, opt_level="O1") == resolve("O2", dtype=BF16, master_weights=form)
     environment(f"O2+{form}")
     said = (
@@ -108,38 +93,29 @@ def test_a_rung_behind_the_level_is_its_option(initialize, environment, form, ca
 
 
 @pytest.mark.parametrize(
-    ("level", "masters", "said"),
+    ("level", "said"),
     [
-        ("O5+splt", None, f"level 'O5+splt' has 'splt' behind its +; wanted {', '.join(RUNGS)}, as in 'O5+split'"),
-        ("O9+split", None, "level 'O9' is none of O0, O1, O2, O3, O4, O5, O6, O7 (the letter O, not zero)"),
+        ("O5+splt", f"level 'O5+splt' has 'splt' behind its +; wanted {', '.join(RUNGS)}, as in 'O5+split'"),
+        ("O9+split", "level 'O9' is none of O0, O1, O2, O3, O4, O5, O6, O7 (the letter O, not zero)"),
         (
             "O5+split+stochastic",
-            None,
             "level 'O5+split+stochastic' has both split and stochastic, which set master_weights; give one",
         ),
-        ("O5+split+split", None, "level 'O5+split+split' has both split and split, which set master_weights; give one"),
+        ("O5+split+split", "level 'O5+split+split' has both split and split, which set master_weights; give one"),
         (
             "O1+split",
-            None,
             "level 'O1+split' cannot be: O1 has FP32 weights, and +split says how masters of BF16 weights are kept; "
             "take O5+split, or O1 as it is",
         ),
         (
             "O3+stochastic",
-            None,
             "level 'O3+stochastic' cannot be: O3 keeps no masters of its weights, and +stochastic says how masters of "
             "BF16 weights are kept; take O5+stochastic, or O3 as it is",
         ),
-        (
-            "O5+split",
-            "stochastic",
-            "the environment variables AMP_PATCH_OPT_LEVEL=O5+split and AMP_PATCH_MASTER_WEIGHTS=stochastic contradict "
-            "each other; give one",
-        ),
     ],
 )
-def test_a_rung_that_cannot_be_is_refused_with_the_way_out(environment, level, masters, said):
-    environment(level, None, masters)
+def test_a_rung_that_cannot_be_is_refused_with_the_way_out(environment, level, said):
+    environment(level)
     with pytest.raises(ValueError, match=f"^initialize: .*{re.escape(said)}$"):
         policy(opt_level="O5")
 
@@ -191,19 +167,37 @@ def test_the_name_of_a_policy_is_that_of_its_level_and_rungs():
     assert name_of(resolve("O0", master_weights="split")) == "O0", "an FP32 model has no masters"
 
 
-def test_the_optimizer_state_of_the_environment_acts_where_it_is_fp32(initialize, environment, caplog):
-    environment(state="8bit")
+def test_a_level_of_the_environment_with_a_rung_of_state_acts_where_it_is_fp32(initialize, environment):
     for level in ("O0", "O1", "O2", "O4", "O5"):
-        assert policy(initialize, opt_level=level) == resolve(level, optimizer_state="8bit")
-    assert policy(initialize, opt_level="O3") == resolve("O3")
-    environment("O5", masters="stochastic", state="8bit")
-    with caplog.at_level(logging.INFO, logger="amp_patch"):
-        wanted = resolve("O5", master_weights="stochastic", optimizer_state="8bit")
-        assert policy(initialize, opt_level="O1") == wanted
-    assert any("O5, masters stochastic, optimizer state 8bit" in record.getMessage() for record in caplog.records)
-    environment(state="4bit")
-    with pytest.raises(ValueError, match="AMP_PATCH_OPTIMIZER_STATE is '4bit'; wanted 8bit"):
+        environment(f"{level}+8bit")
+        assert policy(initialize, opt_level="O5") == resolve(level, optimizer_state="8bit")
+    environment("O3+8bit")
+    with pytest.raises(ValueError, match=r"level 'O3\+8bit' cannot be"):
         policy(initialize, opt_level="O5")
+
+
+OF_A_ROW = {
+    "optimizer_state": "8bit",
+    "skip_nonfinite": True,
+    "allow_banned": True,
+    "cpu_half": "emulate",
+    "min_loss_scale": 2.0,
+    "max_loss_scale": 2.0**10,
+    "low_precision_norms": True,
+    "cast_model_outputs": HALF,
+}
+
+
+@pytest.mark.parametrize("field", OF_A_ROW)
+def test_arguments_that_are_not_given_keep_a_level_s_own_value(environment, monkeypatch, field):
+    row = dataclasses.replace(OPT_LEVELS["O1"], opt_level="O9", **{field: OF_A_ROW[field]})
+    monkeypatch.setitem(OPT_LEVELS, "O9", row)
+    assert resolve("O9") == row
+    model, _ = native.initialize(training.convnet(), torch.optim.SGD(training.convnet().parameters()), opt_level="O9")
+    assert getattr(policy_of(model), field) == OF_A_ROW[field]
+    assert getattr(resolve("O9", skip_nonfinite=False, low_precision_norms=False), field) == (
+        False if field in ("skip_nonfinite", "low_precision_norms") else OF_A_ROW[field]
+    )
 
 
 def test_a_scripts_own_optimizer_state_is_not_the_baselines(environment):

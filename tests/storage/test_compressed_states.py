@@ -1,4 +1,4 @@
-"""`amp.compressed` and `amp.decompressed`: checkpoints of optimizers with 8-bit codes, to the bit."""
+"""`amp.compress_state_dict` and `amp.decompress_state_dict`: checkpoints of optimizers with 8-bit codes, to the bit."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def size_of(states: Any) -> int:
 def test_each_tensor_that_is_stored_as_codes_is_codes_in_the_file_and_comes_back_to_the_bit(make):
     _, optimizer = trained(make)
     states = optimizer.state_dict()
-    before, in_file = tensors_of(states), through_file(amp.compressed(states))
+    before, in_file = tensors_of(states), through_file(amp.compress_state_dict(states))
     names = compressed_names(in_file)
     assert {name: names.count(name) for name in names} == coded(optimizer)
     assert opened(optimizer) == 0 and same(tensors_of(states), before), "the state dict is as it was"
-    after = amp.decompressed(in_file)
+    after = amp.decompress_state_dict(in_file)
     assert after["param_groups"] == states["param_groups"] and same(tensors_of(after), before)
     for one, other in zip(tensors_of(after), before, strict=True):
         assert one.dtype is other.dtype and one.stride() == other.stride()
@@ -82,8 +82,8 @@ def test_the_state_of_adamw_takes_a_quarter_of_the_bytes_and_with_the_weights_a_
         loss.backward()
     optimizer.step()
     states, weights = optimizer.state_dict(), model.state_dict()
-    assert size_of(amp.compressed(states)) < 0.26 * size_of(states)
-    assert size_of([amp.compressed(states), weights]) < 0.51 * size_of([states, weights])
+    assert size_of(amp.compress_state_dict(states)) < 0.26 * size_of(states)
+    assert size_of([amp.compress_state_dict(states), weights]) < 0.51 * size_of([states, weights])
 
 
 def test_extreme_numbers_come_back_to_the_bit():
@@ -92,9 +92,9 @@ def test_extreme_numbers_come_back_to_the_bit():
     values[4, 5], values[5], values[6] = float("nan"), 1e38, 1e-30
     state = {"exp_avg": in_eight_bits(values, torch.int8), "exp_avg_sq": in_eight_bits(values.abs(), torch.uint8)}
     states = {"state": {0: state, 1: {"exp_avg": values}}, "param_groups": []}
-    in_file = amp.compressed(states)
+    in_file = amp.compress_state_dict(states)
     assert compressed_names(in_file) == ["exp_avg", "exp_avg_sq"] and in_file["state"][1]["exp_avg"] is values
-    for one, other in zip(tensors_of(amp.decompressed(in_file)), tensors_of(states), strict=True):
+    for one, other in zip(tensors_of(amp.decompress_state_dict(in_file)), tensors_of(states), strict=True):
         assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
@@ -105,9 +105,9 @@ def test_other_memory_orders_come_back_to_the_bit():
         loss.backward()
     optimizer.step()
     states = optimizer.state_dict()
-    in_file = through_file(amp.compressed(states))
+    in_file = through_file(amp.compress_state_dict(states))
     assert sorted(compressed_names(in_file)) == ["exp_avg", "exp_avg_sq"]
-    for one, other in zip(tensors_of(amp.decompressed(in_file)), tensors_of(states), strict=True):
+    for one, other in zip(tensors_of(amp.decompress_state_dict(in_file)), tensors_of(states), strict=True):
         assert torch.equal(one, other) and one.stride() == other.stride()
 
 
@@ -115,10 +115,10 @@ def test_other_memory_orders_come_back_to_the_bit():
 def test_state_that_is_fp32_is_left_as_it_is(make):
     _, optimizer = trained(make, optimizer_state=None)
     states = optimizer.state_dict()
-    assert amp.compressed(states) is states and amp.decompressed(states) is states
+    assert amp.compress_state_dict(states) is states and amp.decompress_state_dict(states) is states
     amp.restore()
     _, optimizer = trained(make, fp32_state="2")
-    names = compressed_names(amp.compressed(optimizer.state_dict()))
+    names = compressed_names(amp.compress_state_dict(optimizer.state_dict()))
     assert {name: names.count(name) for name in names} == coded(optimizer) and set(map(names.count, names)) == {1}
 
 
@@ -129,7 +129,7 @@ def test_state_that_is_fp32_is_left_as_it_is(make):
 @crossed({"masters": [None, "split", "stochastic"]}, every_maker, meet=1)
 def test_a_training_resumes_from_it_to_the_bit(make, masters):
     model, optimizer = trained(make, master_weights=masters)
-    states = through_file([model.state_dict(), amp.compressed(optimizer.state_dict()), amp.state_dict()])
+    states = through_file([model.state_dict(), amp.compress_state_dict(optimizer.state_dict()), amp.state_dict()])
     wanted = [go_on(model, optimizer, range(3, 6)), *masters_of(optimizer), *state_of(optimizer)]
     amp.restore()
     again, its_optimizer = start(make, master_weights=masters)
@@ -142,7 +142,7 @@ def test_a_training_resumes_from_it_to_the_bit(make, masters):
 @crossed({"level": ["O0", "O1", "O2", "O5", "split"]}, one_of_each_way, meet=1)
 def test_a_training_with_fp32_state_loads_the_fp32_numbers(make, level):
     _, optimizer = trained(make)
-    states, wanted = through_file(amp.compressed(optimizer.state_dict())), state_of(optimizer)
+    states, wanted = through_file(amp.compress_state_dict(optimizer.state_dict())), state_of(optimizer)
     assert compressed_names(states)
     amp.restore()
     _, fp32 = start(make, **LEVELS[level], optimizer_state=None)
@@ -150,7 +150,7 @@ def test_a_training_with_fp32_state_loads_the_fp32_numbers(make, level):
     assert same(state_of(fp32), wanted) and not coded(fp32)
     amp.restore()
     plain = make(net().parameters())
-    plain.load_state_dict(amp.decompressed(states))
+    plain.load_state_dict(amp.decompress_state_dict(states))
     assert same(state_of(plain), wanted)
 
 
@@ -168,17 +168,17 @@ def zero_loads(states: Any, wanted: list[Tensor]) -> None:
 
 def test_a_zero_redundancy_optimizer_loads_the_fp32_numbers(ranks):
     _, optimizer = trained(MAKERS["AdamW"])
-    ranks(zero_loads, amp.compressed(optimizer.state_dict()), state_of(optimizer))
+    ranks(zero_loads, amp.compress_state_dict(optimizer.state_dict()), state_of(optimizer))
 
 
 def test_hooks_of_user_code_get_fp32_tensors_and_restore_takes_ours_away():
     _, optimizer = trained(MAKERS["AdamW"])
     seen: list[Any] = []
     optimizer.register_load_state_dict_pre_hook(lambda _, states: seen.append(compressed_names(states)), prepend=False)
-    optimizer.load_state_dict(amp.compressed(optimizer.state_dict()))
+    optimizer.load_state_dict(amp.compress_state_dict(optimizer.state_dict()))
     assert seen == [[]]
     amp.restore()
-    optimizer.load_state_dict(amp.compressed(optimizer.state_dict()))
+    optimizer.load_state_dict(amp.compress_state_dict(optimizer.state_dict()))
     assert seen[1] and len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
 
 
@@ -187,7 +187,7 @@ def test_a_copied_optimizer_and_one_of_frozen_weights_load_it():
     model[0].requires_grad_(False)
     model, optimizer = start(MAKERS["AdamW"], model)
     go_on(model, optimizer, range(3))
-    states, wanted = amp.compressed(optimizer.state_dict()), state_of(optimizer)
+    states, wanted = amp.compress_state_dict(optimizer.state_dict()), state_of(optimizer)
     for each in (optimizer, copy.deepcopy((model, optimizer))[1]):
         each.load_state_dict(states)
         assert same(state_of(each), wanted)
@@ -195,7 +195,7 @@ def test_a_copied_optimizer_and_one_of_frozen_weights_load_it():
 
 def test_steps_after_the_load_leave_the_loaded_codes_as_they_were():
     model, optimizer = trained(MAKERS["AdamW"])
-    states = amp.compressed(optimizer.state_dict())
+    states = amp.compress_state_dict(optimizer.state_dict())
     before = copy.deepcopy(states["state"][0]["exp_avg_sq"])
     optimizer.load_state_dict(states)
     go_on(model, optimizer, range(3, 5))
@@ -207,7 +207,7 @@ def test_steps_after_the_load_leave_the_loaded_codes_as_they_were():
 # Errors
 
 
-@pytest.mark.parametrize("change", [amp.compressed, amp.decompressed])
+@pytest.mark.parametrize("change", [amp.compress_state_dict, amp.decompress_state_dict])
 @pytest.mark.parametrize("given", [{"model": {}}, [], None, OPTIM.SGD([nn.Parameter(torch.ones(1))])])
 def test_anything_else_is_an_error(change, given):
     with pytest.raises(
@@ -218,7 +218,7 @@ def test_anything_else_is_an_error(change, given):
 
 def test_codes_of_another_format_are_refused_and_change_nothing():
     _, optimizer = trained(MAKERS["AdamW"])
-    states, wanted = amp.compressed(optimizer.state_dict()), state_of(optimizer)
+    states, wanted = amp.compress_state_dict(optimizer.state_dict()), state_of(optimizer)
     states["state"][0]["exp_avg"] |= {"format": "dynamic map"}
     with pytest.raises(ValueError, match=r"^load_state_dict: state in the format 'dynamic map'; wanted 'e5m3"):
         optimizer.load_state_dict(states)
@@ -234,7 +234,7 @@ def of_shards() -> None:
     go_on_here(model, optimizer, range(2))
     assert coded(optimizer)
     states = optimizer.state_dict()
-    assert amp.compressed(states) is states and loss_of(model, 0).isfinite()
+    assert amp.compress_state_dict(states) is states and loss_of(model, 0).isfinite()
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs")

@@ -12,7 +12,6 @@ from amp_patch.apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
 from amp_patch.apex.amp.handle import AmpHandle, dialect
 from amp_patch.apex.amp.lists import register_edits
 from amp_patch.apex.fp16_utils import FP16_Optimizer
-from amp_patch.casts.cpu_half import renamed
 from amp_patch.environment import overridden, without_rungs
 from amp_patch.frontend import initialize_as
 from amp_patch.frontend import load_state_dict as load_scales
@@ -168,9 +167,8 @@ def initialize(
     *,
     dtype: torch.dtype | None = None,
     keep_fp32: Any = (),
-    allow_banned: bool = False,
-    cpu_half: str = "auto",
-    cpu_fp16: str | None = None,
+    allow_banned: bool | None = None,
+    cpu_half: str | None = None,
     process_group: Any = None,
     methods: tuple[str, ...] = (),
     patch_torch_functions_type: torch.dtype | str | None = None,
@@ -213,7 +211,6 @@ def initialize(
         _amp_state.opt_properties = Properties()
         return initialize_as(dialect(), models, optimizers, None)
     _refuse_fp16_optimizers(optimizers)
-    arguments["cpu_half"] = renamed(cpu_half, cpu_fp16)
     opt_level, given = without_rungs(opt_level, Options.of(arguments))
     options = _without_contradictions(opt_level, vars(given), patch_torch_functions_type)
     moves = _forks.movement(dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from amp_patch.environment import DTYPE, KEEP_FP32, KEEP_HIGH, LEVEL, NONE_KEPT, RUNG_VARIABLES, named_level
+from amp_patch.environment import DTYPE, KEEP_FP32, KEEP_HIGH, LEVEL, NONE_KEPT, named_level
 from amp_patch.lab.recording.run import NATIVE, Run
 from amp_patch.lab.wording import figure, short
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
@@ -126,9 +126,6 @@ class Plan:
         """Return {environment variable: value} that sets the level and the seed of a run."""
         level = BASELINE if run.level == NATIVE else run.level
         environment = {LEVEL: level, "AMP_PATCH_SEED": str(run.seed)}
-        if any(named_level(each).options for each in self.levels):
-            # The level's name lists its rungs. Without this, variables of the user would contradict it or add others.
-            environment.update(dict.fromkeys(RUNG_VARIABLES, ""))
         if self.keep is not None and level != BASELINE:
             environment[keep_variable(level)] = ",".join(self.keep) or NONE_KEPT
         return environment if self.dtype is None else {**environment, DTYPE: self.dtype}

@@ -16,7 +16,6 @@ from torch import nn
 
 from amp_patch import amp
 from amp_patch.__main__ import main
-from amp_patch.environment import RUNG_VARIABLES
 from amp_patch.lab.comparison import headline, page, table
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.diagnose.lost_updates import Updates
@@ -140,17 +139,10 @@ def test_stochastic_rounding_is_recommended_if_it_is_fastest_and_o3_is_not():
     assert compare(base, whole, seeds("O3", *SAME, ms=4, **BF16)).summary.startswith("Use O5 BF16: 2.0x faster")
 
 
-def test_a_plan_sets_only_the_rung_of_a_run(monkeypatch):
-    for variable in RUNG_VARIABLES:
-        monkeypatch.setenv(variable, "")
+def test_a_plan_sets_the_level_of_a_run_with_its_rungs():
     plan = Plan(("O5", "O5+split"), seeds=1)
-    nothing = dict.fromkeys(RUNG_VARIABLES, "")
-    seed = {"AMP_PATCH_SEED": "0"}
-    assert plan.environment(Run("O5")) == {"AMP_PATCH_OPT_LEVEL": "O5", **seed, **nothing}
-    assert plan.environment(Run("O5+split")) == {"AMP_PATCH_OPT_LEVEL": "O5+split", **seed, **nothing}
-    assert plan.environment(Run(NATIVE)) == {"AMP_PATCH_OPT_LEVEL": "O0", **seed, **nothing}
-    # If the plan has no rung, the environment's variables apply to all levels.
-    assert Plan(("O5",)).environment(Run("O5")) == {"AMP_PATCH_OPT_LEVEL": "O5", **seed}
+    for level, wanted in (("O5", "O5"), ("O5+split", "O5+split"), (NATIVE, "O0")):
+        assert plan.environment(Run(level)) == {"AMP_PATCH_OPT_LEVEL": wanted, "AMP_PATCH_SEED": "0"}
     assert plan.type_of("O5+split") == "bfloat16" and Plan(("O2+split",), dtype="bfloat16").levels == ("O0", "O2+split")
 
 
@@ -171,8 +163,6 @@ for step in range(3):
 def test_an_unedited_script_is_compared_at_rungs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(PLAIN)
-    # The variable must not apply, since the levels name their rungs.
-    monkeypatch.setenv("AMP_PATCH_MASTER_WEIGHTS", "split")
     main(["compare", "train.py", "--levels", ",".join(LEVELS), "--seeds", "1", "--out", "out"])
     runs = [Run.from_dict(run) for run in loads(Path("out/report.json").read_text())["runs"]]
     assert {run.level: run.masters for run in runs} == {
