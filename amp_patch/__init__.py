@@ -10,14 +10,6 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-# Say that torch is being imported, which takes seconds, before `python -m amp_patch compare` or `search` can print.
-if (
-    sys.argv[:1] == ["-m"]
-    and sys.orig_argv[-len(sys.argv) :][:2] in (["amp_patch", "compare"], ["amp_patch", "search"])
-    and not {"-h", "--help"} & {*sys.argv}
-):
-    print(f"{sys.argv[1]}: loading torch", flush=True)
-
 try:
     import torch as _  # noqa: F401
 except ModuleNotFoundError as error:
@@ -36,6 +28,7 @@ from torch.amp import is_autocast_available
 from torch.nn import Module
 
 from amp_patch import amp, cpu, cuda, multi_tensor
+from amp_patch.around.fsdp import fsdp_policy
 from amp_patch.casts.autocast import autocast, disable_casts
 from amp_patch.casts.functions import (
     custom_bwd,
@@ -48,7 +41,6 @@ from amp_patch.casts.functions import (
     register_promote_function,
 )
 from amp_patch.frontend import (
-    fsdp_policy,
     initialize,
     load_state_dict,
     master_params,

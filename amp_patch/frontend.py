@@ -1,31 +1,28 @@
-"""The public calls: initialize, master_params, state_dict, load_state_dict, restore, fsdp_policy."""
+"""The public calls: initialize, master_params, state_dict, load_state_dict, restore."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from amp_patch import guests
-from amp_patch.around.fsdp import no_masters, stay_fp32
-from amp_patch.around.wrappers import enter_wrappers
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import resolve_cpu_half
-from amp_patch.environment import overridden, with_asked_methods, with_asked_modules, without_rungs
+from amp_patch.environment import overridden, with_asked_methods, with_asked_modules
 from amp_patch.model import incoming
 from amp_patch.model import tensors as model_tensors
-from amp_patch.model.keep_fp32 import KeepFP32, ParamRule, kept_modules, params_matching, with_kept_buffers
+from amp_patch.model.keep_fp32 import KeepFP32, ParamRule, with_kept_buffers
 from amp_patch.model.keep_high import enter_high, kept_high
 from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, ProductFormat, State, resolve
-from amp_patch.storage import coded_steps
 from amp_patch.support import compiled, fsdp
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
+from amp_patch.training import joints
 from amp_patch.training.arguments import Else, Keywords, Level, M, Optimizers, S, Steps
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.scale_loss import groups_of
@@ -41,10 +38,8 @@ from amp_patch.training.training import (
     scalers_of,
     trainings,
 )
-from amp_patch.ways import gradient_release as release
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
     from typing_extensions import Unpack
 
 logger = logging.getLogger("amp_patch")
@@ -201,11 +196,11 @@ def initialize(  # type: ignore[misc] # it does not accept Else, which no value 
         )
     policy = None
     if enabled:
-        given["fp32_state"] = not isinstance(fp32_state, list | tuple) or bool(fp32_state)
-        opt_level, options = overridden(opt_level, Options.of(given))
+        named = not isinstance(fp32_state, list | tuple) or bool(fp32_state)
+        opt_level, options = overridden(opt_level, Options.of(given | {"fp32_state": named}))
         policy = resolve(opt_level, options)
-        fp32_state = fp32_state if options.fp32_state else ()
-    others = keep_fp32, process_group, methods, keep_high, gradient_release, fp32_state
+        given["fp32_state"] = fp32_state if options.fp32_state else ()
+    others = keep_fp32, process_group, methods, keep_high, given
     result = initialize_as(Dialect(), models, optimizers, policy, num_losses, verbosity, *others)
     if (training := newest_training()) is not None and enabled and is_first_rank():
         logger.info("amp_patch: %s", training.policy)
@@ -223,10 +218,12 @@ def initialize_as(
     process_group: Any = None,
     methods: tuple[str, ...] = (),
     keep_high: Any = None,
-    gradient_release: Any = False,
-    fp32_state: Any = (),
+    given: dict[str, Any] | None = None,
 ) -> Any:
-    """Do the work of `initialize` with a resolved policy (None: `enabled=False`) and the classes of `dialect`."""
+    """Do the work of `initialize` with a resolved policy (None: `enabled=False`) and the classes of `dialect`.
+
+    `given` has the arguments of features (`joints.options`) by their names; without it these features are off.
+    """
     model_list, optimizer_list = [compiled.uncompiled(model) for model in as_list(models)], as_list(optimizers)
     for module in fsdp.fsdp_modules(m for m in model_list if isinstance(m, nn.Module)):
         module.reshard()  # after a forward the module may hold gathered parameters, which are in no optimizer
@@ -239,8 +236,8 @@ def initialize_as(
     keep_fp32, keep_high = with_asked_modules(keep_fp32, keep_high, model_list)
     kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
     high = kept_high(model_list, policy, keep_high)
-    releases = release.check(gradient_release, optimizer_list, targets, policy)
-    in_fp32 = params_matching(model_list, fp32_state, "fp32_state")
+    options = [] if given is None else [(option, given[option.name]) for option in joints.options]
+    checked = [(option, option.check(value, model_list, optimizer_list, targets, policy)) for option, value in options]
     methods = with_asked_methods(methods, model_list)
     policy = resolve_cpu_half(with_kept_buffers(policy, keep_fp32), on_cpu=model_tensors.use_cpu(model_list))
     leave_earlier(model_list, targets, kept, policy)
@@ -256,10 +253,10 @@ def initialize_as(
         process_group=process_group,
     )
     enter_high(model_list, policy, high)
-    coded_steps.leave_in_fp32(targets, in_fp32)
     for optimizer in optimizer_list:
-        enter_wrappers(optimizer)
-    release.enter(targets if releases else ())
+        joints.tell(joints.wrapped, optimizer)
+    for option, value in checked:
+        option.enter(targets, value)
     if int(verbosity) > 1:
         for subscriber in verbose_subscribers:
             for model in model_list:
@@ -372,61 +369,3 @@ def _apex_form(models: Any, optimizers: Any) -> Any:
     """Return the result of `initialize`: (models, optimizers), or models alone without optimizers; lists are new."""
     model, optimizer = (list(given) if isinstance(given, list) else given for given in (models, optimizers))
     return model if optimizers is None else (model, optimizer)
-
-
-def fsdp_policy(
-    opt_level: Level = "O1",
-    *,
-    dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    models: nn.Module | Sequence[nn.Module] | None = None,
-    keep_fp32: KeepFP32 | Iterable[KeepFP32] = (),
-    keep_batchnorm_fp32: Flag | None = None,
-) -> MixedPrecisionPolicy:
-    """Return torch's `MixedPrecisionPolicy` for an opt level, for `fully_shard(module, mp_policy=...)`::
-
-        fully_shard(model, mp_policy=amp.fsdp_policy(level))
-        optimizer = torch.optim.AdamW(model.parameters())
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
-
-    At O2 and O5 the modules compute in the level's type, and their shards stay FP32: the shards are the masters. At O0,
-    O1 and O4 the modules compute in FP32.
-
-    A module that stays FP32 inside a cast model (a batch norm, `keep_fp32`) must be gathered in FP32. From torch 2.15
-    on, `amp.fsdp_policy(level, models=model, keep_fp32=...)` ensures this for any grouping of modules. In an older
-    torch a policy applies to all parameters of a `fully_shard` call. There, shard the module on its own, before the
-    modules around it, with `amp.fsdp_policy("O0")`.
-
-    Args:
-        opt_level, dtype: as in `initialize`, with the environment's overrides, except that "O0" is not overridden.
-        reduce_dtype: the type of the sum of gradients over the processes. None: FP32.
-        models: the module, or a list of modules, that `fully_shard` will be called on with this policy. Their
-            parameters that stay FP32 are recorded. Without effect before torch 2.15.
-        keep_fp32, keep_batchnorm_fp32: as in `initialize`; only with `models`.
-
-    Raises:
-        ValueError: O3, which keeps no FP32 weights; an invalid level or dtype; `keep_fp32` without `models`.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    options = Options(dtype=dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
-    opt_level, options = without_rungs(opt_level, options)
-    if opt_level != "O0":  # an explicit O0 is for modules that stay FP32 at any level
-        opt_level, options = overridden(opt_level, options)
-    policy = resolve(opt_level, options)
-    low = policy.cast_model_type
-    if low is not None and not policy.master_weights:
-        raise ValueError(f"fsdp_policy: {no_masters(policy)}")
-    if models is None and keep_fp32:
-        raise ValueError(
-            f"fsdp_policy: keep_fp32 is {keep_fp32!r} and models is None; name the modules' model too: "
-            "amp.fsdp_policy(level, models=model, keep_fp32=...)"
-        )
-    model_list = [compiled.uncompiled(model) for model in as_list(models)]
-    kept = kept_modules(model_list, policy, keep_fp32, "fsdp_policy")
-    overrides: dict[str, Any] = {}
-    if kept and low is not None and "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}:
-        overrides["param_dtype_override_fn"] = stay_fp32(kept)
-    if low is not None and reduce_dtype is None:
-        reduce_dtype = torch.float32
-    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype, **overrides)

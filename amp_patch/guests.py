@@ -9,14 +9,19 @@ from amp_patch.storage import coded_steps, compressed_states, rounded_shards
 from amp_patch.storage.split_master import HALVES
 from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
 from amp_patch.training import joints
+from amp_patch.training.joints import Option
 from amp_patch.watch import left_out, thawed
-from amp_patch.ways import trial
+from amp_patch.ways import gradient_release, trial
 from amp_patch.ways.one_pass import IN_ONE_PASS
 from amp_patch.ways.portions import IN_PORTIONS
 
 
 def enter() -> None:
     """Register all features; called once, at the import of amp_patch."""
+    joints.options += [
+        Option("gradient_release", gradient_release.check, gradient_release.enter),
+        Option("fp32_state", coded_steps.named_params, coded_steps.leave_in_fp32),
+    ]
     joints.forms |= {SPLIT: lambda beside: HALVES, STOCHASTIC: lambda beside: beside.get(ROUNDING)}
     joints.beside_scale += [beside_scale]
     joints.keepers += [coded_steps, rounded_shards]

@@ -1,19 +1,30 @@
-"""Checks of models that torch's `fully_shard` (FSDP2) has sharded: does FSDP gather weights in the level's dtype?"""
+"""Support for torch's `fully_shard` (FSDP2): `fsdp_policy`, and checks of sharded models at `initialize`.
+
+The checks compare the dtype in which FSDP gathers each weight with the level's.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from amp_patch.policy import LOW_PRECISION, SPLIT, STOCHASTIC, Policy
-from amp_patch.support import distributed
+from amp_patch.environment import overridden, without_rungs
+from amp_patch.model.keep_fp32 import KeepFP32, kept_modules
+from amp_patch.policy import LOW_PRECISION, SPLIT, STOCHASTIC, Flag, Options, Policy, resolve
+from amp_patch.support import compiled, distributed
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.fsdp import fsdp_modules, fsdp_state, is_fsdp, param_groups
 from amp_patch.supported import reason
+from amp_patch.training.arguments import Level
+from amp_patch.training.innermost import as_list
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module], *_: Any) -> None:
@@ -139,3 +150,61 @@ def _own_policies(module: Any) -> Iterator[tuple[int, Any]]:
         for param in getattr(group, "fsdp_params", ()):
             if (policy := getattr(param, "mp_policy", None)) is not None:
                 yield id(getattr(param, "sharded_param", None)), policy
+
+
+def fsdp_policy(
+    opt_level: Level = "O1",
+    *,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    models: nn.Module | Sequence[nn.Module] | None = None,
+    keep_fp32: KeepFP32 | Iterable[KeepFP32] = (),
+    keep_batchnorm_fp32: Flag | None = None,
+) -> MixedPrecisionPolicy:
+    """Return torch's `MixedPrecisionPolicy` for an opt level, for `fully_shard(module, mp_policy=...)`::
+
+        fully_shard(model, mp_policy=amp.fsdp_policy(level))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+
+    At O2 and O5 the modules compute in the level's type, and their shards stay FP32: the shards are the masters. At O0,
+    O1 and O4 the modules compute in FP32.
+
+    A module that stays FP32 inside a cast model (a batch norm, `keep_fp32`) must be gathered in FP32. From torch 2.15
+    on, `amp.fsdp_policy(level, models=model, keep_fp32=...)` ensures this for any grouping of modules. In an older
+    torch a policy applies to all parameters of a `fully_shard` call. There, shard the module on its own, before the
+    modules around it, with `amp.fsdp_policy("O0")`.
+
+    Args:
+        opt_level, dtype: as in `initialize`, with the environment's overrides, except that "O0" is not overridden.
+        reduce_dtype: the type of the sum of gradients over the processes. None: FP32.
+        models: the module, or a list of modules, that `fully_shard` will be called on with this policy. Their
+            parameters that stay FP32 are recorded. Without effect before torch 2.15.
+        keep_fp32, keep_batchnorm_fp32: as in `initialize`; only with `models`.
+
+    Raises:
+        ValueError: O3, which keeps no FP32 weights; an invalid level or dtype; `keep_fp32` without `models`.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    options = Options(dtype=dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
+    opt_level, options = without_rungs(opt_level, options)
+    if opt_level != "O0":  # an explicit O0 is for modules that stay FP32 at any level
+        opt_level, options = overridden(opt_level, options)
+    policy = resolve(opt_level, options)
+    low = policy.cast_model_type
+    if low is not None and not policy.master_weights:
+        raise ValueError(f"fsdp_policy: {no_masters(policy)}")
+    if models is None and keep_fp32:
+        raise ValueError(
+            f"fsdp_policy: keep_fp32 is {keep_fp32!r} and models is None; name the modules' model too: "
+            "amp.fsdp_policy(level, models=model, keep_fp32=...)"
+        )
+    model_list = [compiled.uncompiled(model) for model in as_list(models)]
+    kept = kept_modules(model_list, policy, keep_fp32, "fsdp_policy")
+    overrides: dict[str, Any] = {}
+    if kept and low is not None and "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}:
+        overrides["param_dtype_override_fn"] = stay_fp32(kept)
+    if low is not None and reduce_dtype is None:
+        reduce_dtype = torch.float32
+    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype, **overrides)

@@ -14,9 +14,10 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_patch.masters.masters import has_gradient, publish_written, without_materialized
+from amp_patch.model.keep_fp32 import params_matching
 from amp_patch.multi_tensor import backends
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.policy import Policy
@@ -257,6 +258,11 @@ def keep_state(optimizer: Any, stash: Stash, kind_of_coder: type[Coder]) -> None
     coders[stash.neighbours] = kind_of_coder(kind.__name__, state_of, per_parameter.fp32_state_of(kind))
     stash.neighbours.before_backward.append(_close)
     stash.neighbours.before_step.append(_close)
+
+
+def named_params(named: Any, models: list[nn.Module], *_: Any) -> list[Tensor]:
+    """Return the parameters of `models` that `named`, the argument `fp32_state` of `initialize`, selects."""
+    return params_matching(models, named, "fp32_state")
 
 
 def leave_in_fp32(targets: Sequence[Any], params: list[Tensor]) -> None:

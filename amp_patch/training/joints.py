@@ -7,12 +7,32 @@ after the first ones read none of these lists except `forms`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from amp_patch.masters.closed_master import Form
 from amp_patch.policy import Policy
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+class Option(NamedTuple):
+    """An argument of `initialize` that belongs to a feature.
+
+    Attributes:
+        name: of the argument.
+        check: receives (value, models, optimizers, the innermost of each, policy). Raises before `initialize` changes
+            anything, or returns what `enter` receives.
+        enter: receives (innermost optimizers, result of `check`), after these have entered their training.
+    """
+
+    name: str
+    check: Callable[[Any, list[nn.Module], list[Any], list[Any], Policy], Any]
+    enter: Callable[[list[Any], Any], None]
+
+
+options: list[Option] = []
 
 # Forms of storage -----------------------------------------------------------------------------------------------------
 
@@ -72,7 +92,7 @@ enter_models: list[Callable[[Any, list[nn.Module], list[Any]], None]] = []  # (t
 retyped: list[Callable[[Collection[int]], None]] = []  # ids of the parameters whose dtype has changed
 unpickled: list[Callable[[], None]] = []  # masters were unpickled or copied, maybe into another process
 regrouped: list[Callable[[Any], None]] = []  # masters were put into an optimizer's groups, or taken out
-wrapped: list[Callable[[Any], None]] = []  # (wrapper): `scale_loss` was given a wrapper of an optimizer
+wrapped: list[Callable[[Any], None]] = []  # (optimizer): `initialize` or `scale_loss` was given it, maybe a wrapper
 # One class: the subclass of `ScaledBackward` for trainings with several optimizers, or with parameters in no optimizer.
 shared_backward: list[Any] = []
 captured: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), at the start of a step that a CUDA graph captures

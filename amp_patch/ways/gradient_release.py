@@ -55,7 +55,7 @@ TOGETHER = 2**16
 _released: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
-def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy: Policy) -> bool:
+def check(wanted: Any, _: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy: Policy) -> bool:
     """Return whether `wanted` asks for steps in backward; raise if an optimizer cannot step there.
 
     Args:
@@ -104,9 +104,9 @@ def check(wanted: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy
     return True
 
 
-def enter(targets: Sequence[Any]) -> None:
-    """Register the hooks that step the parameters of `targets` in backward. `targets` are in a training already."""
-    if not targets:
+def enter(targets: Sequence[Any], wanted: bool) -> None:
+    """If `wanted`, register the hooks that step the parameters of `targets` in backward."""
+    if not wanted or not targets:
         return
     clipping.install()
     if _refuse_clipping not in clipping.before_clipping:

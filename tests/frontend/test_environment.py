@@ -14,7 +14,6 @@ from crossed import crossed
 from torch import nn
 
 import amp_patch as native
-from amp_patch import frontend
 from amp_patch.casts.cpu_half import resolve_cpu_half
 from amp_patch.environment import RUNGS, asked_level, name_of, named_level
 from amp_patch.integrations.opt_level import OptLevel
@@ -286,10 +285,10 @@ def test_an_overridden_script_has_the_losses_of_its_new_level_to_the_bit(initial
 
 def test_fsdp_policy_goes_with_initialize(environment):
     environment("O2", "bfloat16")
-    assert frontend.fsdp_policy("O1").param_dtype is BF16
-    assert frontend.fsdp_policy("O0").param_dtype is None  # of modules that stay FP32
+    assert native.fsdp_policy("O1").param_dtype is BF16
+    assert native.fsdp_policy("O0").param_dtype is None  # of modules that stay FP32
     environment("O0")
-    assert frontend.fsdp_policy("O2").param_dtype is None
+    assert native.fsdp_policy("O2").param_dtype is None
 
 
 def test_the_handle_of_the_api_before_initialize(amp, environment):

@@ -150,22 +150,12 @@ def test_a_torch_that_is_broken_shows_its_own_error(tmp_path):
     assert run.returncode == 1 and "No module named 'a_part_of_torch_that_is_missing'" in run.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "printed"),
-    [
-        (["amp_patch", "compare", "--quick", "train.py"], "compare: loading torch\n"),
-        (["amp_patch", "search", "train.py"], "search: loading torch\n"),
-        (["amp_patch", "compare", "--help"], ""),
-        (["amp_patch", "info"], ""),
-        (["amp_patch", "run", "compare"], ""),
-        (["package_that_imports_it", "compare"], ""),
-    ],
-)
-def test_compare_and_search_print_a_line_before_torch_is_imported(command, printed, tmp_path):
+@pytest.mark.parametrize("command", [["amp_patch", "compare", "train.py"], ["package_that_imports_it", "compare"]])
+def test_an_import_prints_nothing(command, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit(3)")
     (tmp_path / "package_that_imports_it").mkdir()
     (tmp_path / "package_that_imports_it" / "__init__.py").write_text("import amp_patch")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    python = [sys.executable, "-X", "faulthandler", "-m"]  # options of Python stand before -m
-    run = subprocess.run([*python, *command], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (3, printed)
+    python = [sys.executable, "-m", *command]
+    run = subprocess.run(python, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (3, "")
