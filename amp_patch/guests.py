@@ -11,7 +11,7 @@ from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
 from amp_patch.training import joints
 from amp_patch.training.joints import Option
 from amp_patch.watch import left_out, thawed
-from amp_patch.ways import gradient_release, trial
+from amp_patch.ways import gradient_release, per_parameter
 from amp_patch.ways.one_pass import IN_ONE_PASS
 from amp_patch.ways.portions import IN_PORTIONS
 
@@ -36,7 +36,7 @@ def enter() -> None:
     joints.captured += [captured.check]
     joints.check_optimizer += [
         zero_redundancy.check_zero,
-        trial.check_optimizer,
+        per_parameter.register_asked,
         coded_steps.check,
         rounded_shards.check,
     ]

@@ -1,7 +1,7 @@
 """The registry of other packages' optimizer classes that step each parameter independently, and their partial steps.
 
-Whether a class steps each parameter independently is known only from its source, so users register it. `initialize`
-tests the class on small parameters (trial.py), and refuses it if a parameter stepped alone gets other numbers.
+Whether a class steps each parameter independently is known only from its source, so users register it, and check it in
+a test of their own (`amp_patch.testing`).
 
 The step of a registered class may write into its group (`group["step"] += 1`) or into the optimizer. Each portion
 begins with the values from before the step. All portions must write the same values, which are written back once.
@@ -18,6 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from amp_patch import environment
+from amp_patch.policy import Policy
+from amp_patch.support.distributed import stateful
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.step import Plain, plain_step, trusted_steps
 from amp_patch.ways.partial_step import PartialStep, Written
@@ -52,8 +55,8 @@ def register_per_parameter_optimizer(
     its gradients stay in low precision until then. With split masters, only one portion of masters is FP32 at a time.
     `optimizer_state="8bit"` is allowed.
 
-    `initialize` tests the class on small parameters with the optimizer's settings. The test is short: it misses, for
-    example, a step that combines several parameters only once in 1,000 steps.
+    A class that combines parameters trains wrongly once it is registered. `check_per_parameter_optimizer` of
+    `amp_patch.testing` finds most of these on small parameters: call it in a test.
 
     Args:
         optimizer_class: a subclass of torch.optim.Optimizer. Its subclasses are not registered with it.
@@ -82,6 +85,16 @@ def register_per_parameter_optimizer(
     _registered[optimizer_class] = Registration(plain, frozenset(fp32_state))
     trusted_steps.add(plain)
     return optimizer_class
+
+
+def register_asked(optimizer: Any, policy: Policy) -> None:
+    """Register the class of `optimizer` if ``AMP_PATCH_PER_PARAMETER`` names it and `policy` has a use for it."""
+    if not policy.master_weights and policy.optimizer_state is None:
+        return
+    optimizer = stateful(optimizer)
+    base, named = base_class(optimizer), environment.per_parameter_optimizers()
+    if base.__name__ in named and not is_registered(base) and isinstance(optimizer, torch.optim.Optimizer):
+        register_per_parameter_optimizer(base, fp32_state=named[base.__name__])
 
 
 def _own_step(base: Any) -> Plain:

@@ -34,6 +34,7 @@ ema_pytorch = pytest.importorskip("ema_pytorch", reason=EXTRAS)
 transformers_optimizers = pytest.importorskip("transformers.optimization", reason=EXTRAS)
 
 from amp_patch import amp  # noqa: E402
+from amp_patch.testing import check_per_parameter_optimizer  # noqa: E402
 from amp_patch.ways import gradient_release, partial_step, portions  # noqa: E402
 
 pytestmark = [
@@ -243,19 +244,19 @@ BY_THEMSELVES = [name for name, short in SHORT.items() if short not in NOT_BY_TH
 
 
 def registered(name: str, model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
-    """As `start_of` at O5, registered, with the state that holds weights named as `initialize` wants it."""
+    """As `start_of` at O5, registered, with the state that holds weights named as the check wants it."""
     optimizer = OPTIMIZERS[name](model)
     mode(optimizer, "train")
     amp.register_per_parameter_optimizer(type(optimizer))
-    options = {"opt_level": "O5", "verbosity": 0, **options}
     try:
-        return amp.initialize(model, optimizer, **options)
-    except ValueError as error:
+        check_per_parameter_optimizer(optimizer)
+    except AssertionError as error:
         named = re.search(r"register it with fp32_state=(\[.*\])$", str(error))
         if named is None:
             raise
-    amp.register_per_parameter_optimizer(type(optimizer), fp32_state=ast.literal_eval(named[1]))
-    return amp.initialize(model, optimizer, **options)
+        amp.register_per_parameter_optimizer(type(optimizer), fp32_state=ast.literal_eval(named[1]))
+        check_per_parameter_optimizer(optimizer)
+    return amp.initialize(model, optimizer, **{"opt_level": "O5", "verbosity": 0, **options})
 
 
 def test_the_names_in_the_refused_list_are_optimizers():
@@ -264,7 +265,7 @@ def test_the_names_in_the_refused_list_are_optimizers():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_registered_one_that_reads_several_parameters_is_refused(name, registrations):
-    with pytest.raises(ValueError, match="was registered by register_per_parameter_optimizer, but tried on small"):
+    with pytest.raises(AssertionError, match="registered by register_per_parameter_optimizer: "):
         registered(name, network())
 
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import masters_of, same
 
 from amp_patch import amp, multi_tensor
+from amp_patch.testing import check_per_parameter_optimizer
 from amp_patch.ways import per_parameter, portions
 
 pytestmark = pytest.mark.usefixtures("registrations")
@@ -192,21 +193,29 @@ def test_state_that_has_something_of_the_weights_is_not_what_holds_them():
     assert coded(optimizer) == {"momentum": 2}
 
 
-def test_state_that_holds_weights_is_refused_until_it_is_named():
-    amp.register_per_parameter_optimizer(AveragingSlowly)
-    with pytest.raises(ValueError, match="its state 'ema' holds weights"):
-        start(AveragingSlowly)
-    amp.register_per_parameter_optimizer(Averaging)
-    with pytest.raises(ValueError, match=r"its state 'z' holds weights.*register it with fp32_state=\['z'\]"):
-        start(Averaging)
-    start(Averaging, optimizer_state=None)
+def checked(kind: Any, fp32_state: Any = (), make: Any = None) -> None:
+    amp.register_per_parameter_optimizer(kind, fp32_state=fp32_state)
+    check_per_parameter_optimizer((make or kind)(net().parameters()))
+
+
+def test_the_check_passes_classes_that_step_each_parameter_independently():
+    checked(Counting)
+    checked(Counting, make=two_groups(Counting))
+    checked(Decaying)
+    checked(Averaging, fp32_state=["z"])
+
+
+def test_the_check_wants_state_that_holds_weights_to_be_named():
+    with pytest.raises(AssertionError, match="its state 'ema' holds weights"):
+        checked(AveragingSlowly)
+    with pytest.raises(AssertionError, match=r"its state 'z' holds weights.*register it with fp32_state=\['z'\]"):
+        checked(Averaging)
+    with pytest.raises(AssertionError, match=r"its state has no 'zz', which fp32_state names; it has z$"):
+        checked(Averaging, fp32_state=["zz"])
     amp.register_per_parameter_optimizer(Averaging, fp32_state=["z"])
     model, optimizer = start(Averaging)
     go_on(model, optimizer, range(2))
     assert coded(optimizer) == {}
-    amp.register_per_parameter_optimizer(Averaging, fp32_state=["zz"])
-    with pytest.raises(ValueError, match=r"its state has no 'zz', which fp32_state names; it has z$"):
-        start(Averaging)
 
 
 @pytest.mark.parametrize(
@@ -217,17 +226,22 @@ def test_state_that_holds_weights_is_refused_until_it_is_named():
         (Failing, r"its step fails \(ArithmeticError: odd shape\)"),
     ],
 )
-def test_a_class_that_is_none_is_refused_before_anything_is_written(kind, reason):
+def test_the_check_raises_for_a_class_that_combines_parameters_and_changes_nothing(kind, reason):
     amp.register_per_parameter_optimizer(kind)
-    model = net()
-    optimizer = kind(model.parameters())
+    optimizer = kind(net().parameters())
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    wanted = f"^initialize: {kind.__name__} was registered by register_per_parameter_optimizer, but tried on small "
-    with pytest.raises(ValueError, match=f"{wanted}parameters {reason}.*leave the registration out"):
-        amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    wanted = f"^{kind.__name__}, registered by register_per_parameter_optimizer: {reason}"
+    with pytest.raises(AssertionError, match=f"{wanted}.*leave the registration out"):
+        check_per_parameter_optimizer(optimizer)
     assert type(optimizer) is kind and not optimizer.state and torch.equal(torch.get_rng_state(), before)
-    assert all(param.dtype is torch.float32 for param in model.parameters())
+
+
+def test_the_check_refuses_a_class_that_is_not_registered():
+    with pytest.raises(
+        ValueError, match=r"Counting, a class that is not registered; call amp\.register_per_"
+    ):
+        check_per_parameter_optimizer(Counting(net().parameters()))
 
 
 def test_a_fault_that_no_probe_shows_ends_the_step_that_shows_it(monkeypatch):
@@ -277,8 +291,9 @@ def test_the_environment_registers_its_named_classes(monkeypatch):
         go_on(model, optimizer, range(1))
         assert coded(optimizer) == wanted
     amp.register_per_parameter_optimizer(Averaging)  # what the script says counts
-    with pytest.raises(ValueError, match="'z' holds weights"):
-        start(Averaging)
+    model, optimizer = start(Averaging)
+    go_on(model, optimizer, range(1))
+    assert coded(optimizer) == {"z": 2}
 
 
 def test_a_replaced_step_of_a_registered_class_is_not_registered():

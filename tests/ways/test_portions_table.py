@@ -14,9 +14,9 @@ import versions
 from in_portions import Each
 from torch import Tensor, nn
 
+from amp_patch.testing import _give_gradients, wave
 from amp_patch.ways import portions
 from amp_patch.ways.partial_step import PartialStep, same
-from amp_patch.ways.trial import _give_gradients, wave
 
 Group = dict[str, Any]
 

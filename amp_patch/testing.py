@@ -1,7 +1,4 @@
-"""The self-check of a registered optimizer class (per_parameter.py): toy optimizers with the user's settings.
-
-One toy steps all its small parameters together, another steps the same ones one by one. All numbers must be equal.
-"""
+"""Checks for the tests of classes that users register with amp_patch."""
 
 from __future__ import annotations
 
@@ -14,21 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import environment
-from amp_patch.policy import Policy
-from amp_patch.support.distributed import stateful
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.random_states import random_states, restored_random_states
 from amp_patch.support.tree import same
 from amp_patch.training.step import Plain
 from amp_patch.ways.partial_step import NOT_SETTINGS, PortionsDisagreeError, changed, new_of_class
-from amp_patch.ways.per_parameter import (
-    Registration,
-    is_registered,
-    register_per_parameter_optimizer,
-    registration_of,
-    stepping,
-)
+from amp_patch.ways.per_parameter import Registration, registration_of, stepping
 
 Shape = tuple[int, ...]
 
@@ -37,37 +25,41 @@ _DIFFERENT = "it steps a parameter by itself differently from the same among oth
 SHIFT = 64.0  # added to the weights of one toy: a state that holds weights is then shifted too
 
 
-def check_optimizer(optimizer: Any, policy: Policy) -> None:
-    """Raise ValueError if the (innermost) optimizer is of a registered class and fails the self-check.
+def check_per_parameter_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Check that a registered optimizer class steps each parameter independently; call it in a test of the class::
 
-    Only policies with masters, which lead to steps in portions, or with 8-bit state need this check. A class named in
-    ``AMP_PATCH_PER_PARAMETER`` is registered here first, so that the script needs no edit.
+        amp.register_per_parameter_optimizer(Lion)
+        check_per_parameter_optimizer(Lion(model.parameters(), lr=1e-4, weight_decay=0.1))
+
+    Toy optimizers with the settings of `optimizer` step small FP64 parameters twelve times, together and one by one:
+    all numbers must agree to the bit. State that holds weights must be named in `fp32_state` of the registration. The
+    check is short: it misses a step that combines parameters once in 1,000 steps.
+
+    Args:
+        optimizer: an object of the class. It is not changed, and neither are the states of random generators.
+
+    Raises:
+        ValueError: the class is not registered (`register_per_parameter_optimizer`).
+        AssertionError: the class must not be registered, or not with this `fp32_state`; the message has the reason.
     """
-    if not policy.master_weights and policy.optimizer_state is None:
-        return
-    optimizer = stateful(optimizer)
     base = base_class(optimizer)
-    named = environment.per_parameter_optimizers()
-    if base.__name__ in named and not is_registered(base) and isinstance(optimizer, torch.optim.Optimizer):
-        register_per_parameter_optimizer(base, fp32_state=named[base.__name__])
     if (found := registration_of(base)) is None:
-        return
-    if (reason := _reason_against(optimizer, found, policy.optimizer_state is not None)) is not None:
         raise ValueError(
-            f"initialize: {base.__name__} was registered by register_per_parameter_optimizer, but tried on small "
-            f"parameters {reason}"
+            f"check_per_parameter_optimizer: optimizer is a {base.__name__}, a class that is not registered; call "
+            f"amp.register_per_parameter_optimizer({base.__name__}) first"
         )
+    if (reason := _reason_against(optimizer, found)) is not None:
+        raise AssertionError(f"{base.__name__}, registered by register_per_parameter_optimizer: {reason}")
 
 
 @torch.no_grad()
-def _reason_against(optimizer: Any, found: Registration, keeps_codes: bool) -> str | None:
-    pair: list[Any] = []  # two toys whose weights differ by SHIFT
+def _reason_against(optimizer: Any, found: Registration) -> str | None:
     try:
         with warnings.catch_warnings(), restored_random_states() as before:
             warnings.simplefilter("ignore")
             whole, portioned = toy_of(optimizer), toy_of(optimizer)
-            if keeps_codes:  # weight decay in gradients would make all states depend on weights
-                pair = [toy_of(optimizer, weight_decay=0.0), toy_of(optimizer, SHIFT, weight_decay=0.0)]
+            # Weights of the pair differ by SHIFT; weight decay in gradients would make all states depend on weights.
+            pair = [toy_of(optimizer, weight_decay=0.0), toy_of(optimizer, SHIFT, weight_decay=0.0)]
             for step in range(STEPS):
                 for toy in (whole, portioned, *pair):
                     _give_gradients(toy, step)
@@ -83,7 +75,7 @@ def _reason_against(optimizer: Any, found: Registration, keeps_codes: bool) -> s
     names = list(dict.fromkeys(name for state in whole.state.values() for name in state))
     if unknown := found.fp32_state - set(names):
         return f"its state has no {sorted(unknown)[0]!r}, which fp32_state names; it has {', '.join(names) or 'none'}"
-    held = [name for name in names if pair and name not in found.fp32_state and _holds_weights(pair, name)]
+    held = [name for name in names if name not in found.fp32_state and _holds_weights(pair, name)]
     if held:
         return (
             f"its state {held[0]!r} holds weights, which eight bits are too few for; register it with "
