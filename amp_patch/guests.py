@@ -11,7 +11,7 @@ from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
 from amp_patch.training import joints
 from amp_patch.training.joints import Option
 from amp_patch.watch import left_out, thawed
-from amp_patch.ways import gradient_release, per_parameter
+from amp_patch.ways import gradient_release, per_parameter, portions
 from amp_patch.ways.one_pass import IN_ONE_PASS
 from amp_patch.ways.portions import IN_PORTIONS
 
@@ -37,6 +37,7 @@ def enter() -> None:
     joints.check_optimizer += [
         zero_redundancy.check_zero,
         per_parameter.register_asked,
+        portions.check_lbfgs,
         coded_steps.check,
         rounded_shards.check,
     ]

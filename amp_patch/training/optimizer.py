@@ -132,7 +132,7 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
 
     Raises:
         TypeError: the object has no `step` and `param_groups`, or no `__dict__`.
-        ValueError: it is an LBFGS, and the policy checks gradients or has masters; or a guest (joints.py) refuses it.
+        ValueError: a guest (joints.py) refuses it.
     """
     name = type(optimizer).__name__
     if not (callable(getattr(optimizer, "step", None)) and isinstance(getattr(optimizer, "param_groups", None), list)):
@@ -145,11 +145,6 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
         raise TypeError(
             f"initialize: optimizers holds a {name}, whose __slots__ leave its instances no __dict__ for masters and "
             "loss scale; add '__dict__' and '__weakref__' to its __slots__, or leave these out"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS) and (policy.checks_gradients or policy.master_weights):
-        raise ValueError(
-            f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale, "
-            "check or gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling), without skip_nonfinite"
         )
     joints.tell(joints.check_optimizer, optimizer, policy)
 

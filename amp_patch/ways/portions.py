@@ -26,6 +26,7 @@ from torch import Tensor
 from amp_patch.masters.held_gradients import can_wait, room_for
 from amp_patch.masters.master import Master
 from amp_patch.masters.masters import PLAIN_TYPES, LinkList, has_gradient, materialize, round_into_weights, settle
+from amp_patch.policy import Policy
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import is_untouched
@@ -106,6 +107,15 @@ def _dotted(release: tuple[int, ...]) -> str:
 
 def _has_tensor(setting: Any) -> bool:
     return isinstance(setting, Tensor) or (isinstance(setting, tuple | list) and any(map(_has_tensor, setting)))
+
+
+def check_lbfgs(optimizer: Any, policy: Policy) -> None:
+    """Raise ValueError if the optimizer is an LBFGS, and the policy checks gradients or has masters."""
+    if isinstance(optimizer, torch.optim.LBFGS) and (policy.checks_gradients or policy.master_weights):
+        raise ValueError(
+            f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale, "
+            "check or gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling), without skip_nonfinite"
+        )
 
 
 def is_sound(optimizer: Any) -> bool:

@@ -238,9 +238,7 @@ def test_the_check_raises_for_a_class_that_combines_parameters_and_changes_nothi
 
 
 def test_the_check_refuses_a_class_that_is_not_registered():
-    with pytest.raises(
-        ValueError, match=r"Counting, a class that is not registered; call amp\.register_per_"
-    ):
+    with pytest.raises(ValueError, match=r"Counting, a class that is not registered; call amp\.register_per_"):
         check_per_parameter_optimizer(Counting(net().parameters()))
 
 
