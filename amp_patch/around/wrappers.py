@@ -11,6 +11,7 @@ import torch
 
 from amp_patch.masters.masters import publish_written
 from amp_patch.masters.of_optimizer import Masters
+from amp_patch.masters.states import find_by_masters, find_by_params
 from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.training.innermost import innermost, layers, makes_two_passes
@@ -42,9 +43,13 @@ class AmpWrapper(Generated):
             unscale_pending(innermost(self))  # `second_step` moves back only masters that have a gradient
             return base.second_step(self, *args, **kwargs)  # type: ignore[attr-defined]
 
+        def __setstate__(self: Any, state: dict[str, Any]) -> None:
+            base.__setstate__(self, state)  # type: ignore[attr-defined]
+            find_by_params(self)
+
         # An Optimizer gets a step hook instead of an override, because a scheduler may have stored its `step`.
         hooked = issubclass(base, torch.optim.Optimizer)
-        made = [zero_grad, first_step, second_step] if hooked else [step, zero_grad, first_step, second_step]
+        made = [zero_grad, first_step, second_step, __setstate__ if hooked else step]
         return {method.__name__: method for method in made if hasattr(base, method.__name__)}
 
 
@@ -65,6 +70,7 @@ def enter_wrappers(optimizer: Any) -> None:
         if isinstance(wrapper, AmpWrapper):
             continue
         stash.masters.follow(wrapper)
+        find_by_params(wrapper, held=False)
         generated_class.give(wrapper, AmpWrapper)
         stash.neighbours.undo.append(partial(_leave, weakref.ref(wrapper), stash.masters))
         if isinstance(wrapper, torch.optim.Optimizer):
@@ -75,6 +81,7 @@ def _leave(ref: weakref.ref[Any], masters: Masters) -> None:
     """Undo `enter_wrappers`: restore the wrapper's class; key its state by the model's parameters again."""
     if isinstance(wrapper := ref(), Generated):
         masters.unfollow(wrapper)
+        find_by_masters(wrapper)
         generated_class.take(wrapper)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from amp_patch.masters.states import rekey
 from amp_patch.policy import STOCHASTIC, Policy
 from amp_patch.support.distributed import is_zero
 from amp_patch.supported import reason
@@ -68,11 +69,10 @@ def repartition(optimizer: Any) -> None:
         return
     optimizer._clear_cache()
     optimizer._all_params = [param for group in optimizer.param_groups for param in group["params"]]
-    state = optimizer.optim.state
     for group, share in zip(
         optimizer.optim.param_groups, optimizer._partition_parameters()[optimizer.rank], strict=True
     ):
         for old, new in zip(group["params"], share["params"], strict=True):
-            if old is not new and old in state:
-                state[new] = state.pop(old)
+            if old is not new:
+                rekey(optimizer.optim, old, new)
         group["params"] = list(share["params"])

@@ -18,6 +18,7 @@ from amp_patch.masters.gradients import FoundInf, Groups
 from amp_patch.masters.held_gradients import Gradients, HalfGradients, SteppedGradients
 from amp_patch.masters.master import Master
 from amp_patch.masters.masters import Link, LinkList, connect, link_of, master_of, settle, stop_waiting
+from amp_patch.masters.states import rekey
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.distributed import is_dtensor, local, place_in_whole
@@ -337,12 +338,12 @@ class Masters:
     def follow(self, wrapper: Any) -> None:
         """Re-key the state of `wrapper`, which wraps this optimizer (SAM), from the parameters to their masters."""
         for param, link in self.by_master.values():
-            _rekey(wrapper, param, link.master)
+            rekey(wrapper, param, link.master)
 
     def unfollow(self, wrapper: Any) -> None:
         """Undo `follow`."""
         for param, link in self.by_master.values():
-            _rekey(wrapper, link.master, param)
+            rekey(wrapper, link.master, param)
 
     def param_of(self, master: Tensor) -> Tensor:
         """Return the parameter of `master`, a tensor in the groups; a parameter without a master is its own."""
@@ -352,10 +353,4 @@ class Masters:
 
 def _replace(optimizer: Any, params: list[Tensor], index: int, new: Tensor) -> None:
     old, params[index] = params[index], new
-    _rekey(optimizer, old, new)
-
-
-def _rekey(optimizer: Any, old: Tensor, new: Tensor) -> None:
-    state = getattr(optimizer, "state", None)
-    if state is not None and old in state:
-        state[new] = state.pop(old)
+    rekey(optimizer, old, new)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from amp_patch.masters.grad_field import drop_gradients
 from amp_patch.masters.masters import disconnect
+from amp_patch.masters.states import find_by_masters, find_by_params
 from amp_patch.model.tensors import cast
 from amp_patch.optimizers.common import FusedOptimizer
 from amp_patch.policy import LOW_PRECISION, Policy
@@ -31,6 +32,16 @@ _copies = Installation()
 _KNOWN_ZERO_GRADS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)  # before any code patches them
 
 
+class AssignedState:
+    """The descriptor of `state`: an assigned dictionary is found by the model's parameters; a read costs nothing."""
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        vars(optimizer)["state"] = value
+        stash = stash_of(optimizer)
+        if stash is not None and stash.policy.master_weights:
+            find_by_params(optimizer)
+
+
 class AmpOptimizer(Generated):
     """Base of the generated classes of optimizers: the methods that `initialize` overrides."""
 
@@ -41,6 +52,7 @@ class AmpOptimizer(Generated):
     def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
         strategy = next((way for way in joints.ways if way.suits_class(base)), WHOLE)
         overrides = {"step": step_of(base), "strategy": strategy}
+        overrides |= {} if hasattr(base, "state") else {"state": AssignedState()}  # not in place of a property
         for keeper in joints.keepers:
             overrides |= keeper.overrides(base) if set(keeper.KEY) <= set(key) else {}
         return overrides
@@ -120,6 +132,8 @@ class AmpOptimizer(Generated):
             parent(state)
         stash = stash_of(self)
         if stash is not None:
+            if stash.policy.master_weights:
+                find_by_params(self)
             stash.neighbours.stepped.clear()  # its counts are of the state before the load
             if stash.neighbours.owner is None:
                 enter_step(self, stash)
@@ -158,6 +172,8 @@ def enter_training(
             stash.masters.attach(optimizer, group, about_to_be_cast, form=stash.master_form)
         stash.note_gathered()
         joints.tell(joints.regrouped, optimizer)
+        for owner in (optimizer, stateful(optimizer)):
+            find_by_params(owner, held=False)
     give_stash(optimizer, stash)
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
         _copies.install(_carry_stash)  # the optimizer keeps its class, which does not copy the stash
@@ -235,6 +251,8 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     params = stash.masters.links.params
     attempt(stash.masters.detach, optimizer)
     attempt(joints.tell, joints.regrouped, optimizer)
+    for owner in (optimizer, stateful(optimizer)):
+        find_by_masters(owner)
     if isinstance(optimizer, Generated):
         attempt(generated_class.take, optimizer)
         attempt(_lead_scheduler, optimizer)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from amp_patch.masters.gradients import held
 from amp_patch.masters.masters import PLAIN_TYPES, has_gradient
+from amp_patch.masters.states import getter
 from amp_patch.support import device_sync, distributed
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.loss_scaler import LossScaler
@@ -131,9 +132,9 @@ def _knows_of_each(optimizer: Any, stash: Stash) -> bool:
     The host tells torch's fused SGD that a step is the first, and the kernel then initializes the momentum. If the
     device skipped that step, the host would still treat the momentum as initialized.
     """
-    state, stepped = optimizer.state, stash.neighbours.stepped
+    get, stepped = getter(optimizer.state), stash.neighbours.stepped
     return all(
-        type(master) in PLAIN_TYPES and stepped.get(id(master)) == len(state.get(master, ()))
+        type(master) in PLAIN_TYPES and stepped.get(id(master)) == len(get(master, ()))
         for group in optimizer.param_groups
         for master in group["params"]
         if has_gradient(master)
@@ -158,8 +159,8 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
 
 def note_stepped(optimizer: Any, stash: Stash) -> None:
     """Store for each stepped master the number of its state entries: `_knows_of_each` finds by it that it stepped."""
-    stepped = stash.neighbours.stepped
+    get, stepped = getter(optimizer.state), stash.neighbours.stepped
     for group in optimizer.param_groups:
         for master in group["params"]:
             if has_gradient(master):
-                stepped[id(master)] = len(optimizer.state.get(master, ()))
+                stepped[id(master)] = len(get(master, ()))

@@ -301,9 +301,13 @@ def test_its_state_for_parameters_moves_to_the_masters_and_back(level):
     old = sam.state[model.weight]["old"]
     amp.initialize(model, sam, opt_level=level)
     (master,) = amp.master_params(sam)
-    assert sam.state[master]["old"] is old and model.weight not in sam.state
+    assert sam.state[model.weight]["old"] is sam.state[master]["old"] is old
+    assert list(map(id, sam.state)) == [id(master)]
+    sam.load_state_dict(sam.state_dict())
+    assert "old" in sam.state[model.weight] and list(map(id, sam.state)) == [id(master)]
+    del old  # `load_state_dict` has copied it
     amp.restore()
-    assert sam.state[model.weight]["old"] is old and master not in sam.state
+    assert "old" in sam.state[model.weight] and master not in sam.state
 
 
 @pytest.mark.parametrize("kind", KINDS)

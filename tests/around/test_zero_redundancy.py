@@ -59,10 +59,11 @@ def zero(
         scheduler.step()
     state = optimizer.optim.state if sharded else optimizer.state
     held = sum(value.numel() for entry in state.values() for value in entry.values() if value.dim())
+    found = sum(param in state and bool(state[param]) for param in model.parameters())
     amp.restore()
     share = [param for group in (optimizer.optim if sharded else optimizer).param_groups for param in group["params"]]
     owned = {*map(id, share)} <= {*map(id, model.parameters())}
-    return {"learned": learned(model), "held": held, "owned": owned}
+    return {"learned": learned(model), "held": held, "owned": owned, "found": found}
 
 
 @pytest.mark.parametrize("level", [*LEVELS, *CLOSED])
@@ -72,6 +73,7 @@ def test_zero_redundancy_optimizer_does_what_the_plain_one_does_with_half_the_st
     assert same(both_alike([result["learned"] for result in sharded]), plain[0]["learned"])
     assert sum(result["held"] for result in sharded) == plain[0]["held"]
     assert all(0 < result["held"] < plain[0]["held"] for result in sharded)
+    assert sum(result["found"] for result in sharded) == plain[0]["found"] > 0
     assert all(result["owned"] for result in sharded), "restore gives the share its parameters back"
 
 
