@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -233,6 +233,10 @@ def refuse_changed(model: nn.Module) -> None:
                 f"{master.device}; it has the master's value again, and later writes into it are lost: call restore() "
                 "first, then model.double() and similar conversions"
             )
+
+
+# Each function receives a model before a load of its parameters, and gives unfrozen ones FP32 values; watch/ adds one.
+before_load: list[Callable[[nn.Module], None]] = []
 
 
 def load_masters(model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ class AmpOptimizer(Generated):
             return
         group = self.param_groups[-1]  # type: ignore[attr-defined]
         if stash.policy.patch_torch_functions and stash.policy.cast_model_type is None:
-            _widen(stash, group)
+            widen(stash, group["params"])
         if stash.scales_loss:
             drop_gradients(group["params"])  # scaled: an exit unscales only parameters that an optimizer holds
         if stash.policy.master_weights:
@@ -308,15 +308,15 @@ def lost_eps(optimizer: Any) -> Iterator[tuple[int, float, torch.dtype]]:
                 yield index, eps, dtype
 
 
-def _widen(stash: Stash, group: dict[str, Any]) -> None:
-    """Cast to FP32 the low-precision trainable parameters in `group` that are in the training's models.
+def widen(stash: Stash, params: Iterable[Any]) -> None:
+    """Cast to FP32 the low-precision trainable parameters of `params` that are in the training's models.
 
     A layer or an adapter that user code added to a model after `initialize` has such parameters.
     """
     inside = {id(p) for ref in stash.neighbours.models if (model := ref()) is not None for p in model.parameters()}
     low = [
         p
-        for p in group["params"]
+        for p in params
         if id(p) in inside and p.requires_grad and p.dtype in LOW_PRECISION and not (is_quantized(p) or is_dtensor(p))
     ]
     cast(low, torch.float32)

@@ -1,8 +1,8 @@
 """Parameters that were frozen at `initialize` and are unfrozen later.
 
 If an optimizer holds such a parameter, it is in low precision without a master. `watch` hooks the backwards, steps and
-loads of that optimizer, and makes the master. If no optimizer holds it, nothing trains it. `watch_unowned` hooks the
-backwards and steps of the training, and warns.
+loads of that optimizer and the loads of models, and makes the master. If no optimizer holds it, nothing trains it.
+`watch_unowned` hooks the backwards and steps of the training, and warns.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from torch import Tensor, nn
 
 from amp_patch.masters.grad_field import own_grad
 from amp_patch.model import incoming
+from amp_patch.model.tensors import before_load
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.quantized import is_quantized
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import joints
-from amp_patch.training.stash import Neighbours, Stash, known_stash, note_sharing
+from amp_patch.training.optimizer import widen
+from amp_patch.training.stash import Neighbours, Stash, enabled_stash, known_stash, note_sharing
 from amp_patch.training.training import Training, all_optimizers
 
 
@@ -36,7 +39,11 @@ def watch(optimizer: Any, stash: Stash) -> None:
             _subscribe(stash.neighbours)
 
 
+_watched = weakref.WeakSet[Neighbours]()
+
+
 def _subscribe(around: Neighbours) -> None:
+    _watched.add(around)
     if make_masters not in around.before_backward:
         around.before_backward.append(make_masters)
         around.before_step.append(refuse_thawed)
@@ -95,6 +102,27 @@ def make_masters(optimizer: Any, stash: Stash) -> None:
     note_sharing(stash)
 
 
+def _before_load(model: nn.Module) -> None:
+    """Make FP32 values for parameters of `model` that have been unfrozen: without them, a load would round the file's.
+
+    At O2 and O5 they get masters. At O1 and O4 they become FP32.
+    """
+    inside = set(map(id, model.parameters()))
+    for around in list(_watched):
+        optimizer: Any = None if around.owner is None else around.owner()
+        if (stash := enabled_stash(optimizer)) is None:
+            continue
+        bare = stash.masters.of_groups(optimizer.param_groups).bare
+        if any(param.requires_grad and id(param) in inside for param in bare):
+            if stash.policy.master_weights:
+                make_masters(optimizer, stash)
+            else:
+                widen(stash, bare)
+
+
+before_load.append(_before_load)
+
+
 def refuse_thawed(optimizer: Any, stash: Stash) -> None:
     """Raise if a parameter that was frozen in low precision would be trained now: it has no FP32 value.
 
@@ -105,6 +133,8 @@ def refuse_thawed(optimizer: Any, stash: Stash) -> None:
     bare = stash.masters.of_groups(optimizer.param_groups).bare
 
     def is_trained(param: Tensor) -> bool:
+        if param.dtype not in LOW_PRECISION:  # a load has made it FP32
+            return False
         if param.requires_grad and incoming.type_of(param) is not None:
             return True
         return bool(policy.master_weights) and own_grad(param) is not None and not is_quantized(param)
