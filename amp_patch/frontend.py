@@ -22,6 +22,7 @@ from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, Pr
 from amp_patch.support import compiled, fsdp
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
+from amp_patch.support.words import names_arguments
 from amp_patch.training import joints
 from amp_patch.training.arguments import Else, Keywords, Level, M, Optimizers, S, Steps
 from amp_patch.training.innermost import as_list, innermost
@@ -66,7 +67,8 @@ def initialize(
     opt_level: Level | Else = "O1",
     **options: Unpack[Keywords],
 ) -> tuple[M, S]: ...
-def initialize(  # type: ignore[misc] # it does not accept Else, which no value has
+@names_arguments
+def initialize(
     models: Any,
     optimizers: Any = None,
     enabled: bool = True,

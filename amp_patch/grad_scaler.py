@@ -19,6 +19,7 @@ from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
 from amp_patch.support.devices import by_device
 from amp_patch.support.reach import reach_of
+from amp_patch.support.words import of_class
 from amp_patch.training import slips
 from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import refuse_sharded_since
@@ -135,7 +136,7 @@ class GradScaler(torch.amp.GradScaler):
             return outputs * self._scale.to(outputs.device, non_blocking=True)
         if isinstance(outputs, str | bytes | Mapping) or not isinstance(outputs, Iterable):
             raise ValueError(
-                f"GradScaler.scale: outputs must be a Tensor or an iterable of Tensors, got a {type(outputs).__name__}"
+                f"GradScaler.scale: outputs must be a Tensor or an iterable of Tensors, got {of_class(outputs)}"
             )
         scaled = map(self.scale, outputs)
         if hasattr(outputs, "_fields"):  # a namedtuple

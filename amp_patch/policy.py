@@ -300,7 +300,7 @@ def _level(opt_level: Any) -> Policy:
 
 def no_level(given: Any) -> str:
     """Return an error text: `given` is no level. Other spellings ("o2", "fp16", "bf16-mixed") get a hint."""
-    word = str(given).lower().removeprefix("torch.").removesuffix("-mixed")
+    word = str(given).strip().lower().removeprefix("torch.").removesuffix("-mixed")
     meant = (f"O{word[-1]}",) if re.fullmatch("[o0]?[0-7]", word) else _LEVELS_MEANT.get(word, ())
     hint = f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""
     return f"{given!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero){hint}"

@@ -20,6 +20,7 @@ from amp_patch.graph.noted_losses import NotedLosses
 from amp_patch.model import tensors as model_tensors
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import tree
+from amp_patch.support.words import of_class
 from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import Stash, stash_of
@@ -114,7 +115,7 @@ class Graph:
         self.config.check_open("add_optimizer")
         kind = type(optim).__name__
         if not (isinstance(getattr(optim, "param_groups", None), list) and _can(optim, "step", "zero_grad")):
-            raise TypeError(f"add_optimizer: optim is a {kind}; wanted a torch.optim.Optimizer")
+            raise TypeError(f"add_optimizer: optim is {of_class(optim)}; wanted a torch.optim.Optimizer")
         if isinstance(optim, torch.optim.LBFGS):
             raise ValueError("add_optimizer: LBFGS evaluates the loss inside step(), which a graph calls once")
         if any(optim is known for known, _ in self._optimizers):
@@ -122,7 +123,9 @@ class Graph:
         if lr_sch is not None:
             name = type(lr_sch).__name__
             if not _can(lr_sch, "step"):
-                raise TypeError(f"add_optimizer: lr_sch is a {name}; wanted a torch.optim.lr_scheduler.LRScheduler")
+                raise TypeError(
+                    f"add_optimizer: lr_sch is {of_class(lr_sch)}; wanted a torch.optim.lr_scheduler.LRScheduler"
+                )
             if isinstance(lr_sch, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 raise ValueError(
                     "add_optimizer: ReduceLROnPlateau steps by a metric, which a graph does not have; step it yourself"
@@ -137,7 +140,7 @@ class Graph:
         self.config.check_open("set_grad_scaler")
         if not isinstance(grad_scaler, torch.amp.GradScaler):
             raise TypeError(
-                f"set_grad_scaler: grad_scaler is a {type(grad_scaler).__name__}; wanted an amp.GradScaler, such as "
+                f"set_grad_scaler: grad_scaler is {of_class(grad_scaler)}; wanted an amp.GradScaler, such as "
                 "amp.GradScaler(init_scale=3000, growth_interval=1000)"
             )
         self._grad_scaler = grad_scaler

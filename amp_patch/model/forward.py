@@ -382,7 +382,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
                 if low is not None:
                     args, kwargs, edits = _cast_in(args, kwargs, low, own.masks)
                 output = method(self, *args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, KeyError) as error:  # a function with a table of types raises KeyError
             if outer is None and not compiling:
                 explain_types(self, policy, error, KeptModule)
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from amp_patch.model import buffers
 from amp_patch.policy import Policy
 from amp_patch.support.patches import Installation
+from amp_patch.support.words import did_you_mean, of_class
 
 # A rule for modules that stay FP32: a qualified name, a class, a module itself, or a predicate over (name, module).
 KeepFP32 = str | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
@@ -176,9 +176,8 @@ def _matches(rule: ParamRule, name: str, module: nn.Module) -> bool:
 
 def _no_match(rule: ParamRule, what: str, names: list[str]) -> str:
     """Return the end of an error text: `rule` matches no `what`; "did you mean" the `names` that are similar to it."""
-    given = f"a {type(rule).__name__}" if isinstance(rule, nn.Module | Tensor) else repr(rule)
-    near = difflib.get_close_matches(rule, filter(None, names)) if isinstance(rule, str) else []
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    given = of_class(rule) if isinstance(rule, nn.Module | Tensor) else repr(rule)
+    hint = did_you_mean(rule, filter(None, names)) if isinstance(rule, str) else ""
     return f"{given}, which matches no {what} of the given models{hint}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,17 +17,19 @@ from amp_patch.support import distributed, flat_rnn, fsdp
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.quantized import is_quantized
 from amp_patch.support.tensor_content import set_data
+from amp_patch.support.words import of_class
 
 
 def check_model(model: Any, methods: Collection[str] = ()) -> None:
     """Raise if `model` is no module, is wrapped (DDP, FSDP1), scripted, or has no `forward` in its class."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
-        swapped = hasattr(model, "param_groups")
-        raise TypeError(
-            f"initialize: models holds a {name}{', an optimizer' if swapped else ''}; wanted a torch.nn.Module or a "
-            f"list of them{'; the model comes first: initialize(model, optimizer)' if swapped else ''}"
-        )
+        kind, way = of_class(model), ""
+        if hasattr(model, "param_groups"):
+            kind, way = f"{kind}, an optimizer", "; the model comes first: initialize(model, optimizer)"
+        elif isinstance(model, Tensor | Iterator):
+            way = "; give it the model itself in place of model.parameters(): initialize(model, optimizer)"
+        raise TypeError(f"initialize: models holds {kind}; wanted a torch.nn.Module or a list of them{way}")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ValueError(
             f"initialize: the model is wrapped in {name}; pass the model itself and wrap what initialize() returns"

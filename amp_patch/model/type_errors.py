@@ -25,6 +25,7 @@ _DTYPE_ERROR = re.compile(
     r"|could not create a primitive descriptor for the (LSTM|GRU|RNN|vanilla)",
     re.I,
 )
+_FLOAT_NORMS = "amp.register_float_function(torch.nn.functional, 'batch_norm')"
 _OVERFLOW = re.compile(r"cannot be converted to type (\S+) without overflow")
 # Errors of functions without a kernel for a low-precision type.
 _NO_KERNEL = re.compile(
@@ -66,11 +67,13 @@ def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Poli
             )
 
 
-def explain_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
+def explain_types(model: nn.Module, policy: Policy, error: RuntimeError | KeyError, kept_class: type) -> None:
     """If `error` of the forward of `model` is about types, raise it again with the line, opt level and way out.
 
     Otherwise return, so that the caller raises `error` unchanged.
     """
+    if isinstance(error, KeyError) and error.args != (policy.dtype,):
+        return
     if policy.cast_model_type is not None:
         if fsdp.is_fsdp(model) and (is_about_types(error) or _names_integers(error)):
             return
@@ -80,7 +83,7 @@ def explain_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_cl
     _raise_with_advice(f"The forward of {_place(model, error)}", policy, error)
 
 
-def explain_types_in_body(policy: Policy, error: RuntimeError) -> None:
+def explain_types_in_body(policy: Policy, error: RuntimeError | KeyError) -> None:
     """If `error` of a body of `scale_loss` is about types, raise it with line, opt level and way out; else return."""
     part = ""
     if policy.cast_model_type is not None and is_about_types(error):
@@ -91,13 +94,13 @@ def explain_types_in_body(policy: Policy, error: RuntimeError) -> None:
     _raise_with_advice(f"The body of scale_loss{raised_at(error)}", policy, error, part)
 
 
-def _raise_with_advice(where: str, policy: Policy, error: RuntimeError, more: str = "") -> None:
+def _raise_with_advice(where: str, policy: Policy, error: RuntimeError | KeyError, more: str = "") -> None:
     if policy.makes_low_tensors and (advice := _advice(policy, error)) is not None:
         kind = NotImplementedError if isinstance(error, NotImplementedError) else RuntimeError
         raise kind(f"{error}\n{where} {advice}{more}") from error
 
 
-def _advice(policy: Policy, error: RuntimeError) -> str | None:
+def _advice(policy: Policy, error: RuntimeError | KeyError) -> str | None:
     """Return the cause of torch's `error` at this level, and the ways out; None if it is not about types."""
     low, level, casts_model = policy.dtype, policy.opt_level, policy.cast_model_type is not None
     if _OVERFLOW.search(str(error)):
@@ -105,11 +108,16 @@ def _advice(policy: Policy, error: RuntimeError) -> str | None:
             f"fills a tensor with a number that is beyond its range: {level} makes tensors {low}. Take the smallest "
             "number of its type, torch.finfo(x.dtype).min, or the largest, in place of a fixed one such as -1e9"
         )
-    if _NO_KERNEL.search(str(error)):
+    if _NO_KERNEL.search(str(error)) or isinstance(error, KeyError):
         kept = ", or name its module in initialize(..., keep_fp32=[...])" if casts_model else ""
+        if isinstance(error, KeyError) and not casts_model:  # a function in Python, whose products O1 casts
+            kept = " in `with amp.disable_casts():`"
         return f"calls a function that torch does not have for {low}, the type of {level}: give it x.float(){kept}"
     if not is_about_types(error):
         return None
+    if any(frame.f_code.co_name == "batch_norm" for frame, _ in frames_of(error)):
+        way = "pass keep_batchnorm_fp32=False to" if casts_model else f"call {_FLOAT_NORMS} before"
+        return f"runs a batch norm under torch.vmap, where its tensors must have one type: {way} initialize()"
     if casts_model:
         return (
             f"mixes types: initialize() cast the model to {low}, and a tensor here is another type, such as one that "
@@ -124,7 +132,7 @@ def _advice(policy: Policy, error: RuntimeError) -> str | None:
     )
 
 
-def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
+def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError | KeyError, kept_class: type) -> None:
     """If user code has changed the type of weights since `initialize`, raise `error` with their names; else return."""
     norms = bool(policy.keep_batchnorm_fp32)
     kept = (m for m in model.modules() if isinstance(m, kept_class) or (norms and is_batch_norm(m)))
@@ -150,7 +158,7 @@ def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError,
     ) from error
 
 
-def _refuse_new_modules(model: nn.Module, policy: Policy, error: RuntimeError, names: list[str]) -> None:
+def _refuse_new_modules(model: nn.Module, policy: Policy, error: RuntimeError | KeyError, names: list[str]) -> None:
     """If tensors in `names` are in modules added since `initialize`, raise `error` with the modules; else return."""
     known = vars(model)["_amp"].modules
     new = [path for path, module in model.named_modules() if module not in known] if known else []
@@ -165,7 +173,7 @@ def _refuse_new_modules(model: nn.Module, policy: Policy, error: RuntimeError, n
         ) from error
 
 
-def _refuse_integers(model: nn.Module, error: RuntimeError) -> None:
+def _refuse_integers(model: nn.Module, error: RuntimeError | KeyError) -> None:
     """If `error` is about integers with floats, an error of the script at any level, raise it with the way out."""
     if _names_integers(error) and error.__cause__ is None:  # else an inner model has explained it
         raise RuntimeError(
@@ -180,17 +188,17 @@ def _refuse_integers(model: nn.Module, error: RuntimeError) -> None:
 method_subscribers: list[Callable[[nn.Module, str], bool]] = []
 
 
-def is_about_types(error: RuntimeError) -> bool:
+def is_about_types(error: RuntimeError | KeyError) -> bool:
     """Tell whether the text of torch's error says that tensors of two floating types met."""
     return _DTYPE_ERROR.search(str(error)) is not None and not _names_integers(error)
 
 
-def _names_integers(error: RuntimeError) -> bool:
+def _names_integers(error: RuntimeError | KeyError) -> bool:
     words = str(error).partition("\n")[0]  # the rest is our advice, with names of modules
     return _DTYPE_ERROR.search(words) is not None and _INTEGER.search(words) is not None
 
 
-def _place(model: nn.Module, error: RuntimeError) -> str:
+def _place(model: nn.Module, error: RuntimeError | KeyError) -> str:
     """Return the innermost module of `model` that raised `error`, and the line."""
     names = {id(module): name for name, module in model.named_modules()}
     inside = [names[id(own)] for frame, _ in frames_of(error) if id(own := frame.f_locals.get("self")) in names]

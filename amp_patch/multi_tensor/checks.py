@@ -15,6 +15,8 @@ from typing import Any, SupportsFloat, SupportsIndex
 import torch
 from torch import Tensor
 
+from amp_patch.support.words import of_class
+
 Tensors = Sequence[Tensor]
 Number = float | Tensor
 FP32, BF16, INT32, INT16 = (torch.float32,), (torch.bfloat16,), (torch.int32,), (torch.int16,)
@@ -219,7 +221,7 @@ class Contract:
                 raise TypeError(f"{label} is {value!r}, a float is wanted")
             choices = f"a float is wanted, or a float32 or float64 tensor of one element on {device}"
             choices = "a float or a tensor of one is wanted" if self.dense else choices
-            raise TypeError(f"{label} is a {type(value).__name__}, {choices}")
+            raise TypeError(f"{label} is {of_class(value)}, {choices}")
 
     def _check_one(
         self, which: str, t: object, device: torch.device, dtypes: tuple[torch.dtype, ...], written: bool
@@ -228,14 +230,14 @@ class Contract:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         wanted = f"a {names} tensor of one element on {device}"
         if not isinstance(t, Tensor):
-            raise TypeError(f"{which} is a {type(t).__name__}, {wanted} is wanted")
+            raise TypeError(f"{which} is {of_class(t)}, {wanted} is wanted")
         if t.dtype not in dtypes or t.numel() != 1 or t.device != device or t.layout is not torch.strided or t.is_neg():
             lazy = "lazily negated " if t.is_neg() else ""
             raise ValueError(
                 f"{which} is a {lazy}{t.dtype} tensor of shape {list(t.shape)} on {t.device}, {wanted} is wanted"
             )
         if _is_wrapper(t) or not _has_memory(t):
-            raise TypeError(f"{which} is a {type(t).__name__} without memory of its own, {wanted} is wanted")
+            raise TypeError(f"{which} is {of_class(t)} without memory of its own, {wanted} is wanted")
         if written:
             self._check_unrecorded(which, t)
 
@@ -249,13 +251,13 @@ class Contract:
 
 def _check_sequence(label: str, tensors: object) -> None:
     if not isinstance(tensors, (list, tuple)):
-        raise TypeError(f"{label} is a {type(tensors).__name__}, a list or tuple of tensors is wanted")
+        raise TypeError(f"{label} is {of_class(tensors)}, a list or tuple of tensors is wanted")
 
 
 def _check_tensor(which: str, t: object, device: torch.device, first: str, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise unless `t` is a plain tensor of one of `dtypes` on `device`; `first` names the tensor that decided it."""
     if not isinstance(t, Tensor):
-        raise TypeError(f"{which} is a {type(t).__name__}, a tensor is wanted")
+        raise TypeError(f"{which} is {of_class(t)}, a tensor is wanted")
     if t.layout is torch.sparse_coo:
         raise TypeError(
             f"{which} is sparse ({t.layout}), a dense one is wanted: hand over its coalesced values "
@@ -267,7 +269,7 @@ def _check_tensor(which: str, t: object, device: torch.device, first: str, dtype
         )
     if _is_wrapper(t):
         raise TypeError(
-            f"{which} is a {type(t).__name__}, a plain tensor is wanted: hand over the one inside it "
+            f"{which} is {of_class(t)}, a plain tensor is wanted: hand over the one inside it "
             "(`t.to_local()` of a DTensor)"
         )
     if t.dtype not in dtypes:

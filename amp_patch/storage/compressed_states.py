@@ -15,6 +15,7 @@ from torch import Tensor
 from amp_patch import multi_tensor
 from amp_patch.storage.coded_state import Coded, is_large
 from amp_patch.support.distributed import stateful
+from amp_patch.support.words import of_class
 from amp_patch.training.stash import Stash
 
 # The name of a format in a file -> the dtype of its codes. Another codec needs another name.
@@ -78,7 +79,7 @@ def _with_values(state_dict: Any, made: Callable[[Any], Any], caller: str) -> di
     if not isinstance(state_dict, dict) or not isinstance(states := state_dict.get("state"), dict):
         keys = f" with the keys {list(state_dict)[:5]}" if isinstance(state_dict, dict) else ""
         raise TypeError(
-            f"{caller}: state_dict is a {type(state_dict).__name__}{keys}; wanted what optimizer.state_dict() returns, "
+            f"{caller}: state_dict is {of_class(state_dict)}{keys}; wanted what optimizer.state_dict() returns, "
             "with the keys 'state' and 'param_groups'"
         )
     changed = _changed(states, made)

@@ -22,6 +22,7 @@ from amp_patch.support.distributed import is_dtensor, stateful
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
+from amp_patch.support.words import of_class
 from amp_patch.training import joints, slips, untouched
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, stash_of, take_stash
@@ -148,16 +149,16 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
         TypeError: the object has no `step` and `param_groups`, or no `__dict__`.
         ValueError: a guest (joints.py) refuses it.
     """
-    name = type(optimizer).__name__
+    kind = of_class(optimizer)
     if not (callable(getattr(optimizer, "step", None)) and isinstance(getattr(optimizer, "param_groups", None), list)):
         raise TypeError(
-            f"initialize: optimizers holds a {name}; wanted a torch.optim.Optimizer, or an object with a list "
+            f"initialize: optimizers holds {kind}; wanted a torch.optim.Optimizer, or an object with a list "
             "`param_groups` and a method `step`"
             + (f"; if it is a level, name it: opt_level={optimizer!r}" if isinstance(optimizer, str) else "")
         )
     if not hasattr(optimizer, "__dict__"):
         raise TypeError(
-            f"initialize: optimizers holds a {name}, whose __slots__ leave its instances no __dict__ for masters and "
+            f"initialize: optimizers holds {kind}, whose __slots__ leave its instances no __dict__ for masters and "
             "loss scale; add '__dict__' and '__weakref__' to its __slots__, or leave these out"
         )
     joints.tell(joints.check_optimizer, optimizer, policy)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from amp_patch.support import compiled
 from amp_patch.support.fsdp import is_fsdp
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.words import of_class
 from amp_patch.training import joints, slips
 from amp_patch.training.arguments import Optimizers
 from amp_patch.training.innermost import as_list, innermost
@@ -100,7 +101,7 @@ def scale_loss(
 def _checked_scaler(loss: Any, stashes: list[Stash], loss_id: int) -> LossScaler:
     """Return the scaler of `loss`, moved to the loss's device; raise if `scale_loss` cannot take its arguments."""
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else of_class(loss)
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
     for stash in stashes:
         refuse_sharded_since(stash.neighbours.models, "scale_loss")

@@ -38,6 +38,7 @@ from amp_patch.support.distributed import is_dtensor, is_zero
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.interrupts import whole
 from amp_patch.support.patches import is_untouched
+from amp_patch.support.words import of_class
 from amp_patch.training.joints import Strategy
 from amp_patch.training.stash import Body, Stash, known_stash, stash_of
 from amp_patch.training.step import Plain, Step, plain_step, suiting
@@ -80,7 +81,7 @@ def check(wanted: Any, _: Any, optimizers: Sequence[Any], targets: Sequence[Any]
         name = type(target).__name__
         if optimizer is not target:
             raise ValueError(
-                f"initialize: gradient_release=True is not for a {type(optimizer).__name__} around another optimizer: "
+                f"initialize: gradient_release=True is not for {of_class(optimizer)} around another optimizer: "
                 + supported.reason("gradient_release", "wrappers")
             )
         params = [param for group in target.param_groups for param in group["params"]]

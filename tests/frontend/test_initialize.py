@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from training import LEVELS, SGD, backward, convnet, linear
 
 from amp_patch import amp
+from amp_patch.apex.amp import frontend as apex
 from amp_patch.optimizers import FusedAdam
 
 
@@ -49,6 +51,15 @@ def test_the_calling_forms_of_apex_return_their_arguments():
     assert amp.initialize([c], opt_level="O2", verbosity=False) == [c]
     assert amp.initialize([c], enabled=False) == [c]
     assert amp.initialize(a, [], opt_level="O2") == (a, [])
+
+
+@pytest.mark.parametrize("initialize", [amp.initialize, apex.initialize])
+def test_a_misspelt_argument_is_refused_with_the_arguments_that_are_similar(initialize):
+    for slip, meant in ("master_weight", "master_weights"), ("opt_levl", "opt_level"), ("keepfp32", "keep_fp32"):
+        with pytest.raises(TypeError, match=f"^initialize: there is no argument '{slip}'; did you mean .*'{meant}'"):
+            initialize(*pair(), **{slip: True})
+    with pytest.raises(TypeError, match=r"^initialize: there is no argument 'colour'$"):
+        initialize(*pair(), colour=3)
 
 
 def test_the_default_level_is_o1():
@@ -137,15 +148,18 @@ def test_arguments_other_than_models_and_optimizers_are_refused():
     model, optimizer = pair()
     for models, optimizers, words in (
         ("model", optimizer, "models holds a str; wanted a torch.nn.Module or a list of them$"),
-        (optimizer, model, r"models holds a SGD, an optimizer; .*; the model comes first: initialize\(model, opt.*\)$"),
-        ([optimizer], [model], "models holds a SGD, an optimizer; .*the model comes first"),
-        (optimizer, None, "models holds a SGD, an optimizer; .*the model comes first"),
+        (optimizer, model, r"models holds an SGD, an optimizer; .*the model comes first: initialize\(model, opt.*\)$"),
+        ([optimizer], [model], "models holds an SGD, an optimizer; .*the model comes first"),
+        (optimizer, None, "models holds an SGD, an optimizer; .*the model comes first"),
         ([], optimizer, "models is empty"),
         (None, None, r"models is empty \(None, .*wanted a torch.nn.Module .*: initialize\(model, optimizer\)$"),
         (None, optimizer, r"models is empty \(None, "),
+        (OrderedDict(model=model), optimizer, "models holds an OrderedDict; wanted a torch.nn.Module"),
+        (model.parameters(), optimizer, r"models holds a generator; .* in place of model.parameters\(\)"),
+        (list(model.parameters()), optimizer, "models holds a Parameter; .*the model itself"),
         (model, "O2", "optimizers holds a str; .*; if it is a level, name it: opt_level='O2'$"),
         (model, [optimizer, optimizer], "twice"),
-        (model, object(), "optimizers holds a object"),
+        (model, object(), "optimizers holds an object"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             amp.initialize(models, optimizers, opt_level="O2")

@@ -73,6 +73,7 @@ def test_an_unknown_level_s_error_names_the_letter_o(level):
     [
         ("o2", "'O2'"),
         ("02", "'O2'"),
+        ("O2 ", "'O2'"),
         (2, "'O2'"),
         ("fp16", "'O1' or 'O2'"),
         (torch.float16, "'O1' or 'O2'"),

@@ -254,6 +254,19 @@ def test_a_model_that_has_gradients_is_compiled_in_one_graph(level, options, whe
     assert model.weight.grad.tolist() == RAW
 
 
+@pytest.mark.program
+@LEVELS
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+def test_a_model_that_has_gradients_is_exported(level, options, when):
+    model, optimizer = start_level(level, options)
+    backward_row(model, optimizer)
+    if when == "after the step":
+        optimizer.step()
+    exported = torch.export.export(model, (torch.ones(1, 2),), strict=False).module()
+    assert torch.equal(exported(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    assert model.weight.grad.tolist() == RAW
+
+
 def test_restore_gives_torchs_attribute_back():
     model, optimizer = start_level("O2", {})
     backward_row(model, optimizer)

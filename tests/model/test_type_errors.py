@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from amp_patch import amp
+from amp_patch.casts import install
 
 INDEX = torch.zeros(4, 4, dtype=torch.int64)
 OVERFLOWS: dict[str, Callable[[Tensor], Any]] = {
@@ -62,8 +63,10 @@ def words_of(call: Callable[[Tensor], Any], level: str) -> str:
     model, _ = trained(call, level)
     with pytest.raises(RuntimeError) as caught:
         model(torch.randn(4, 4))
-    words = str(caught.value)
-    assert str(caught.value.__cause__) in words and isinstance(caught.value, type(caught.value.__cause__))
+    words, cause = str(caught.value), caught.value.__cause__
+    assert str(cause) in words and isinstance(
+        caught.value, RuntimeError if isinstance(cause, KeyError) else type(cause)
+    )
     assert (
         f"The forward of module '0' of Sequential (test_type_errors.py, line {call.__code__.co_firstlineno})" in words
     )
@@ -93,6 +96,35 @@ def test_function_without_a_low_precision_kernel_is_explained(name: str, level: 
 
 def test_cdist_of_bf16_is_explained() -> None:
     assert "torch does not have for torch.bfloat16" in words_of(lambda x: torch.cdist(x, x), "O5")
+
+
+@pytest.mark.parametrize(
+    ("level", "way"), [("O1", "`with amp.disable_casts"), ("O2", "keep_fp32=["), ("O3", "keep_fp32=[")]
+)
+def test_function_with_a_table_of_types_is_explained(level: str, way: str) -> None:
+    words = words_of(lambda x: torch.lobpcg(x @ x.T + 4 * torch.eye(4, dtype=x.dtype), k=1), level)
+    assert "torch does not have for torch.float16" in words and "x.float()" in words and way in words
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_batch_norm_under_vmap_is_explained_with_a_way_out_that_works(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "_registered", {})  # what the way out registers would hold for later tests
+    casts_model = level in ("O2", "O5")
+
+    def calls(**options: Any) -> Callable[[], Any]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+        model = amp.initialize(model, opt_level=level, **options)
+        return lambda: torch.vmap(model)(torch.ones(2, 3, 4))
+
+    way = "keep_batchnorm_fp32=False" if casts_model else r"amp.register_float_function\(.*'batch_norm'\)"
+    with pytest.raises(RuntimeError, match=f"module '1' .* batch norm under torch.vmap, .*{way}"):
+        calls()()
+    amp.restore()
+    if not casts_model:
+        amp.register_float_function(functional, "batch_norm")
+    calls(**({"keep_batchnorm_fp32": False} if casts_model else {}))()
 
 
 @pytest.mark.parametrize(("level", "low"), [("O1", "float16"), ("O4", "bfloat16")])
@@ -145,17 +177,18 @@ def test_part_of_a_model_called_in_the_body_is_named_with_the_way_out(level: str
         model[0].layer(torch.randn(4, 4))
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, KeyError])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_other_errors_are_raised_as_they_are(level: str) -> None:
-    error = RuntimeError("planted")
+def test_other_errors_are_raised_as_they_are(level: str, kind: type[Exception]) -> None:
+    error = kind("planted")
 
     def fails(_: Tensor) -> None:
         raise error
 
     model, optimizer = trained(fails, level)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(kind) as caught:
         model(torch.randn(4, 4))
     assert caught.value is error
-    with pytest.raises(RuntimeError) as caught, amp.scale_loss(torch.ones(()), optimizer):
+    with pytest.raises(kind) as caught, amp.scale_loss(torch.ones(()), optimizer):
         raise error
     assert caught.value is error

@@ -17,6 +17,7 @@ from amp_patch.frontend import initialize_as
 from amp_patch.frontend import load_state_dict as load_scales
 from amp_patch.frontend import state_dict as scales
 from amp_patch.policy import OPT_LEVELS, Options, Policy, resolve
+from amp_patch.support.words import names_arguments
 from amp_patch.training.innermost import as_list
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import newest_training
@@ -149,6 +150,7 @@ class O0(_Level):
 opt_levels = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0(), "O4": O4(), "O5": O5()}
 
 
+@names_arguments
 def initialize(
     models: Any,
     optimizers: Any = None,

@@ -30,6 +30,7 @@ from amp_patch.lab.recording.recorder import Enough, Recorder, log
 from amp_patch.lab.recording.run import Run
 from amp_patch.lab.survey.first_step import FirstStep, FirstStepOver
 from amp_patch.support.patches import Patches
+from amp_patch.support.words import of_class
 from amp_patch.training.scale_loss import scale_loss
 
 _EVALUATION = "evaluation"
@@ -279,7 +280,7 @@ class _Misuse(Exception):
 
 def _checked(built: Any, known: list[weakref.ref[nn.Module]]) -> Any:
     if not isinstance(built, tuple | list) or len(built) != 4 or not isinstance(built[0], nn.Module):
-        came = f"{len(built)} values" if isinstance(built, tuple | list) else f"a {type(built).__name__}"
+        came = f"{len(built)} values" if isinstance(built, tuple | list) else of_class(built)
         wanted = "(model, optimizer, loss_fn, batches), or None after training by itself"
         raise _Misuse(TypeError(f"compare: build_fn returned {came}; wanted {wanted}"))
     if any(ref() is built[0] for ref in known):

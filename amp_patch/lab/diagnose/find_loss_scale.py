@@ -15,6 +15,7 @@ from amp_patch.lab.diagnose.trial_forward import state_restored
 from amp_patch.model.forward import policy_of
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
+from amp_patch.support.words import of_class
 
 _LOWEST, _HIGHEST = -24, 120  # exponents of the scales that are tried
 
@@ -58,10 +59,10 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
             overflows even at a scale of 2**-24; the model is sharded, or does not compute in low precision.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"find_loss_scale: model is a {type(model).__name__}; wanted a torch.nn.Module")
+        raise TypeError(f"find_loss_scale: model is {of_class(model)}; wanted a torch.nn.Module")
     distributed.refuse(model, "find_loss_scale")
     if not isinstance(batch, list | tuple) or len(batch) < 2:
-        raise TypeError(f"find_loss_scale: batch is a {type(batch).__name__}; wanted a tuple (inputs, ..., targets)")
+        raise TypeError(f"find_loss_scale: batch is {of_class(batch)}; wanted a tuple (inputs, ..., targets)")
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:
         raise ValueError(f"find_loss_scale: no parameter of {type(model).__name__} requires grad")
@@ -111,7 +112,7 @@ def _gradients(
     with state_restored(model), regions.process_wide_region(policy_of(model)):
         loss = loss_fn(model(*inputs), targets)
         if not isinstance(loss, Tensor):
-            raise TypeError(f"find_loss_scale: loss_fn returned a {type(loss).__name__}; wanted a tensor")
+            raise TypeError(f"find_loss_scale: loss_fn returned {of_class(loss)}; wanted a tensor")
         if loss.numel() != 1 or not bool(torch.isfinite(loss)):
             raise ValueError(
                 f"find_loss_scale: the loss has shape {list(loss.shape)} and values {loss.detach().tolist()}; "

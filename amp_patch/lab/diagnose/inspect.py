@@ -25,6 +25,7 @@ from amp_patch.model.keep_high import HighModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.support.devices import widest
+from amp_patch.support.words import of_class
 from amp_patch.training import observers
 from amp_patch.training.innermost import as_list
 
@@ -62,7 +63,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
         ValueError: the model is sharded.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"inspect: model is a {type(model).__name__}; wanted a torch.nn.Module")
+        raise TypeError(f"inspect: model is {of_class(model)}; wanted a torch.nn.Module")
     distributed.refuse(model, "inspect")
     while [name for name, _ in model.named_children()] == ["module"] and not [*model.parameters(recurse=False)]:
         model = model.get_submodule("module")

@@ -21,6 +21,7 @@ from amp_patch.model.forward import policy_of
 from amp_patch.model.fp32_copies import fp32_copy
 from amp_patch.support import distributed
 from amp_patch.support.devices import widest
+from amp_patch.support.words import of_class
 
 BASELINE = "O0"
 COMPILED = " compiled"  # suffix of a level that runs through torch.compile
@@ -141,7 +142,7 @@ def compare_outputs(
             argument that `initialize` refuses.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"compare_outputs: model is a {type(model).__name__}; wanted a torch.nn.Module")
+        raise TypeError(f"compare_outputs: model is {of_class(model)}; wanted a torch.nn.Module")
     if isinstance(levels, str):
         raise TypeError(f"compare_outputs: levels is the string {levels!r}; wanted a list: levels=[{levels!r}]")
     pairs = list(pairs)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from amp_patch.lab.recording.run import Event, dumps
 from amp_patch.support.distributed import is_first_rank
+from amp_patch.support.words import of_class
 
 
 class Sink(Protocol):
@@ -97,7 +98,7 @@ def sinks_for(to: Any) -> list[Sink]:
     if callable(getattr(to, "add_scalar", None)):
         return [TensorBoard(to)]
     raise TypeError(
-        f"record: to is a {type(to).__name__}; wanted a path (for lines of JSON), a TensorBoard SummaryWriter, or None"
+        f"record: to is {of_class(to)}; wanted a path (for lines of JSON), a TensorBoard SummaryWriter, or None"
     )
 
 

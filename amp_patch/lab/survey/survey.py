@@ -23,6 +23,7 @@ from amp_patch.model.forward import policy_of
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 from amp_patch.support import distributed
 from amp_patch.support.patches import Patches
+from amp_patch.support.words import of_class
 
 _SHARE = 0.1  # a larger share of gradients that become 0 in FP16 is reported
 _UNSCALED = "O3"  # the FP16 level with a loss scale of 1, and without masters
@@ -275,7 +276,7 @@ def survey(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, optimi
         ValueError: the model went through `initialize` at a level that casts, or is low precision, or is sharded.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"survey: model is a {type(model).__name__}; wanted a torch.nn.Module")
+        raise TypeError(f"survey: model is {of_class(model)}; wanted a torch.nn.Module")
     distributed.refuse(model, "survey")
     policy = policy_of(model)
     if (policy is not None and not policy.changes_nothing) or any(p.dtype in LOW_PRECISION for p in model.parameters()):
@@ -287,7 +288,7 @@ def survey(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, optimi
     named = inputs if isinstance(inputs, Mapping) else {}
     given = () if named else (inputs,) if isinstance(inputs, Tensor) else inputs
     if not isinstance(given, tuple | list):
-        raise TypeError(f"survey: inputs is a {type(inputs).__name__}; wanted a tuple, a tensor or a dict")
+        raise TypeError(f"survey: inputs is {of_class(inputs)}; wanted a tuple, a tensor or a dict")
     targets = given[-1:] if len(given) > 1 and _takes_two(loss_fn) else ()
     params = [*model.parameters()]
     grads = [param.grad for param in params]

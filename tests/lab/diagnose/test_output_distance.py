@@ -198,7 +198,7 @@ def test_the_table_of_distances_names_pairs_and_modules():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"model": 3}, TypeError, "model is a int; wanted a torch.nn.Module"),
+        ({"model": 3}, TypeError, "model is an int; wanted a torch.nn.Module"),
         ({"levels": "O2"}, TypeError, r"levels is the string 'O2'; wanted a list: levels=\['O2'\]$"),
         ({"pairs": ("O2", "O5")}, TypeError, r"pairs holds 'O2'; wanted pairs of levels: pairs=\[\('O2', 'O5'\)\]$"),
         ({"pairs": [("O2",)]}, TypeError, r"pairs holds \('O2',\); wanted pairs"),

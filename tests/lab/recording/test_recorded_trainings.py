@@ -268,7 +268,7 @@ def test_scalars_go_to_tensorboard():
 
 
 def test_an_unwritable_path_is_refused_before_anything(tmp_path):
-    with pytest.raises(TypeError, match="record: to is a int"), amp.record(3):
+    with pytest.raises(TypeError, match="record: to is an int"), amp.record(3):
         raise AssertionError
     with pytest.raises(FileNotFoundError), amp.record(tmp_path / "none" / "run.jsonl"):
         raise AssertionError

@@ -433,8 +433,8 @@ def test_inputs_may_be_a_tensor_or_a_dict():
 
 
 @pytest.mark.parametrize(("arguments", "error", "words"), [
-    ((3, F.mse_loss, ()), TypeError, "survey: model is a int; wanted a torch.nn.Module"),
-    ((nn.Linear(1, 1), torch.mean, 3), TypeError, "survey: inputs is a int; wanted a tuple, a tensor or a dict"),
+    ((3, F.mse_loss, ()), TypeError, "survey: model is an int; wanted a torch.nn.Module"),
+    ((nn.Linear(1, 1), torch.mean, 3), TypeError, "survey: inputs is an int; wanted a tuple, a tensor or a dict"),
     ((nn.Linear(1, 1), lambda y: 3.0, torch.ones(1)), TypeError, "did not return a loss"),
     ((nn.Linear(1, 1).bfloat16(), torch.mean, torch.ones(1)), ValueError, r"amp.fp32_copy\(model\)"),
 ])  # fmt: skip
