@@ -29,6 +29,8 @@ from amp_patch.training.unscale import drop, first_of
 
 Outputs = TypeVar("Outputs", Tensor, list[Tensor], tuple[Tensor, ...])
 
+_COUNT = 2**31 - 1  # the bits of a growth counter without its sign
+
 
 class GradScaler(torch.amp.GradScaler):
     """Dynamic loss scaling with every method of `torch.amp.GradScaler`::
@@ -245,7 +247,7 @@ class GradScaler(torch.amp.GradScaler):
                 torch.stack(found).amax(),
                 growth_factor=self._growth_factor,
                 backoff_factor=self._backoff_factor,
-                growth_interval=self._growth_interval,
+                growth_interval=self._growth_interval if self._growth_interval > 0 else _COUNT,  # torch never grows
                 min_scale=self._min_scale,
                 max_scale=self._max_scale,
                 hysteresis=self._hysteresis,
@@ -264,9 +266,15 @@ class GradScaler(torch.amp.GradScaler):
         """Load a state of this class or of torch's scaler."""
         super().load_state_dict(state_dict)
         if self._enabled:
+            self._hold_growth()
             self._init_hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", self._hysteresis))
             if self._hysteresis_tracker is not None:
                 self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the interval. As in torch, a counter that is past it grows the scale only after the next overflow."""
+        super().set_growth_interval(new_interval)
+        self._hold_growth()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -282,6 +290,15 @@ class GradScaler(torch.amp.GradScaler):
         super().__setstate__(state)
         if self._enabled:
             _scalers.add(self)
+
+    def _hold_growth(self) -> None:
+        """Set the sign of a counter past the interval: the kernel grows the scale from there on, torch only at it."""
+        if self._enabled and self._growth_tracker is not None:
+            count = self._growth_tracker & _COUNT
+            self._growth_tracker.copy_(torch.where(count >= self._growth_interval, count | ~_COUNT, count))
+
+    def _get_growth_tracker(self) -> int:
+        return super()._get_growth_tracker() & _COUNT
 
     def _get_hysteresis_tracker(self) -> int:
         tracker = self._hysteresis_tracker
@@ -330,6 +347,7 @@ class GradScaler(torch.amp.GradScaler):
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
         self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
+        self._hold_growth()
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         stash = _stash(optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import pickle
 
 import pytest
 import torch
@@ -77,6 +78,37 @@ def test_a_state_is_loaded_before_and_after_the_first_scale(scaled_before):
         disabled.load_state_dict(one.state_dict())
         assert disabled.state_dict() == {}
     assert states[0] == states[1] and states[0][1] == 3.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("interval", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("how", ["set", "load", "before the first loss"])
+def test_an_interval_below_the_counter_waits_for_the_next_overflow(how, interval, device):
+    """torch grows when the counter is at the interval, not when it is past it."""
+    told = []
+    for scaler in scalers(device, init_scale=2.0**10, growth_interval=8):
+        model, optimizer = model_and_optimizer(device)
+        seen = []
+        if how == "before the first loss":
+            scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 3})
+        else:
+            for _ in range(3):
+                iterate(scaler, model, optimizer)
+        if how == "load":
+            scaler.load_state_dict({**scaler.state_dict(), "growth_interval": interval})
+        else:
+            scaler.set_growth_interval(interval)
+        for overflow in (False, False, True, False, False, False):
+            seen.append((scaler.state_dict(), scaler.get_scale()))
+            iterate(scaler, model, optimizer, overflow=overflow)
+        scaler.set_growth_interval(1)
+        scaler.set_growth_interval(interval + 9)
+        for _ in range(9):
+            scaler = pickle.loads(pickle.dumps(scaler))
+            iterate(scaler, model, optimizer)
+            seen.append(scaler.state_dict())
+        told.append(seen)
+    assert told[0] == told[1]
 
 
 def test_a_scale_does_not_grow_beyond_fp32():
