@@ -28,7 +28,6 @@ from amp_patch.training.step import consume
 from amp_patch.training.unscale import drop, first_of
 
 Outputs = TypeVar("Outputs", Tensor, list[Tensor], tuple[Tensor, ...])
-
 _COUNT = 2**31 - 1  # the bits of a growth counter without its sign
 
 
@@ -241,18 +240,10 @@ class GradScaler(torch.amp.GradScaler):
             super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
             return
         if found:
-            multi_tensor.update_scale(
-                scale,
-                growth_tracker,
-                torch.stack(found).amax(),
-                growth_factor=self._growth_factor,
-                backoff_factor=self._backoff_factor,
-                growth_interval=self._growth_interval if self._growth_interval > 0 else _COUNT,  # torch never grows
-                min_scale=self._min_scale,
-                max_scale=self._max_scale,
-                hysteresis=self._hysteresis,
-                hysteresis_tracker=self._hysteresis_tracker,
-            )
+            interval = self._growth_interval if self._growth_interval > 0 else _COUNT  # at 0, torch's never grows
+            changes = (self._growth_factor, self._backoff_factor, interval, self._min_scale, self._max_scale)
+            patience = (self._hysteresis, self._hysteresis_tracker)
+            multi_tensor.update_scale(scale, growth_tracker, torch.stack(found).amax(), *changes, *patience)
         self._per_optimizer_states.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -323,9 +314,7 @@ class GradScaler(torch.amp.GradScaler):
                 "which scales and unscales them; call optimizer.step() for them, or scaler.scale(loss).backward() "
                 "instead of it"
             )
-        for other in list(_scalers):
-            if other is self:
-                continue
+        for other in set(_scalers) - {self}:
             states = dict(other._per_optimizer_states)
             served = states.get(id(optimizer), {"stage": OptState.READY})
             noted = served.get("grad")
@@ -340,8 +329,6 @@ class GradScaler(torch.amp.GradScaler):
                     f"GradScaler.{method}: this scaler has scaled nothing since its last update(), and another "
                     f"GradScaler has, which no optimizer has stepped with; {advice}"
                 )
-
-    # Overrides of methods that torch's scaler calls.
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
@@ -434,13 +421,8 @@ class OlderGradScaler(GradScaler):
         enabled: bool = True,
         **options: Any,
     ) -> None:
-        factors = (init_scale, growth_factor, backoff_factor, growth_interval)
-        super().__init__(self.device_type, *factors, enabled, **options)
-
-
-def forget_gradients(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
-    """Remove the entry of `optimizer` in a scaler (torch's or this class), as `update` does for all optimizers."""
-    scaler._per_optimizer_states.pop(id(optimizer), None)
+        factors = (init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(self.device_type, *factors, **options)
 
 
 def _stash(optimizer: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from amp_patch.casts import regions
 from amp_patch.casts.autocast import autocast
-from amp_patch.grad_scaler import GradScaler, forget_gradients
+from amp_patch.grad_scaler import GradScaler
 from amp_patch.graph.compile_report import CompileReport
 from amp_patch.graph.config import GraphConfig
 from amp_patch.graph.micro_batches import joined, micro_batches
@@ -408,7 +408,7 @@ class Graph:
             optim.zero_grad()
             # If an exception ended the last call before `update()`, the scaler still has a record of these gradients.
             if self._grad_scaler is not None:
-                forget_gradients(self._grad_scaler, optim)
+                self._grad_scaler._per_optimizer_states.pop(id(optim), None)
 
     def _given_back(self, outputs: Any) -> Any:
         """Return the outputs detached. If CUDA graphs are used, copy them: the next call overwrites their memory."""
