@@ -15,6 +15,7 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.patches import Patches
 
 _OURS = "_amp_is_ours"  # attribute of an autocast: whether amp_patch constructed it
+_DISABLED = "_amp_disabled"  # attribute of a GradScaler that a level has disabled
 _SCALED = "_amp_scaled_by"  # attribute of a loss scaled by a GradScaler: (unscaled loss, scale)
 
 
@@ -44,7 +45,8 @@ class NativePrecision:
         patches.set(autocast, "__init__", self._marking(autocast.__init__))
         for name in "__enter__", "__exit__":
             patches.set(autocast, name, self._entering(getattr(autocast, name)))
-        patches.set(scaler, "__init__", self._making(scaler.__init__))
+        for name in "__init__", "__setstate__":
+            patches.set(scaler, name, self._making(getattr(scaler, name)))
 
     def _marking(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -72,20 +74,21 @@ class NativePrecision:
 
     def _making(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
-        def __init__(scaler: Any, *args: Any, **kwargs: Any) -> None:
+        def make(scaler: Any, *args: Any, **kwargs: Any) -> None:
             original(scaler, *args, **kwargs)
             if scaler._enabled and self._applies():
                 self.seen = True
-                scaler._enabled = self.kept
+                if not self.kept:
+                    _disable(scaler)
             elif scaler._enabled:
                 self._left.add(scaler)
 
-        return __init__
+        return make
 
     def disable_scalers(self) -> None:
         """Disable the GradScalers that were constructed while `applies` returned False."""
         for scaler in self._left:
-            scaler._enabled = False
+            _disable(scaler)
 
     def note_scaled(self, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
         """Store `loss`, which a GradScaler has multiplied by `scale`, with the result `scaled`, for `before_scaling`.
@@ -100,3 +103,13 @@ def before_scaling(loss: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return (unscaled loss, scale) of a loss that a GradScaler has scaled; for any other loss, (`loss`, None)."""
     found: tuple[Tensor, Tensor | None] = vars(loss).get(_SCALED, (loss, None))
     return found
+
+
+def _disable(scaler: Any) -> None:
+    scaler._enabled = False
+    setattr(scaler, _DISABLED, True)
+
+
+def is_disabled(scaler: Any) -> bool:
+    """Tell whether amp_patch has disabled `scaler`, and not the script."""
+    return not scaler._enabled and hasattr(scaler, _DISABLED)

@@ -51,6 +51,7 @@ from amp_patch.lab.unedited.native import NativePrecision, before_scaling
 from amp_patch.lab.unedited.pickles import Pickles
 from amp_patch.lab.unedited.processes import Processes, refuse_copies_of_shared, tell
 from amp_patch.lab.unedited.refusal import ScriptRefused, where
+from amp_patch.lab.unedited.scaler_states import ScalerStates
 from amp_patch.lab.unedited.source import chooses_its_level
 from amp_patch.policy import Options, resolve
 from amp_patch.support import fsdp
@@ -100,6 +101,7 @@ class UneditedScript(observers.Observer):
         self._alone = CalledAlone(self._models, self._join, self._say)
         self._scale: Tensor | None = None  # the scale of the script's own GradScaler in this backward
         self._policy = resolve(*overridden(level, Options()))
+        self._scaler_states = ScalerStates(self._policy, self._trained_optimizers)
         self.backwards = 0
         self._left_alone = False  # whether the script calls `initialize` itself
         self._initializing = False
@@ -128,7 +130,8 @@ class UneditedScript(observers.Observer):
         patches.set(optimizer, "add_param_group", self._wrap_add_param_group(optimizer.add_param_group))
         patches.set(nn.Module, "__call__", self._wrap_call(nn.Module.__call__))
         patches.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
-        for part in (self.native, self._alone, self._pickles, self._direct_forwards, self.processes):
+        states = self._scaler_states
+        for part in (self.native, states, self._alone, self._pickles, self._direct_forwards, self.processes):
             part.install(patches)
         report_banned_calls(patches, self._say)
         if self._policy.makes_low_tensors:
@@ -303,7 +306,7 @@ class UneditedScript(observers.Observer):
         optimizers = list({id(innermost(o)): o for o in (*earlier, *optimizers)}.values())
         self._initializing = True
         try:
-            scales = state_dict(earlier) if len(joined) == 1 else None
+            scales = state_dict(earlier) if len(joined) == 1 else None if joined else self._scaler_states.loaded
             options: dict[str, Any] = {"methods": self._alone.methods_of(models)}
             if self._policy.cast_model_type is not None:
                 trained = (p for o in optimizers for p in _params(innermost(o)) if p.requires_grad)
@@ -329,6 +332,9 @@ class UneditedScript(observers.Observer):
 
     def _models(self) -> list[nn.Module]:
         return [model for taken in self._initialized for model in alive(taken.models)]
+
+    def _trained_optimizers(self) -> list[Any]:
+        return [optimizer for taken in self._initialized for optimizer in alive(taken.optimizers)]
 
     # Losses.
 
@@ -375,7 +381,7 @@ class UneditedScript(observers.Observer):
             ScriptRefused: one of them holds parameters of a module that was never initialized.
         """
         if not reach.whole:
-            return [optimizer for taken in self._initialized for optimizer in alive(taken.optimizers)]
+            return self._trained_optimizers()
         found = self._holders(reach.leaves)
         if not (found and self._is_of_ours()):
             for optimizer in found:
