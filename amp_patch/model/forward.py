@@ -37,8 +37,8 @@ class AmpModel(Generated):
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
         overrides = {name: advising(name, function) for name, function in generated_class.own_methods(base)}
         overrides |= rounded_saves.warning_methods(base, overrides)
-        overrides |= {name: _entering(base, name) for name in ("forward", *key)}
-        return overrides | fsdp.without_fsdp(base)
+        overrides |= {name: advising(name, _entering(base, name)) for name in key}
+        return overrides | {"forward": _entering(base, "forward")} | fsdp.without_fsdp(base)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         own: ModelState | None = vars(self).get("_amp")
@@ -353,7 +353,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         low = policy.cast_model_type
         if own.high:
             method = low_bit.keeping_named(method, own.high)
-        if policy.keep_buffers_fp32 and not compiling:
+        if not compiling and (policy.keep_buffers_fp32 or name in own.mixing):
             method = mixed_operands.cast_within(method, policy)
         if own.wide:
             method = copies.on_casts(method, own.wide, own.calls)

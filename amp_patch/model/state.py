@@ -58,6 +58,7 @@ class ModelState:
         looks: the number of forwards whose inputs are still looked at (first_inputs.py), in eval and in training mode.
         masks: positions and names of arguments of forward that were additive masks; their casts saturate.
         told: names of arguments that a warning has named, and a word for tables.
+        mixing: names of methods in which functions that receive several floating types are cast as at O1.
     """
 
     policy: Policy
@@ -80,6 +81,7 @@ class ModelState:
     looks: list[int] = field(default_factory=lambda: [3, 3])
     masks: set[int | str] = field(default_factory=set)
     told: set[str] = field(default_factory=set)
+    mixing: set[str] = field(default_factory=set)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts without these fields: they reference parameters and hooks of the original.
@@ -117,3 +119,11 @@ def followed_policy(module: Any) -> Policy | None:
     """Return the policy of the training that `module` belongs to, as a model or an inner module; else None."""
     state = module.__dict__.get("_amp")  # not `vars(module)`, which Dynamo of torch 2.6 cannot trace
     return None if state is None else state.policy
+
+
+def cast_mixed_calls(module: Any, method: str) -> bool:
+    """Cast calls of several floating types in a method of a training's model as at O1; return False if they are."""
+    mixing: set[str] = module.__dict__["_amp"].mixing
+    known = method in mixing
+    mixing.add(method)
+    return not known

@@ -14,6 +14,7 @@ from amp_patch.model.state import followed_policy, running
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import fsdp
 from amp_patch.support.compiled import wraps
+from amp_patch.support.generated_class import key_of
 from amp_patch.support.scripts_line import frames_of, raised_at
 
 # oneDNN's error names no types. Without the last pattern, the error of a recurrent network in BF16 with an FP32 state
@@ -184,8 +185,8 @@ def _refuse_integers(model: nn.Module, error: RuntimeError | KeyError) -> None:
 
 
 # If user code calls a method of a cast model directly and torch raises an error about types, each subscriber is called
-# with the model and the method's name. If one returns True, it has made the method cast its inputs: it is called again.
-method_subscribers: list[Callable[[nn.Module, str], bool]] = []
+# with the model, the method's name and the error. If one returns True, the method casts more, and is called again.
+method_subscribers: list[Callable[[nn.Module, str, RuntimeError], bool]] = []
 
 
 def is_about_types(error: RuntimeError | KeyError) -> bool:
@@ -224,8 +225,10 @@ def advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_integers(self, error)
             if not is_about_types(error):
                 raise
-            if any(subscriber(self, name) for subscriber in tuple(method_subscribers)):
+            if any(subscriber(self, name, error) for subscriber in tuple(method_subscribers)):
                 return getattr(self, name)(*args, **kwargs)
+            if name in key_of(self):
+                raise
             raise RuntimeError(
                 f"{error}\n{type(self).__name__}.{name}() was called directly, so its inputs were not cast to "
                 f"{policy.cast_model_type} as those of forward() are; name it: initialize(..., methods=({name!r},))"

@@ -3,7 +3,7 @@
 This happens if a script calls a method of a cast model directly (`model.decode(z)`), or a module inside the model, or
 if a forward creates FP32 tensors (time embeddings, masks, positions). The first such call raises an error about types.
 It is then made again with casts, and later calls are cast from the start:
-- a method is cast as one of `initialize(methods=...)`;
+- a method is cast as one of `initialize(methods=...)`; if it fails again, its mixed calls are cast as at O1;
 - a module inside the model becomes a model too;
 - a forward that creates FP32 tensors has its mixed calls cast as at O1.
 
@@ -22,8 +22,10 @@ from torch import nn
 
 from amp_patch.casts.mixed_operands import MixedOperands
 from amp_patch.model.forward import cast_method, policy_of
-from amp_patch.model.state import running
+from amp_patch.model.state import cast_mixed_calls, running
 from amp_patch.model.type_errors import advising, is_about_types, method_subscribers
+from amp_patch.policy import Policy
+from amp_patch.support.generated_class import key_of
 from amp_patch.support.patches import Patches
 from amp_patch.support.random_states import random_states, restore_random_states
 from amp_patch.support.scripts_line import frames, raised_at
@@ -62,12 +64,20 @@ class CalledAlone:
         """Return the names of the methods of these models that needed casts, for `initialize(methods=...)`."""
         return tuple(dict.fromkeys(name for model in models for name in self._methods.get(model, ())))
 
-    def _method(self, model: nn.Module, name: str) -> bool:
+    def _method(self, model: nn.Module, name: str, error: RuntimeError) -> bool:
         if all(each is not model for each in self._models()):
             return False
+        if name in key_of(model):  # type: ignore[arg-type]
+            if mixes := cast_mixed_calls(model, name):
+                self._say_mixed(f"{name}()", policy_of(model), error)
+            return mixes
         self._methods[model] = (*self._methods.get(model, ()), name)
         cast_method(model, name)
         return True
+
+    def _say_mixed(self, what: str, policy: Policy | None, error: RuntimeError) -> None:
+        place = f"{what} mixes FP32 with {None if policy is None else policy.cast_model_type}{raised_at(error)}"
+        self._say(f"{place}: functions that receive both are cast as at O1")
 
     def call(self, module: nn.Module, model: nn.Module, call: Callable[[], Any]) -> Any:
         """Run `call`, an outermost call of `module`; if it fails on types that casts can mend, run it again with casts.
@@ -126,8 +136,5 @@ class CalledAlone:
         if policy is None or policy.cast_model_type is None or model in self._mixing or not is_about_types(error):
             return False
         self._mixing.add(model)
-        self._say(
-            f"a forward mixes FP32 with {policy.cast_model_type}{raised_at(error)}: functions that receive both are "
-            "cast as at O1"
-        )
+        self._say_mixed("a forward", policy, error)
         return True

@@ -249,6 +249,46 @@ def test_tensors_that_forward_makes_are_cast_at_low_weights(level: str, capsys: 
         assert script.notes == told == []
 
 
+EXPLAINED = """
+    loss = loss + net.explain(x, t).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+with torch.no_grad():
+    losses += [net.explain(x, t).sum(), net.explain(x, t).float().std()]
+"""
+
+
+def with_method(script: str, explain: str) -> str:
+    """`script`, whose model gets the method `explain`: the forward of the script `explain`."""
+    body = explain[explain.index("    def forward") : explain.index("torch.manual_seed")]
+    with_it = script.replace("    def forward", body.replace("def forward", "def explain") + "    def forward", 1)
+    return with_it.replace("    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n", "") + EXPLAINED
+
+
+@pytest.mark.parametrize("named", ["", "explain"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_tensors_that_another_method_makes_are_cast_at_low_weights(level: str, named: str, monkeypatch) -> None:
+    """TabNet's `forward_masks`, which a script calls after the training."""
+    if named:
+        monkeypatch.setenv("AMP_PATCH_METHODS", named)
+    script = UneditedScript(level)
+    with script:
+        found = run_source(with_method(BY_HAND, MADE))
+    wanted = run(with_method(BY_HAND, BY_HAND), level)
+    assert torch.equal(torch.stack(found["losses"]), torch.stack(wanted["losses"]))
+    mixing = level in ("O2", "O3", "O5")
+    assert [note[:24] for note in script.notes] == ["explain() mixes FP32 wit"] * mixing
+    assert not mixing or "train.py, line 15" in script.notes[0]
+
+
+@pytest.mark.parametrize("methods", [(), ("explain",)])
+def test_another_method_of_an_edited_script_gets_an_error_with_a_way_out(methods: tuple[str, ...]) -> None:
+    lines = f"net, optimizer = amp.initialize(net, optimizer, opt_level='O5', methods={methods})\nfor step in range(3):"
+    with pytest.raises(RuntimeError, match="keep_fp32" if methods else r"methods=\('explain',\)"):
+        run_source(with_method(BY_HAND, MADE).replace("for step in range(3):", lines), amp=amp)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_forward_that_is_made_again_draws_the_numbers_of_the_first_time(level: str) -> None:
     draws = "import random\nimport numpy" + MADE.replace(
