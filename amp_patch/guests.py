@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from amp_patch.around import captured, ddp, fsdp, wrappers, zero_redundancy
+from amp_patch.around import captured, ddp, fsdp, named_states, wrappers, zero_redundancy
 from amp_patch.around.shared_backward import SharedBackward
 from amp_patch.policy import SPLIT, STOCHASTIC
 from amp_patch.storage import coded_steps, compressed_states, rounded_shards
@@ -42,6 +42,12 @@ def enter() -> None:
         rounded_shards.check,
     ]
     joints.check_group += [zero_redundancy.check_group, rounded_shards.check_group]
-    joints.enter_optimizer += [compressed_states.enter, coded_steps.enter, rounded_shards.enter, thawed.watch]
+    joints.enter_optimizer += [
+        compressed_states.enter,
+        coded_steps.enter,
+        rounded_shards.enter,
+        thawed.watch,
+        named_states.enter,
+    ]
     joints.group_added += [thawed.watch]
     joints.leave_optimizer += [coded_steps.make_whole]

@@ -394,8 +394,8 @@ def load(param: Tensor, link: Link, value: Tensor) -> None:
     """
     form = form_of(link.master)
     if form is not None and not form.is_exact:
+        param.copy_(value)  # first: `value` may share the memory of an open master, which is joined anew below
         closed_master.drop_joined([link.master])
-        param.copy_(value)
         link.version.save()
         return
     link.master.copy_(value)

@@ -196,6 +196,18 @@ def test_a_checkpoint_that_has_the_model_s_own_tensors(level):
     assert same(all_of(model, optimizer), before)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5", "O5, split", "O5, stochastic"])
+def test_a_checkpoint_of_the_model_s_own_tensors_that_were_written(level):
+    model, optimizer = rows(
+        64, {**LEVELS, "O5, stochastic": {"opt_level": "O5", "master_weights": "stochastic"}}[level]
+    )
+    state = model.state_dict()
+    for value in state.values():
+        value.fill_(1.5)
+    model.load_state_dict(state)
+    assert all((tensor == 1.5).all() for tensor in [*all_of(model, optimizer), *state.values()])
+
+
 def test_a_child_s_load_state_dict_sets_the_high_halves():
     model, optimizer = rows(2**16, SPLIT)
     value = every_low_half()[5 * 2**16 : 6 * 2**16]
