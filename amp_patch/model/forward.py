@@ -17,7 +17,7 @@ from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, 
 from amp_patch.model import buffers, copies, first_inputs, incoming, rounded_saves
 from amp_patch.model.keep_fp32 import forbid_fast_path
 from amp_patch.model.state import ModelState, followed_policy, running, untouched
-from amp_patch.model.tensors import before_load, cast, load_masters, reflatten, refuse_changed, uncast, was_changed
+from amp_patch.model.tensors import cast, load_masters, reflatten, refuse_changed, uncast, was_changed
 from amp_patch.model.type_errors import advising, explain_types, refuse_another_type
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 from amp_patch.support import fsdp, generated_class, tree
@@ -102,8 +102,6 @@ class AmpModel(Generated):
                 "masters hold; use assign=False (torch's default), or load before initialize()"
             )
         module: nn.Module = self  # type: ignore[assignment]
-        for listener in before_load:
-            listener(module)
         hook = module.register_load_state_dict_pre_hook(load_masters)  # last: users' hooks may rename keys
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]

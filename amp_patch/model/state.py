@@ -42,6 +42,7 @@ class ModelState:
         low_buffers: names of buffers that were low precision before `initialize`.
         on_demand: whether `state_dict()` makes the masters, because no optimizer trains the model.
         links: finds masters of the model that were written and not yet copied back into their weights.
+        forms: the training's `Rounding` of stochastic masters, which knows the positions of the model's parameters.
         fast_path_off: whether torch's fused encoder layers are disabled, because some of their modules stay FP32.
         sharded: whether the model went through `fully_shard` before `initialize`.
         handles: handles of hooks on FSDP modules inside the model.
@@ -65,6 +66,7 @@ class ModelState:
     low_buffers: frozenset[str] = frozenset()
     on_demand: bool = False
     links: ModelLinks = field(default_factory=ModelLinks)
+    forms: tuple[Any, ...] = ()
     fast_path_off: bool = False
     sharded: bool = False
     handles: list[Any] = field(default_factory=list)
@@ -93,6 +95,7 @@ class ModelState:
         if model is not None:
             known = [(param, incoming.type_of(param)) for param in model.parameters()]
             state["came"] = [(param, dtype) for param, dtype in known if dtype is not None]
+            state["places"] = [form.places(model.parameters()) for form in self.forms]
         if model is not None and self.policy.cast_model_type is not None:
             types, state["weights"] = copies.low_weights(model, self.on_demand)
             state["wide"] = {**self.wide, **types}
@@ -102,6 +105,8 @@ class ModelState:
         copies.widen(state.pop("weights", ()), state["wide"])
         for param, dtype in state.pop("came", ()):
             incoming.note_type(param, dtype)
+        for form, places in zip(state.get("forms", ()), state.pop("places", ()), strict=False):
+            form.place(places)
         vars(self).update(state, links=ModelLinks(), calls=copies.Calls(), modules=weakref.WeakSet())
         emulate(self.policy)  # an unpickled model may be in a new process
         if self.policy.makes_low_tensors:

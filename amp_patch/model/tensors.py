@@ -248,6 +248,8 @@ def load_masters(model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> Non
     copy the loaded value, rounded to nearest even, over the weight that this function has written. A split master
     rounds ties the other way, and stores the rest of the value in its low half.
     """
+    for listener in before_load:
+        listener(model)
     for name, param in model.named_parameters(remove_duplicate=False):
         value, link = state_dict.get(prefix + name), link_of(param)
         if link is None or value is param or not isinstance(value, Tensor) or value.shape != param.shape:

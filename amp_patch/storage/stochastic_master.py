@@ -44,19 +44,31 @@ class Rounding(Form):
     """
 
     is_exact = False
+    _next = 0  # the number of the next master without a position; a default for older pickles
 
     def __init__(self) -> None:
         self.seed = 0
         self._masters: dict[int, weakref.ref[ClosedMaster]] = {}  # by the number of the master
-        self._positions: dict[int, int] = {}  # id(parameter) -> position; empty in a copy
+        self._positions: dict[int, int] = {}  # id(parameter) -> position
         self._later: dict[int, int] = {}  # number of a master to be made -> its loaded count of steps
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"seed": self.seed, "_masters": {}, "_positions": {}, "_later": {**self._later, **self._steps()}}
+        # A copied model has its parameters' positions, and calls `place`.
+        fresh = {"_masters": {}, "_positions": {}, "_later": {**self._later, **self._steps()}}
+        return {**vars(self), **fresh}
 
     def number(self, params: Iterable[Tensor]) -> None:
         """Number the masters of `params` from 0, in this order. Masters of other parameters get the next numbers."""
-        self._positions = {id(param): position for position, param in enumerate(params)}
+        self.place((param, position) for position, param in enumerate(params))
+        self._next = len(self._positions)
+
+    def places(self, params: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+        """Return the `params` that have a position, with their positions."""
+        return [(param, self._positions[id(param)]) for param in params if id(param) in self._positions]
+
+    def place(self, places: Iterable[tuple[Tensor, int]]) -> None:
+        """Give copied parameters the positions that `places` has returned for the originals."""
+        self._positions.update({id(param): position for param, position in places})
 
     def note_part(self, part: Tensor, whole: Tensor) -> None:
         if (position := self._positions.get(id(whole))) is not None:
@@ -65,7 +77,7 @@ class Rounding(Form):
     def _number_of(self, param: Tensor) -> int:
         number = self._positions.get(id(param))
         if number is None or ((ref := self._masters.get(number)) is not None and ref() is not None):
-            number = max(*self._positions.values(), *self._masters, -1, -1) + 1
+            number = self._next
         return number
 
     def _alive(self) -> dict[int, ClosedMaster]:
@@ -89,7 +101,8 @@ class Rounding(Form):
         if master.draw is None:  # a copied master keeps the original's draw
             number = self._number_of(param)
             master.draw = number << _NUMBER | self._later.pop(number, 0)
-        self._masters[master.draw >> _NUMBER] = weakref.ref(master)
+        number = master.draw >> _NUMBER
+        self._masters[number], self._next = weakref.ref(master), max(self._next, number + 1)
         master.edits = 0
 
     def read(self, masters: list[tuple[Tensor, ClosedMaster, Tensor]]) -> None:

@@ -223,7 +223,8 @@ def enter(
     about_to_be_cast = {id(p) for p in params}
     owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
     everything = {id(p): p for model in models for p in model.parameters()}
-    for form in training.scalers[0].beside.values():
+    forms = tuple(training.scalers[0].beside.values())
+    for form in forms:
         form.number(everything.values())
     unowned: list[Tensor] = [p for key, p in everything.items() if key not in owned and p.requires_grad]
     sharded = [(module, {id(p) for p in module.parameters()}) for module in fsdp.fsdp_modules(models)]
@@ -250,6 +251,8 @@ def enter(
         untouched.enter_training(models, policy, methods)
     else:
         model_forward.enter_training(models, kept, policy, methods, on_demand=not targets)
+        for model in models:
+            vars(model)["_amp"].forms = forms
     if policy.cast_model_type is not None:
         model_tensors.cast(params, policy.cast_model_type)
         for target in targets:
