@@ -1,89 +1,149 @@
-"""Checks of the inputs of a cast model's first forwards: an error or a warning for inputs that the cast would ruin.
+"""Checks of the inputs of a cast model's first calls: an error or a warning for inputs that the cast would ruin.
 
 A cast changes a number by at most half the distance to the next number of the type, which training tolerates. It ruins
-two kinds of inputs. A finite number beyond the type's largest becomes infinite. A time or an index becomes a different
-time or index.
+three kinds of inputs. A finite number beyond the type's largest becomes infinite. A time or an index becomes another
+one. A feature whose values differ by less than that distance becomes constant.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amp_patch.model.rounded_features import edges_of, most_rounded
 from amp_patch.model.state import ModelState
 from amp_patch.model.tables import warn_of_tables
 from amp_patch.policy import Policy
 from amp_patch.support.device_sync import is_capturing
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.interrupts import hold_sigint, whole
-from amp_patch.support.scripts_line import stacklevel
+from amp_patch.support.scripts_line import frames, stacklevel
 from amp_patch.support.tree import map_tensors, tensors
 
 # The position and name of an argument, its name for messages, and a tensor in it.
 _Given = tuple[tuple[int | str, ...], str, Tensor]
 
+_LOOKS = 3  # calls of each kind that are looked at
 _TABLES = "tables of the model"  # in `ModelState.told`, beside names of arguments: tables were warned about
 _MASKED = -1e8  # a number up to this belongs to an additive mask
 _IMAGE_DIMS = 4  # whole numbers in a tensor of 4 or more dimensions are pixel values, which rounding does not harm
 _SAME_WEIGHTS = {"O2": "O1", "O3": "O1", "O5": "O4", "O7": "O6"}  # levels that cast no inputs of the model
 
 
+class Told(NamedTuple):
+    """A warning about the input `x`, and the words for it in `ModelState.told`."""
+
+    x: Tensor
+    argument: str
+    text: str
+
+
 @whole  # without this, Ctrl-C at an exit of torch's `no_grad` would leave gradients off
-def look(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], own: ModelState) -> None:
-    """Check the inputs of a call of `model`, one of the first three in training mode or in eval mode.
+def look(
+    model: nn.Module, call: tuple[str, bool, bool], args: tuple[Any, ...], kwargs: dict[str, Any], own: ModelState
+) -> list[Told]:
+    """Check the inputs of a call of `model`, one of the first three of its kind.
 
     If the cast makes a finite number of a floating input infinite, raise ValueError, unless the input is an additive
     mask. The argument of a mask is recorded in `own.masks`: in this call and all later calls, `saturated` keeps the
-    mask's numbers finite. If the cast changes whole numbers, warn once for each argument. If the cast has rounded a
-    table of frequencies, warn once for the model (`warn_of_tables`).
+    mask's numbers finite. If the cast changes times or whole numbers, or removes the variation of a feature
+    (rounded_features.py), return a warning, one for each argument. If the cast has rounded a table of frequencies,
+    warn once for the model (`warn_of_tables`).
 
     Each input is read once. On a GPU the check syncs once, and again for each input with a number beyond the range in
-    which the type has all whole numbers, and for each buffer that the cast has rounded. Calls during the capture of a
-    CUDA graph, compiled forwards, sharded models, subclasses of Tensor, and tensors without readable values (meta,
-    fake, inside of `vmap`) are not checked.
+    which the type has all whole numbers or with a narrow feature, and for each buffer that the cast has rounded. Calls
+    during the capture of a CUDA graph, compiled forwards, sharded models, subclasses of Tensor, and tensors without
+    readable values (meta, fake, nested, inside of `vmap`) are not checked. Calls in which a pipeline finds out shapes
+    have arbitrary numbers: they are not checked, and are not among the first three.
 
     Args:
-        method: the name of the method of `model` that is called with `args` and `kwargs`.
+        call: the kind of the call: the method's name, the model's mode, and whether gradients are on. (Rollouts without
+            gradients often have one row, which tells nothing about the batches of the training.)
 
     Raises:
         ValueError: a finite number becomes infinite, and its tensor is not a mask.
     """
-    own.looks[model.training] = max(own.looks[model.training] - 1, 0)  # replicas of DataParallel share the list
+    if _finds_shapes():
+        return []
+    method = call[0]
+    own.looks[call] = max(own.looks.get(call, _LOOKS) - 1, 0)  # replicas of DataParallel share the dict
     low = own.policy.cast_model_type
     if low is None or own.sharded or is_capturing() or torch.jit.is_tracing():
-        return
+        return []
     hold_sigint()  # the first region of a training does, and is entered after this
     with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
         given = [each for each in _arguments(model, method, args, kwargs) if _is_readable(each[2])]
-        _look_at_numbers(f"{base_class(model).__name__}.{method}", given, low, own)
+        found = _look_at_numbers(method, f"{base_class(model).__name__}.{method}", given, low, own)
         if _TABLES not in own.told and warn_of_tables(model, [x for _, _, x in given]):
             own.told.add(_TABLES)
+    return found
 
 
-def _look_at_numbers(where: str, given: list[_Given], low: torch.dtype, own: ModelState) -> None:
-    found = [each for each in given if each[2].is_floating_point() and each[2].dtype is not low]
+def tell(found: list[Told], own: ModelState, inputs: tuple[tuple[Tensor, Any], ...]) -> None:
+    """Give the warnings that `look` returned, except about inputs that a module in FP32 has received unrounded.
+
+    Args:
+        inputs: the call's `running.inputs`.
+    """
+    taken = [given.value for _, given in inputs if given.taken]
+    for each in found:
+        if each.argument not in own.told and all(each.x is not x for x in taken):
+            own.told.add(each.argument)
+            warnings.warn(each.text, stacklevel=stacklevel())
+
+
+def _finds_shapes() -> bool:
+    """Tell whether torch.distributed.pipelining runs this call on unwritten memory, to find out shapes."""
+    pipelines = "torch.distributed.pipelining"
+    return f"{pipelines}.stage" in sys.modules and any(
+        "infer" in frame.f_code.co_name and frame.f_globals.get("__name__", "").startswith(pipelines)
+        for frame in frames()
+    )
+
+
+def _look_at_numbers(method: str, where: str, given: list[_Given], low: torch.dtype, own: ModelState) -> list[Told]:
+    edges = []
+    found = []
+    for each in given:
+        if each[2].is_floating_point() and each[2].dtype is not low:
+            try:
+                edges.append(edges_of(each[2], low))
+            except NotImplementedError:  # torch has no minimum for this type or layout
+                continue
+            found.append(each)
     if not found:
-        return
+        return []
     most = 2 / torch.finfo(low).eps  # all whole numbers up to here are numbers of the type
-    device = found[0][2].device
-    edges = torch.stack([torch.stack(torch.aminmax(x)).float().to(device) for _, _, x in found]).tolist()
-    for (keys, name, x), (lowest, highest) in zip(found, edges, strict=True):
-        if -most <= lowest and highest <= most:
-            continue
-        lost, rest = _lost_and_rest(x, low)
-        if _belong_to_mask(lost, rest):
-            own.masks.update(keys)
-            continue
-        argument = f"{where}: argument {name}"
-        _refuse_infinite(argument, lost, low, own.policy)
-        if name not in own.told and _warn_of_whole_numbers(argument, x, low, own.policy):
-            own.told.add(name)
+    device = edges[0].device
+    told = []
+    for (keys, name, x), (lowest, highest, narrow) in zip(
+        found, torch.stack([each.to(device) for each in edges]).tolist(), strict=True
+    ):
+        argument, beyond = f"{where}: argument {name}", not -most <= lowest <= highest <= most
+        text = None
+        if beyond:
+            lost, rest = _lost_and_rest(x, low)
+            if _belong_to_mask(lost, rest):
+                own.masks.setdefault(method, set()).update(keys)
+                continue
+            text = _infinite(argument, lost, low, own.policy)
+            if text is not None and not own.takes_infinite:
+                raise ValueError(text)
+            text = text or _changed_whole_numbers(argument, x, low, own.policy)
+        if text is None and narrow:
+            text = _removed_variation(argument, x, low, own.policy)
+        if text is None and beyond:
+            text = _changed_times(argument, x, low, own.policy)
+        if text is not None:
+            told.append(Told(x, argument, text))
+    return told
 
 
 def _arguments(model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Given]:
@@ -106,6 +166,7 @@ def _is_readable(x: Tensor) -> bool:
         type(x) in (Tensor, nn.Parameter)
         and (x.dtype.itemsize > 1 or not x.is_floating_point())  # torch compares no FP8 numbers
         and x.layout is torch.strided
+        and not x.is_nested
         and not x.is_meta
         and x.numel() > 0
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -135,39 +196,81 @@ def _lost_and_rest(x: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor]:
     return x[finite & infinite], x[finite & ~infinite]
 
 
-def _refuse_infinite(where: str, lost: Tensor, low: torch.dtype, policy: Policy) -> None:
-    if lost.numel():
-        way = "choose opt_level='O5', whose torch.bfloat16 has FP32's range"
-        if low is torch.bfloat16:
-            way = f"choose opt_level={_level_without_cast(policy)!r}, which casts no inputs of the model"
-        raise ValueError(
-            f"{where} holds {lost[lost.abs().argmax()].item():g}, which {low} cannot hold ({torch.finfo(low).max:g} at "
-            f"most), and opt_level {policy.opt_level!r} casts it to that: scale it down before the model, pass a mask "
-            f"as torch.bool, or {way}"
-        )
+def _infinite(where: str, lost: Tensor, low: torch.dtype, policy: Policy) -> str | None:
+    """Return the text about `lost`, finite numbers that become infinite; None if there are none."""
+    if not lost.numel():
+        return None
+    way = "choose opt_level='O5', whose torch.bfloat16 has FP32's range"
+    if low is torch.bfloat16:
+        way = f"choose opt_level={_level_without_cast(policy)!r}, which casts no inputs of the model"
+    return (
+        f"{where} holds {lost[lost.abs().argmax()].item():g}, which {low} cannot hold ({torch.finfo(low).max:g} at "
+        f"most), and opt_level {policy.opt_level!r} casts it to that: scale it down before the model, pass a mask "
+        f"as torch.bool, or {way}"
+    )
 
 
-def _warn_of_whole_numbers(where: str, x: Tensor, low: torch.dtype, policy: Policy) -> bool:
-    """Warn if all finite numbers of `x` are whole, and `low` changes a positive one. Return whether this has warned.
+def _changed_whole_numbers(where: str, x: Tensor, low: torch.dtype, policy: Policy) -> str | None:
+    """Return a warning if all finite numbers of `x` are whole, and `low` changes a positive one; else None.
 
     Negative numbers may belong to a mask.
     """
-    if x.dim() >= _IMAGE_DIMS:
-        return False
+    if x.dim() >= _IMAGE_DIMS and not _is_one_each(x):
+        return None
     x = x[x.isfinite()]
     # Every floating number beyond 1 / eps is whole, so there a whole number need not be a time or an index.
     changed = x[(x.to(low).to(x.dtype) != x) & (x > 0) & (x < 1 / torch.finfo(x.dtype).eps)]
     if not changed.numel() or not torch.equal(x, x.round()):
-        return False
-    number = changed[0]
-    warnings.warn(
-        f"{where} has whole numbers alone, and {low}, to which opt_level {policy.opt_level!r} casts them, changes some "
-        f"({number.item():.15g} becomes {number.to(low).item():g}): if they are times, positions, indices or ids, pass "
-        f"them as torch.int64, which no level casts, or choose opt_level={_level_without_cast(policy)!r}, which casts "
-        "no inputs of the model",
-        stacklevel=stacklevel(),
+        return None
+    return _changed(f"{where} has whole numbers alone", changed[0], low, policy, integers=True)
+
+
+def _changed_times(where: str, x: Tensor, low: torch.dtype, policy: Policy) -> str | None:
+    """Return a warning if `x` has one number a sample, as times do, and `low` changes one by more than 0.5; else None.
+
+    A sinusoid of frequency 1 is off by so many radians. Negative numbers are no times. Numbers of which the largest is
+    more than 4 times the mean are a feature of a wide range, where a model reacts to ratios.
+    """
+    if not _is_one_each(x):
+        return None
+    x = x[x.isfinite()].float()
+    off = (x.to(low).float() - x).abs()
+    if not bool((off > 0.5).any() & (x >= 0).all()) or bool(x.max() > 4 * x.mean()):
+        return None
+    return _changed(f"{where} has one number a sample", x[off.argmax()], low, policy, integers=False)
+
+
+def _is_one_each(x: Tensor) -> bool:
+    return x.numel() == (x.shape[0] if x.dim() else 1)
+
+
+def _changed(has: str, number: Tensor, low: torch.dtype, policy: Policy, *, integers: bool) -> str:
+    given = f"{number.item():.{15 if integers else 7}g}"
+    return (
+        f"{has}, and {low}, to which opt_level {policy.opt_level!r} casts them, changes some "
+        f"({given} becomes {number.to(low).item():.15g}): if they are times, positions, "
+        f"indices or ids, {'pass them as torch.int64, which no level casts, ' if integers else ''}{_way_out(policy)}"
     )
-    return True
+
+
+def _removed_variation(where: str, x: Tensor, low: torch.dtype, policy: Policy) -> str | None:
+    """Return a warning if rounding to `low` removes the variation of a feature of `x`; else None."""
+    worst = most_rounded(x, low)
+    if worst is None:
+        return None
+    feature = "all its numbers" if worst.axis is None else f"its feature {worst.feature} (of dimension {worst.axis})"
+    return (
+        f"{where}: {low}, to which opt_level {policy.opt_level!r} casts it, removes {worst.removed:.0%} of the "
+        f"variance of {feature}, from {worst.lowest:.7g} to {worst.highest:.7g}, where that type has steps of "
+        f"{worst.step:g}: subtract the mean before the model, {_way_out(policy)}"
+    )
+
+
+def _way_out(policy: Policy) -> str:
+    return (
+        "name the module that receives it in keep_fp32=, which then gets it unrounded, or choose "
+        f"opt_level={_level_without_cast(policy)!r}, which casts no inputs of the model"
+    )
 
 
 def _level_without_cast(policy: Policy) -> str:
@@ -180,7 +283,7 @@ def saturated(
     """Return (args, kwargs) of a call, where the floating tensors of masks are cast to `low` by `saturate`.
 
     Args:
-        masks: the positions and names of the arguments that are masks (`ModelState.masks`).
+        masks: the positions and names of the arguments that are masks.
     """
 
     def one(x: Tensor) -> Tensor:

@@ -16,18 +16,24 @@ from amp_patch.casts import state as casts_state
 from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, links_of, master_of, settle
 from amp_patch.model import buffers, copies, first_inputs, incoming, rounded_saves
 from amp_patch.model.keep_fp32 import forbid_fast_path
+from amp_patch.model.kept_module import (
+    InnerModule,
+    KeptModule,
+    in_backward,
+    low_precision_of,
+    pairs_of,
+    serve_batch_norms,
+)
 from amp_patch.model.state import ModelState, followed_policy, running, untouched
 from amp_patch.model.tensors import cast, load_masters, reflatten, refuse_changed, uncast, was_changed
 from amp_patch.model.type_errors import advising, explain_types, refuse_another_type
-from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
+from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import fsdp, generated_class, tree
 from amp_patch.support.compiled import may_trace_next, wraps
 from amp_patch.support.forward_hook import NoHook
 from amp_patch.support.generated_class import Generated
 from amp_patch.support.patches import Attempts
 from amp_patch.support.quantized import is_quantized
-
-_NO_CASTS = OPT_LEVELS["O0"]
 
 
 class AmpModel(Generated):
@@ -131,34 +137,6 @@ class AmpModel(Generated):
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
 
-class InnerModule(Generated):
-    """Base of `KeptModule` and `HighModule`: modules inside a model that run under another policy than the model."""
-
-
-class KeptModule(InnerModule):
-    """The `forward` of a module that stays FP32: inputs become FP32; in a cast model outputs get the inputs' type."""
-
-    @classmethod
-    def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        @wraps(base.forward)  # type: ignore[attr-defined]
-        def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
-            forward, policy = self._amp_base.forward, followed_policy(self)
-            if policy is None:
-                return forward(self, *args, **kwargs)
-            came = None
-            if policy.cast_model_type is not None:  # a cast model's next layer takes only that type; at O1 it takes any
-                inside = running.policy is not None or in_backward()
-                came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if inside else None)
-            args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
-            # At O0 nothing is cast, and the script's own torch.autocast must act in modules of `keep_fp32` too.
-            disables_torch_autocast = policy.patch_torch_functions or policy.cast_model_type is not None
-            with regions.region(_NO_CASTS, disables_torch_autocast):
-                output = forward(self, *args, **kwargs)
-            return output if came is None else tree.cast_floats(output, came, (torch.float32,))
-
-        return {"forward": kept}
-
-
 def cast_buffers(models: Iterable[nn.Module], owned: list[buffers.Owned], dtype: torch.dtype) -> None:
     """Cast the buffers of models in place. Each model then checks whether training writes into its buffers."""
     buffers.cast(owned, dtype)
@@ -177,7 +155,13 @@ def low_buffers_of(model: nn.Module) -> frozenset[str]:
 
 
 def enter_training(
-    models: list[nn.Module], kept: list[nn.Module], policy: Policy, methods: tuple[str, ...], on_demand: bool
+    models: list[nn.Module],
+    kept: list[nn.Module],
+    policy: Policy,
+    methods: tuple[str, ...],
+    *,
+    on_demand: bool,
+    takes_infinite: bool,
 ) -> None:
     """Give the models, and the modules inside them that stay FP32, their generated classes and the policy."""
     for model in models:
@@ -195,12 +179,15 @@ def enter_training(
     fused = policy.cast_model_type is not None and any(id(m) in stay for layer in layers for m in layer.modules())
     if fused:
         forbid_fast_path()
+    keeps = any(isinstance(module, KeptModule) for module in kept)
     for model in models:
         if isinstance(model, KeptModule):
             continue  # this model is inside another one of the list, whose `keep_fp32` names it
         for handle in vars(model)["_amp"].handles if isinstance(model, AmpModel) and "_amp" in vars(model) else ():
             handle.remove()  # the hook is from an earlier training
-        state = ModelState(policy, low_buffers_of(model), on_demand, fast_path_off=fused)
+        state = ModelState(
+            policy, low_buffers_of(model), on_demand, fast_path_off=fused, keeps=keeps, takes_infinite=takes_infinite
+        )
         state.sharded = fsdp.is_fsdp(model)
         state.owner, state.modules = weakref.ref(model), weakref.WeakSet(model.modules())
         if policy.patch_torch_functions:
@@ -344,7 +331,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
 
     @wraps(getattr(base, name))
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
-        method, own = getattr(self._amp_base, name), self.__dict__.get("_amp")
+        method, own, told = getattr(self._amp_base, name), self.__dict__.get("_amp"), []
         if own is None:
             return method(self, *args, **kwargs)
         policy, compiling = own.policy, is_dynamo_compiling()
@@ -356,7 +343,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         if own.wide:
             method = copies.on_casts(method, own.wide, own.calls)
         outer = running.policy
-        if outer is policy or (low is not None and in_backward() and _low_precision_of((args, kwargs)) is low):
+        if outer is policy or (low is not None and in_backward() and low_precision_of((args, kwargs)) is low):
             return method(self, *args, **kwargs)  # a nested call, or a recomputation: the inputs are cast already
         if not compiling:
             # A compiled forward does not copy written masters back into weights; the next step does. DataParallel's
@@ -365,27 +352,33 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
                 own.links.publish_written(self)
             if own.region is None or own.region.policy is not policy:
                 own.region = regions.region(policy)
-            if low is not None and own.looks[self.training] and not may_trace_next():
-                first_inputs.look(self, name, args, kwargs, own)
+            call = name, self.training, torch.is_grad_enabled()
+            if low is not None and own.looks.get(call, 1) and not may_trace_next():
+                told = first_inputs.look(self, call, args, kwargs, own)
+                serve_batch_norms(self, own, (args, kwargs))
         if own.local is not own.no_sync and torch.is_grad_enabled() and (low is not None or policy.checks_gradients):
             own.local = own.no_sync
         written = own.written_buffers
         if written is not None and (compiling or not self.training or not torch.is_grad_enabled()):
             written = None
         before = [] if written is None else written.before()
-        edits = None
+        edits, inputs, outer_inputs = None, (args, kwargs), running.inputs
         running.policy = policy
         try:
             with regions.region(policy) if compiling else own.region:
                 if low is not None:
-                    args, kwargs, edits = _cast_in(args, kwargs, low, own.masks)
+                    args, kwargs, edits = _cast_in(args, kwargs, low, own.masks.get(name))
+                    if own.keeps:
+                        running.inputs = pairs_of(inputs, (args, kwargs))
                 output = method(self, *args, **kwargs)
         except (RuntimeError, KeyError) as error:  # a function with a table of types raises KeyError
             if outer is None and not compiling:
                 explain_types(self, policy, error, KeptModule)
             raise
         finally:
-            running.policy = outer
+            taken, running.inputs, running.policy = running.inputs, outer_inputs, outer
+        if told:
+            first_inputs.tell(told, own, taken)
         if written is not None and not written.after(before):
             own.written_buffers = None
         if edits is not None:
@@ -395,12 +388,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
     return entering
 
 
-def in_backward() -> bool:
-    """Tell whether autograd runs on this thread. A forward then is a recomputation of activation checkpointing."""
-    return not is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _cast_in(args: Any, kwargs: Any, low: torch.dtype, masks: set[int | str]) -> tuple[Any, Any, _Edits | None]:
+def _cast_in(args: Any, kwargs: Any, low: torch.dtype, masks: set[int | str] | None) -> tuple[Any, Any, _Edits | None]:
     """Return (args, kwargs, edits): arguments of forward cast to `low`, and an object for edits of dicts, if needed."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and not masks:
         return (tree.cast_floats(args[0], low),), kwargs, None
@@ -438,11 +426,3 @@ def _cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:
     # A model inside another training's model returns the outer model's type.
     dtype = torch.float32 if outer is None or outer.cast_model_type is None else outer.cast_model_type
     return tree.cast_floats(output, dtype, LOW_PRECISION)
-
-
-def _low_precision_of(value: Any) -> torch.dtype | None:
-    # A loop: Dynamo of torch 2.6 cannot trace `next` with a default.
-    for tensor in tree.tensors(value):
-        if tensor.dtype in LOW_PRECISION:
-            return tensor.dtype
-    return None

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp_patch.casts import low_bit, regions
-from amp_patch.model.forward import AmpModel, InnerModule, KeptModule, give
+from amp_patch.model.forward import AmpModel, give
 from amp_patch.model.keep_fp32 import KeepFP32, modules_matching
+from amp_patch.model.kept_module import InnerModule, KeptModule
 from amp_patch.model.state import ModelState
 from amp_patch.policy import Policy
 from amp_patch.support import fsdp

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_patch.casts import install, regions
 from amp_patch.casts.cpu_half import emulate
@@ -24,10 +24,15 @@ from amp_patch.policy import Policy
 
 
 class _Running(threading.local):
-    """The policy of the model whose forward runs on this thread; None if no such forward runs."""
+    """The policy of the model whose forward runs on this thread; None if no such forward runs.
 
-    def __init__(self) -> None:  # an attribute of the instance, for torch.compile's guards
+    Attributes:
+        inputs: the cast inputs of that forward, with their values from before (kept_module.py).
+    """
+
+    def __init__(self) -> None:  # attributes of the instance, for torch.compile's guards
         self.policy: Policy | None = None
+        self.inputs: tuple[tuple[Tensor, Any], ...] = ()
 
 
 running = _Running()
@@ -56,9 +61,11 @@ class ModelState:
         wide: for a copy, its FP32 weights by name, and the types that they are cast to during calls.
         calls: for a copy, the lock around its calls, and the weights that the running call has replaced by casts.
         region: the region around the model's forward; made at the first call, and again after a change of `policy`.
-        looks: the number of forwards whose inputs are still looked at (first_inputs.py), in eval and in training mode.
-        masks: positions and names of arguments of forward that were additive masks; their casts saturate.
-        told: names of arguments that a warning has named, and a word for tables.
+        keeps: whether modules inside the model stay FP32 and may receive its inputs.
+        takes_infinite: whether first inputs with a number that becomes infinite are warned about, in place of an error.
+        looks: the number of calls whose inputs are still looked at, by their kinds (first_inputs.py).
+        masks: by method, positions and names of arguments that were additive masks; their casts saturate.
+        told: methods' arguments that a warning has named, and a word for tables.
         mixing: names of methods in which functions that receive several floating types are cast as at O1.
     """
 
@@ -80,8 +87,10 @@ class ModelState:
     wide: dict[str, torch.dtype] = field(default_factory=dict)
     calls: copies.Calls = field(default_factory=copies.Calls)
     region: regions.region | None = None
-    looks: list[int] = field(default_factory=lambda: [3, 3])
-    masks: set[int | str] = field(default_factory=set)
+    keeps: bool = False
+    takes_infinite: bool = False
+    looks: dict[tuple[str, bool, bool], int] = field(default_factory=dict)
+    masks: dict[str, set[int | str]] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
     mixing: set[str] = field(default_factory=set)
 

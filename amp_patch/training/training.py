@@ -59,6 +59,8 @@ class Dialect:
         models_may_be_low_precision: whether models with float16 or bfloat16 parameters are accepted unchanged.
         takes_any_type: whether models with low-precision parameters are accepted and treated as FP32 models
             (`incoming.py`).
+        takes_infinite_inputs: whether a number of a model's first inputs that the cast makes infinite is warned about,
+            in place of an error (`first_inputs.py`). Apex's users expect the loss scale to fall then.
     """
 
     scaler: type[LossScaler] = LossScaler
@@ -66,6 +68,7 @@ class Dialect:
     optimizer: type[AmpOptimizer] = AmpOptimizer
     models_may_be_low_precision: bool = False
     takes_any_type: bool = True
+    takes_infinite_inputs: bool = False
 
 
 @dataclass
@@ -250,7 +253,10 @@ def enter(
     if policy.changes_nothing:
         untouched.enter_training(models, policy, methods)
     else:
-        model_forward.enter_training(models, kept, policy, methods, on_demand=not targets)
+        takes_infinite = training.dialect.takes_infinite_inputs
+        model_forward.enter_training(
+            models, kept, policy, methods, on_demand=not targets, takes_infinite=takes_infinite
+        )
         for model in models:
             vars(model)["_amp"].forms = forms
     if policy.cast_model_type is not None:

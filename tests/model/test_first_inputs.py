@@ -50,6 +50,19 @@ class Timed(nn.Module):
         return self.layer(x)
 
 
+class Echo(nn.Linear):
+    """A model that returns its input."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def forward(self, t: Tensor) -> Tensor:
+        return t
+
+    def encode(self, t: Tensor) -> Tensor:
+        return t
+
+
 def hidden() -> Tensor:
     """What a causal mask hides. In the second sequence it hides all of the first row."""
     mask = torch.ones(2, 4, 4, dtype=torch.bool).triu(1)
@@ -226,12 +239,42 @@ def test_a_time_that_changes_is_warned_about_once(level, number, becomes, device
     assert f"({number:g} becomes {becomes})" in str(caught[0].message) and "int64" in str(caught[0].message)
 
 
+@pytest.mark.parametrize(
+    ("level", "t", "becomes"),
+    [
+        ("O5", torch.tensor([937.2, 11.5]), "937.2 becomes 936"),
+        ("O5", torch.tensor(937.2), "937.2 becomes 936"),
+        ("O7", torch.tensor([[437.5], [261.2]]), "261.2 becomes 262"),
+        ("O5", torch.tensor([12.5, 937.2, 300.25]).reshape(3, 1, 1, 1), "937.2 becomes 936"),
+        ("O2", torch.tensor([5001.25, 0.5, 4000.0]), "5001.25 becomes 5000"),
+    ],
+)
+def test_times_with_fractions_are_warned_about_once(level, t, becomes):
+    model = amp.initialize(Echo(), opt_level=level)
+    with pytest.warns(UserWarning, match="argument 't' has one number a sample") as caught:
+        [model(t) for _ in range(3)]
+    assert len(caught) == 1 and becomes in str(caught[0].message) and "keep_fp32=" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize(
+    "t",
+    [
+        torch.rand(64, generator=torch.Generator().manual_seed(0)),
+        torch.rand(64, 1, generator=torch.Generator().manual_seed(0)) * 255,
+        torch.tensor([1.25, 3.5, 0.75, 12.0, 30.5, 2000.3]),  # a feature of a wide range
+        torch.tensor([-0.5, 700.3]),
+    ],
+)
+def test_other_numbers_of_samples_are_not_warned_about(level, t):
+    amp.initialize(Echo(), opt_level=level)(t)
+
+
 @pytest.mark.parametrize("level", CAST)
 @pytest.mark.parametrize(
     "t",
     [
         torch.tensor([937, 4095]),  # integers are not cast
-        torch.tensor([937.5, 937.0]),  # not whole alone
         torch.tensor([0.0, 255.0, -100.0, 256.0]),  # numbers of both types
         torch.tensor([1024.0, 2048.0]),
         torch.tensor([0.0, -10000.0]),  # a mask that FP16 holds and BF16 rounds
@@ -272,6 +315,109 @@ def test_levels_that_do_not_cast_inputs_say_nothing(level):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Variation
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_feature(feature: Tensor, axis: int = 1) -> Tensor:
+    """Seven features of noise, and behind them `feature`."""
+    shape = list(feature.unsqueeze(axis).shape)
+    shape[axis] = 7
+    return torch.cat([noise(*shape, seed=1), feature.unsqueeze(axis)], axis)
+
+
+def lost(x: Tensor, low: torch.dtype) -> float:
+    """The share of the variance of `x` that its rounded values do not explain, by a straight line through both."""
+    x, rounded = x.double().flatten(), x.to(low).double().flatten()
+    if bool((rounded == rounded[0]).all()):
+        return 1.0
+    return 1 - float(torch.corrcoef(torch.stack([x, rounded]))[0, 1]) ** 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O5", "O7"])
+@pytest.mark.parametrize(
+    ("x", "which"),
+    [
+        (1000 + noise(64, 1), ""),
+        (with_feature(1000 + noise(64)), "feature 7 (of dimension 1)"),
+        (with_feature(1000 + noise(4, 16), 2), "feature 7 (of dimension 2)"),
+        (with_feature(1000 + noise(4, 32), 1), "feature 7 (of dimension 1)"),
+        (with_feature(1000 + noise(2, 9, 9), 1), "feature 7 (of dimension 1)"),
+        (with_feature(1000 + noise(2, 9, 9), 3), "feature 7 (of dimension 3)"),
+        (with_feature(1.5 + 1e-3 * noise(64)), "feature 7 (of dimension 1)"),
+        (with_feature(-1013 + 4 * noise(64)), "feature 7 (of dimension 1)"),
+        (with_feature(101.37 + 0.2 * noise(64).cumsum(0)), "feature 7 (of dimension 1)"),
+        (with_feature((1.7e9 + 3600 * noise(64).double()).float()), "feature 7 (of dimension 1)"),
+        (1000 + noise(1, 24), "all its numbers"),
+        (1000 + noise(64, 300), ""),
+    ],
+)
+def test_an_input_that_rounding_makes_constant_is_warned_about_once(x, which, level, device):
+    model = amp.initialize(Echo().to(device), opt_level=level)
+    with pytest.warns(UserWarning, match="of the variance") as caught:
+        [model(x.to(device)) for _ in range(3)]
+    said = str(caught[0].message)
+    assert len(caught) == 1 and which in said and "keep_fp32=" in said and CAST[level].__str__() in said
+
+
+@pytest.mark.parametrize(("level", "other", "spread"), [("O5", "O4", 1.0), ("O5", "O4", 12.0), ("O2", "O1", 1.0)])
+def test_the_warning_has_the_share_of_the_variance(level, other, spread):
+    x = 1000 + spread * noise(256)
+    model = amp.initialize(Echo(), opt_level=level)
+    with pytest.warns(UserWarning, match=f"removes {lost(x, CAST[level]):.0%} of the variance") as caught:
+        model(with_feature(x))
+    assert f"opt_level={other!r}" in str(caught[0].message)
+
+
+def ordinary(rows: int) -> dict[str, Tensor]:
+    x, u = noise(rows, 24), torch.rand(rows, 24, generator=torch.Generator().manual_seed(2))
+    return {
+        "noise": x,
+        "noise around 5": x + 5,
+        "probabilities": x.softmax(-1),
+        "positions": u,
+        "sorted positions": u.sort(1).values,
+        "a grid": torch.linspace(0, 1, 24).expand(rows, 24),
+        "one-hot": nn.functional.one_hot((u[:, 0] * 24).long(), 24).float(),
+        "tokens": (u * 256).floor(),
+        "two values": (u < 0.1).float() * 3.3 - 0.3,
+        "two near values": 100.2 + 0.7 * (u < 0.1),
+        "a constant": torch.cat([x, torch.full((rows, 1), 0.1)], 1),
+        "a constant with rounding errors": 1000.1 * (1 + 1e-7 * x),
+        "an outlier": torch.cat([x, torch.full((1, 24), 1e4)]),
+        "log-normal": (2 * x).exp() * 10,
+        "few entries": x * (u < 0.05),
+        "a sequence": noise(rows, 5, 64),
+        "padded": noise(rows, 12, 8) * (torch.arange(12)[:, None] < 7),
+        "walks": noise(rows, 30, 3).cumsum(1),
+        "points": torch.rand(rows, 50, 3, generator=torch.Generator().manual_seed(3)),
+        "standardized images": (torch.rand(rows, 3, 8, 8, generator=torch.Generator().manual_seed(4)) - 0.45) / 0.22,
+        "images to 255": torch.rand(rows, 8, 8, 3, generator=torch.Generator().manual_seed(5)) * 255,
+        "white borders": nn.functional.pad(noise(rows, 20, 20).clamp(-2, 2.25), (3,) * 4, value=2.25).flatten(1)
+        - 0.0157 * (torch.rand(rows, 676, generator=torch.Generator().manual_seed(6)) < 0.5),
+        "a waveform": 0.1 * noise(rows, 1, 400) * torch.linspace(0, 1, 400),
+        "biases of positions": -0.5 * torch.arange(9.0).expand(rows, 2, 9, 9),
+    }
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 64])
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("kind", ordinary(1))
+def test_ordinary_inputs_are_not_warned_about(kind, level, rows):
+    amp.initialize(Echo(), opt_level=level)(ordinary(rows)[kind].clone())
+
+
+def test_features_with_a_nan_or_an_infinity_are_not_judged():
+    x = torch.stack([1000 + noise(64), noise(64)], 1)
+    x[3, 0], x[4, 1] = float("nan"), float("inf")
+    assert not amp.initialize(Echo(), opt_level="O5")(x).isfinite().all()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # When
 
 
@@ -283,6 +429,28 @@ def test_only_three_forwards_of_a_mode_are_looked_at(training):
     assert not model(torch.full((1, 4), 1e6)).isfinite().any()
     with pytest.raises(ValueError, match="holds 1e\\+06"):
         model.train(not training)(torch.full((1, 4), 1e6))
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_calls_of_another_method_and_calls_without_gradients_leave_the_looks_of_forward(level):
+    model = amp.initialize(Echo(), opt_level=level, methods=("encode",))
+    for _ in range(4):
+        model.encode(torch.ones(2, 2))
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+    with pytest.warns(UserWarning, match="Echo.forward: argument 't' has whole numbers alone"):
+        model(torch.tensor([[4099.0, 2.0]]))
+    assert len(warned(lambda: model.encode(torch.tensor([[4099.0, 2.0]])))) == 0
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_mask_of_one_method_is_none_of_another(level):
+    model = amp.initialize(Echo(), opt_level=level, methods=("encode",))
+    mask = torch.tensor([[0.0, SMALLEST]])
+    assert model.encode(mask).tolist() == [[0.0, torch.finfo(CAST[level]).min]]
+    for _ in range(3):
+        model(torch.ones(2, 2))
+    assert model(mask).isneginf().any() and model.encode(mask).isfinite().all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -315,6 +483,53 @@ def test_tensors_without_values_are_left_out():
     assert torch.func.vmap(model, randomness="error")(x).shape == (3, 1, 4)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert model(mode.from_tensor(x)).shape == (3, 1, 4)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("level", CAST)
+def test_nested_tensors_and_types_without_a_minimum_are_left_out(level):
+    model = amp.initialize(Echo(), opt_level=level)
+    parts = [torch.full((2, 3), 1e6), torch.ones(1, 3)]
+    strided = model(torch.nested.nested_tensor(parts, layout=torch.strided))
+    assert torch.equal(strided.unbind()[1], torch.ones(1, 3))
+    assert model(torch.nested.nested_tensor(parts, layout=torch.jagged)).dtype is torch.float32
+    assert model(torch.eye(3).to_sparse()).to_dense().equal(torch.eye(3))
+
+
+def train_a_stage(level: str) -> list[bool]:
+    """Train one stage of a pipeline for two steps. New memory has the largest number: return where forward saw it."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    class Stage(nn.Linear):
+        def forward(self, x):
+            seen.append(x.isfinite().all().item() and x.abs().max().item() < 1e4)
+            return super().forward(x)
+
+    def filled(function):
+        def fill(*args, **kwargs):
+            made = function(*args, **kwargs).detach()
+            return made.fill_(torch.finfo(made.dtype).max) if made.is_floating_point() else made
+
+        return fill
+
+    seen: list[bool] = []
+    rank = torch.distributed.get_rank()
+    model, _ = made(Stage(4, 4), level)
+    with pytest.MonkeyPatch.context() as patches:
+        for name in ("empty_strided", "zeros_like"):
+            patches.setattr(torch, name, filled(getattr(torch, name)))
+        stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: (output - target).square().mean())
+        for _ in range(2):
+            schedule.step(*[torch.ones(4, 4)] * (rank == 0), **{"target": torch.ones(4, 4)} if rank else {})
+    return seen
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_pipeline_that_finds_out_shapes_on_unwritten_memory_is_not_looked_at(level, ranks):
+    first, second = ranks(train_a_stage, level)
+    assert all(first) and second.count(False) == 1, "only the call that finds out shapes has such numbers"
 
 
 @pytest.mark.slow

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 import training
+from conftest import DEVICES
 from crossed import crossed
 from low_models import CAST
 from torch import nn
@@ -262,3 +267,126 @@ def test_a_rule_without_a_module_is_refused_with_the_nearest_names(rule, said):
     with pytest.raises(ValueError, match=said):
         amp.initialize(model, SGD(model.parameters()), opt_level="O2", keep_fp32=[rule])
     assert model.body[0].weight.dtype is torch.float32
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The model's inputs, unrounded
+
+
+class Centred(nn.Module):
+    """A parameter less, and without its mean. `seen` is what the last call received."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        self.seen = x
+        return (x - 1000) * self.weight
+
+
+class Normed(nn.Module):
+    """A module that receives the model's input in the way of `call`, and a layer."""
+
+    def __init__(self, norm: nn.Module, call=lambda norm, x: norm(x)) -> None:
+        super().__init__()
+        self.layer, self.norm, self.call = linear([[1.0, 2.0, 3.0, 4.0]]), norm, call
+
+    def forward(self, x):
+        return self.layer(self.call(self.norm, x["x"][0] if isinstance(x, dict) else x))
+
+
+CALLS = {
+    "itself": (lambda norm, x: norm(x), lambda x: x),
+    "rows": (lambda norm, x: norm(x[3:]), lambda x: x[3:]),
+    "a transposed view": (lambda norm, x: norm(x.t().t()), lambda x: x),
+    "a view": (lambda norm, x: norm(x.view(-1, 2, 4)), lambda x: x.reshape(-1, 2, 4)),
+    "detached": (lambda norm, x: norm(x.detach()), lambda x: x),
+    "a checkpoint": (lambda norm, x: checkpoint(norm, x, use_reentrant=False), lambda x: x),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("level", CAST)
+def test_a_kept_module_gets_the_input_of_the_model_unrounded(level, call, device):
+    x = 1000 + torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).to(device)
+    way, expected = CALLS[call]
+    model = Normed(Centred(), way).to(device)
+    optimizer = SGD(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, keep_fp32="norm", loss_scale=1.0)
+    for given in (x, x.double(), {"x": [x]}, x.t().contiguous().t()):
+        output = model(given)
+        assert torch.equal(model.norm.seen, expected(x))
+        backward(output.float().sum(), optimizer)
+        torch.testing.assert_close(
+            model.norm.weight.grad, ((expected(x) - 1000).reshape(-1, 4) * model.layer.weight[0].float()).sum(0)
+        )
+        model.norm.weight.grad = None
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_a_kept_module_gets_what_the_forward_made_of_the_input_as_the_level_made_it(level):
+    x = torch.full((8, 4), 1001.3)
+    low = OPT_LEVELS[level].cast_model_type
+    for call, expected in (
+        (lambda norm, x: norm(x + 1), (x.to(low) + 1).float()),
+        (lambda norm, x: norm(x.add_(1)), (x.to(low) + 1).float()),
+        (lambda norm, x: norm(x.clone()), x.to(low).float()),
+    ):
+        model = amp.initialize(Normed(Centred(), call), opt_level=level, keep_fp32="norm")
+        model(x.clone())
+        assert torch.equal(model.norm.seen, expected)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.SyncBatchNorm(4)])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_batch_norm_of_the_model_s_input_normalizes_it_unrounded_and_no_warning_comes(level, norm):
+    x = 1000 + torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    plain = Normed(copy.deepcopy(norm))
+    model = amp.initialize(copy.deepcopy(plain), opt_level=level)
+    for _ in range(5):
+        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0.06)
+    assert torch.equal(model.norm.running_mean, plain.norm.running_mean)
+    amp.restore()
+    assert type(model.norm) is type(norm)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_batch_norms_of_hidden_layers_compute_as_before(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model = amp.initialize(model, opt_level=level)
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    for _ in range(4):
+        model(torch.randn(8, 4))
+    again = nn.BatchNorm1d(4)
+    assert all(torch.equal(again(given), output) for given, output in seen)
+
+
+def test_an_input_that_a_kept_module_gets_is_not_warned_about_and_one_that_others_get_is():
+    x = 1000 + torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    amp.initialize(Normed(Centred()), opt_level="O5", keep_fp32="norm")(x)
+    with pytest.warns(UserWarning, match="of the variance"):
+        amp.initialize(Normed(Centred(), lambda norm, x: norm(x + 0)), opt_level="O5", keep_fp32="norm")(x)
+
+
+def test_inputs_are_not_kept_after_a_forward():
+    model = amp.initialize(Normed(Centred()), opt_level="O5", keep_fp32="norm")
+    x = torch.ones(8, 4)
+    gone = weakref.ref(x)
+    model(x)
+    model.norm.seen = None
+    del x
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", [Centred(), nn.BatchNorm1d(4)])
+def test_a_compiled_forward_passes_inputs_unrounded_too(norm):
+    x = 1000 + torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    model = amp.initialize(Normed(norm), opt_level="O5", keep_fp32="norm")
+    expected = model(x)
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), expected)

@@ -32,7 +32,7 @@ __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
 def dialect() -> Dialect:
     """Return the dialect whose classes have Apex's private names."""
-    return Dialect(LossScaler, AmpOptimizerState, AmpOptimizer, _amp_state.allow_incoming_model_not_fp32, False)
+    return Dialect(LossScaler, AmpOptimizerState, AmpOptimizer, _amp_state.allow_incoming_model_not_fp32, False, True)
 
 
 def scale_loss(

@@ -22,7 +22,8 @@ from amp_patch.lab.diagnose.explanation import EMULATED, UNDECIDED, Explanation,
 from amp_patch.lab.diagnose.trial_forward import state_restored
 from amp_patch.lab.wording import type_name
 from amp_patch.model import buffers
-from amp_patch.model.forward import KeptModule, policy_of
+from amp_patch.model.forward import policy_of
+from amp_patch.model.kept_module import KeptModule
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import uncompiled

@@ -36,7 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from amp_patch.around import ddp
 from amp_patch.casts import install
 from amp_patch.environment import overridden
-from amp_patch.frontend import initialize, load_state_dict, state_dict
+from amp_patch.frontend import initialize_as, load_state_dict, state_dict
 from amp_patch.lab.recording.sizes import alive
 from amp_patch.lab.unedited.arrays import install_arrays
 from amp_patch.lab.unedited.banned_calls import report_banned_calls
@@ -63,6 +63,7 @@ from amp_patch.training import observers
 from amp_patch.training.arguments import ClosureAlreadyRun
 from amp_patch.training.observers import innermost
 from amp_patch.training.scale_loss import scale_loss
+from amp_patch.training.training import Dialect
 
 
 class _Initialized(NamedTuple):
@@ -313,7 +314,8 @@ class UneditedScript(observers.Observer):
                 options["keep_fp32"] = kept_averages(models, trained, self._say)
             # Without this, a part that an evaluation calls first would get a loss scale that no later step can write.
             with torch.inference_mode(False):
-                initialize(models, optimizers, opt_level=self.level, allow_banned=True, **options)
+                policy = resolve(*overridden(self.level, Options(allow_banned=True)))
+                initialize_as(Dialect(takes_infinite_inputs=True), models, optimizers, policy, **options)
                 if scales is not None:
                     load_state_dict(scales, optimizers)
         except (ValueError, TypeError, RuntimeError) as error:

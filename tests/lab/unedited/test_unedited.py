@@ -399,6 +399,30 @@ def test_an_edited_script_is_left_alone():
     assert trained.missing() is None and trained.backwards == 0
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_an_unedited_script_is_warned_about_inputs_that_become_infinite_and_goes_on(ours):
+    script = """
+import torch
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+for step in range(4):
+    x = torch.full((3, 2), 1e6 if step < 2 else 1.0)
+    optimizer.zero_grad()
+    loss = net(x).sum()
+    loss.backward() #optimizer
+    optimizer.step()
+"""
+    if ours:
+        with pytest.raises(ValueError, match="argument 'input' holds 1e\\+06"):
+            run_source(edited(script), amp=amp, LEVEL="O2")
+        return
+    with UneditedScript("O2"), pytest.warns(UserWarning, match="argument 'input' holds 1e\\+06") as caught:
+        net = run_source(script)["net"]
+    assert len(caught) == 1 and amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**14
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
 def test_an_unknown_level_is_refused_by_unedited_script():
     with pytest.raises(ValueError, match=r"level '02' is none of O0, O1"):
         UneditedScript("02")

@@ -1,0 +1,170 @@
+"""`KeptModule`, the class of modules that stay FP32 inside a training's model, and the values that they get.
+
+The cast of a model's inputs rounds them. A module that stays FP32 gets the values from before the cast, if it receives
+an input of the model itself, or a view of one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from amp_patch.casts import regions
+from amp_patch.model.keep_fp32 import is_batch_norm
+from amp_patch.model.state import ModelState, followed_policy, running
+from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
+from amp_patch.support import generated_class, tree
+from amp_patch.support.compiled import wraps
+from amp_patch.support.generated_class import Generated
+
+_NO_CASTS = OPT_LEVELS["O0"]
+
+
+class InnerModule(Generated):
+    """Base of `KeptModule` and `HighModule`: modules inside a model that run under another policy than the model."""
+
+
+class KeptModule(InnerModule):
+    """The `forward` of a module that stays FP32: inputs become FP32; in a cast model outputs get the inputs' type."""
+
+    @classmethod
+    def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
+        takes_low = base.forward is nn.BatchNorm1d.forward  # type: ignore[attr-defined]
+
+        @wraps(base.forward)  # type: ignore[attr-defined]
+        def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
+            forward, policy = self._amp_base.forward, followed_policy(self)
+            if policy is None:
+                return forward(self, *args, **kwargs)
+            came, given = None, (args, kwargs)
+            if policy.cast_model_type is not None:  # a cast model's next layer takes only that type; at O1 it takes any
+                inside = running.policy is not None or in_backward()
+                low = low_precision_of(given)
+                came = low or (policy.cast_model_type if inside else None)
+                if running.inputs or in_backward():
+                    given = tree.map_tensors(_from_before, given)
+                if takes_low and low is low_precision_of(given):  # it received no input of the model
+                    return forward(self, *args, **kwargs)
+            args, kwargs = tree.cast_floats(given, torch.float32, LOW_PRECISION)
+            # At O0 nothing is cast, and the script's own torch.autocast must act in modules of `keep_fp32` too.
+            disables_torch_autocast = policy.patch_torch_functions or policy.cast_model_type is not None
+            with regions.region(_NO_CASTS, disables_torch_autocast):
+                output = forward(self, *args, **kwargs)
+            return output if came is None else tree.cast_floats(output, came, (torch.float32,))
+
+        return {"forward": kept}
+
+
+class _Input:
+    """The value of an input from before its cast, for the backward pass too, which may run a part of a forward again.
+
+    Attributes:
+        low: the cast input, referenced weakly.
+        value: the input from before the cast.
+        version: the version of `low` after the cast; another one means that `low` was written.
+        taken: whether a module that stays FP32 has received `value`.
+    """
+
+    def __init__(self, low: Tensor, value: Tensor) -> None:
+        self.value, self.version, self.taken = value, _version_of(low), False
+        key = _address(low)
+        _inputs[key] = self
+        self.low = weakref.ref(low, lambda _: _inputs.pop(key) if _inputs.get(key) is self else None)
+
+
+_inputs: dict[int, _Input] = {}  # address of a cast input's memory -> that input, as long as its tensor lives
+
+
+def pairs_of(given: Any, passed: Any) -> tuple[tuple[Tensor, Any], ...]:
+    """Return pairs of cast inputs of a call, and their values from before: an `_Input`, in compiled code a tensor.
+
+    Args:
+        given: the arguments of the call.
+        passed: the same arguments after the cast.
+    """
+    found = [
+        (low, value)
+        for value, low in zip(tree.tensors(given), tree.tensors(passed), strict=True)
+        if low is not value and value.dtype not in LOW_PRECISION and type(value) in (Tensor, nn.Parameter)
+    ]
+    if is_dynamo_compiling():
+        return tuple(found)
+    return tuple([(low, _Input(low, value)) for low, value in found if _has_memory(low)])
+
+
+def _from_before(x: Tensor) -> Tensor:
+    """Return `x` as it was before the cast of the model's inputs; `x` itself if it is none, or was written since."""
+    if x.dtype not in LOW_PRECISION:
+        return x
+    if is_dynamo_compiling():
+        for cast, value in running.inputs:
+            if x is cast:
+                return value.float()
+        return x
+    found = _inputs.get(_address(x)) if _has_memory(x) else None
+    low = None if found is None else found.low()
+    if found is None or low is None or x.dtype is not low.dtype or _version_of(x) != found.version:
+        return x
+    found.taken, value = True, found.value.float()
+    if x.shape == low.shape and x.stride() == low.stride():
+        return value
+    if value.stride() != low.stride():
+        value = value.clone()  # has the strides that the cast gave `low`
+    return value.as_strided(x.shape, x.stride(), x.storage_offset() + value.storage_offset())
+
+
+def _has_memory(x: Tensor) -> bool:
+    return (
+        type(x) in (Tensor, nn.Parameter)
+        and x.layout is torch.strided
+        and not x.is_nested
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and _address(x) != 0
+    )
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _version_of(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def serve_batch_norms(model: nn.Module, own: ModelState, given: Any) -> None:
+    """Give batch norms that may receive the inputs `given` of `model` the class `KeptModule`.
+
+    torch's kernel of batch norms takes a low-precision input with FP32 weights, so that no other batch norm needs it.
+    """
+    if own.sharded or vars(model).get("_is_replica"):
+        return
+    widths = {x.shape[1] for x in tree.tensors(given) if x.dim() > 1 and x.is_floating_point() and not x.is_nested}
+    for module in filter(is_batch_norm, model.modules()) if widths else ():
+        takes_low = type(module).forward is nn.BatchNorm1d.forward
+        if takes_low and module.num_features in widths and _is_fp32(module):
+            generated_class.give(module, KeptModule, ())
+            vars(module)["_amp"] = ModelState(own.policy)
+            own.keeps = True
+
+
+def _is_fp32(module: nn.Module) -> bool:
+    return all(each.dtype not in LOW_PRECISION for each in chain(module.parameters(), module.buffers()))
+
+
+def in_backward() -> bool:
+    """Tell whether autograd runs on this thread. A forward then is a recomputation of activation checkpointing."""
+    return not is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def low_precision_of(value: Any) -> torch.dtype | None:
+    """Return the type of the first low-precision tensor in `value`; None if it has none."""
+    # A loop: Dynamo of torch 2.6 cannot trace `next` with a default.
+    for tensor in tree.tensors(value):
+        if tensor.dtype in LOW_PRECISION:
+            return tensor.dtype
+    return None
