@@ -14,9 +14,9 @@ from amp_patch import guests
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import resolve_cpu_half
 from amp_patch.environment import overridden, with_asked_methods, with_asked_modules
-from amp_patch.model import incoming
+from amp_patch.model import incoming, ranges
 from amp_patch.model import tensors as model_tensors
-from amp_patch.model.keep_fp32 import KeepFP32, ParamRule, with_kept_buffers
+from amp_patch.model.keep_fp32 import KeepFP32, ParamRule, with_mixed_types
 from amp_patch.model.keep_high import enter_high, kept_high
 from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, ProductFormat, State, resolve
 from amp_patch.support import compiled, fsdp
@@ -241,7 +241,9 @@ def initialize_as(
     options = [] if given is None else [(option, given[option.name]) for option in joints.options]
     checked = [(option, option.check(value, model_list, optimizer_list, targets, policy)) for option, value in options]
     methods = with_asked_methods(methods, model_list)
-    policy = resolve_cpu_half(with_kept_buffers(policy, keep_fp32), on_cpu=model_tensors.use_cpu(model_list))
+    policy = with_mixed_types(policy, keep_fp32, kept)
+    ranges.check_models(model_list, kept, policy)
+    policy = resolve_cpu_half(policy, on_cpu=model_tensors.use_cpu(model_list))
     leave_earlier(model_list, targets, kept, policy)
     begin_training(
         dialect,

@@ -63,7 +63,8 @@ class Policy:
         product_format: the format that the operands of products are rounded to, from `PRODUCT_FORMATS`
             (casts/low_bit.py); None for none.
         optimizer_state: "8bit" quantizes the optimizer's FP32 state; None leaves it.
-        keep_buffers_fp32: the buffers of a cast model stay FP32, and calls that mix them with low precision are cast.
+        keep_buffers_fp32: whether the buffers of a cast model stay FP32.
+        mixes_types: whether calls in a cast model that get FP32 and low precision are cast as at O1.
     """
 
     opt_level: str
@@ -88,6 +89,7 @@ class Policy:
     product_format: str | None = None
     optimizer_state: str | None = None
     keep_buffers_fp32: bool = False
+    mixes_types: bool = False
 
     def __str__(self) -> str:
         fields = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")

@@ -268,10 +268,12 @@ def resolve_address(address: str) -> Any:
     return owner
 
 
-@functools.cache
-def _rule_names() -> dict[Any, str]:
-    """Return {function: name of its rule} for the functions on torch's op lists that compute, without wrappers."""
-    found: dict[Any, str] = {}
+_rules_of: dict[Any, str] = {}  # filled by `learn_rules`: Dynamo reads a dict, and warns of `functools.cache`
+
+
+def learn_rules() -> None:
+    """Find the functions on torch's op lists that compute, for `rule_of`; idempotent."""
+    found = _rules_of
     for (address, name), rule in rules_by_name("torch").items():
         if address in LATE or rule == "scripted" or RULES[rule].shown is None:
             continue
@@ -281,13 +283,14 @@ def _rule_names() -> dict[Any, str]:
     # This function is written in Python, and a torch function mode is off inside the calls that it makes. Without
     # this line, the calls inside would not be cast.
     found[torch.nn.functional.multi_head_attention_forward] = "lower"
-    return found
 
 
 def rule_of(function: Any) -> str | None:
     """Return the name of the rule of a function, or of the function behind a wrapper; None for one without a rule."""
     wrapped = wrapped_by(function)
-    return _rule_names().get(function if wrapped is None else wrapped.original)
+    if not _rules_of:
+        learn_rules()
+    return _rules_of.get(function if wrapped is None else wrapped.original)
 
 
 def _at(owner: Any, name: str) -> Any:

@@ -27,13 +27,11 @@ def are_all_that(module: nn.Module, low: bool = False) -> bool:
     """Tell whether `module` has FP32 buffers and no parameters at all: a rotary table, a window, a filter.
 
     If `low`, FP16 and BF16 buffers count as FP32 buffers. Otherwise False for a module with an FP16 or BF16 buffer.
-    False for a container that is never called itself, because other modules read its buffers. False for a ScriptModule,
-    because its class cannot be replaced.
+    False for a ScriptModule, because its class cannot be replaced.
     """
     own = module._buffers.values()
     return (
         not isinstance(module, torch.jit.ScriptModule)
-        and type(module).forward is not nn.Module.forward
         and any(
             b is not None and b.dtype in ((torch.float32, *LOW_PRECISION) if low else (torch.float32,)) for b in own
         )

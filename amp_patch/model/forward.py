@@ -24,8 +24,9 @@ from amp_patch.model.kept_module import (
     pairs_of,
     serve_batch_norms,
 )
+from amp_patch.model.ranges import load_in_range
 from amp_patch.model.state import ModelState, followed_policy, running, untouched
-from amp_patch.model.tensors import cast, load_masters, reflatten, refuse_changed, uncast, was_changed
+from amp_patch.model.tensors import cast, reflatten, refuse_changed, uncast, was_changed
 from amp_patch.model.type_errors import advising, explain_types, refuse_another_type
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import fsdp, generated_class, tree
@@ -108,12 +109,12 @@ class AmpModel(Generated):
                 "masters hold; use assign=False (torch's default), or load before initialize()"
             )
         module: nn.Module = self  # type: ignore[assignment]
-        hook = module.register_load_state_dict_pre_hook(load_masters)  # last: users' hooks may rename keys
+        hook = module.register_load_state_dict_pre_hook(load_in_range)  # last: users' hooks may rename keys
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
         finally:
             hook.remove()
-        load_masters(module, state_dict, prefix)  # a user's override may skip torch's method and its hook
+        load_in_range(module, state_dict, prefix)  # a user's override may skip torch's method and its hook
         if cast:
             buffers.load(module, state_dict, prefix, vars(self)["_amp"].low_buffers)
 
@@ -338,7 +339,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         low = policy.cast_model_type
         if own.high:
             method = low_bit.keeping_named(method, own.high)
-        if not compiling and (policy.keep_buffers_fp32 or name in own.mixing):
+        if (policy.mixes_types or name in own.mixing) and (mixed_operands.TRACED or not compiling):
             method = mixed_operands.cast_within(method, policy)
         if own.wide:
             method = copies.on_casts(method, own.wide, own.calls)

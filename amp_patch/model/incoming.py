@@ -117,10 +117,7 @@ def wanted_type(param: Tensor, stays: bool, policy: Policy, *, widened: bool) ->
 
 
 def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
-    """Raise if a low-precision or quantized parameter of `model` rules a training under `policy` out.
-
-    If BF16 weights become FP16, this reads their values, which syncs.
-    """
+    """Raise if a low-precision or quantized parameter of `model` rules a training under `policy` out."""
     if policy.changes_nothing:
         return
     for name, param in model.named_parameters():
@@ -144,28 +141,11 @@ def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
                 f"{named} is sharded and {param.dtype}; wanted trained shards in FP32, which serve as masters: call "
                 "model.float() before fully_shard"
             )
-        wanted = wanted_type(param, id(param) in stays, policy, widened=False)
-        if wanted is torch.float16 and param.dtype is torch.bfloat16 and master_of(param) is None:
-            _check_range(named, param, policy)
 
 
 def _is_rounded_shard(param: Tensor, stays: bool, policy: Policy) -> bool:
     """Tell whether `policy` trains this low-precision shard without a master, and rounds it stochastically."""
     return policy.master_weights == STOCHASTIC and param.dtype is policy.cast_model_type and not stays
-
-
-@torch.no_grad()
-def _check_range(named: str, param: Tensor, policy: Policy) -> None:
-    low = param.detach().half()
-    if low.is_meta or torch.isfinite(low).all():
-        return
-    lost = param.detach()[low.isinf() & torch.isfinite(param)]
-    if lost.numel():
-        worst = lost.float().abs().amax().item()
-        raise ValueError(
-            f"{named} is torch.bfloat16 and holds {worst:g}, which torch.float16 cannot hold (65504 at most), and "
-            f"opt_level {policy.opt_level!r} casts it to that: choose opt_level='O5', or dtype=torch.bfloat16"
-        )
 
 
 def params_to_widen(models: Iterable[nn.Module], stays: Collection[int], policy: Policy) -> list[nn.Parameter]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from amp_patch.model import buffers
 from amp_patch.policy import Policy
+from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Installation
 from amp_patch.support.words import did_you_mean, of_class
 
@@ -69,14 +70,20 @@ def kept_modules(
         for module in model.modules():
             if any(id(p) in stays for p in module._parameters.values()):
                 kept.setdefault(id(module), module)
-    inner = {id(child) for m in kept.values() for child in m.modules() if child is not m}
+    inner = {id(child) for m in kept.values() if has_forward(m) for child in m.modules() if child is not m}
     return [m for key, m in kept.items() if key not in inner]
 
 
-def with_kept_buffers(policy: Policy, rules: Any) -> Policy:
-    """Return `policy` for a call of `initialize` with `keep_fp32=rules`, which may be or hold "buffers"."""
-    kept = policy.cast_model_type is not None and _has_buffers(rules)
-    return replace(policy, keep_buffers_fp32=True) if kept else policy
+def with_mixed_types(policy: Policy, rules: Any, kept: Iterable[nn.Module]) -> Policy:
+    """Return `policy` for a call of `initialize` with `keep_fp32=rules`, under which the modules `kept` stay FP32.
+
+    If all buffers stay FP32, or tensors of a module without a forward, other modules read them beside low precision.
+    """
+    if policy.cast_model_type is None:
+        return policy
+    all_buffers = _has_buffers(rules)
+    mixes = all_buffers or not all(map(has_forward, kept))
+    return replace(policy, keep_buffers_fp32=all_buffers, mixes_types=mixes)
 
 
 def _has_buffers(rules: Any) -> bool:
@@ -87,7 +94,7 @@ def _has_buffers(rules: Any) -> bool:
 def modules_matching(
     models: list[nn.Module], rules: KeepFP32 | Iterable[KeepFP32], argument: str, caller: str
 ) -> list[nn.Module]:
-    """Return the modules that `rules` match, each once. ModuleLists and ModuleDicts are replaced by the modules inside.
+    """Return the modules that `rules` match, each once. Containers are replaced by the modules inside.
 
     `rules` are the value of the argument named `argument` of `caller`.
 
@@ -101,7 +108,7 @@ def modules_matching(
         if not named and isinstance(rule, str | type | nn.Module):
             names = [name for model in models for name, _ in model.named_modules()]
             raise ValueError(f"{caller}: {argument} names {_no_match(rule, 'module', names)}")
-        found.update((id(m), m) for outer in named for m in with_forward(outer))
+        found.update((id(m), m) for outer in named for m in _with_tensors(outer))
     return list(found.values())
 
 
@@ -132,9 +139,21 @@ def _named_modules(rule: Any, models: list[nn.Module]) -> list[nn.Module]:
 
 def with_forward(module: nn.Module) -> list[nn.Module]:
     """Return `[module]`; for a container without a forward (ModuleList, ModuleDict), the modules in it."""
-    if type(module).forward is not nn.Module.forward:
+    return [m for m in _with_tensors(module) if has_forward(m)]
+
+
+def _with_tensors(module: nn.Module) -> list[nn.Module]:
+    """Return `[module]`; for a container, the modules in it, and `module` too if it has tensors as a ParameterList."""
+    if has_forward(module):
         return [module]
-    return [inner for child in module.children() for inner in with_forward(child)]
+    own = [module] if module._parameters or module._buffers else []
+    return own + [inner for child in module.children() for inner in _with_tensors(child)]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Tell whether the class of `module` defines a forward: a container (ModuleList, ParameterDict) has none."""
+    base: Any = base_class(module)  # a module that stayed FP32 in an earlier training has a generated class
+    return base.forward is not nn.Module.forward
 
 
 def is_batch_norm(module: nn.Module) -> bool:

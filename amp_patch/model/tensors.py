@@ -77,7 +77,7 @@ def check_types(model: nn.Module, policy: Policy, kept: list[nn.Module], *, take
     """Raise if a floating parameter of `model` has a type that `initialize` does not take.
 
     FP64 parameters are taken if the policy does not cast them. FP16 and BF16 parameters are taken if `takes_any`;
-    `incoming.check` then tests that no value is lost.
+    `ranges.check_models` then tests that no value is lost.
     """
     stays = {id(p) for module in kept for p in module.parameters()}
     for name, param in model.named_parameters():

@@ -135,7 +135,7 @@ def _advice(policy: Policy, error: RuntimeError | KeyError) -> str | None:
 
 def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError | KeyError, kept_class: type) -> None:
     """If user code has changed the type of weights since `initialize`, raise `error` with their names; else return."""
-    norms = bool(policy.keep_batchnorm_fp32)
+    norms, buffers = bool(policy.keep_batchnorm_fp32), policy.keep_buffers_fp32
     kept = (m for m in model.modules() if isinstance(m, kept_class) or (norms and is_batch_norm(m)))
     stay = {id(inner) for module in kept for inner in module.modules()}
     names = [
@@ -144,7 +144,10 @@ def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError 
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None and tensor.is_floating_point()
         if f"{path}.{name}".lstrip(".") not in vars(model)["_amp"].wide
-        if tensor.dtype is not (torch.float32 if id(module) in stay else policy.cast_model_type)
+        if tensor.dtype
+        is not (
+            torch.float32 if id(module) in stay or (buffers and name in module._buffers) else policy.cast_model_type
+        )
     ]
     if not names:
         return

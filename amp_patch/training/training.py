@@ -277,6 +277,8 @@ def enter(
     joints.tell(joints.enter_models, training, models, targets)
     dynamo.hook()
     emulate(policy)
+    if policy.mixes_types:
+        install.learn_rules()  # compiled code could not
     if policy.makes_low_tensors:
         install.install(policy.op_lists if policy.casts_calls else install.ALONE)
         model_forward.cast_held_functions(models)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from conftest import DEVICES
 from torch import Tensor, nn
-from training import SGD
+from training import SGD, backward
 
 from amp_patch import amp
+from amp_patch.casts.mixed_operands import TRACED
 
 CAST = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16, "O7": torch.bfloat16}
 FREQUENCIES = 1e4 ** (-torch.arange(0, 8, 2) / 8)
@@ -35,6 +36,16 @@ class Rotary(nn.Module):
         a, b = self.q(x).chunk(2, -1)
         rotated = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
         return torch.nn.functional.scaled_dot_product_attention(rotated, rotated, self.v(x))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(8, 8))
+        self.layer = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x @ self.table + self.table[0])
 
 
 class Net(nn.Module):
@@ -188,6 +199,26 @@ def test_all_buffers_stay_fp32_and_the_model_trains():
         torch.testing.assert_close(master, weight, rtol=0.05, atol=0.01)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+@pytest.mark.parametrize("level", CAST)
+def test_norms_that_are_cast_run_with_their_statistics_in_fp32(level, norm, device):
+    torch.manual_seed(0)
+    exact = nn.Sequential(nn.Linear(6, 6), norm(4, affine=True, track_running_stats=True), nn.Linear(6, 2)).to(device)
+    keep = {} if level == "O3" else {"keep_batchnorm_fp32": False}
+    model, optimizer = made(copy.deepcopy(exact), level, keep_fp32="buffers", **keep)
+    x = torch.randn(8, 4, 6, device=device)
+    for _ in range(2):
+        backward(model(x).square().sum() / 64, optimizer)
+        exact(x)
+    low = {p.dtype for p in model.parameters()}
+    assert low == {CAST[level]} and model[1].running_var.dtype is torch.float32
+    eps = 2**-3 if level == "O7" else torch.finfo(CAST[level]).eps
+    torch.testing.assert_close(model[1].running_var, exact[1].running_var, rtol=2 * eps, atol=0)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    torch.testing.assert_close(model.eval()(x), exact.eval()(x), rtol=0, atol=8 * eps)
+
+
 def test_a_tied_head_is_multiplied_in_low_precision():
     class Tied(Rotary):
         def __init__(self) -> None:
@@ -263,3 +294,12 @@ def test_a_compiled_model_with_exact_tables_runs():
     model, _ = made(Cast(), "O5", keep_fp32="buffers")
     x = torch.randn(1, 6, 8)
     torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+
+
+@pytest.mark.program
+@pytest.mark.skipif(not TRACED, reason="Dynamo of this torch is not tried with the mode")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_compiled_calls_that_mix_types_are_cast(level, fresh_compiler):
+    model, _ = made(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Scaled()), level, keep_fp32="buffers")
+    x = torch.randn(4, 8)
+    assert torch.equal(torch.compile(model.eval(), backend="eager", fullgraph=True)(x), model(x))

@@ -96,17 +96,21 @@ class Normalized(nn.Module):
 
     def forward(self, x):
         x = (x - self.mean) / self.stats.std
-        assert x.dtype is self.mean.dtype  # nothing promoted
+        assert x.dtype is torch.float32  # `stats` has buffers and no parameters
         return self.norm(self.layers[0](x))
 
 
 @pytest.mark.parametrize("level", CAST)
-def test_containers_norms_and_holders_are_not_caught(level):
+def test_holders_of_buffers_stay_fp32_and_containers_of_layers_and_norms_do_not(level):
     model = amp.initialize(nn.Sequential(Normalized()), opt_level=level)
-    assert model[0].mean.dtype is model[0].stats.std.dtype is model[0].layers[0].weight.dtype is CAST[level]
+    assert model[0].mean.dtype is model[0].layers[0].weight.dtype is CAST[level]
+    assert model[0].stats.std.dtype is torch.float32
     assert model[0].norm.running_mean.dtype is (torch.float16 if level == "O3" else torch.float32)
     assert model(torch.ones(3, 4)).dtype is torch.float32
-    assert amp.explain(model, torch.ones(3, 4)).kept == ({} if level == "O3" else {"0.norm": "keep_batchnorm_fp32"})
+    kept = {"0.stats": "buffers alone"} | ({} if level == "O3" else {"0.norm": "keep_batchnorm_fp32"})
+    assert amp.explain(model, torch.ones(3, 4)).kept == kept
+    again = amp.initialize(model, opt_level=level)  # its class is a generated one now
+    assert again[0].stats.std.dtype is torch.float32 and again(torch.ones(3, 4)).dtype is torch.float32
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is")

@@ -204,6 +204,53 @@ def test_kept_containers_keep_the_modules_inside(level):
         assert model(torch.ones(1, 2)).dtype is torch.float32
 
 
+class Holding(nn.Module):
+    """Reads parameters that containers without a forward hold, in products and sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.several = nn.ParameterList([torch.eye(4) * 0.5, torch.full((4,), 1 / 3)])
+        self.named = nn.ParameterDict({"gain": torch.full((4,), 0.3)})
+        self.holder = nn.Module()
+        self.holder.weight, self.holder.layer = nn.Parameter(torch.eye(4) / 3), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x) @ self.several[0] + self.several[1]
+        return self.last(self.holder.layer(x * self.named["gain"] @ self.holder.weight))
+
+
+CONTAINERS = {
+    "list": ("several", ["several.0", "several.1"]),
+    "dict by its class": (nn.ParameterDict, ["named.gain"]),
+    "predicate": (lambda name, _: name in ("several", "named"), ["several.0", "several.1", "named.gain"]),
+    "holder and a layer in it": ("holder", ["holder.weight", "holder.layer.weight", "holder.layer.bias"]),
+}
+
+
+@crossed({"device": DEVICES, "level": [*CAST, "O5+split"], "rule": list(CONTAINERS)}, meet=2)
+def test_containers_without_a_forward_keep_their_own_parameters(level, rule, device):
+    torch.manual_seed(0)
+    model = Holding().to(device)
+    exact, batch = copy.deepcopy(model), torch.randn(8, 4, device=device)
+    options, kept = {"keep_fp32": CONTAINERS[rule][0]}, CONTAINERS[rule][1]
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, verbosity=0, **options)
+    plain = SGD(exact.parameters())
+    assert {name for name, p in model.named_parameters() if p.dtype is torch.float32} == set(kept)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model(batch).square().mean(), optimizer)
+        optimizer.step()
+        plain.zero_grad()
+        exact(batch).square().mean().backward()
+        plain.step()
+    eps = torch.finfo(CAST[level[:2]]).eps
+    for name in kept:  # updates of less than half a step of the low type are not lost
+        torch.testing.assert_close(model.get_parameter(name), exact.get_parameter(name), rtol=0, atol=eps / 2)
+    amp.restore()
+    assert type(model.several) is nn.ParameterList and {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 @crossed({"level": LEVELS, "rule": [nn.LayerNorm, nn.Linear, nn.MultiheadAttention]}, meet=1)
 def test_modules_inside_a_transformer_can_be_kept_in_train_and_eval(level, rule):
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), 2)

@@ -18,7 +18,7 @@ from amp_patch.lab.survey.kinds import CASTING, KINDS, NONE, NOTHING, STORED, Fa
 from amp_patch.lab.survey.masks import adds_mask, mask_at
 from amp_patch.lab.survey.served import averages_that_run_keeps, mends
 from amp_patch.model.first_inputs import saturate
-from amp_patch.model.keep_fp32 import is_batch_norm, kept_modules
+from amp_patch.model.keep_fp32 import has_forward, is_batch_norm, kept_modules
 from amp_patch.model.kept_module import in_backward
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.support.compiled import eagerly
@@ -80,7 +80,8 @@ class Visitor(TorchFunctionMode):
         """Follow the forwards of a model. `trained` has the parameters that an optimizer trains."""
         self.models.append(model)
         self.stack.enter_context(eagerly())
-        kept = kept_modules([model], OPT_LEVELS["O2"], ())
+        # Calls that read buffers of a module without a forward are cast, so that no line is named for them.
+        kept = [m for m in kept_modules([model], OPT_LEVELS["O2"], ()) if has_forward(m)]
         stays = {id(inner) for module in kept for inner in module.modules()}
         held = {id(param) for param in trained}
         self.averages |= averages_that_run_keeps(model, held)
