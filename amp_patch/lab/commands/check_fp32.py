@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from amp_patch.lab.commands.apex_served import imported
+from amp_patch.lab.unedited.source import chooses
 
 # A call in the script -> the reason why `compare` refuses it. docs/unedited.md has a table with the ways out.
 _REFUSED = {
@@ -26,7 +27,6 @@ _LOOPS = {
     "lightning": "Lightning's", "pytorch_lightning": "Lightning's", "transformers": "transformers'",
     "accelerate": "accelerate's",
 }  # fmt: skip
-_OURS = ("amp_patch", "apex")
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Trained:
         losses: places that call `backward`.
         refused: reason why `compare` would refuse the script -> places of the calls that cause the refusal.
         loops: the libraries with a training loop that the files import, as "Lightning's".
-        of_ours: whether the files import amp_patch or Apex.
+        of_ours: whether the files choose their precision by amp_patch or Apex.
     """
 
     scripts: list[str]
@@ -75,12 +75,12 @@ def trained(trees: Iterable[tuple[str, ast.AST]]) -> Trained:
 def _bound(tree: ast.AST, found: Trained) -> dict[str, str]:
     """Return {name that an import in `tree` binds: full name}: {"optim": "torch.optim"} for `from torch import optim`.
 
-    Add the imported libraries with a training loop to `found.loops`. If amp_patch or Apex is imported, set
-    `found.of_ours`.
+    Add the imported libraries with a training loop to `found.loops`. If the code chooses its precision by amp_patch or
+    Apex, set `found.of_ours`.
     """
     names = {clause.bound: clause.to for node in ast.walk(tree) for clause in imported(node)}
     roots = [path.partition(".")[0] for path in names.values()]
-    found.of_ours = found.of_ours or any(root in _OURS for root in roots)
+    found.of_ours = found.of_ours or chooses(tree)
     found.loops += [whose for root, whose in _LOOPS.items() if root in roots and whose not in found.loops]
     return names
 
@@ -108,7 +108,7 @@ def _note_call(path: str, call: ast.Call, place: str, found: Trained) -> None:
 def report(found: Trained) -> Iterator[str]:
     """Yield the lines that say whether `compare` would accept the script.
 
-    If the files contain no training, or if one imports amp_patch or Apex, yield nothing.
+    If the files contain no training, or choose their precision by amp_patch or Apex, yield nothing.
     """
     if found.of_ours or not found.scripts:
         return

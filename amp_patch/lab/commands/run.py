@@ -154,6 +154,9 @@ def at_asked_level(by: str = f"{LEVEL}=") -> Iterator[None]:
         tell(f"{asked}: this process trained nothing; {others}")
     elif missing is not None:
         tell(f"{asked} has changed nothing: {missing.why}{missing.way_out}")
+    elif not (script.has_begun or script.processes.started):
+        why = "the script names casts of amp_patch or Apex, and has begun no training by initialize"
+        tell(f"{asked} has changed nothing: {why}")
 
 
 def begin(device: str | None) -> None:

@@ -50,8 +50,6 @@ _SETTINGS = ("enable_onednn_fusion", "enable_auto_channels_last", "disable_auto_
 class _Missing:
     """A name of IPEX that amp_patch does not have. It can be imported; calls and subclasses raise ScriptRefused."""
 
-    __module__ = _NAME  # Without this, `chooses_its_level` would say that the script imports amp_patch.
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -139,8 +137,6 @@ class _StandIn(MetaPathFinder, Loader):
             split = level == "O1" if split_master_weight_for_bf16 is None else split_master_weight_for_bf16
             self._train("O2" if low is torch.float16 else "O5+split" if split else "O5", optimizer)
         return model, optimizer
-
-    optimize.__module__ = _NAME  # as for `_Missing`
 
     def _train(self, level: str, optimizer: Any) -> None:
         """Begin the `UneditedScript` of this process, unless it has begun, and pass it `optimizer`."""

@@ -86,6 +86,7 @@ class UneditedScript(observers.Observer):
 
     Attributes:
         backwards: the number of losses that ran in a `scale_loss`.
+        has_begun: whether a training has begun, the script's own or one of this object.
         native: the handler of the script's own autocasts and GradScalers.
         notes: a sentence for each decision that was taken for the script; also printed to stderr.
         processes: the counter of the processes that the script starts.
@@ -99,10 +100,11 @@ class UneditedScript(observers.Observer):
         self.level = level
         self.native = NativePrecision(native, self.applies)
         self.notes: list[str] = []
+        self.has_begun = False
         self._alone = CalledAlone(self._models, self._join, self._say)
         self._scale: Tensor | None = None  # the scale of the script's own GradScaler in this backward
         self._policy = resolve(*overridden(level, Options()))
-        self._scaler_states = ScalerStates(self._policy, self._trained_optimizers)
+        self._scalers = ScalerStates(self._policy, self._trained_optimizers)
         self.backwards = 0
         self._left_alone = False  # whether the script calls `initialize` itself
         self._initializing = False
@@ -131,8 +133,7 @@ class UneditedScript(observers.Observer):
         patches.set(optimizer, "add_param_group", self._wrap_add_param_group(optimizer.add_param_group))
         patches.set(nn.Module, "__call__", self._wrap_call(nn.Module.__call__))
         patches.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
-        states = self._scaler_states
-        for part in (self.native, states, self._alone, self._pickles, self._direct_forwards, self.processes):
+        for part in (self.native, self._scalers, self._alone, self._pickles, self._direct_forwards, self.processes):
             part.install(patches)
         report_banned_calls(patches, self._say)
         if self._policy.makes_low_tensors:
@@ -154,7 +155,7 @@ class UneditedScript(observers.Observer):
     def missing(self) -> ScriptRefused | None:
         """Return the refusal of a script that has ended without a training: it says why.
 
-        The result is None if something was trained, or if the script imports amp_patch or Apex.
+        The result is None if something was trained, or if the script chooses its level by amp_patch or Apex.
         """
         if self._left_alone or self.backwards or self._is_of_ours():
             return None
@@ -169,6 +170,7 @@ class UneditedScript(observers.Observer):
         return ScriptRefused("it never called backward() of a loss of its model", line=False)
 
     def training_begun(self, training: Any) -> None:
+        self.has_begun |= training is not None
         self._left_alone = self._left_alone or not self._initializing
 
     def body_begins(self, body: Any) -> None:
@@ -307,7 +309,7 @@ class UneditedScript(observers.Observer):
         optimizers = list({id(innermost(o)): o for o in (*earlier, *optimizers)}.values())
         self._initializing = True
         try:
-            scales = state_dict(earlier) if len(joined) == 1 else None if joined else self._scaler_states.loaded
+            scales = state_dict(earlier) if len(joined) == 1 else None if joined else self._scalers.loaded
             options: dict[str, Any] = {"methods": self._alone.methods_of(models)}
             if self._policy.cast_model_type is not None:
                 trained = (p for o in optimizers for p in _params(innermost(o)) if p.requires_grad)

@@ -33,6 +33,7 @@ TOLD = {
         FP32 + "import torch.multiprocessing as mp\nmp.spawn(train)",
         [" refuses:", "{}:10: it trains in child processes: run trains these"],
     ),
+    "only a log": (FP32 + "from amp_patch import amp\namp.log(accuracy=1.0)", [TAKEN]),
     "lightning": ("import lightning as L\nL.Trainer().fit(model)", [TAKEN, "the loop is Lightning's"]),
 }
 SILENT = {

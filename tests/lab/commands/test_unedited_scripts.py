@@ -67,6 +67,39 @@ def test_run_at_o0_equals_the_script_to_the_bit(plain, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, plain, line)
 
 
+# `compare` advises this line. The comment has the name of a choice, and makes none.
+LOGS = (
+    DIGITS.replace("import torch\n", "import torch\nfrom amp_patch import amp  # initialize\n", 1)
+    + "amp.log(last=loss.item())"
+)
+
+
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_a_script_whose_one_line_of_ours_is_a_log_is_trained_at_the_level(level, plain, tmp_path):
+    done = start_script(tmp_path, LOGS, "-m", "amp_patch", "run", "--level", level)
+    assert done.returncode == 0 and (done.stdout == plain) is (level == "O0")
+    assert done.stderr.startswith(f"amp_patch: {level}{' BF16' * (level != 'O0')} trained Sequential by Adam: 6 steps")
+
+
+def test_compare_trains_a_script_whose_one_line_of_ours_is_a_log(tmp_path):
+    command = ["-m", "amp_patch", "compare", "--levels", "O0,O5", "--seeds", "1", "--metric", "last"]
+    done = start_script(tmp_path, LOGS, *command)
+    assert (done.returncode, done.stderr) == (0, "")
+    runs = [Run.from_dict(run) for run in loads((tmp_path / "amp_compare/report.json").read_text())["runs"]]
+    assert [(run.level, run.steps, len(run.logged["last"])) for run in runs] == [("O0", 6, 1), ("O5", 6, 1)]
+
+
+@pytest.mark.parametrize(
+    "choice", ["if len([]): amp.initialize(net, optimizer)", "amp.initialize(net, optimizer, enabled=False)"]
+)
+def test_run_says_that_a_script_with_initialize_did_not_call_it(choice, plain, tmp_path):
+    script = LOGS.replace("for step", f"{choice}\nfor step", 1)
+    done = start_script(tmp_path, script, "-m", "amp_patch", "run", "--level", "O5")
+    assert (done.returncode, done.stdout) == (0, plain)
+    said = "the script names casts of amp_patch or Apex, and has begun no training by initialize"
+    assert done.stderr == f"amp_patch: --level O5 has changed nothing: {said}\n"
+
+
 @pytest.mark.parametrize("level", ["", "O2"])
 def test_run_says_if_a_level_changed_nothing(level, monkeypatch, capsys):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", level)
