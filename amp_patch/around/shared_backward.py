@@ -104,7 +104,7 @@ class SharedBackward(ScaledBackward):
             for param, master in stash.masters.pairs(other.param_groups):
                 if id(param) not in known:
                     known.add(id(param))
-                    if stash.backward.body is None and (param is master or stash.pending is not None):
+                    if stash.backward.body() is None and (param is master or stash.pending is not None):
                         self._set_aside(param, stash)
         for stash in self.stashes:
             for param in stash.neighbours.unowned:
@@ -134,7 +134,7 @@ class SharedBackward(ScaledBackward):
         sibling has a running body, or a delayed exit has left its gradients scaled, do nothing: a step of the sibling
         uses them.
         """
-        if stash.backward.body is not None or stash.pending is not None:
+        if stash.backward.body() is not None or stash.pending is not None:
             return
         own = set(map(id, self.params()))
         low = [param for param in stash.masters.of_groups(other.param_groups).low if id(param) not in own]

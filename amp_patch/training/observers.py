@@ -220,7 +220,7 @@ def models_of(optimizer: Any) -> list[Any]:
 def body_of(optimizer: Any) -> Body | None:
     """Return the running body of `scale_loss` of this optimizer; None if there is none."""
     stash = stash_of(optimizer)
-    return None if stash is None else stash.backward.body
+    return None if stash is None else stash.backward.body()
 
 
 def loss_scale_of(optimizer: Any) -> float | None:

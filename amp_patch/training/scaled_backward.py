@@ -6,8 +6,13 @@ has its subclass for trainings with several optimizers, or with parameters that 
 
 from __future__ import annotations
 
+import gc
+import sys
+import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,8 +29,27 @@ from amp_patch.support import fsdp
 from amp_patch.support.interrupts import whole
 from amp_patch.training import observers, slips
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import Pending, Stash, body_events
+from amp_patch.training.stash import Pending, Stash, body_events, no_body
 from amp_patch.training.unscale import unscale
+
+
+class _Exit:
+    """The method `__exit__` of `ScaledBackward`. The body is ended if no `with` statement can call it any more.
+
+    While a `with` statement runs, only the statement references the callable that it took at its beginning. If a signal
+    handler raises at the entry of the method, Python frees the callable, and nothing else would end the body.
+    """
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = method
+
+    def __get__(self, body: ScaledBackward | None, owner: Any) -> Callable[..., None]:
+        if body is None:
+            return self._method
+        bound = partial(self._method, body)
+        if body.loss is not None:  # before the entry
+            body.with_statement = weakref.ref(bound, body.end_without_exit)
+        return bound
 
 
 class ScaledBackward:
@@ -49,7 +73,11 @@ class ScaledBackward:
         begun: whether the body has begun and `close` has yet to end it.
         done: whether `delay`, `finish` or `abandon` has handled the gradients of the body.
         failed: whether an exception has ended the body.
+        with_statement: a weak reference to the callable by which a `with` statement will end the body; None if none
+            will, because user code has called `__enter__`, as `contextlib.ExitStack` does.
     """
+
+    begun = False  # of the class: a signal may end `__init__`, and `__del__` reads it
 
     def __init__(
         self,
@@ -65,7 +93,7 @@ class ScaledBackward:
         self.optimizers, self.stashes, self.scaler = optimizers, stashes, scaler
         self.delay_unscale, self.delay_overflow_check = delay_unscale, delay_overflow_check
         self.models: dict[int, tuple[nn.Module, int]] = {}
-        self.begun = self.done = self.failed = False
+        self.done = self.failed = False
         # The parameters, and the indices of the parameters that had a gradient when the body began.
         self._had_grad: tuple[list[Tensor], Sequence[int]] | None = None
         self._announced = False  # whether observers were notified of `body_begins`, and not of `body_ends` yet
@@ -76,6 +104,7 @@ class ScaledBackward:
         self._of_scaled: list[Tensor] = []
         self._hooks: list[Any] = []
         self._others: slips.OtherBackwards | None = None  # None except in the optimizers' first body
+        self.with_statement: weakref.ref[Any] | None = None
         self._returned: weakref.ref[Tensor] | None = None  # the scaled loss; weak, so that its graph can be freed
 
     def __getattr__(self, name: str) -> Any:
@@ -88,6 +117,8 @@ class ScaledBackward:
     def __enter__(self) -> Tensor:
         if self.loss is None:
             raise RuntimeError("scale_loss: this context manager was entered before; call scale_loss for each backward")
+        if self.with_statement is not None and self.with_statement() is None:
+            self.with_statement = None
         try:
             return self._enter()
         except BaseException:
@@ -119,6 +150,7 @@ class ScaledBackward:
         self._returned = weakref.ref(scaled)
         return scaled
 
+    @_Exit
     @whole
     def __exit__(self, raised: Any = None, error: Any = None, *_: Any) -> None:
         try:
@@ -175,7 +207,7 @@ class ScaledBackward:
         self.claim_other_gradients()
         for stash in self.stashes:
             own = stash.backward
-            own.body = self
+            own.body, own.failed = weakref.ref(self), False
             stash.route_grads()
             stash.masters.drop_stepped_grads()
             own.strays.clear()
@@ -213,7 +245,7 @@ class ScaledBackward:
     def prepare(self) -> None:
         """Raise if gradients of two bodies, or of two scales, would be summed. This changes nothing."""
         for stash in self.stashes:
-            if stash.backward.body is not None:
+            if (body := stash.backward.body()) is not None and not body.end_if_left():
                 raise RuntimeError(
                     "scale_loss: an optimizer of this call is in the body of another scale_loss already; end that one "
                     "first (gradients add up over several), or add the losses"
@@ -288,11 +320,37 @@ class ScaledBackward:
             aside.give_back()
             del stash.backward.aside[id(aside.param)]
 
+    @whole
+    def end_without_exit(self, _: Any = None) -> None:
+        """End a body whose `__exit__` did not run to its end and cannot be called again; drop its gradients."""
+        if self.begun:
+            if self._returned is not None and (scaled := self._returned()) is not None and scaled.requires_grad:
+                slips.refuse_too_late(scaled, weakref.ref(self.stashes[0]))
+            self.failed = True
+            self.close()
+            self.scaler.defer()
+
+    __del__ = end_without_exit
+
+    def end_if_left(self) -> bool:
+        """End the body if an exception has left its `__exit__` too early; return whether it has.
+
+        Only for bodies that no `with` statement ends, and before an error: this walks all Python objects. A traceback
+        may keep the frame of `__exit__`, and thereby this object.
+        """
+        threads = sys._current_frames().values()
+        running = {frame for innermost in threads for frame, _ in traceback.walk_stack(innermost)}
+        calls = (found for found in gc.get_referrers(self) if type(found) is FrameType and found not in running)
+        if left := any(call.f_code is type(self).__exit__.__code__ for call in calls):
+            self.end_without_exit()
+        return left
+
     def close(self) -> None:
         """End the body. If its gradients were not handled by `delay` or `finish`, call `abandon`."""
         try:
             self._close()
         finally:
+            self.with_statement = None  # its callback references `self`
             if self._announced:
                 self._announced = False
                 observers.tell("body_ends", self)
@@ -306,20 +364,22 @@ class ScaledBackward:
         self._leave_casts()
         if not self.begun:
             return
-        self.begun = False
-        while self._hooks:
-            self._hooks.pop().remove()
-        self._of_loss.clear()
-        self._of_scaled.clear()
-        if not self.done:
-            self.abandon()
-            self.done = True
-        body_events.count += 1
-        for stash in self.stashes:
-            own = stash.backward
-            own.body, own.ended = None, body_events.count
-            stash.route_grads()
-        self.release_other_gradients()
+        try:
+            while self._hooks:
+                self._hooks.pop().remove()
+            self._of_loss.clear()
+            self._of_scaled.clear()
+            if not self.done:
+                self.abandon()
+                self.done = True
+        finally:
+            body_events.count += 1
+            for stash in self.stashes:
+                own = stash.backward
+                own.body, own.failed, own.ended = no_body, self.failed, body_events.count
+                stash.route_grads()
+            self.release_other_gradients()
+            self.begun = False
 
     def note_models(self, stash: Stash) -> None:
         """Store how often `zero_grad()` of this optimizer's models was called, for `forget_cleared`."""

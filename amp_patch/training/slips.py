@@ -73,7 +73,7 @@ def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None
     """Warn if user code clips gradients that are still scaled: in a body, after a delayed exit, or by a GradScaler."""
     for optimizer in optimizers:
         stash = known_stash(optimizer)
-        body, pending = stash.backward.body, stash.pending
+        body, pending = stash.backward.body(), stash.pending
         way = "clip between the `with` block of the last micro-batch and `optimizer.step()`"
         if body is not None and body.now.scaling:
             where = "in the body of scale_loss"
@@ -187,7 +187,7 @@ def refuse_too_late(scaled: Tensor, ref: weakref.ref[Stash]) -> None:
     """Make a backward pass through a scaled loss that its body did not use raise, unless another body is running."""
 
     def hook(grad: Tensor) -> None:
-        if (stash := ref()) is not None and stash.backward.body is None:
+        if (stash := ref()) is not None and stash.backward.body() is None:
             raise RuntimeError(
                 "scale_loss: backward of the scaled loss after its with block has ended, where nothing unscales the "
                 "gradients; call scaled_loss.backward() inside the block"

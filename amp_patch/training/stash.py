@@ -96,7 +96,10 @@ class Body(Protocol):
     delay_unscale: bool
     failed: bool
 
+    def end_if_left(self) -> bool: ...
 
+
+no_body: Callable[[], None] = type(None)
 body_events = SimpleNamespace(count=0)  # the number of times that a body of any optimizer has begun or ended
 
 
@@ -105,7 +108,9 @@ class BackwardState(OfThisProcess):
     """The part of a stash that the bodies of one iteration share, from the first body to the step after the last.
 
     Attributes:
-        body: the running body of `scale_loss` of this optimizer; None if there is none.
+        body: returns the running body of `scale_loss` of this optimizer; None if there is none. It is a weak reference,
+            so that a body is freed, and ended, if no code can end it any more.
+        failed: whether an exception has ended this optimizer's newest body.
         other_open_bodies: id of each running body of the training's other optimizers -> whether its exit checks
             gradients.
         ended: `body_events.count` at the end of this optimizer's last body; before its first body, the count when this
@@ -120,7 +125,8 @@ class BackwardState(OfThisProcess):
         is_seen: whether a warning about this optimizer's first gradients was given, or ruled out (`slips.py`).
     """
 
-    body: Body | None = None
+    body: Callable[[], Body | None] = no_body
+    failed: bool = False
     other_open_bodies: dict[int, bool] = field(default_factory=dict)
     ended: int = field(default_factory=lambda: body_events.count)
     cleared: int = 0
@@ -325,7 +331,7 @@ class Stash:
 
     def route_grads(self) -> None:
         """Set which gradient `param.grad` returns (`GradRoute`): the scaled one, the master's, or the last step's."""
-        scaled = self.pending is not None or self.backward.body is not None
+        scaled = self.pending is not None or self.backward.body() is not None
         for route in self.masters.routes:
             route.to_masters, route.scaled = self.gathered and not scaled, scaled
 

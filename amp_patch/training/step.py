@@ -104,7 +104,7 @@ class Step:
 
     def _begin(self) -> None:
         optimizer, stash = self.optimizer, self.stash
-        if stash.backward.body is not None or stash.backward.other_open_bodies:
+        if stash.backward.body() is not None or stash.backward.other_open_bodies:
             _refuse_in_body(optimizer, stash)
         if self.args or self.kwargs:
             self._check_closure()
@@ -325,7 +325,7 @@ def prepare(optimizer: Any, stash: Stash, args: Any, kwargs: Any) -> None:
 
     If `step` was called with a closure, which `Step` may refuse, gradients stay scaled until `Step` unscales them.
     """
-    if stash.backward.body is not None or stash.backward.other_open_bodies:
+    if stash.backward.body() is not None or stash.backward.other_open_bodies:
         _refuse_in_body(optimizer, stash)
     for check in stash.neighbours.before_step:
         check(optimizer, stash)
@@ -360,7 +360,7 @@ def _awaited_by_others(stash: Stash) -> set[int]:
 
 def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     """Raise if this step's gradients are scaled, unchecked or set aside until a running body of `scale_loss` ends."""
-    body, others = stash.backward.body, stash.backward.other_open_bodies
+    body, others = stash.backward.body(), stash.backward.other_open_bodies
     pairs = stash.masters.pairs(optimizer.param_groups)
     own = any(param is master for param, master in pairs)
     if body is not None and body.checking:
@@ -370,6 +370,8 @@ def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     elif any(p is not m and (body is not None or (own_grad(p) is not None and not has_gradient(m))) for p, m in pairs):
         where = "where its gradients are on the low-precision parameters, not on their masters"
     else:
+        return
+    if body is not None and body.end_if_left():
         return
     raise RuntimeError(
         f"{base_class(optimizer).__name__}.step: called in the body of scale_loss, {where}; give scale_loss "

@@ -131,7 +131,6 @@ class _Release(Strategy):
         self._elements = 0  # number of elements in `_ready`
         self._task = -1  # autograd's id of the backward whose end is to call `_step_ready`
         self._reached: set[int] = set()  # ids of parameters whose gradients came since the last `step()`
-        self._body: Body | None = None  # the `scale_loss` body that filled `_reached`
         self._groups: dict[int, int] = {}  # id(master) -> index of its group at the beginning of the body
         self._handles: list[Any] = []
         self._known: list[int] = []  # the keys in `_released`
@@ -158,8 +157,8 @@ class _Release(Strategy):
 
     def begin(self, optimizer: Any, stash: Stash) -> None:
         """Before a `scale_loss`: save the groups, and raise if the loss would add to gradients already stepped."""
-        if self._body is not None and self._body.failed:
-            self.end()  # the body raised, and user code dropped this batch
+        if stash.backward.failed:
+            self.end()  # the last body raised, and user code dropped this batch
         if self._reached:
             raise RuntimeError(
                 f"scale_loss: gradient_release=True has stepped {len(self._reached)} parameters of this "
@@ -174,7 +173,6 @@ class _Release(Strategy):
         """Clear the records of which parameters this iteration has stepped; called after `step()`."""
         self._ready, self._elements = [], 0
         self._reached.clear()
-        self._body = None
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         return True
@@ -193,14 +191,13 @@ class _Release(Strategy):
         """Queue `param`, whose gradient autograd has just completed; step the queue if it has `TOGETHER` elements."""
         optimizer = self._optimizer()
         stash = None if optimizer is None else stash_of(optimizer)
-        if stash is None or (body := stash.backward.body) is None or (grad := own_grad(param)) is None:
+        if stash is None or (body := stash.backward.body()) is None or (grad := own_grad(param)) is None:
             return
         master = master_of(param)
         index = self._groups.get(id(param if master is None else master))
         if index is None:
             return  # user code has removed the parameter from the groups
         self._refuse(stash, body, param, grad)
-        self._body = body
         self._reached.add(id(param))
         self._ready.append((index, param))
         self._elements += param.numel()
