@@ -7,22 +7,25 @@ calls the user's handler only if no function marked by `whole` is running. A sec
 once, because the marked function may hang.
 
 A mark adds no time to a call. Only SIGINT is held back. If another signal or another thread raises an exception in the
-main thread, a marked function is left at that line, and only its `try` and `finally` blocks clean up.
+main thread, a marked function is left at that line, and only its `try` and `finally` blocks clean up. (`_Exit` of
+training/scaled_backward.py ends a body of `scale_loss` whose exit was skipped.)
 """
 
 from __future__ import annotations
 
 import functools
+import signal
 import threading
 import time
 from _signal import getsignal  # type: ignore[import-not-found]  # that of `signal` has a Python frame
 from _thread import interrupt_main, start_new_thread
 from collections.abc import Callable
-from signal import SIGINT, signal
+from signal import SIGINT
+from signal import signal as set_handler
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from amp_patch.support.patches import Installation
+from amp_patch.support.patches import Installation, Patches
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -71,11 +74,6 @@ class WholeFirst:
         self.is_again = True
         interrupt_main()
 
-    def remove(self) -> None:
-        """Set `before` as the handler again, unless user code has set another one. Only the main thread can set it."""
-        if sigint_handler() is self and threading.current_thread() is threading.main_thread():
-            signal(SIGINT, self.before)
-
 
 def _is_within_whole(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code not in _is_whole:
@@ -89,11 +87,36 @@ sigint_handler: Callable[[], Any] = functools.partial(getsignal, SIGINT)
 def hold_sigint() -> None:
     """Set a `WholeFirst` in front of the present handler of SIGINT, if that is not one; `amp.restore()` removes it.
 
+    Until then `signal.getsignal` and `signal.signal` return the handler behind it, as if it were not there. Without
+    this, `asyncio.run` would find a handler that is not Python's own, and Ctrl-C would not cancel its task.
+
     Does nothing if SIGINT has no handler in Python (it is ignored, or ends the process), or outside of the main thread,
     where Python cannot set one. Every region calls this if `sigint_handler()` is no `WholeFirst`, because a notebook
     sets its own handler in each cell.
     """
     before = sigint_handler()
     if callable(before) and type(before) is not WholeFirst and threading.current_thread() is threading.main_thread():
-        handler = WholeFirst(before)
-        _installation.add(lambda patches: patches.apply(lambda: signal(SIGINT, handler), handler.remove))
+        _installation.install(_hide)
+        set_handler(SIGINT, WholeFirst(before))
+
+
+def _hide(patches: Patches) -> None:
+    for function in signal.getsignal, signal.signal:
+        patches.set(signal, function.__name__, _without_ours(function))
+    patches.on_remove(_remove)
+
+
+def _without_ours(function: Function) -> Function:
+    @functools.wraps(function)
+    def behind(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        return found.before if type(found) is WholeFirst else found
+
+    return cast(Function, behind)
+
+
+def _remove() -> None:
+    """Set the handler behind ours again, unless user code has set another. Only the main thread can set handlers."""
+    found = sigint_handler()
+    if type(found) is WholeFirst and threading.current_thread() is threading.main_thread():
+        set_handler(SIGINT, found.before)

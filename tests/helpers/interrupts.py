@@ -80,13 +80,13 @@ class Interrupt:
 
 def is_waiting() -> bool:
     """Whether a SIGINT waits for the end of a function of ours."""
-    handler = signal.getsignal(signal.SIGINT)
+    handler = interrupts.sigint_handler()
     return isinstance(handler, WholeFirst) and handler.is_waiting
 
 
 def send() -> None:
     """Send SIGINT, or the one that waits again."""
-    handler = signal.getsignal(signal.SIGINT)
+    handler = interrupts.sigint_handler()
     if isinstance(handler, WholeFirst):
         handler.is_again = handler.is_waiting
     signal.raise_signal(signal.SIGINT)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ import pytest
 from amp_patch import amp
 from amp_patch.casts import regions
 from amp_patch.support import interrupts
-from amp_patch.support.interrupts import WholeFirst, hold_sigint, interruptible, whole
+from amp_patch.support.interrupts import WholeFirst, hold_sigint, interruptible, sigint_handler, whole
 
 
 @pytest.fixture(autouse=True)
@@ -110,16 +112,84 @@ def test_regions_take_the_place_before_a_handler_that_was_set_later():
     """As a notebook sets one in each cell."""
     for _ in range(3):
         with regions.region(None):
-            found = signal.getsignal(signal.SIGINT)
+            found = sigint_handler()
             assert isinstance(found, WholeFirst) and found.before is signal.default_int_handler
         signal.signal(signal.SIGINT, signal.default_int_handler)
     amp.restore()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+needs_asyncio_handler = pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio sets no handler before 3.11")
+
+
+async def saves(in_task: bool) -> str:
+    """Enter a region, send SIGINT, and return "saved" if the task is cancelled."""
+    try:
+        if in_task:
+            hold_sigint()
+        ctrl_c()
+        for _ in range(1000):
+            await asyncio.sleep(0.001)
+    except asyncio.CancelledError:
+        return "saved"
+    return "not cancelled"
+
+
+@needs_asyncio_handler
+@pytest.mark.parametrize("before", [True, False], ids=["region before", "no region before"])
+@pytest.mark.parametrize("in_task", [True, False], ids=["region in the task", "no region in the task"])
+def test_ctrl_c_cancels_the_task_of_asyncio_run(before, in_task):
+    if before:
+        hold_sigint()
+    for _ in range(2):
+        assert asyncio.run(saves(in_task)) == "saved"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@needs_asyncio_handler
+def test_ctrl_c_in_a_whole_function_of_a_task_cancels_it_after_the_function():
+    async def main() -> list[str]:
+        hold_sigint()
+        done.clear()
+        try:
+            outer()
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            done.append("cancelled")
+        return done
+
+    assert asyncio.run(main()) == ["inner", "outer", "cancelled"]
+
+
+@needs_asyncio_handler
+def test_restore_in_a_task_leaves_the_handler_of_asyncio():
+    async def main() -> str:
+        hold_sigint()
+        amp.restore()
+        assert "_on_sigint" in str(signal.getsignal(signal.SIGINT))
+        return await saves(False)
+
+    assert asyncio.run(main()) == "saved"
+
+
+def test_handlers_are_read_and_set_as_if_ours_were_not_there():
+    functions = signal.getsignal, signal.signal
+    hold_sigint()
+    assert signal.signal(signal.SIGINT, ctrl_c) is signal.default_int_handler
+    hold_sigint()
+    assert signal.getsignal(signal.SIGINT) is ctrl_c
+    assert type(sigint_handler()) is WholeFirst
+    with pytest.raises(TypeError):
+        signal.signal(signal.SIGINT, "no handler")
+    assert signal.signal(signal.SIGINT, signal.SIG_IGN) is ctrl_c
+    amp.restore()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert (signal.getsignal, signal.signal) == functions
+
+
 def test_restore_leaves_a_handler_that_user_code_has_set_around_ours():
     hold_sigint()
-    ours = signal.getsignal(signal.SIGINT)
+    ours = sigint_handler()
 
     def around(number: int, frame: Any) -> None:
         ours(number, frame)
