@@ -16,8 +16,7 @@ from amp_patch.lab.comparison.plan import EMULATED, LEVELS, MARGIN, MIN_GAIN, SE
 from amp_patch.policy import OPT_LEVELS, PRODUCT_FORMATS
 
 _OF_PLAN = ("steps", "dtype", "metric", "maximize", "inspect", "min_gain", "margin")
-_REGRESSION = ("baseline", "junit", "github")
-_OF_ONE_CALL = ("levels", "formats", "seeds", "quick", "resume", "module", "script", "arguments", *_REGRESSION)
+_OF_ONE_CALL = ("levels", "formats", "seeds", "quick", "resume", "module", "script", "arguments", "baseline")
 _EPILOG = """
 The script is not changed. AMP_PATCH_OPT_LEVEL (and with --dtype AMP_PATCH_DTYPE) overrides its arguments of
 amp.initialize; it can read the seed from AMP_PATCH_SEED. Its loss, times, memory and loss scale are recorded by

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.measures import LOSS
-from amp_patch.lab.comparison.regression import github_annotations, junit, regressions
+from amp_patch.lab.comparison.regression import regressions
 from amp_patch.lab.recording.run import loads
-from amp_patch.support.files import write_whole
 
 STATUS = 3  # the exit status after a regression
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare --baseline and the forms in which it reports."""
-    add = parser.add_argument
-    add(
+    """Declare --baseline."""
+    parser.add_argument(
         "--baseline",
         type=Path,
         metavar="FILE",
         help=f"the report.json of an earlier comparison of this script: exit with {STATUS} if a level has become "
         "worse, as soon as that is sure. Levels, seeds, steps and metric are the earlier ones, unless they are given",
     )
-    add("--junit", type=Path, metavar="FILE", help="with --baseline: write the result as JUnit's XML too")
-    add("--github", action="store_true", help="with --baseline: print each regression as an annotation of GitHub too")
 
 
 def read(args: argparse.Namespace) -> Comparison | None:
@@ -38,8 +33,6 @@ def read(args: argparse.Namespace) -> Comparison | None:
         ValueError: the file has no comparison, or an argument contradicts --baseline.
     """
     if args.baseline is None:
-        if args.junit is not None or args.github:
-            raise ValueError("compare: --junit and --github report regressions: give --baseline report.json too")
         return None
     if args.quick:
         raise ValueError("compare: --baseline takes the levels and seeds of its file, and --quick contradicts it")
@@ -67,21 +60,10 @@ def read(args: argparse.Namespace) -> Comparison | None:
 
 
 def tell(before: Comparison, now: Comparison, args: argparse.Namespace) -> int:
-    """Print what has become worse, and write it as the arguments ask. Return the exit status: STATUS, or 0 if nothing.
-
-    If the file of --junit cannot be written, the status is 1.
-    """
+    """Print what has become worse. Return the exit status: STATUS, or 0 if nothing."""
     found = regressions(before, now)
     for each in found:
         print(f"worse than in {args.baseline}: {each.level}: {each.what}")
     if not found:
         print(f"no level is worse than in {args.baseline}")
-    if args.github:
-        print("\n".join(github_annotations(found)))
-    if args.junit is not None:
-        try:
-            write_whole(args.junit, junit(now, found))
-        except OSError as error:
-            print(f"compare: --junit was not written: {error}", file=sys.stderr)
-            return 1
     return STATUS if found else 0

@@ -32,7 +32,7 @@ _ASKED = "compare.json"
 _SURVEY = "survey.json"
 _RUN = re.compile(r"(O\d[\w+.-]*|native)-seed\d+\.(jsonl|log)")
 # Arguments that do not change the runs: they are not stored, and may differ at --resume.
-_OF_THE_CALL = ("command", "out", "resume", "trials", "baseline", "junit", "github")
+_OF_THE_CALL = ("command", "out", "resume", "trials", "baseline")
 
 
 class NoComparison(ValueError):
@@ -85,8 +85,8 @@ def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Name
             f"compare: {args.resume} was begun with {_named(name, asked.get(name))}, and now there is "
             f"{_named(name, value)}; give the same or nothing next to --resume, or begin again in another --out"
         )
-    of_call = {name: value for name, value in vars(args).items() if name in ("baseline", "junit", "github")}
-    found = argparse.Namespace(**{**defaults, **asked, **of_call, "out": args.resume, "resume": args.resume})
+    of_call = {"out": args.resume, "resume": args.resume, "baseline": vars(args).get("baseline")}
+    found = argparse.Namespace(**{**defaults, **asked, **of_call})
     for name, value in _surroundings(found).items():
         before = told["with"].get(name)
         if value != before:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from typing import NamedTuple
-from xml.etree import ElementTree
 
 from amp_patch.lab.comparison import measures
 from amp_patch.lab.comparison.comparison import Comparison
@@ -109,24 +108,3 @@ def _gaps(level: LevelResult, base: LevelResult) -> dict[int, float]:
     """Return {seed: difference of the results of the level and the baseline, as a share of the baseline's mean}."""
     unit = abs(base.mean or 1.0)
     return {seed: (result - base.finite[seed]) / unit for seed, result in level.finite.items() if seed in base.finite}
-
-
-def junit(now: Comparison, found: list[Regression]) -> str:
-    """Return the result as JUnit's XML: a test case for each level, with its regressions as failures."""
-    names = [level.level for level in now.levels]
-    names += [each for each in dict.fromkeys(regression.level for regression in found) if each not in names]
-    failing = {name: [each.what for each in found if each.level == name] for name in names}
-    suite = ElementTree.Element(
-        "testsuite", name="amp_patch compare", tests=str(len(names)), failures=str(sum(map(bool, failing.values())))
-    )
-    for name in names:
-        case = ElementTree.SubElement(suite, "testcase", classname=now.title, name=name)
-        if failing[name]:
-            ElementTree.SubElement(case, "failure", message="; ".join(failing[name]))
-    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def github_annotations(found: list[Regression]) -> list[str]:
-    """Return a line for each regression that GitHub shows as an error of the workflow."""
-    escaped = [each.what.replace("%", "%25").replace("\n", "%0A") for each in found]
-    return [f"::error title=amp_patch: {each.level}::{what}" for each, what in zip(found, escaped, strict=True)]
