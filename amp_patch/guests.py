@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.nn.modules.module import register_module_module_registration_hook
+
 from amp_patch.around import captured, ddp, fsdp, named_states, wrappers, zero_redundancy
 from amp_patch.around.shared_backward import SharedBackward
 from amp_patch.policy import SPLIT, STOCHASTIC
@@ -29,6 +31,7 @@ def enter() -> None:
     joints.check_models += [fsdp.check_shards, ddp.check_ddp]
     joints.enter_models += [ddp.enter_models, left_out.watch, thawed.watch_unowned]
     joints.retyped += [ddp.reduce_anew]
+    register_module_module_registration_hook(ddp.note_ddp)
     joints.unpickled += [ddp.install]
     joints.regrouped += [zero_redundancy.repartition]
     joints.wrapped += [wrappers.enter_wrappers]

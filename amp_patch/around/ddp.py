@@ -15,12 +15,10 @@ weights, and buckets of the old dtype. A cast of the weights removes these nodes
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -36,7 +34,7 @@ from amp_patch.training.training import Training
 _DDP = torch_ddp.DistributedDataParallel
 _FUNCTION = "_sync_module_states"  # torch's DDP broadcasts the weights by this function
 _installation = Installation()
-_unsynced: list[Any] = []  # the DDPs whose `no_sync()` is entered
+_known: WeakSet[Any] = WeakSet()  # the DDPs of this process
 _scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
 
 
@@ -73,17 +71,21 @@ def check_ddp(
                 )
 
 
-def _that_reduce(params: Collection[int]) -> list[Any]:
-    """Return the DistributedDataParallels of this process that have any parameter of `params`, a set of ids.
+def note_ddp(module: nn.Module, name: str, child: Any) -> None:
+    """Note each DistributedDataParallel that is made: torch calls this hook when any module gets a submodule."""
+    if isinstance(module, _DDP):
+        _known.add(module)
 
-    A parameter has no reference to the DDP around it, so the search goes through the garbage collector's objects.
+
+def _that_reduce(params: Collection[int]) -> list[Any]:
+    """Return the DistributedDataParallels with a reducer that have any parameter of `params`, a set of ids.
+
+    A DDP whose constructor raised has no reducer, and one of Apex without trained parameters needs none.
     """
     if not (params and torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
-    if any(issubclass(type(found), _DDP) for found in gc.get_objects()):
-        gc.collect()  # frees DDPs that are unreachable
-    found = [found for found in gc.get_objects() if issubclass(type(found), _DDP)]
-    return [ddp for ddp in found if any(id(p) in params for p in ddp.parameters())]
+    made = [ddp for ddp in list(_known) if hasattr(ddp, "reducer")]
+    return [ddp for ddp in made if any(id(p) in params for p in ddp.parameters())]
 
 
 def reduce_anew(params: Collection[int]) -> None:
@@ -117,9 +119,6 @@ def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
     for model in models:
         _scalers[model] = scalers
     install()
-    for ddp in _unsynced:
-        for state in _states(ddp):
-            state.no_sync = True
 
 
 def enter_models(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
@@ -129,25 +128,16 @@ def enter_models(training: Training, models: list[nn.Module], targets: list[Any]
 
 
 def install() -> None:
-    """Patch DDP to broadcast masters and scales, and to notify models of `no_sync()`; idempotent.
+    """Patch DDP to broadcast masters and scales, and to note forwards without a reduction; idempotent.
 
     DataParallel's `replicate` is patched to copy edited masters back to the weights first.
     """
     _installation.install(_replace)
 
 
-def uninstall() -> None:
-    """Remove the patches of `install`."""
-    _installation.uninstall()
-
-
-def installed() -> bool:
-    """Return whether the patches of `install` are active."""
-    return _installation.installed
-
-
 def _replace(patches: Patches) -> None:
     patches.on_remove(_scalers.clear)
+    patches.on_remove(distributed.unreduced.clear)
     original = getattr(torch_ddp, _FUNCTION, None)
     if original is None:  # not in this torch
         return
@@ -168,7 +158,7 @@ def _replace(patches: Patches) -> None:
         return result
 
     patches.set(torch_ddp, _FUNCTION, with_masters)
-    patches.set(_DDP, "no_sync", _telling(_DDP.no_sync))
+    patches.set(_DDP, "_pre_forward", _noting(_DDP._pre_forward))
     patches.set(nn.DataParallel, "replicate", _of_edited_masters(nn.DataParallel.replicate))
 
 
@@ -185,36 +175,22 @@ def _broadcast_scales(module: nn.Module, process_group: Any, bucket_size: int, s
         scaler.load_state_dict({"loss_scale": loss_scale, "unskipped": unskipped})
 
 
-def _telling(no_sync: Any) -> Any:
-    """Return DDP's `no_sync`, which also sets `no_sync` in the state of each model inside the DDP and around it.
+def _noting(pre_forward: Any) -> Any:
+    """Return DDP's `_pre_forward`, which also notes whether the next backward pass leaves gradients on this rank.
 
-    Each model records in its forward whether `no_sync()` is entered: as in torch, the forward decides whether backward
-    reduces.
+    As in torch, the flag that `no_sync()` sets is read here, at each forward in grad mode.
     """
 
-    @functools.wraps(no_sync)
-    @contextmanager
-    def telling(self: Any) -> Iterator[None]:
-        before = [(state, state.no_sync) for state in _states(self)]
-        with no_sync(self):
-            _unsynced.append(self)
-            for state, _ in before:
-                state.no_sync = True
-            try:
-                yield
-            finally:
-                _unsynced.remove(self)
-                for state in _states(self):  # includes models that entered `initialize` in this block
-                    state.no_sync = any(each is state and earlier for each, earlier in before)
+    @functools.wraps(pre_forward)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in _known:  # made before the import of amp_patch, or unpickled: its weights may have been cast
+            _known.add(self)
+            _make_reducer(self)
+        if torch.is_grad_enabled():
+            (distributed.unreduced.discard if self.require_backward_grad_sync else distributed.unreduced.add)(self)
+        return pre_forward(self, *args, **kwargs)
 
-    return telling
-
-
-def _states(ddp: Any) -> list[Any]:
-    """Return the `ModelState`s of the models inside `ddp`, and of models that contain `ddp`."""
-    inside = {id(m): m for m in ddp.module.modules()}
-    around = [m for m in list(_scalers) if id(m) not in inside and any(part is ddp for part in m.modules())]
-    return [state for m in (*inside.values(), *around) if hasattr(state := vars(m).get("_amp"), "no_sync")]
+    return noting
 
 
 def _of_edited_masters(replicate: Any) -> Any:

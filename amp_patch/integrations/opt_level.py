@@ -91,9 +91,7 @@ class OptLevel:
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward of the loss `tensor` through `scale_loss`, for the optimizers that are not switched off."""
         on = [o for o in self.optimizers if any(p.requires_grad for p in master_params(o))] or self.optimizers
-        # Inside DDP's no_sync the gradients stay scaled in the model, and the later backward that reduces adds to them.
-        wait = not getattr(model.trainer.strategy.model, "require_backward_grad_sync", True)
-        with scale_loss(tensor, on, delay_unscale=wait) as scaled:
+        with scale_loss(tensor, on) as scaled:
             model.backward(scaled, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

@@ -120,10 +120,8 @@ class OptLevelTrainer(Trainer):
         plain = self.accelerator.backward  # receives the loss, also that of a subclass's `compute_loss`
 
         def backward(loss: Tensor, **options: Any) -> None:
-            # Inside DDP's no_sync the gradients stay scaled in the model, until the backward that reduces them.
-            wait = not getattr(model, "require_backward_grad_sync", True)
             optimizer: Any = self.optimizer  # declared optional
-            with scale_loss(loss, optimizer, delay_unscale=wait) as scaled:
+            with scale_loss(loss, optimizer) as scaled:
                 plain(scaled, **options)
 
         self.accelerator.backward = backward

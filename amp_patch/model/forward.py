@@ -271,11 +271,6 @@ def policy_of(model: nn.Module | None) -> Policy | None:
     return untouched[model][0].policy if policy is None and model in untouched else policy
 
 
-def gradients_stay_local(model: nn.Module) -> bool:
-    """Tell whether the last forward of `model` ran under DDP's `no_sync()`, so that its gradients are not reduced."""
-    return isinstance(model, AmpModel) and vars(model)["_amp"].local
-
-
 def times_cleared(model: nn.Module) -> int:
     """Return how often `model.zero_grad()` was called since `initialize`; 0 for other models."""
     return vars(model)["_amp"].cleared if isinstance(model, AmpModel) else 0
@@ -357,8 +352,6 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
             if low is not None and own.looks.get(call, 1) and not may_trace_next():
                 told = first_inputs.look(self, call, args, kwargs, own)
                 serve_batch_norms(self, own, (args, kwargs))
-        if own.local is not own.no_sync and torch.is_grad_enabled() and (low is not None or policy.checks_gradients):
-            own.local = own.no_sync
         written = own.written_buffers
         if written is not None and (compiling or not self.training or not torch.is_grad_enabled()):
             written = None

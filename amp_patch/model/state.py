@@ -51,8 +51,6 @@ class ModelState:
         fast_path_off: whether torch's fused encoder layers are disabled, because some of their modules stay FP32.
         sharded: whether the model went through `fully_shard` before `initialize`.
         handles: handles of hooks on FSDP modules inside the model.
-        no_sync: whether DDP's `no_sync()` is entered; around/ddp.py sets this.
-        local: whether the last forward ran under `no_sync()`, so that its gradients stay on this process.
         written_buffers: finds cast buffers that training writes; None after two forwards.
         cleared: the number of calls of `zero_grad`.
         owner: the model.
@@ -77,8 +75,6 @@ class ModelState:
     fast_path_off: bool = False
     sharded: bool = False
     handles: list[Any] = field(default_factory=list)
-    no_sync: bool = False
-    local: bool = False
     written_buffers: buffers.WrittenBuffers | None = None
     cleared: int = 0
     owner: weakref.ref[nn.Module] | None = None
@@ -96,9 +92,7 @@ class ModelState:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts without these fields: they reference parameters and hooks of the original.
-        fresh = {"handles": [], "no_sync": False, "local": False}
-        fresh |= dict.fromkeys(("written_buffers", "owner", "region"))
-        state = {**vars(self), **fresh}
+        state = {**vars(self), "handles": [], **dict.fromkeys(("written_buffers", "owner", "region"))}
         del state["links"], state["calls"], state["modules"]
         model = None if self.owner is None else self.owner()
         if model is not None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 FoundInf = dict[torch.device, Tensor]
+
+# The DistributedDataParallels whose last forward in grad mode was without a reduction; around/ddp.py fills it.
+unreduced: WeakSet[Any] = WeakSet()
 
 _PLAIN = {Tensor, nn.Parameter}  # types that are no DTensor: tested first, because the test is cheap
 

@@ -55,8 +55,9 @@ def scale_loss(
             last micro-batch of an iteration. (Otherwise the step unscales them.) Autograd sums such gradients in the
             type of the weights. In BF16 (O5) the sum of 64 micro-batches was off by 0.8 %, and the sum of 512 by 4 to
             7 %; in FP16 by 0.1 % and 0.3 %. With False, each exit sums in FP32 at O2 and O5.
-            Implied if DistributedDataParallel's `no_sync()` was around the forward, and the model is cast or the loss
-            scaled: the sum stays on the model until DDP reduces it, and all processes see an overflow at once.
+            Implied if DistributedDataParallel's forward ran under `no_sync()`, or with `require_backward_grad_sync`
+            False, and the model is cast or the loss scaled: the sum stays on the model until DDP reduces it, and all
+            processes see an overflow at once.
             Implied if fully_shard holds gradients back (`set_requires_gradient_sync(False)`).
         delay_overflow_check: unscale, but do not update the scale before a later exit of this `loss_id`. If the
             gradients overflowed, the optimizer still skips its step.

@@ -25,7 +25,7 @@ from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.model import forward as model_forward
 from amp_patch.model.type_errors import explain_types_in_body
 from amp_patch.policy import LOW_PRECISION
-from amp_patch.support import fsdp
+from amp_patch.support import distributed, fsdp
 from amp_patch.support.interrupts import whole
 from amp_patch.training import observers, slips
 from amp_patch.training.loss_scaler import LossScaler
@@ -271,13 +271,15 @@ class ScaledBackward:
     def must_delay(self) -> bool:
         """Tell whether this exit must be delayed, because a later backward completes the gradients.
 
-        There are two cases: FSDP modules hold back some gradients unreduced, or DDP reduces none under `no_sync()`.
+        There are two cases: FSDP modules hold back some gradients unreduced, or DDP reduces none, under `no_sync()` or
+        by its flag.
         """
         now = self.now
+        if distributed.unreduced:
+            own = set(map(id, self.params()))
+            now.local = any(id(p) in own for ddp in distributed.unreduced for p in ddp.parameters())
         for stash in self.stashes:
             around = stash.neighbours
-            for ref in around.models:
-                now.local = now.local or ((model := ref()) is not None and model_forward.gradients_stay_local(model))
             if around.sharded and now.scaling:
                 sharded = [module for ref in around.sharded if (module := ref()) is not None]
                 now.held_back = now.held_back or fsdp.hold_gradients_back(sharded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -51,66 +52,88 @@ def accumulate_plainly(low: torch.dtype | None) -> list[Tensor]:
     return collected + masters_of(optimizer)
 
 
-def accumulate(level: str, delay: bool, way: str = "together", options: dict[str, Any] | None = None) -> list[Tensor]:
-    """The optimizer's gradients after two micro-batches under no_sync and a third that reduces, then its weights."""
+# How a loop says that a micro-batch is not reduced. As in torch, the forward alone decides.
+FLAGS = ["flag", "flag of the next forward", "replicate"]
+WAYS = ["no_sync", "no_sync of the forward", *FLAGS]
+
+
+def begin(level: str, way: str, options: dict[str, Any] | None = None, **scaled: Any) -> tuple[Any, Any]:
+    """The model in DDP, and its optimizer."""
     model = mlp()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
-    wrapped = DistributedDataParallel(model, **(options or {}))
+    if way == "replicate":
+        from torch.distributed._composable.replicate import replicate
+
+        replicate(model, **(options or {}))
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, verbosity=0, **scaled)
+    return model if way == "replicate" else DistributedDataParallel(model, **(options or {})), optimizer
+
+
+@contextlib.contextmanager
+def micro_batch(wrapped: Any, way: str, apart: bool) -> Iterator[Callable[[], None]]:
+    """The function that the body calls is for the end of the forward."""
+    if way == "replicate":
+        wrapped.set_requires_gradient_sync(not apart)
+    elif way in FLAGS:
+        wrapped.require_backward_grad_sync = not apart
+    with contextlib.ExitStack() as stack:
+        if apart and way not in FLAGS:
+            stack.enter_context(wrapped.no_sync())
+        flipped = lambda: setattr(wrapped, "require_backward_grad_sync", apart)  # noqa: E731
+        yield {"no_sync of the forward": stack.close, "flag of the next forward": flipped}.get(way, lambda: None)
+
+
+def accumulate(level: str, delay: bool, way: str = "no_sync", options: dict[str, Any] | None = None) -> list[Tensor]:
+    """The optimizer's gradients after two micro-batches without a reduction and one with it, then its weights."""
+    wrapped, optimizer = begin(level, way, options, **SCALED)
     collected = []
     for iteration in range(2):
         optimizer.zero_grad()
         for micro in range(3):
             apart = micro < 2
-            with contextlib.ExitStack() as stack:
-                if apart:
-                    stack.enter_context(wrapped.no_sync())
+            with micro_batch(wrapped, way, apart) as forward_ends:
                 loss = loss_of(wrapped, mine(3 * iteration + micro))
-                if way == "forward alone":  # as in torch, it decides
-                    stack.close()
+                forward_ends()
                 backward(loss, optimizer, delay_unscale=delay and apart)
+            with torch.no_grad():
+                loss_of(wrapped, mine(0))  # no backward pass follows
         torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e3)
         collected += gradients(optimizer)
         optimizer.step()
     return collected + masters_of(optimizer)
 
 
-@crossed({"level": LEVELS, "delay": [False, True]}, meet=1)
-def test_accumulation_under_no_sync(ranks, level, delay):
-    """amp sees no_sync by itself: with and without delay_unscale the same gradients, plain DDP's, on both ranks."""
+@crossed({"level": [*LEVELS, "O5+split"], "delay": [False, True]}, meet=1)
+def test_accumulation_without_a_reduction(ranks, level, delay):
+    """amp sees it by itself: with and without delay_unscale the same gradients, plain DDP's, on both ranks."""
     plain = both_alike(ranks(accumulate_plainly, {"O1": torch.float16, "O4": torch.bfloat16}.get(level)))
-    for way, options in (("together", {}), ("forward alone", {}), ("together", {"gradient_as_bucket_view": True})):
+    for way, options in (*((way, {}) for way in WAYS), ("flag", {"gradient_as_bucket_view": True})):
         ours = both_alike(ranks(accumulate, level, delay, way, options))
         if level in ("O0", "O1", "O4"):
-            assert same(ours, plain)
-        close(ours, plain, 2e-2 if level == "O5" else 3e-3)
+            assert same(ours, plain), way
+        close(ours, plain, 2e-2 if "O5" in level else 3e-3)
 
 
-def overflow_before_the_reduction(level: str, rank: int) -> dict[str, Any]:
-    """One rank overflows in a micro-batch under no_sync. The other rank learns of it in the next backward."""
-    model = mlp()
-    model, optimizer = amp.initialize(
-        model, SGD(model.parameters()), opt_level=level, verbosity=0, loss_scale="dynamic"
-    )
-    wrapped = DistributedDataParallel(model)
-    with wrapped.no_sync():
+def overflow_before_the_reduction(level: str, rank: int, way: str) -> dict[str, Any]:
+    """One rank overflows in a micro-batch without a reduction. The other rank learns of it in the next backward."""
+    wrapped, optimizer = begin(level, way, loss_scale="dynamic")
+    with micro_batch(wrapped, way, True):
         loss = loss_of(wrapped, mine(0))
         backward(loss * float("inf") if dist.get_rank() == rank else loss, optimizer)
-    backward(loss_of(wrapped, mine(1)), optimizer)
+    with micro_batch(wrapped, way, False):
+        backward(loss_of(wrapped, mine(1)), optimizer)
     optimizer.step()
     return amp.state_dict()
 
 
-@crossed({"level": LEVELS, "rank": [0, 1]}, meet=1)
-def test_an_overflow_under_no_sync_moves_the_scale_alike_on_all_ranks(ranks, level, rank):
-    assert ranks(overflow_before_the_reduction, level, rank) == [{"loss_scaler0": HALVED}] * 2
+@crossed({"level": LEVELS, "rank": [0, 1], "way": WAYS}, meet=1)
+def test_an_overflow_without_a_reduction_moves_the_scale_alike_on_all_ranks(ranks, level, rank, way):
+    assert ranks(overflow_before_the_reduction, level, rank, way) == [{"loss_scaler0": HALVED}] * 2
 
 
-def never_reduced(level: str) -> list[Tensor]:
+def never_reduced(level: str, way: str) -> list[Tensor]:
     """Each rank makes a step without a reduction. Averaging the weights later is user code's part."""
-    model = mlp()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
-    wrapped = DistributedDataParallel(model)
-    with wrapped.no_sync():
+    wrapped, optimizer = begin(level, way, **SCALED)
+    with micro_batch(wrapped, way, True):
         backward(loss_of(wrapped, mine(0)), optimizer)
         optimizer.step()
     return masters_of(optimizer)
@@ -124,9 +147,10 @@ def stepped_alone(level: str) -> list[Tensor]:
     return masters_of(optimizer)
 
 
+@pytest.mark.parametrize("way", ["no_sync", "flag"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_under_no_sync_is_each_ranks_own(ranks, level):
-    steps = ranks(never_reduced, level)
+def test_a_step_without_a_reduction_is_each_ranks_own(ranks, level, way):
+    steps = ranks(never_reduced, level, way)
     assert not same(*steps)
     for rank, alone in enumerate(ranks(stepped_alone, level)):
         assert same(steps[rank], alone)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ class Wrapping(nn.Module):
         return self.head(self.body(inputs))
 
 
-def inside(level: str | None, micro_batches: int = 1) -> list[Tensor]:
+def inside(level: str | None, micro_batches: int = 1, by_flag: bool = False) -> list[Tensor]:
     """Train a model with a DDP inside it; None: with a DDP around it, at O1. One rank overflows in the second step."""
     model: Any = mlp() if level is None else Wrapping()
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level or "O1", verbosity=0)
@@ -86,7 +87,9 @@ def inside(level: str | None, micro_batches: int = 1) -> list[Tensor]:
             inputs, targets = mine(micro_batches * step + micro)
             if (step, micro) == (1, 0) and dist.get_rank() == 1:
                 inputs[0, 0, 0, 0] = float("inf")
-            with ddp.no_sync() if micro < micro_batches - 1 else contextlib.nullcontext():
+            last = micro == micro_batches - 1
+            ddp.require_backward_grad_sync = last or not by_flag
+            with contextlib.nullcontext() if last or by_flag else ddp.no_sync():
                 backward(nn.functional.cross_entropy(wrapped(inputs), targets), optimizer)
         optimizer.step()
         skipped.append(optimizer._amp_stash.step_skipped)
@@ -99,6 +102,7 @@ def inside(level: str | None, micro_batches: int = 1) -> list[Tensor]:
 def test_a_ddp_inside_of_the_model_trains_without_cast_weights(ranks, micro_batches):
     around = both_alike(ranks(inside, None, micro_batches))
     assert same(both_alike(ranks(inside, "O1", micro_batches)), around)
+    assert same(both_alike(ranks(inside, "O1", micro_batches, True)), around)
 
 
 def kept_inside() -> list[Tensor]:
@@ -198,6 +202,47 @@ def ddp_gone() -> None:
 
 def test_a_ddp_that_was_around_the_model_once_is_no_reason_to_refuse_it(ranks):
     ranks(ddp_gone)
+
+
+def no_walk(level: str) -> list[Tensor]:
+    """Neither the wrapped model nor a constructor that has failed makes `initialize` look at all objects."""
+    model = mlp()
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(TypeError) as refused:
+        DistributedDataParallel(model, bucket_cap_mb=[])  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gc, "get_objects", None)
+        patched.setattr(gc, "get_referrers", None)
+        patched.setattr(gc, "collect", None)
+        model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
+        backward(loss_of(ddp, mine(0)), optimizer)
+        optimizer.step()
+        amp.restore()
+    assert refused.value.__traceback__ is not None  # which keeps the object
+    return learned(model)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_earlier_ddp_is_found_without_a_walk_over_all_objects(ranks, level):
+    both_alike(ranks(no_walk, level))
+
+
+def unpickled(level: str) -> list[Tensor]:
+    """`initialize` has not seen how this DDP was made."""
+    ddp = pickle.loads(pickle.dumps(DistributedDataParallel(mlp())))
+    optimizer = SGD(ddp.parameters())
+    amp.initialize(ddp.module, optimizer, opt_level=level, **SCALED)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(loss_of(ddp, mine(step)), optimizer)
+        optimizer.step()
+    return learned(ddp.module)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_unpickled_ddp_reduces_cast_weights(ranks, level):
+    found = both_alike(ranks(unpickled, level))
+    assert same(found, both_alike(ranks(train_ranks, level, 3, optim=sgd, **SCALED)))
 
 
 def partly_inside(level: str, grouped: bool, frozen: bool) -> Any:

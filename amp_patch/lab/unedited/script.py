@@ -33,7 +33,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from amp_patch.around import ddp
 from amp_patch.casts import install
 from amp_patch.environment import overridden
 from amp_patch.frontend import initialize_as, load_state_dict, state_dict
@@ -140,9 +139,6 @@ class UneditedScript(observers.Observer):
             install_arrays(patches, self._policy.dtype, self.applies)
         if not self._policy.changes_nothing:
             Exports(self._models, self._direct_forwards.undone).install(patches)
-        if not ddp.installed():  # now: a script may enter `no_sync()` before its first forward
-            ddp.install()
-            patches.on_remove(lambda: None if self._initialized else ddp.uninstall())
         hook = register_optimizer_step_pre_hook(self._step_begins)
         patches.on_remove(hook.remove)
         observers.add(self)

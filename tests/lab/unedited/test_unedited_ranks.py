@@ -77,6 +77,11 @@ for step in range(9):
         optimizer.step()
         ddp.zero_grad()
 """
+# nanoGPT's loop: its flag is set at each micro-batch.
+BY_FLAG = ACCUMULATE.replace(
+    "with contextlib.nullcontext() if step % 3 == 2 else ddp.no_sync():",
+    "ddp.require_backward_grad_sync = step % 3 == 2\n    with contextlib.nullcontext():",
+)
 RESUME = """
 saved = {"model": ddp.state_dict(), "optimizer": optimizer.state_dict()}
 assert all(name.startswith("module.") and value.dtype in (torch.float32, torch.int64)
@@ -104,6 +109,7 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], Any, bool]] = {
     "plain": (NET + WRAP + TRAIN, {}, None, False),
     "optimizer last": (NET + WRAP_FIRST + TRAIN, {}, None, False),
     "no_sync": (NET + WRAP + ACCUMULATE, {}, None, False),
+    "flag": (NET + WRAP + BY_FLAG, {}, None, False),
     "unused": (NET + WRAP + TRAIN, {"find_unused_parameters": True}, None, True),
     "static": (NET + WRAP + TRAIN, {"static_graph": True}, None, True),
     "views": (NET + WRAP + TRAIN, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}, None, False),
@@ -128,9 +134,9 @@ def trained(script: str, level: str | None, ours: bool, options: Any, prepare: A
     return {"losses": found["losses"], "weights": weights, "scales": {} if level is None else amp.state_dict()}
 
 
-# All levels for the first three scripts. For the others, one that scales, one that casts too, one that only casts.
+# All levels for the first four scripts. For the others, one that scales, one that casts too, one that only casts.
 CASES = [
-    (name, level) for name in SCRIPTS for level in LEVELS if name in list(SCRIPTS)[:3] or level in ("O1", "O2", "O5")
+    (name, level) for name in SCRIPTS for level in LEVELS if name in list(SCRIPTS)[:4] or level in ("O1", "O2", "O5")
 ]
 
 
@@ -143,9 +149,11 @@ def test_an_unedited_script_under_ddp_trains_as_with_three_lines(ranks, name, le
         assert ours["scales"] == theirs["scales"]
     assert same(found[0]["weights"], found[1]["weights"]), "the ranks differ"
     assert not same(found[0]["losses"], found[1]["losses"])
-    scaled = level in ("O1", "O2") and name != "no_sync"
+    scaled = level in ("O1", "O2") and name not in ("no_sync", "flag")
     assert found[0]["scales"] == found[1]["scales"]
     assert not scaled or found[0]["scales"]["loss_scaler0"]["loss_scale"] < 65536.0, "no step was skipped"
+    if name == "flag":
+        assert same(found[0]["weights"], ranks(trained, SCRIPTS["no_sync"][0], level, False, *rest)[0]["weights"])
     if level == "O0":
         plain = ranks(trained, script, None, False, *rest)
         assert [each["losses"] for each in plain] == [each["losses"] for each in found]
