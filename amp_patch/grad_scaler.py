@@ -13,6 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch import multi_tensor
 from amp_patch.casts import state as casts_state
+from amp_patch.masters.grad_field import with_gradient
 from amp_patch.masters.gradients import FoundInf, gather
 from amp_patch.policy import scale_number
 from amp_patch.support import distributed
@@ -346,8 +347,10 @@ class GradScaler(torch.amp.GradScaler):
         refuse_sharded_since(stash.neighbours.models, "GradScaler.unscale_")
         stash.masters.drop_stepped_grads()
         pairs = distinct_pairs([target])
+        masters = [master for param, master in pairs if param is not master]
+        direct = [(masters[index], masters[index]) for index in with_gradient(masters)]  # of a penalty over masters
         try:
-            found = distributed.agree(gather(pairs, inv_scale), [param for param, _ in pairs])
+            found = distributed.agree(gather([*direct, *pairs], inv_scale), [param for param, _ in pairs])
         except BaseException:  # some gradients may be unscaled already
             drop(pairs)
             raise

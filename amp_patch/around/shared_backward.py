@@ -5,19 +5,21 @@ During a body it sets aside the gradients of parameters that are not the body's,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from amp_patch.masters import gradients
+from amp_patch.masters.direct_gradients import DirectGradients
 from amp_patch.masters.grad_field import drop_gradients, own_grad, with_gradient
 from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.support import distributed
 from amp_patch.support.blocks import without_grad
 from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing, siblings, stash_of
-from amp_patch.training.unscale import unscale_pending
+from amp_patch.training.unscale import end_direct, unscale_pending
 
 
 class _Bystander(NamedTuple):
@@ -49,6 +51,7 @@ class SharedBackward(ScaledBackward):
         super().__init__(*args, **options)
         self.bystanders: list[_Bystander] = []
         self.siblings: list[Any] = []
+        self._direct: list[tuple[Stash, DirectGradients]] = []  # of the siblings' masters
 
     def prepare(self) -> None:
         """Prepare as `ScaledBackward` does, for a call of `scale_loss` in a training with other optimizers.
@@ -85,6 +88,8 @@ class SharedBackward(ScaledBackward):
         """
         if not self.checking and not any(stash.policy.master_weights for stash in self.stashes):
             return
+        for stash in self.stashes:  # if this body is inside of another one
+            end_direct(stash)
         own = set(map(id, self.optimizers))
         others = {id(other): (other, known) for stash in self.stashes for other, known in siblings(stash)}
         for key, (other, known) in others.items():
@@ -97,10 +102,12 @@ class SharedBackward(ScaledBackward):
             self._set_bystanders_aside()
 
     def _set_bystanders_aside(self) -> None:
-        known = {id(param) for param in self.params()}
+        pairs = distinct_pairs(self.optimizers)
+        known, masters = {id(param) for param, _ in pairs}, {id(master) for _, master in pairs}
         for other in self.siblings:
             stash = known_stash(other)
             self.note_models(stash)
+            self._set_masters_aside(stash, masters)
             for param, master in stash.masters.pairs(other.param_groups):
                 if id(param) not in known:
                     known.add(id(param))
@@ -112,6 +119,18 @@ class SharedBackward(ScaledBackward):
                     known.add(id(param))
                     self._set_aside(param, None)
 
+    def _set_masters_aside(self, stash: Stash, known: set[int]) -> None:
+        masters = [master for master in stash.masters.links.masters if id(master) not in known]
+        known.update(map(id, masters))
+        if masters and stash.backward.body() is None and stash.backward.direct is None:
+            note = functools.partial(self._note_found, stash)
+            stash.backward.direct = direct = DirectGradients(stash.masters, masters, self.inverse, note)
+            self._direct.append((stash, direct))
+
+    def _note_found(self, stash: Stash, found: gradients.FoundInf) -> None:
+        for found_inf in found.values():
+            stash.note_found(self.scaler, found_inf.to(self.scale.device))
+
     def _set_aside(self, param: Tensor, stash: Stash | None) -> None:
         before = (0, 0) if stash is None else (stash.bodies, stash.backward.cleared)
         self.bystanders.append(_Bystander(param, gradients.take(param), stash, *before))
@@ -122,6 +141,9 @@ class SharedBackward(ScaledBackward):
             if (known := stash_of(other)) is not None:
                 known.backward.other_open_bodies.pop(id(self), None)
                 self._drop_strays(other, known)
+        for stash, direct in self._direct:
+            if stash.backward.direct is direct:  # else a step or a body of the sibling has ended it
+                end_direct(stash)
         while self.bystanders:
             owner = self.bystanders[-1].stash
             self._bring_back([bystander for bystander in self.bystanders if bystander.stash is owner])
@@ -157,7 +179,7 @@ class SharedBackward(ScaledBackward):
         kept = {id(b.param): b.aside for b in group if b.aside and uncleared}
         # If the owner has begun a body inside this one, that body has already unscaled the added gradients.
         own = owner is not None and owner.bodies != bodies
-        inverse = None if own else self.now.inverse()
+        inverse = None if own else self.inverse
         try:
             if owner is None:
                 _clear_not_finite(aside.value for aside in kept.values())
@@ -165,8 +187,7 @@ class SharedBackward(ScaledBackward):
             if owner is None:
                 gradients.clear_overflowed(params, found)  # no step clears these gradients
             elif added and not own:
-                for found_inf in distributed.agree(found, added).values():
-                    owner.note_found(self.scaler, found_inf.to(self.scale.device))
+                self._note_found(owner, distributed.agree(found, added))
         except BaseException:  # gradients may still be scaled, or have overflowed: drop them
             for param in params:
                 param.grad = None

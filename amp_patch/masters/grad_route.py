@@ -73,7 +73,7 @@ def _attribute(link_of: Callable[[Tensor], HasRoute | None]) -> property:
             return own_grad(param)
         if link.route.to_masters and (grad := link.master.grad) is not None:
             return grad
-        if (own := own_grad(param)) is not None:
+        if (own := own_grad(param)) is not None or link.route.scaled:
             return own
         master = link.master
         return master.stepped_grads.read(master) if isinstance(master, Master) and master.stepped_grads else None

@@ -10,7 +10,7 @@ that have a gradient after the step. No step uses them, and no backward pass add
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -73,8 +73,11 @@ class HalfGradients:
         grads: master's id -> its low-precision gradient, which shares its memory with no other tensor and has the
             master's layout.
         factors: numbers, or FP32 tensors of one element on the gradients' device.
-        lent: master's id -> the FP32 form of its deferred gradient, while a portion of masters is stepped (`lend`).
+        lent: master's id -> the FP32 form of its deferred gradient, while a portion of masters is stepped (`lend`) or
+            a body runs.
         norms: the 2-norm of each of `grads` times the factors at the overflow check; None if it computed no norms.
+        in_body: whether a body runs whose backward may leave scaled gradients on the masters. If so, a read of `grad`
+            moves the FP32 gradient to `lent`, and not to the master.
         clipped: whether `norm_of_each` was called since the last `check`. If so, the next `check` computes norms too.
     """
 
@@ -83,7 +86,7 @@ class HalfGradients:
         self.factors: list[Number] = []
         self.lent: dict[int, Tensor] = {}
         self.norms: Tensor | None = None
-        self.clipped = False
+        self.in_body = self.clipped = False
         self._made: dict[int, Tensor] = {}  # master's id -> FP32 gradient, until the master gets it
         self._factors_of_norms = 0
         self._first: TensorWeakRef | None = None
@@ -175,6 +178,9 @@ class HalfGradients:
             made = self._made.get(id(master))
             if made is None:
                 return
+            if self.in_body:
+                self.lent[id(master)] = made
+                return
             held = grad.__get__(master)
             grad.__set__(master, made if held is None else held.detach() + made)
             self.drop(master)
@@ -230,6 +236,11 @@ class HalfGradients:
         multiply(list(grads.values()), results, self.factors)
         self.lent = dict(zip(grads, results, strict=True))
 
+    def end_body(self) -> None:
+        """Let reads of `grad` move FP32 gradients to their masters again."""
+        if self.in_body:
+            self.in_body, self.lent = False, {}
+
     def drop(self, master: Tensor) -> None:
         """Free the deferred gradient of `master`."""
         self.lent.pop(id(master), None)
@@ -275,6 +286,15 @@ class SteppedGradients:
     def hold(self, grads: Gradients) -> None:
         """Store the gradients of a step; they replace the gradients of the step before it."""
         self._held = grads
+
+    def put(self, grads: Mapping[int, Tensor]) -> None:
+        """Add the FP32 `grads` of some masters, by id, which a running body has set aside."""
+        self._held = self._held._replace(fp32={**self._held.fp32, **grads})  # tables may share the dict
+
+    def take(self, masters: Iterable[int]) -> dict[int, Tensor]:
+        """Remove the FP32 gradients of `masters` (ids) that are here still, and return them."""
+        fp32 = self._held.fp32
+        return {key: fp32.pop(key) for key in masters if key in fp32}
 
     def read(self, master: Tensor) -> Tensor | None:
         """Return the FP32 gradient of `master` in the last step, materialized if it was deferred; None without one."""

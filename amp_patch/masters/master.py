@@ -41,9 +41,11 @@ class Master(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         waiting = self.waiting
-        if waiting and (lent := waiting.lent.get(id(self))) is not None:
-            return lent
-        self.materialize_grad()
+        if waiting:
+            if id(self) not in waiting.lent:
+                waiting.give(self, GRAD)
+            if (lent := waiting.lent.get(id(self))) is not None:
+                return lent
         grad = own_grad(self)
         return self.stepped_grads.read(self) if grad is None and self.stepped_grads else grad
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from amp_patch.casts import regions
 from amp_patch.masters import gradients
+from amp_patch.masters.direct_gradients import DirectGradients
 from amp_patch.masters.grad_field import drop_gradients, with_gradient
 from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.model import forward as model_forward
@@ -30,7 +31,7 @@ from amp_patch.support.interrupts import whole
 from amp_patch.training import observers, slips
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Pending, Stash, body_events, no_body
-from amp_patch.training.unscale import unscale
+from amp_patch.training.unscale import add, end_direct, unscale
 
 
 class _Exit:
@@ -67,6 +68,7 @@ class ScaledBackward:
 
     Attributes:
         now: the scale of this body's gradients. An inner body may change the scaler's scale before this one ends.
+        inverse: the factor that unscales them, as in `gather`.
         checking: whether the exit checks gradients for overflow.
         models: id(model) -> the model and the number of calls of its `zero_grad()` before the body. A call in the body
             must drop the gradients that `begin` set aside.
@@ -127,7 +129,7 @@ class ScaledBackward:
 
     def _enter(self) -> Tensor:
         self.now = Pending(self.scaler)
-        self.scale, self.checking = self.now.scale, self.now.checking
+        self.scale, self.checking, self.inverse = self.now.scale, self.now.checking, self.now.inverse()
         self.begin()
         self._casts = regions.process_wide_region(self.stashes[0].policy)
         self._casts.__enter__()
@@ -144,7 +146,8 @@ class ScaledBackward:
                 if first and all(stash.bodies == 1 and not stash.neighbours.sharded for stash in self.stashes):
                     self._others = slips.OtherBackwards()
                     self._hooks.append(self._others)
-                    self._others.watch(scaled, self.params())
+                    masters = (master for _, _, new in self.parts() for master in new.linked_masters)
+                    self._others.watch(scaled, [*self.params(), *masters])
         else:
             scaled = loss.float() if loss.dtype in LOW_PRECISION else loss
         self._returned = weakref.ref(scaled)
@@ -214,6 +217,10 @@ class ScaledBackward:
             stash.bodies += 1
         parts = self.parts()
         self._make_room(parts)
+        for stash, _, new in parts:
+            if new.linked_masters:
+                note = partial(add, stash.backward.direct_found)
+                stash.backward.direct = DirectGradients(stash.masters, new.linked_masters, self.inverse, note)
         params = parts[0][2].distinct_params if len(parts) == 1 else self.params()
         self._had_grad = params, with_gradient(params)
 
@@ -295,6 +302,7 @@ class ScaledBackward:
         for stash, aside in self._taken():
             stash.backward.aside[id(aside.param)] = aside.give_back_scaled(self.scale)
         for stash in self.stashes:
+            end_direct(stash)
             stash.pending = self.now
         self.done = True
 
@@ -302,7 +310,7 @@ class ScaledBackward:
         """Unscale the gradients into the masters, add the gradients set aside, and record overflow on the device."""
         if self.models:
             self.forget_cleared()
-        unscale(self.optimizers, self.scaler, self.now.inverse())
+        unscale(self.optimizers, self.scaler, self.inverse)
         self.done = True
 
     def abandon(self) -> None:
@@ -318,6 +326,10 @@ class ScaledBackward:
             params, indices = self._had_grad
             for index in set(range(len(params))).difference(indices):
                 params[index].grad = None
+        for stash in self.stashes:
+            direct, stash.backward.direct = stash.backward.direct, None
+            if direct is not None:
+                direct.drop()
         for stash, aside in self._taken():
             aside.give_back()
             del stash.backward.aside[id(aside.param)]

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from amp_patch.masters import clipping
 from amp_patch.masters.closed_master import Form
+from amp_patch.masters.direct_gradients import DirectGradients
 from amp_patch.masters.grad_field import own_grad, with_gradient
-from amp_patch.masters.gradients import Aside
+from amp_patch.masters.gradients import Aside, FoundInf
 from amp_patch.masters.of_optimizer import Masters
 from amp_patch.model import copies
 from amp_patch.multi_tensor import inverse_of
@@ -119,6 +120,8 @@ class BackwardState(OfThisProcess):
         aside: id(param) -> the unscaled gradient of a parameter without a master that `begin` has set aside for the
             time of a body. After a delayed exit it has only the elements that scaling would make infinite or NaN; they
             are added after the sum is unscaled.
+        direct: the gradients that a running body's backward leaves on the masters themselves.
+        direct_found: the overflow flags of such gradients of delayed exits, until an exit unscales the model's.
         first_unscaled_grad: a weak reference to the first of the gradients that exits have unscaled for the next step;
             None if there is no such gradient.
         strays: ids of the parameters with masters that got gradients from the backward of another optimizer's loss.
@@ -131,6 +134,8 @@ class BackwardState(OfThisProcess):
     ended: int = field(default_factory=lambda: body_events.count)
     cleared: int = 0
     aside: dict[int, Aside] = field(default_factory=dict)
+    direct: DirectGradients | None = None
+    direct_found: FoundInf = field(default_factory=dict)
     first_unscaled_grad: Callable[[], Tensor | None] | None = None
     strays: set[int] = field(default_factory=set)
     is_seen: bool = False
@@ -349,6 +354,7 @@ class Stash:
         """
         if not self.two_passes:
             self.found.clear()
+            self.backward.direct_found.clear()
 
     def note_found(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Record for the next step the overflow flag of a backward of `scaler`'s loss; the maximum of several flags."""

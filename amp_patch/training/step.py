@@ -29,7 +29,7 @@ from amp_patch.training import joints, observers, overflow
 from amp_patch.training.arguments import ClosureAlreadyRun
 from amp_patch.training.slips import warn_of_no_scaler_step
 from amp_patch.training.stash import Stash, body_events, sharing, stash_of
-from amp_patch.training.unscale import unscale_pending
+from amp_patch.training.unscale import end_direct, unscale_pending
 
 Plain = Callable[..., Any]  # the type of the `step` that an optimizer's own class defines
 
@@ -360,16 +360,18 @@ def _awaited_by_others(stash: Stash) -> set[int]:
 
 def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     """Raise if this step's gradients are scaled, unchecked or set aside until a running body of `scale_loss` ends."""
-    body, others = stash.backward.body(), stash.backward.other_open_bodies
+    body, others, direct = stash.backward.body(), stash.backward.other_open_bodies, stash.backward.direct
+    away = () if direct is None else direct.earlier
     pairs = stash.masters.pairs(optimizer.param_groups)
     own = any(param is master for param, master in pairs)
     if body is not None and body.checking:
         where = f"where its gradients are {'scaled and ' if stash.scales_loss else ''}unchecked"
     elif any(others.values()) and (own or stash.pending is not None):
         where = "whose backward may reach its parameters: its own gradients are away until that ends"
-    elif any(p is not m and (body is not None or (own_grad(p) is not None and not has_gradient(m))) for p, m in pairs):
+    elif any(p is not m and (body or not (own_grad(p) is None or has_gradient(m) or id(m) in away)) for p, m in pairs):
         where = "where its gradients are on the low-precision parameters, not on their masters"
     else:
+        end_direct(stash)
         return
     if body is not None and body.end_if_left():
         return

@@ -52,6 +52,13 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Number | Non
         raise
 
 
+def end_direct(stash: Stash) -> None:
+    """Unscale the gradients that a body's backward has left on the masters of `stash` themselves; no sync."""
+    direct, stash.backward.direct = stash.backward.direct, None
+    if direct is not None:
+        direct.finish()
+
+
 def drop(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Drop the gradients of the parameters and of their masters."""
     for param, master in pairs:
@@ -63,13 +70,18 @@ def _unscale(
 ) -> FoundInf:
     """Move the gradients of `pairs` to their masters; return the overflow flag of each device, as `gather` does."""
     aside: dict[int, Aside] = {}
+    found: FoundInf = {}
     for stash in stashes:
+        end_direct(stash)
+        add(found, stash.backward.direct_found)
+        stash.backward.direct_found.clear()
         if stash.pending is not None:
             stash.forget_cleared(pairs)
         aside.update(stash.backward.aside)
-    found, rest = _leave_in_low_precision(optimizers, stashes, pairs, inverse)
+    of_deferred, rest = _leave_in_low_precision(optimizers, stashes, pairs, inverse)
+    add(found, of_deferred)
     if rest:
-        _add(found, gather(rest, inverse, aside=aside))
+        add(found, gather(rest, inverse, aside=aside))
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.pending = None
         stash.backward.aside.clear()
@@ -111,7 +123,7 @@ def _record(
     scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
 
 
-def _add(found: FoundInf, more: FoundInf) -> None:
+def add(found: FoundInf, more: FoundInf) -> None:
     """Combine the overflow flags of `more` into `found`, in place; no sync."""
     for device, found_inf in more.items():
         found[device] = torch.maximum(found[device], found_inf) if device in found else found_inf
@@ -134,7 +146,7 @@ def _leave_in_low_precision(
         if stash.masters.waiting is None or not stash.unobserved:
             continue
         if (of_these := stash.masters.take_half(optimizer.param_groups, inverse)) is not None:
-            _add(found, of_these)
+            add(found, of_these)
             gone.update(map(id, stash.masters.of_groups(optimizer.param_groups).low))
     return found, [pair for pair in pairs if id(pair[0]) not in gone] if gone else pairs
 
