@@ -241,18 +241,24 @@ def refuse_changed(model: nn.Module) -> None:
 before_load: list[Callable[[nn.Module], None]] = []
 
 
-def load_masters(model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+def load_masters(model: nn.Module, state_dict: Any, prefix: str, *_: Any, parts: bool = False) -> None:
     """Load the values of `state_dict` into the masters of `model`, and store the weights in `state_dict` instead.
 
     Torch's `load_state_dict` made the dictionary, so it is changed in place. Without the replacement torch would then
     copy the loaded value, rounded to nearest even, over the weight that this function has written. A split master
     rounds ties the other way, and stores the rest of the value in its low half.
+
+    Args:
+        parts: whether values of the weight's own type are left to torch. The `state_dict()` of a module inside a model
+            has such values, and a load of them must not round the masters.
     """
     for listener in before_load:
         listener(model)
     for name, param in model.named_parameters(remove_duplicate=False):
         value, link = state_dict.get(prefix + name), link_of(param)
         if link is None or value is param or not isinstance(value, Tensor) or value.shape != param.shape:
+            continue
+        if parts and value.dtype is param.dtype:
             continue
         load(param, link, value)
         state_dict[prefix + name] = param

@@ -17,7 +17,7 @@ from amp_patch.masters.direct_gradients import DirectGradients
 from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.masters.gradients import Aside, FoundInf
 from amp_patch.masters.of_optimizer import Masters
-from amp_patch.model import copies
+from amp_patch.model import copies, part_loads
 from amp_patch.multi_tensor import inverse_of
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION, Policy
@@ -327,6 +327,7 @@ class Stash:
             self.masters.keep(form)
         if self.policy.master_weights:
             clipping.install()  # in the process that loads a pickle, nothing has installed it yet
+            part_loads.install()
             joints.tell(joints.unpickled)
 
     def note_gathered(self) -> None:

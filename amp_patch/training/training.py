@@ -17,7 +17,7 @@ from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import emulate
 from amp_patch.masters import clipping
 from amp_patch.masters.masters import disconnect, links_of, settle
-from amp_patch.model import averages, fp32_copies, incoming, untouched
+from amp_patch.model import averages, fp32_copies, incoming, part_loads, untouched
 from amp_patch.model import buffers as model_buffers
 from amp_patch.model import forward as model_forward
 from amp_patch.model import tensors as model_tensors
@@ -274,6 +274,8 @@ def enter(
         clipping.install()
     if policy.cast_model_type is not None:
         averages.install()
+    if not policy.changes_nothing:
+        part_loads.install()
     joints.tell(joints.enter_models, training, models, targets)
     dynamo.hook()
     emulate(policy)

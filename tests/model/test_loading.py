@@ -208,10 +208,32 @@ def test_a_checkpoint_of_the_model_s_own_tensors_that_were_written(level):
     assert all((tensor == 1.5).all() for tensor in [*all_of(model, optimizer), *state.values()])
 
 
-def test_a_child_s_load_state_dict_sets_the_high_halves():
-    model, optimizer = rows(2**16, SPLIT)
+PARTS = {
+    "a child": lambda model, state: model.child.load_state_dict(state),
+    "assign": lambda model, state: model.child.load_state_dict(state, assign=True),
+    "a list of children": lambda model, state: nn.ModuleList(model.child).load_state_dict(state),
+    "a grandchild": lambda model, state: [
+        layer.load_state_dict({n.removeprefix(f"{i}."): v for n, v in state.items() if n.startswith(f"{i}.")})
+        for i, layer in enumerate(model.child)
+    ],
+}
+
+
+@pytest.mark.parametrize("load", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("level", ["O2", "O5", "O5, split"])
+def test_a_child_s_load_state_dict_sets_the_masters(level, load):
+    model, optimizer = rows(2**16, LEVELS[level])
+    own, *_ = (master.detach().clone() for master in amp.master_params(optimizer))
+    params = list(model.parameters())
     value = every_low_half()[5 * 2**16 : 6 * 2**16]
-    model.child.load_state_dict({name: value.view_as(old) for name, old in model.child.state_dict().items()})
-    assert torch.equal(model.child[0].bias, value.bfloat16())
-    bias = list(amp.master_params(optimizer))[2]
-    assert ((bias - model.child[0].bias.float()).abs() <= 2.0**-8).all()  # half a unit of those that begin at 1
+    load(model, {name: value.view_as(old) for name, old in model.child.state_dict().items()})
+    assert all(
+        torch.equal(m.flatten(), v) for m, v in zip(amp.master_params(optimizer), [own, value, value], strict=True)
+    )
+    assert all(before is now for before, now in zip(params, model.parameters(), strict=True))
+    model.child.load_state_dict(model.child.state_dict())  # low precision: the masters keep what it lacks
+    assert all(
+        torch.equal(m.flatten(), v) for m, v in zip(amp.master_params(optimizer), [own, value, value], strict=True)
+    )
+    amp.restore()
+    assert "served" not in nn.Module.load_state_dict.__qualname__ and not model.child._load_state_dict_pre_hooks

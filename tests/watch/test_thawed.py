@@ -128,6 +128,7 @@ LOADS: dict[str, Any] = {
     "load_state_dict": lambda model: model.load_state_dict(file()),
     "of a parent": parent_loads,
     "in parts": lambda model: [model.load_state_dict(file(name), strict=False) for name in FILE],
+    "of the layer": lambda model: [model[int(name[0])].load_state_dict({"weight": file()[name]}) for name in FILE],
     "set_model_state_dict": lambda model: set_model_state_dict(model, file()),
 }
 
