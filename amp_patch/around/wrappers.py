@@ -70,7 +70,7 @@ def enter_wrappers(optimizer: Any) -> None:
         if isinstance(wrapper, AmpWrapper):
             continue
         stash.masters.follow(wrapper)
-        find_by_params(wrapper, held=False)
+        find_by_params(wrapper, shared=True)
         generated_class.give(wrapper, AmpWrapper)
         stash.neighbours.undo.append(partial(_leave, weakref.ref(wrapper), stash.masters))
         if isinstance(wrapper, torch.optim.Optimizer):

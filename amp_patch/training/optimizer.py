@@ -174,7 +174,7 @@ def enter_training(
         stash.note_gathered()
         joints.tell(joints.regrouped, optimizer)
         for owner in (optimizer, stateful(optimizer)):
-            find_by_params(owner, held=False)
+            find_by_params(owner, shared=True)
     give_stash(optimizer, stash)
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
         _copies.install(_carry_stash)  # the optimizer keeps its class, which does not copy the stash

@@ -214,19 +214,30 @@ def test_a_layer_that_is_added_or_thawed_later(options):
     assert optimizer.state[weights[0]]["note"] == 5 and set(map(id, optimizer.state)) == set(map(id, masters))
 
 
-def test_a_dictionary_that_a_wrapper_holds_stays_the_same_object():
+@every_level
+def test_a_dictionary_that_a_wrapper_holds_has_the_entries(options):
     class Wrapper:
         def __init__(self, optimizer: Any) -> None:
             self.optimizer, self.state = optimizer, optimizer.state
 
-    model = linear([[2.0]])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+    model, optimizer = start({})
     wrapper = Wrapper(optimizer)
+    model, optimizer = amp.initialize(model, optimizer, loss_scale=1.0, verbosity=0, **options)
+    train(model, optimizer, 2)
+    (master,) = amp.master_params(optimizer)
+    assert optimizer.state == wrapper.state and isinstance(optimizer.state, dict) and len(optimizer.state) == 1
+    assert optimizer.state[model.weight]["momentum_buffer"] is wrapper.state[master]["momentum_buffer"]
+    copied, its = copy.deepcopy((model, optimizer))
+    assert its.state[copied.weight]["momentum_buffer"][0].item() == 1.5
+    optimizer.state[model.weight]["momentum_buffer"] = torch.full((SIZE, 1), 3.0)
+    assert wrapper.state[master]["momentum_buffer"][0].item() == 3.0
     model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    train(model, optimizer, 1)
-    assert wrapper.state is optimizer.state and len(wrapper.state) == 1
+    assert optimizer.state.pop(model.weight)["momentum_buffer"][0].item() == 3.0
+    assert not wrapper.state and model.weight not in optimizer.state and not optimizer.state[model.weight]
+    del optimizer.state[model.weight]
+    optimizer.state.update({model.weight: {"momentum_buffer": torch.full((SIZE, 1), 5.0)}})
     amp.restore()
-    assert wrapper.state is optimizer.state and model.weight in wrapper.state
+    assert wrapper.state is optimizer.state and optimizer.state[model.weight]["momentum_buffer"][0].item() == 5.0
 
 
 def test_a_property_of_the_class_is_left_alone():

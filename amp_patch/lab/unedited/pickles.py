@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from amp_patch.masters.master import Master
 from amp_patch.masters.masters import link_of, links_of, settle
-from amp_patch.masters.states import MasterStates
+from amp_patch.masters.states import HeldStates, MasterStates
 from amp_patch.model import buffers, fp32_copies, incoming
 from amp_patch.model.forward import AmpModel, low_buffers_of, policy_of
 from amp_patch.policy import LOW_PRECISION
@@ -257,7 +257,7 @@ class PlainForms:
         own.pop("_amp_stash", None)
         state = own.get("state")
         if isinstance(state, dict):
-            own["state"] = defaultdict() if isinstance(state, MasterStates) else type(state)()
+            own["state"] = defaultdict() if isinstance(state, MasterStates | HeldStates) else type(state)()
             if hasattr(state, "default_factory"):
                 own["state"].default_factory = state.default_factory
             own["state"].update((param, _widened(param, each)) for param, each in state.items())
