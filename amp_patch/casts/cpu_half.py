@@ -32,8 +32,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from amp_patch import multi_tensor
+from amp_patch.casts import low_sums
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.low_sums import BELOW, SUMS
+from amp_patch.casts.low_sums import ADDERS, BELOW, SUMS
 from amp_patch.casts.thread_state import this_thread
 from amp_patch.policy import EMULATING, LOW_PRECISION, Policy
 from amp_patch.support.compiled import constant_in_traces
@@ -117,21 +118,23 @@ class Product(NamedTuple):
         fp32_results: the indices of results that are FP32 for low operands too.
         mixes: FP32 arguments may be mixed with the low ones (masks and statistics of attention, statistics of norms).
         writes_out: the op has an overload "out"; C++ writes the FP32 result into its scratch memory with it.
+        anywhere: the op is computed in FP32 also outside of the regions that emulate.
     """
 
     name: str
     fp32_results: tuple[int, ...] = ()
     mixes: bool = False
     writes_out: bool = False
+    anywhere: bool = False
 
 
 _CONVOLUTIONS = (Product("convolution"), Product("_convolution"), Product("convolution_backward"))
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _PRODUCTS = (
     *(Product(name, writes_out=True) for name in ("mm", "addmm", "bmm", "baddbmm")),
-    *(Product(f"{name}.out") for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "addbmm", "dot", "vdot")),
-    *(Product(name) for name in ("mv", "addmv", "addbmm", "addr", "dot", "vdot", "_addmm_activation")),
-    *(Product(f"{name}_") for name in ("addmm", "baddbmm", "addmv", "addbmm", "addr")),
+    *(Product(f"{name}.out") for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot")),
+    *(Product(name) for name in ("mv", "addmv", "addr", "dot", "vdot", "_addmm_activation")),
+    *(Product(f"{name}_") for name in ("addmm", "baddbmm", "addmv", "addr")),
     *(Product(name) for name in ("_trilinear", "conv_tbc", "slow_conv_transpose3d")),
     *(Product(name) for name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")),
     Product(_ATTENTION, fp32_results=(1,), mixes=True),
@@ -143,20 +146,18 @@ _PRODUCTS = (
 _SLOW_IN_FP16 = (
     *(Product(name) for name in ("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "linalg_vector_norm")),
     *(Product(name) for name in ("norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "norm.Scalar")),
-    Product("native_group_norm", fp32_results=(1, 2)),
-    Product("native_group_norm_backward", mixes=True),
-    *(Product(name) for name in ("_cdist_forward", "_cdist_backward")),
-    *(Product(name) for name in ("im2col", "col2im", "avg_pool3d", "avg_pool3d_backward")),
+    *(Product(name) for name in ("_cdist_forward", "_cdist_backward", "im2col")),
 )
+_SUMS = tuple(Product(name, anywhere=True) for name in ADDERS.split())
 
 
 def products(dtype: torch.dtype, cpu_half: str) -> tuple[Product, ...]:
-    """Return the ops to emulate for `dtype`. `cpu_half` is a result of `decide_cpu_half`, never "auto"."""
-    if cpu_half not in EMULATING:
-        return ()
+    """Return the ops to compute in FP32 for `dtype`. `cpu_half` is a result of `decide_cpu_half`, never "auto"."""
     if cpu_half == "convolutions":
-        return _CONVOLUTIONS
-    return (*_PRODUCTS, *_SLOW_IN_FP16) if dtype is torch.float16 else _PRODUCTS
+        return (*_CONVOLUTIONS, *_SUMS)
+    if cpu_half not in EMULATING:
+        return _SUMS
+    return (*_PRODUCTS, *(_SLOW_IN_FP16 if dtype is torch.float16 else ()), *_SUMS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,10 +186,11 @@ def _register(patches: Patches, wanted: tuple[bool, torch.dtype, str]) -> None:
         for name, kernel in SUMS.items():
             _library.impl(name, kernel, "BackendSelect", with_keyset=True)
         patches.on_remove(_stop)
+        low_sums.in_use = True
     for product in products(dtype, cpu_half):
         if in_cpp:
             name, _, overload = product.name.partition(".")
-            rest = (list(product.fp32_results), product.mixes, product.writes_out, dtype)
+            rest = (list(product.fp32_results), product.mixes, product.writes_out, product.anywhere, dtype)
             casts_state.in_use.emulate(name, overload, *rest)
             continue
         types = _types.setdefault(product.name, set())
@@ -208,6 +210,7 @@ def _stop() -> None:
     if _library is not None:
         _library._destroy()
         _library = None
+        low_sums.in_use = False
 
 
 def _op_of(name: str) -> Any:
@@ -269,6 +272,8 @@ class _Kernel:
                 return None  # torch refuses mixed types, or has a kernel for them
         if low not in self.types:
             return None
+        if self.product.anywhere:
+            return low
         emulated = casts_state.in_use.emulated()
         if not this_thread.inside and emulated is None:
             return low if torch._C._current_graph_task_id() != -1 else None

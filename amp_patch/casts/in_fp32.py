@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from amp_patch.casts import low_sums
 from amp_patch.casts.saturated import look
-from amp_patch.casts.upcast import rounded
+from amp_patch.casts.state import is_plain_eager
+from amp_patch.casts.upcast import check_version, rounded
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.tree import map_tensors
 
@@ -73,6 +75,28 @@ def cross_entropy_alone(function: Callable[..., Any], args: tuple[Any, ...], kwa
     if not is_dynamo_compiling():
         look(args[0] if args else kwargs.get("input"))
     return function(*args, **kwargs)
+
+
+def rnn_alone(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a recurrent network's function. On a CPU its weights' gradients are added over time in FP32."""
+    if not low_sums.in_use or is_dynamo_compiling() or not (torch.is_grad_enabled() and is_plain_eager()):
+        return function(*args, **kwargs)
+    added = [list(map(_added_in_fp32, value)) if isinstance(value, (list, tuple)) else value for value in args]
+    return function(*added, **kwargs)
+
+
+def _added_in_fp32(tensor: Tensor) -> Tensor:
+    """Return an alias of `tensor`, whose gradients autograd adds in FP32 and rounds once; others as they are.
+
+    Autograd casts each gradient to the type that the tensor had when its node was made, before it adds them.
+    """
+    if tensor.device.type != "cpu" or tensor.dtype not in LOW_PRECISION or not tensor.requires_grad:
+        return tensor
+    version = tensor._version
+    alias = tensor.float()
+    alias.data = tensor.detach()
+    alias.register_hook(lambda grad: check_version(tensor, version))  # an alias has a version of its own
+    return alias
 
 
 def _only_type(values: tuple[Any, ...]) -> torch.dtype | None:

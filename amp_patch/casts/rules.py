@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import low_bit
-from amp_patch.casts.in_fp32 import Alone, cross_entropy_alone, direction, direction_alone, inexact_alone
+from amp_patch.casts.in_fp32 import Alone, cross_entropy_alone, direction, direction_alone, inexact_alone, rnn_alone
 from amp_patch.casts.saturated import look
 from amp_patch.casts.state import cast_weight, is_plain_eager, outside
 from amp_patch.casts.thread_state import is_enabled, set_enabled
@@ -189,7 +189,7 @@ def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Polic
     cast = _cast_args(args, _lowered, policy.dtype)
     if not is_dynamo_compiling() and is_plain_eager():
         flat_rnn.flatten_casts(_name(function), args, cast)
-    return function(*cast, **_cast_kwargs(kwargs, _lowered, policy.dtype))
+    return rnn_alone(function, cast, _cast_kwargs(kwargs, _lowered, policy.dtype))
 
 
 def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
@@ -409,7 +409,7 @@ _TABLE = (
     Rule("sparse", _sparse, shown="fp32 (sparse)"),
     Rule("einsum", _of_several(_lower), shown="lower (einsum)", registered_by=_HALF),
     Rule("fused", _lower, shown="lower"),
-    Rule("rnn", _rnn, shown="lower (rnn)", registered_by=_HALF),
+    Rule("rnn", _rnn, shown="lower (rnn)", registered_by=_HALF, alone=rnn_alone),
     Rule("fp32", _fp32, shown="fp32", in_cpp=True),
     Rule("norm", _norm, shown="fp32", in_cpp=True),
     Rule("sigmoid", _sigmoid, shown="fp32 (sigmoid)", in_cpp=True),

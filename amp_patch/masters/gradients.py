@@ -219,9 +219,8 @@ class _Batch:
 def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
     """Return the FP32 tensor, sparse if `grad` is, that `batch.run` fills with the unscaled `grad` of `param`."""
     if grad.is_sparse:
-        grad = grad.coalesce()
-        sparse = grad.detach().to(torch.float32, copy=True)
-        batch.fresh.append((_values(param, grad), _values(param, sparse)))
+        sparse = grad.detach().to(torch.float32, copy=True).coalesce()
+        batch.own.append(sparse._values())
         return sparse
     values = _values(param, grad)
     link = link_of(param)

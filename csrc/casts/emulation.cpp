@@ -103,8 +103,8 @@ int64_t elements_of_product(const Tensor& a, const Tensor& b) {
 
 class Product final : public c10::OperatorKernel {
  public:
-  Product(const c10::OperatorHandle& op, std::vector<int64_t> fp32_results, bool mixes, bool writes_out)
-      : fp32_results_(std::move(fp32_results)), mixes_(mixes) {
+  Product(const c10::OperatorHandle& op, std::vector<int64_t> fp32_results, bool mixes, bool writes_out, bool anywhere)
+      : fp32_results_(std::move(fp32_results)), mixes_(mixes), anywhere_(anywhere) {
     const auto& arguments = op.schema().arguments();
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (arguments[i].name() == "dtype") dtype_ = i;
@@ -170,7 +170,7 @@ class Product final : public c10::OperatorKernel {
       }
     }
     if (!low.has_value() || (emulated & bit(*low)) == 0) return {};
-    return emulates_here(*low) ? low : std::nullopt;
+    return anywhere_ || emulates_here(*low) ? low : std::nullopt;
   }
 
   void round(c10::IValue& value, size_t index, ScalarType low, const std::vector<Wide>& wide,
@@ -194,7 +194,7 @@ class Product final : public c10::OperatorKernel {
 
  private:
   std::vector<int64_t> fp32_results_;
-  bool mixes_;
+  bool mixes_, anywhere_;
   size_t dtype_ = size_t(-1);
   std::optional<c10::OperatorHandle> out_;
 };
@@ -213,7 +213,7 @@ std::unique_ptr<Registered>& registered() {
 }
 
 void emulate(const std::string& name, const std::string& overload, std::vector<int64_t> fp32_results, bool mixes,
-             bool writes_out, ScalarType low) {
+             bool writes_out, bool anywhere, ScalarType low) {
   auto& kernels = registered();
   if (kernels == nullptr) kernels = std::make_unique<Registered>();
   const std::string address = overload.empty() ? name : name + "." + overload;
@@ -221,7 +221,7 @@ void emulate(const std::string& name, const std::string& overload, std::vector<i
   if (types == nullptr) {
     const auto op = c10::Dispatcher::singleton().findSchema({"aten::" + name, overload});
     if (!op.has_value()) return;  // this release of torch lacks the op
-    auto kernel = std::make_unique<Product>(*op, std::move(fp32_results), mixes, writes_out);
+    auto kernel = std::make_unique<Product>(*op, std::move(fp32_results), mixes, writes_out, anywhere);
     types = kernel->types;
     kernels->library.impl(address.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
   }
