@@ -262,7 +262,7 @@ def _removed_variation(where: str, x: Tensor, low: torch.dtype, policy: Policy) 
     return (
         f"{where}: {low}, to which opt_level {policy.opt_level!r} casts it, removes {worst.removed:.0%} of the "
         f"variance of {feature}, from {worst.lowest:.7g} to {worst.highest:.7g}, where that type has steps of "
-        f"{worst.step:g}: subtract the mean before the model, {_way_out(policy)}"
+        f"{worst.step:g}: subtract the mean and divide by the spread before the model, {_way_out(policy)}"
     )
 
 

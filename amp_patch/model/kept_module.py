@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -87,6 +88,8 @@ def pairs_of(given: Any, passed: Any) -> tuple[tuple[Tensor, Any], ...]:
         given: the arguments of the call.
         passed: the same arguments after the cast.
     """
+    if all(map(is_, given, passed)):
+        return ()
     found = [
         (low, value)
         for value, low in zip(tree.tensors(given), tree.tensors(passed), strict=True)

@@ -21,8 +21,9 @@ _FEW, _MANY = 8, 32
 _REMOVED = {_FEW: 0.1, _MANY: 0.01}
 _NARROW = 32  # a feature that spans more steps of the type than this loses less than 1 %
 _NOISE = 16  # a feature that spans fewer steps of its own type than this is a constant with rounding errors
-# An input with more features (a flattened image) has one unit. Features of a small spread (its borders) count little.
-_COLUMNS = 64
+# A feature of a spread below a tenth of the input's counts little if all have one unit: in an input of many features (the
+# borders of flattened images), or if its numbers are small (cosines near 1 in a table of positions).
+_COLUMNS, _SMALL = 64, 4
 
 
 class Rounded(NamedTuple):
@@ -56,14 +57,15 @@ def most_rounded(x: Tensor, low: torch.dtype) -> Rounded | None:
         lowest, highest = rows.amin(0), rows.amax(0)
         removed = _removed(rows, lowest, highest, low)
         removed[~_is_narrow(lowest, highest, x.dtype, low)] = 0
-        if rows.shape[1] > _COLUMNS:
-            spread = rows.std(0)
-            removed[spread < spread.square().nanmean().sqrt() / 10] = 0
+        size, spread = _size(lowest, highest), rows.std(0)
+        one_unit = (size < _SMALL) | (rows.shape[1] > _COLUMNS)
+        removed[one_unit & (spread < spread.square().nanmean().sqrt() / 10)] = 0
         feature = int(removed.argmax())
         share = float(removed[feature])
         if share > _REMOVED[_MANY if len(rows) >= _MANY else _FEW] and (worst is None or share > worst.removed):
-            most = highest[feature].abs().maximum(lowest[feature].abs())
-            step = 2.0 ** float(most.log2().floor()) * torch.finfo(low).eps
+            step = (
+                max(2.0 ** float(size[feature].log2().floor()), torch.finfo(low).smallest_normal) * torch.finfo(low).eps
+            )
             worst = Rounded(share, axis, feature, float(lowest[feature]), float(highest[feature]), step)
     return worst
 
@@ -82,8 +84,12 @@ def _axes(x: Tensor) -> list[int | None]:
     return [each if x.numel() >= _FEW * x.shape[each] else None for each in axes] or [None]
 
 
+def _size(lowest: Tensor, highest: Tensor) -> Tensor:
+    return highest.abs().maximum(lowest.abs())
+
+
 def _is_narrow(lowest: Tensor, highest: Tensor, dtype: torch.dtype, low: torch.dtype) -> Tensor:
-    size = highest.abs().maximum(lowest.abs())
+    size = _size(lowest, highest)
     span, type_ = highest - lowest, torch.finfo(low)
     steps = (size * type_.eps).clamp_min(type_.smallest_normal * type_.eps)
     noise = size * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)

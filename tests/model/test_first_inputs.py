@@ -348,7 +348,8 @@ def lost(x: Tensor, low: torch.dtype) -> float:
         (with_feature(1000 + noise(4, 32), 1), "feature 7 (of dimension 1)"),
         (with_feature(1000 + noise(2, 9, 9), 1), "feature 7 (of dimension 1)"),
         (with_feature(1000 + noise(2, 9, 9), 3), "feature 7 (of dimension 3)"),
-        (with_feature(1.5 + 1e-3 * noise(64)), "feature 7 (of dimension 1)"),
+        (1.5 + 1e-3 * noise(64, 8), ""),
+        (with_feature(20 + 0.02 * noise(64)), "feature 7 (of dimension 1)"),
         (with_feature(-1013 + 4 * noise(64)), "feature 7 (of dimension 1)"),
         (with_feature(101.37 + 0.2 * noise(64).cumsum(0)), "feature 7 (of dimension 1)"),
         (with_feature((1.7e9 + 3600 * noise(64).double()).float()), "feature 7 (of dimension 1)"),
@@ -399,6 +400,7 @@ def ordinary(rows: int) -> dict[str, Tensor]:
         "images to 255": torch.rand(rows, 8, 8, 3, generator=torch.Generator().manual_seed(5)) * 255,
         "white borders": nn.functional.pad(noise(rows, 20, 20).clamp(-2, 2.25), (3,) * 4, value=2.25).flatten(1)
         - 0.0157 * (torch.rand(rows, 676, generator=torch.Generator().manual_seed(6)) < 0.5),
+        "a table of positions": torch.outer(torch.arange(rows * 1.0), 0.001 ** torch.linspace(0, 1, 16)).cos(),
         "a waveform": 0.1 * noise(rows, 1, 400) * torch.linspace(0, 1, 400),
         "biases of positions": -0.5 * torch.arange(9.0).expand(rows, 2, 9, 9),
     }
