@@ -42,9 +42,9 @@ def check_models(models: Iterable[nn.Module], kept: Iterable[nn.Module], policy:
 
 
 def load_in_range(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Call `load_masters`; first raise if `state_dict` has a value that its low-precision tensor cannot hold."""
+    """Call `load_masters`; first raise if `state_dict` has a value that its FP16 tensor cannot hold."""
     policy = followed_policy(model)
-    if policy is not None and (low := policy.cast_model_type) is not None:
+    if policy is not None and (low := policy.cast_model_type) is torch.float16:
         targets = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         values = ((name, state_dict.get(prefix + name)) for name, target in targets if target.dtype is low)
         named = [(*name.rpartition(".")[::2], value) for name, value in values if isinstance(value, Tensor)]
