@@ -260,10 +260,10 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
         for name, value in given.items():
             if name not in kept and _accepts(level, {**kept, name: value}, may_undo=level == opt_level):
                 kept[name] = value
-    if is_first_rank():
-        dropped = [f"{name}={value!r}" for name, value in given.items() if kept.get(name) is not value]
+    dropped = [f"{name}={value!r}" for name, value in given.items() if kept.get(name) is not value]
+    if is_first_rank() and (dropped or asked != str(named) or dtype is not None):
         logger.info(
-            "amp_patch: the script asked for %s, by %s it is %s%s; dropped: %s",
+            "amp_patch: asked for %s, by %s it is %s%s; dropped: %s",
             asked,
             " and ".join(name for name, value in {LEVEL: named, DTYPE: dtype}.items() if value is not None),
             level if named is None else named,

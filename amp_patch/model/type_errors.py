@@ -30,9 +30,11 @@ _FLOAT_NORMS = "amp.register_float_function(torch.nn.functional, 'batch_norm')"
 _OVERFLOW = re.compile(r"cannot be converted to type (\S+) without overflow")
 # Errors of functions without a kernel for a low-precision type.
 _NO_KERNEL = re.compile(
-    r"not implemented for '(Half|BFloat16)'|Unsupported dtype (Half|BFloat16)|Low precision dtypes not supported"
-    r"|must be either float or double dtype|support tensors of type: (Half|BFloat16)|\((Half|BFloat16)\{"
-    r"|handle types other than float and double"
+    r"not implemented for '(Complex)?(Half|BFloat16)'|Unsupported dtype (Half|BFloat16)"
+    r"|Low precision dtypes not supported|must be either float or double dtype"
+    r"|support tensors of type: (Half|BFloat16)|\((Half|BFloat16)\{"
+    r"|handle types other than float and double|Expected both inputs to be Half, Float or Double tensors"
+    r"|only supported for half, float and double tensors"
 )
 
 # torch's names of integer types in these errors: "got Long and Half", "Input type (unsigned char) and ...".
@@ -113,7 +115,8 @@ def _advice(policy: Policy, error: RuntimeError | KeyError) -> str | None:
         kept = ", or name its module in initialize(..., keep_fp32=[...])" if casts_model else ""
         if isinstance(error, KeyError) and not casts_model:  # a function in Python, whose products O1 casts
             kept = " in `with amp.disable_casts():`"
-        return f"calls a function that torch does not have for {low}, the type of {level}: give it x.float(){kept}"
+        wide = "z.to(torch.complex64)" if "'Complex" in str(error) else "x.float()"
+        return f"calls a function that torch does not have for {low}, the type of {level}: give it {wide}{kept}"
     if not is_about_types(error):
         return None
     if any(frame.f_code.co_name == "batch_norm" for frame, _ in frames_of(error)):
@@ -194,7 +197,8 @@ method_subscribers: list[Callable[[nn.Module, str, RuntimeError], bool]] = []
 
 def is_about_types(error: RuntimeError | KeyError) -> bool:
     """Tell whether the text of torch's error says that tensors of two floating types met."""
-    return _DTYPE_ERROR.search(str(error)) is not None and not _names_integers(error)
+    words = str(error)
+    return bool(_DTYPE_ERROR.search(words)) and not (_NO_KERNEL.search(words) or _names_integers(error))
 
 
 def _names_integers(error: RuntimeError | KeyError) -> bool:

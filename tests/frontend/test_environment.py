@@ -221,6 +221,11 @@ def test_options_that_the_level_accepts_are_kept_and_others_dropped_with_a_log_l
     assert found == resolve("O1", loss_scale=128.0, dtype=HALF)
     (said,) = [record.getMessage() for record in caplog.records if "asked for" in record.getMessage()]
     assert "asked for O2, by AMP_PATCH_OPT_LEVEL it is O1; dropped: keep_batchnorm_fp32=True" in said
+    caplog.clear()
+    environment("O2")
+    with caplog.at_level(logging.INFO, logger="amp_patch"):
+        policy(initialize, opt_level="O2")
+    assert not [record for record in caplog.records if "asked for" in record.getMessage()], "nothing else was asked for"
     environment("O5")
     assert policy(initialize, opt_level="O1", dtype=HALF, loss_scale="dynamic") == resolve("O5", loss_scale="dynamic")
     environment("O3")

@@ -94,6 +94,28 @@ def test_function_without_a_low_precision_kernel_is_explained(name: str, level: 
     assert "x.float()" in words and "keep_fp32=[...]" in words
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.complex(x, x) @ torch.complex(x, x),
+        lambda x: torch.complex(x, x).exp(),
+        lambda x: torch.polar(x.abs(), x),
+        lambda x: torch.einsum("ij,jk->ik", *[torch.complex(x, x)] * 2),
+    ],
+)
+def test_complex_numbers_of_half_the_precision_are_explained(call: Callable[[Tensor], Any], level: str) -> None:
+    words = words_of(call, level)
+    assert f", the type of {level}: give it " in words and "keep_fp32=[...]" in words
+    assert ("z.to(torch.complex64)" in words) is ("ComplexHalf" in words), "x.float() would drop the imaginary part"
+
+
+def test_a_view_as_complex_of_bf16_is_no_mixture_of_types() -> None:
+    words = words_of(lambda x: torch.view_as_complex(x.reshape(4, 2, 2)), "O5")
+    assert "does not have for torch.bfloat16" in words and "mixes types" not in words
+
+
 def test_cdist_of_bf16_is_explained() -> None:
     assert "torch does not have for torch.bfloat16" in words_of(lambda x: torch.cdist(x, x), "O5")
 

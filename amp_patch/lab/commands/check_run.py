@@ -37,14 +37,16 @@ class SurveyedScript(FirstStep):
         return "it made no step" if missing is None else f"{missing.why}{missing.way_out}"
 
 
-def check_run(script: str, arguments: list[str], as_json: bool, device: str | None = None) -> None:
-    """Run a script until its first step is over, print the survey of that step, and exit the process.
+def check_run(
+    script: str, arguments: list[str], as_json: bool, device: str | None = None, module: bool = False
+) -> None:
+    """Run a script, or a `module`, until its first step is over, print the survey of that step, and exit the process.
 
     With `as_json` the survey is printed as JSON, and the script's own output goes to stderr. The exit status is 1 if a
     level would break a line, 2 if the script failed or made no step, else 0.
     """
     os.environ[LEVEL] = "O0"  # overrides the level of a call of `initialize` in the script
-    first, options = SurveyedScript(), {"module": False, "level": None, "methods": None, "allow_banned": False}
+    first, options = SurveyedScript(), {"module": module, "level": None, "methods": None, "allow_banned": False}
     given = argparse.Namespace(script=script, arguments=arguments, device=device, **options)
     try:
         with suppress(FirstStepOver), redirect_stdout(sys.stderr) if as_json else nullcontext():

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from amp_patch.lab.unedited.refusal import ScriptRefused
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.reach import Reach
 from amp_patch.training.observers import innermost
 from amp_patch.training.scale_loss import loss_scale
@@ -66,3 +68,27 @@ def unscaled(reach: Reach, held: Container[int], models: list[nn.Module], optimi
         if grad is not None and scale is not None:
             grad = grad / scale.to(grad.device, grad.dtype)
         leaf.grad = grad if before is None else before if grad is None else before + grad
+
+
+def reaches_low_weights(reach: Reach) -> bool:
+    """Return whether a backward that reaches no parameter of an optimizer reaches low-precision weights."""
+    return any(isinstance(leaf, nn.Parameter) and leaf.dtype in LOW_PRECISION for leaf in reach.leaves.values())
+
+
+def untrained(name: str, *, loose: bool, low: bool) -> ScriptRefused:
+    """Return the refusal of an optimizer, of class `name`, whose parameters were in no model when the level began.
+
+    Args:
+        loose: whether its tensors belong to no module.
+        low: whether low-precision weights got gradients that no optimizer takes: the script has masters of its own.
+    """
+    if low:
+        return ScriptRefused(
+            f"it has mixed precision of its own: the {name} here holds masters of FP16 or BF16 weights",
+            lines="",
+            then="Turn that off by the script's own option (such as --fp16 or --use_fp16), so that a level replaces it",
+        )
+    return ScriptRefused(
+        f"the {name} here holds tensors of no module that was called since it was made, with gradients enabled",
+        "and put tensors that belong to no module into one that is called, as nn.Parameter" if loose else "",
+    )

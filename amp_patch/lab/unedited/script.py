@@ -37,6 +37,7 @@ from amp_patch.casts import install
 from amp_patch.environment import overridden
 from amp_patch.frontend import initialize_as, load_state_dict, state_dict
 from amp_patch.lab.recording.sizes import alive
+from amp_patch.lab.unedited import loose_tensors
 from amp_patch.lab.unedited.arrays import install_arrays
 from amp_patch.lab.unedited.banned_calls import report_banned_calls
 from amp_patch.lab.unedited.called_alone import CalledAlone
@@ -45,7 +46,7 @@ from amp_patch.lab.unedited.direct_forwards import DirectForwards
 from amp_patch.lab.unedited.exports import Exports
 from amp_patch.lab.unedited.handmade import HandmadeSteps
 from amp_patch.lab.unedited.kept_averages import kept_averages
-from amp_patch.lab.unedited.loose_tensors import LooseTensors, steps_loose_tensors, unscaled
+from amp_patch.lab.unedited.loose_tensors import unscaled
 from amp_patch.lab.unedited.native import NativePrecision, before_scaling
 from amp_patch.lab.unedited.pickles import Pickles
 from amp_patch.lab.unedited.processes import Processes, refuse_copies_of_shared, tell
@@ -118,6 +119,7 @@ class UneditedScript(observers.Observer):
         self._owners_version = -1  # the `_groups_version` of `_owners`
         self._thread = threading.local()
         self._handmade = HandmadeSteps()
+        self._reached_low = False  # whether a backward has reached low-precision weights that no optimizer holds
         self.processes = Processes()
         self._direct_forwards = DirectForwards(self._call)
         self._pickles = Pickles(self._models, self.note_optimizer)
@@ -353,6 +355,7 @@ class UneditedScript(observers.Observer):
             if not (self._optimizers_made or self._is_of_ours()):
                 self._handmade.backward_begins(reach)
             if not optimizers:
+                self._reached_low = self._reached_low or loose_tensors.reaches_low_weights(reach)
                 return original(losses, grad_tensors, *args, **kwargs)
             if len(losses) > 1:
                 raise ScriptRefused("torch.autograd.backward is given several losses", "and add them up first")
@@ -399,13 +402,10 @@ class UneditedScript(observers.Observer):
         if observers.policy_of(optimizer) is not None:
             return
         name = base_class(innermost(optimizer)).__name__
-        loose = steps_loose_tensors(optimizer)
-        if not (loose and self._initialized):  # without a model the first forward may have run in FP32
-            raise ScriptRefused(
-                f"the {name} here holds tensors of no module that was called since it was made, with gradients enabled",
-                "and put tensors that belong to no module into one that is called, as nn.Parameter" if loose else "",
-            )
-        self._initialize(LooseTensors(), [optimizer])
+        loose = loose_tensors.steps_loose_tensors(optimizer)
+        if self._reached_low or not (loose and self._initialized):  # without a model, a forward may have run in FP32
+            raise loose_tensors.untrained(name, loose=loose, low=self._reached_low)
+        self._initialize(loose_tensors.LooseTensors(), [optimizer])
         if not self._policy.changes_nothing:
             self._say(f"the tensors of the {name} here belong to no module and stay as they are{where()}")
 

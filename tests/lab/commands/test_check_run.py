@@ -224,6 +224,18 @@ def test_a_script_of_ours_is_looked_at_in_fp32(tmp_path):
     assert "step 1" not in ran.stdout
 
 
+def test_a_module_is_surveyed_with_its_arguments(tmp_path):
+    package = tmp_path / "programs"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text("import sys\nassert sys.argv[1:] == ['--epochs', '3'], sys.argv\n" + OURS)
+    command = ["-m", "amp_patch", "check", "--run", "-m", "programs.train", "--", "--epochs", "3"]
+    ran = python(*command, cwd=tmp_path, env=environment())
+    assert (ran.returncode, "train.py:10  input  at O2, O3" in ran.stdout) == (1, True), ran.stdout + ran.stderr
+    ran = python("-m", "amp_patch", "check", "-m", "programs.train", cwd=tmp_path, env=environment())
+    assert (ran.returncode, ran.stderr) == (2, "check: -m names a module to run; add --run\n")
+
+
 @pytest.mark.parametrize(("script", "words"), [
     ("import torch\n1 / 0\n", "ZeroDivisionError"),
     ("import torch\n", "train.py trained nothing: it made no optimizer of torch.optim"),
