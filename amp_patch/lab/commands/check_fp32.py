@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from amp_patch.lab.commands.apex_served import imported
+from amp_patch.lab.commands.run import notebook_advice
 from amp_patch.lab.unedited.source import chooses
 
 # A call in the script -> the reason why `compare` refuses it. docs/unedited.md has a table with the ways out.
@@ -114,6 +115,9 @@ def report(found: Trained) -> Iterator[str]:
         return
     script = shlex.quote(found.scripts[0]) if len(found.scripts) == 1 else "SCRIPT"
     command = f"python -m amp_patch compare {script}"
+    if advice := notebook_advice(found.scripts[0]):
+        yield advice
+        command = command.replace(".ipynb", ".py")
     if found.refused:
         yield f"an FP32 script, which {command} refuses:"
         for why, places in found.refused.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 from amp_patch.environment import RUNGS
 from amp_patch.lab.commands import batch_search, compare_baseline, no_cuda
-from amp_patch.lab.commands.run import add_cast_arguments
+from amp_patch.lab.commands.run import add_cast_arguments, notebook_advice
 from amp_patch.lab.comparison.plan import EMULATED, LEVELS, MARGIN, MIN_GAIN, SEEDS, Plan, quick_levels
 from amp_patch.policy import OPT_LEVELS, PRODUCT_FORMATS
 
@@ -129,7 +129,7 @@ def again(args: argparse.Namespace) -> str:
 
 
 def check_script(args: argparse.Namespace, command: str, resumes: str) -> None:
-    """Check that the arguments name a script, and that its file exists.
+    """Check that the arguments name a script, and that its file exists and is no notebook.
 
     Args:
         resumes: the name of the work that `--resume` continues, such as "a comparison's", for the message.
@@ -141,6 +141,9 @@ def check_script(args: argparse.Namespace, command: str, resumes: str) -> None:
         raise ValueError(f"{command}: there is no script to run: add its name, or --resume with {resumes} folder")
     if not args.module and not os.path.exists(args.script):
         raise ValueError(f"{command}: there is no {args.script!r} here")
+    if not args.module and (advice := notebook_advice(args.script)):
+        inside = "; or call amp.compare(train) in it, train being a function" if command == "compare" else ""
+        raise ValueError(f"{command}: {advice}{inside}")
 
 
 def split(given: list[str]) -> tuple[list[str], list[str]]:

@@ -19,6 +19,7 @@ import multiprocessing.spawn
 import os
 import pkgutil
 import runpy
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -95,6 +96,9 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
         sys.path.insert(0, os.path.abspath(args.script))
         execute = partial(runpy._run_module_as_main, "__main__", False)  # type: ignore[attr-defined]
     else:
+        if advice := notebook_advice(args.script):
+            print(f"python -m amp_patch run: {advice}", file=sys.stderr)
+            sys.exit(2)
         loader = SourceFileLoader("__main__", os.path.abspath(args.script))
         try:
             source = loader.get_data(loader.path)
@@ -186,6 +190,14 @@ def _leave_working_directory() -> bool:
         return False
     del sys.path[0]
     return True
+
+
+def notebook_advice(script: str) -> str:
+    """Return the way to a script if `script` names a notebook, which no command can run; "" otherwise."""
+    if not script.endswith(".ipynb"):
+        return ""
+    made = shlex.quote(f"{script.removesuffix('.ipynb')}.py")
+    return f"{script} is a notebook: convert it, jupyter nbconvert --to script {shlex.quote(script)}, and give {made}"
 
 
 def _run_module(name: str) -> None:

@@ -287,6 +287,29 @@ def test_check_names_an_unreadable_file_and_reads_the_others(tmp_path, capsys, n
     assert re.search(words, " ".join(printed.split()))
 
 
+@pytest.mark.parametrize("command", [["compare"], ["search"], ["run"], ["run", "--level", "O5"], ["check", "--run"]])
+def test_a_notebook_is_refused_with_its_conversion(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "")  # `check --run` sets it
+    monkeypatch.chdir(tmp_path)
+    Path("my nb.ipynb").write_text(json.dumps({"cells": []}))
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "my nb.ipynb"])
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and "my nb.ipynb is a notebook: convert it" in said
+    assert "jupyter nbconvert --to script 'my nb.ipynb', and give 'my nb.py'" in said
+    assert ("amp.compare(train)" in said) is (command == ["compare"])
+
+
+def test_check_says_how_to_compare_a_notebook(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "import torch\noptimizer = torch.optim.SGD(p, lr=1)\nloss.backward()"
+    Path("nb.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": code}]}))
+    with pytest.raises(SystemExit):
+        main(["check", "nb.ipynb"])
+    said = capsys.readouterr().out
+    assert "jupyter nbconvert --to script nb.ipynb" in said and "python -m amp_patch compare nb.py trains" in said
+
+
 def test_check_reads_the_code_cells_of_notebooks(tmp_path):
     cells = [
         {"cell_type": "markdown", "source": "from apex import amp"},
