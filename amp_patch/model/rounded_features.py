@@ -21,8 +21,8 @@ _FEW, _MANY = 8, 32
 _REMOVED = {_FEW: 0.1, _MANY: 0.01}
 _NARROW = 32  # a feature that spans more steps of the type than this loses less than 1 %
 _NOISE = 16  # a feature that spans fewer steps of its own type than this is a constant with rounding errors
-# A feature of a spread below a tenth of the input's counts little if all have one unit: in an input of many features (the
-# borders of flattened images), or if its numbers are small (cosines near 1 in a table of positions).
+# A feature of a spread below a tenth of the input's counts little if all have one unit: in an input of many features
+# (the borders of flattened images), or if its numbers are small (cosines near 1 in a table of positions).
 _COLUMNS, _SMALL = 64, 4
 
 

@@ -149,7 +149,7 @@ class _Trials:
         flag, run = self._args.batch_flag, Run(self._level)
         own = [f"{flag}{batch}"] if flag.endswith("=") else [flag, str(batch)]
         plan = replace(self._plan, steps=_STEPS)
-        child = Child(plan, self._args, run, False, OtherWork(), (f"batch-{self._level}-{batch}", own))
+        child = Child(plan, self._args, run, OtherWork(), (f"batch-{self._level}-{batch}", own))
         try:
             child.train(lambda _: self._interrupts.check())
         except BaseException:  # among them Ctrl-C

@@ -12,8 +12,8 @@ from amp_patch.lab.commands.compare_arguments import check_script, defaults, pla
 from amp_patch.lab.commands.interrupts import Ended, Interrupts
 from amp_patch.lab.commands.report import comparison_of, print_any_letter, show
 from amp_patch.lab.commands.run import set_casts
+from amp_patch.lab.commands.run_sequence import RunSequence, ended_by_failures
 from amp_patch.lab.commands.survey_child import survey_script
-from amp_patch.lab.commands.turn_scheduler import TurnScheduler, ended_by_failures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.machine import lacking, machine
 from amp_patch.lab.comparison.other_work import OtherWork
@@ -47,12 +47,6 @@ def compare(args: argparse.Namespace) -> None:
         print(f"starting {', '.join(plan.levels)}", flush=True)
         if args.device in (None, "cpu"):
             _note_emulated_types(plan)
-        if compare_launcher.shares_port() and not args.one_by_one:
-            print(
-                "MASTER_PORT is set, on which one run at a time can listen: each ends before the next begins",
-                flush=True,
-            )
-            args.one_by_one = True
         with ended_by_failures("compare", args.script):
             runs, asked, cut, load = _measure(plan, args, interrupts, found, before)
         told = compare_folder.keep_machine(args.out, machine(load))
@@ -71,7 +65,7 @@ def _measure(
     """Train the runs of the plan that are not in `found` as finished, until --baseline's answer is sure.
 
     Returns:
-        runs: `TurnScheduler.runs`, the runs in `found` included.
+        runs: `RunSequence.runs`, the runs in `found` included.
         planned: the planned number of runs.
         status: the exit status if a signal interrupted the runs; else 0.
         load: the readings of other work on the machine.
@@ -80,9 +74,9 @@ def _measure(
     def decided(runs: list[Run]) -> bool:
         return before is not None and are_decided(before, comparison_of(args, plan, runs, len(runs), {}))
 
-    scheduler = TurnScheduler(plan, args, interrupts, found, decided=decided)
-    cut = scheduler.train()
-    return scheduler.runs, scheduler.asked, cut, scheduler.load
+    sequence = RunSequence(plan, args, interrupts, found, decided=decided)
+    cut = sequence.train()
+    return sequence.runs, sequence.asked, cut, sequence.load
 
 
 def _survey(plan: Plan, args: argparse.Namespace, interrupts: Interrupts, comparison: Comparison) -> int:

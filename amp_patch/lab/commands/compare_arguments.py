@@ -26,10 +26,8 @@ Seeds: all levels of a seed start from the same random state. At seed 0 the scri
 n, 1,000,003 n is added to its arguments of torch.manual_seed, random.seed and numpy.random.seed, but not to those of
 Generator.manual_seed and numpy.random.default_rng. With --seed-flag --seed the script is given `--seed n` instead.
 
-The levels of a seed train one at a time, in turns of half a second, so that other work on the machine slows all of them
-alike. On a GPU each run ends before the next begins. Once the script is about to write a file or to start a process,
-its run keeps training to its end while the others wait, so that it cannot read a file of another level. If a script
-trains for a fixed time, use --one-by-one. If it resumes from a checkpoint in the working directory, tell it not to. Its
+Each run ends before the next begins. If other work takes more than a tenth of a CPU's cores meanwhile, speeds are
+judged by the CPU time of the runs. If a script resumes from a checkpoint in the working directory, tell it not to. Its
 output goes to runs/LEVEL-seedN.log in the folder of --out. When a run ends, the processes that it started are ended.
 
 Ctrl-C, SIGTERM and SIGHUP end the runs, and the finished ones are reported; a second signal does not wait for the
@@ -74,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="recommend a level for its memory only if it saves more than this of the training's (default %(default)g)",
     )
     add("--inspect", action="store_true", help="look at exponents, overflows and errors with amp.inspect; costs time")
-    add("--one-by-one", action="store_true", help="let each run end before the next begins")
     batch_search.add_arguments(parser)
     compare_baseline.add_arguments(parser)
     add("--out", type=Path, default=Path("amp_compare"), help="folder of the report (default %(default)s)")

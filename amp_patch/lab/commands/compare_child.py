@@ -1,4 +1,4 @@
-"""The handle by which `compare` controls one run: a child process that trains the script, in turns with other runs."""
+"""The handle by which `compare` controls one run: a child process that trains the script."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ import copy
 import json
 import os
 import re
-import select
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from amp_patch.lab.commands.compare_folder import add_events, keep_outcome, record_of
 from amp_patch.lab.commands.run import wanted_cuda
-from amp_patch.lab.commands.turn_client import TURN
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.outcome import interrupted
 from amp_patch.lab.comparison.plan import Plan, name_as_asked
@@ -37,10 +33,7 @@ _GRACE = 10.0  # seconds after the last step until a run is killed: a script may
 class Child:
     """A process that runs the script at the level and seed of `run`. The handle adds its events and failure to `run`.
 
-    Its first turn begins when the process starts, and so includes the imports and the construction of data and model.
-
     Args:
-        in_turns: whether the process hands its turns on. If not, its first turn lasts until the process ends.
         load: measures other work on the machine while the process trains.
         more: (name of the log and record files, further arguments of the script). None for the files' default name, and
             no further arguments.
@@ -53,13 +46,11 @@ class Child:
         plan: Plan,
         args: argparse.Namespace,
         run: Run,
-        in_turns: bool,
         load: OtherWork,
         more: tuple[str, Sequence[str]] | None = None,
         survey: Path | None = None,
     ) -> None:
         self.run = run
-        self.pid = 0
         self._asked = copy.deepcopy(run)
         self._args = args
         self._steps = plan.steps
@@ -71,83 +62,60 @@ class Child:
         self._record = fresh(self._log.with_suffix(".jsonl").absolute())  # absolute: the script may change directory
         self._record.open("xb").close()
         self._lines = self._record.open("rb")
-        self._rest = self._received = b""
-        self._socket: socket.socket | None
-        self._socket, theirs = socket.socketpair() if in_turns else (None, None)
+        self._rest = b""
         # One hash seed for all levels: the order of a set of strings depends on it.
         environment = {"PYTHONHASHSEED": "0", **os.environ, **plan.environment(run)}
-        channel = () if theirs is None else (theirs.fileno(),)
         self._guard = Guard()
         try:
             with open(self._log, "xb") as output:
                 self._process = subprocess.Popen(
-                    [*_command(plan, args, self._record, self._asked, survey, *channel), *arguments],
+                    [*_command(plan, args, self._record, self._asked, survey), *arguments],
                     env={**environment, **self._guard.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    pass_fds=channel,
                     start_new_session=True,  # `_signal` reaches the group, with the children of the script
                 )
             self._guard.watch(-self._process.pid)
         except BaseException:
             self._guard.join()
             raise
-        if theirs is not None:
-            theirs.close()
-        self.pid = self._process.pid
-        self._is_waiting = False
 
-    def train(self, look: Callable[[Run], str | None], turn: bytes = TURN) -> dict[str, Any] | None:
-        """Let the process train until it hands its turn on or ends.
-
-        Return the message with which the process handed the turn on, or None if the process has ended.
+    def train(self, look: Callable[[Run], str | None]) -> None:
+        """Wait until the process ends.
 
         Args:
             look: called repeatedly with `self.run`, which has the events so far. If it returns words, the process is
                 ended, and the words are its error. If `look` raises, the process runs on.
-            turn: the byte that is sent to wake the process: `TURN` for one turn, `LAST` to train to its end. A process
-                that has just started does not wait, and gets no byte.
         """
-        self._load.watch(self.pid)
-        if self._is_waiting and self._socket is not None:
-            with suppress(OSError):  # the process was ended by a signal
-                self._socket.send(turn)
-        self._is_waiting = False
+        self._load.watch(self._process.pid)
         while True:
-            message = self._read_message(_POLL)
+            ended = self._has_ended(_POLL)
             self._rest = add_events(self.run, self._rest + self._lines.read())
             self._load.read()
             overdue = look(self.run)
-            if message is not None:
-                self._is_waiting = True
-                return message
-            if self._has_ended(0):
+            if ended:
                 self._close()
                 self._conclude()
-                return None
+                return
             if overdue is not None:
                 self.kill()
                 self.run.log = str(self._log)
                 self.run.error, self.run.error_kind = overdue, OVERDUE
-                return None
+                return
             if self._trains_past_its_steps():
                 self.kill()
                 self.run.log = str(self._log)
                 self.run.notes.append(f"the script ran on after the {self._steps} steps asked for, and was ended")
-                return None
-
-    def signal_interrupt(self) -> None:
-        """Close the socket, and send SIGINT to the process group. Ctrl-C does not reach it: it has no terminal."""
-        if self._socket is not None:
-            self._socket.close()
-        self._signal(signal.SIGINT)
+                return
 
     def interrupt(self, until: float, hurried: Callable[[], bool]) -> None:
-        """Wait for the interrupted process to end, kill it if it has not, and record the interrupt as its failure.
+        """Send SIGINT to the process group, wait for its end, else kill it, and record the interrupt as its failure.
 
-        The wait ends at `until` (of `time.monotonic`), or when `hurried` returns True.
+        Ctrl-C does not reach the group: it has no terminal. The wait ends at `until` (of `time.monotonic`), or when
+        `hurried` returns True.
         """
+        self._signal(signal.SIGINT)
         while not (hurried() or self._has_ended(min(_POLL, until - time.monotonic()))) and time.monotonic() < until:
             pass
         self.kill()
@@ -176,28 +144,6 @@ class Child:
             else:
                 self._process.send_signal(number)
 
-    def _read_message(self, seconds: float) -> dict[str, Any] | None:
-        """Return the message with which the process hands its turn on; None if no whole line arrives within `seconds`.
-
-        The message is a dict that `TurnClient` has sent as one line of JSON.
-        """
-        if self._socket is None:
-            self._has_ended(seconds)
-            return None
-        try:
-            found = self._socket.recv(4096) if select.select([self._socket], [], [], seconds)[0] else None
-        except OSError:
-            found = b""
-        if found == b"":  # end of file: the process has ended, or has executed another program, which takes no turns
-            self._socket.close()
-            self._socket = None
-        self._received += found or b""
-        line, end, rest = self._received.partition(b"\n")
-        if not end:
-            return None
-        self._received = rest
-        return json.loads(line)
-
     def _has_ended(self, seconds: float) -> bool:
         try:
             self._process.wait(max(0.0, seconds))
@@ -209,8 +155,6 @@ class Child:
         self._signal(signal.SIGKILL)  # else processes that the script has started would run on during other runs
         self._guard.release()
         self._guard.join()
-        if self._socket is not None:
-            self._socket.close()
         self._rest = add_events(self.run, self._rest + self._lines.read())
         self._lines.close()
         name_as_asked(self.run, self._asked)
@@ -251,9 +195,7 @@ def _is_whole(record: Path) -> bool:
     return re.search(rb'^\{"event": "end"', record.read_bytes(), re.MULTILINE) is not None
 
 
-def _command(
-    plan: Plan, args: argparse.Namespace, record: Path, run: Run, survey: Path | None, channel: int | None = None
-) -> list[str]:
+def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, survey: Path | None) -> list[str]:
     python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     shift, native = args.seed_flag is None, run.level == NATIVE
     recorded = {
@@ -262,7 +204,6 @@ def _command(
         "inspect": plan.inspect and not native,
         "shift": shift,
         "native": native,
-        "turns": channel,
         "batch_dim": args.batch_dim or 0,
         "modules": plan.keep is not None,
     }

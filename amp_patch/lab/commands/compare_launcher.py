@@ -12,7 +12,7 @@ _RANKS = (
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-_TORCHRUN, _PORT = "TORCHELASTIC_RUN_ID", "MASTER_PORT"
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
@@ -28,14 +28,6 @@ def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
     if environment.get(_TORCHRUN):
         words = f"torchrun has started this process ({_TORCHRUN}={environment[_TORCHRUN]})"
         _refuse(words, "its rendezvous serves one training, and compare makes many")
-
-
-def shares_port(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the environment has a MASTER_PORT for a group of one rank.
-
-    If so, all runs of a comparison would listen on that port at once.
-    """
-    return bool(environment.get(_PORT)) and _number(environment.get("WORLD_SIZE")) == 1
 
 
 def _refuse(what: str, why: str) -> None:

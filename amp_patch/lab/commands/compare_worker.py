@@ -6,12 +6,11 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from amp_patch.environment import LEVEL, asked_level
 from amp_patch.lab.commands import run as runner
 from amp_patch.lab.commands.check_run import SurveyedScript
-from amp_patch.lab.commands.turn_client import TurnClient
 from amp_patch.lab.comparison.outcome import failure
 from amp_patch.lab.comparison.seeds import seeded
 from amp_patch.lab.recording.epoch_size import EpochSize
@@ -31,21 +30,16 @@ def recorded(
     inspect: bool,
     shift: bool,
     native: bool = False,
-    turns: int | None = None,
     batch_dim: int = 0,
     modules: bool = False,
 ) -> Iterator[None]:
     """Record the training in the body: write the events to `path`, and at the end the failure, if the training failed.
 
-    The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED. `turns` is the file descriptor
-    of the socket by which `compare` gives this process its turns; None if it trains without turns.
+    The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED.
     """
     run, recorder, error = Run(os.environ[LEVEL], int(os.environ["AMP_PATCH_SEED"])), None, None
     script = UneditedScript(asked_level() or run.level, native=native)
     epoch = EpochSize(lambda: 0 if recorder is None else recorder.steps)
-    client = None
-    if turns is not None:
-        client = TurnClient(turns, path, lambda: script.native.seen, lambda: 0 if recorder is None else recorder.steps)
     try:
         with seeded(run.seed, shift=shift):
             recorder = Recorder(
@@ -54,9 +48,8 @@ def recorded(
                 inspect=inspect,
                 batch_dim=batch_dim,
                 modules=modules,
-                between_steps=None if client is None else client.between_steps,
             )
-            with recorder, script, epoch, client or nullcontext():
+            with recorder, script, epoch:
                 yield
     except BaseException as raised:
         error = raised
@@ -69,13 +62,11 @@ def recorded(
                 refused = script.missing()
             if refused is not None:
                 failed = Failure(str(refused))
-            turn_note = None if client is None else client.note()
-            notes = [*([] if turn_note is None else [turn_note]), *script.notes]
-            last: list[Event] = [{"event": "note", "text": note} for note in notes]
+            last: list[Event] = [{"event": "note", "text": note} for note in script.notes]
             # Only if the run's batch is a multiple of the DataLoader's: otherwise another loader feeds the model.
             if epoch.samples and run.samples and run.samples[0] % epoch.batch == 0:
                 last.append({"event": "end", "epoch_samples": epoch.samples})
-            if failed is not None or notes or script.native.seen:
+            if failed is not None or script.notes or script.native.seen:
                 words, kind, where = failed or (None, "", "")
                 told = {"refused": refused is not None, "native": script.native.seen}
                 last.append({"event": "end", "error": words, "error_kind": kind, "error_where": where, **told})

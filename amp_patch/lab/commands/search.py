@@ -12,8 +12,8 @@ from pathlib import Path
 from amp_patch.lab.commands import compare_arguments, compare_folder, compare_launcher
 from amp_patch.lab.commands.interrupts import Ended, Interrupts
 from amp_patch.lab.commands.report import comparison_of, print_any_letter
+from amp_patch.lab.commands.run_sequence import RunSequence, ended_by_failures
 from amp_patch.lab.commands.survey_child import survey_script
-from amp_patch.lab.commands.turn_scheduler import TurnScheduler, ended_by_failures
 from amp_patch.lab.comparison import module_search, named_lines
 from amp_patch.lab.comparison.machine import machine
 from amp_patch.lab.comparison.module_search import Found, Kept, Trial
@@ -109,7 +109,7 @@ class _Trials:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        own = {**compare_arguments.defaults(), **vars(args), "levels": args.level, "one_by_one": False}
+        own = {**compare_arguments.defaults(), **vars(args), "levels": args.level}
         if args.level.strip() == BASELINE:
             raise ValueError(f"search: level is {BASELINE}; wanted one level that is not O0, for example O5")
         self._args = argparse.Namespace(**own)
@@ -130,16 +130,16 @@ class _Trials:
         Runs that a resumed search has finished are not trained again. A line with the result is printed.
 
         Raises:
-            ComparisonRefused, ScriptFailed: from `TurnScheduler.train`.
+            ComparisonRefused, ScriptFailed: from `RunSequence.train`.
             _Cut: a signal was received.
         """
         self._made += 1
         plan = replace(self._plan, keep=kept)
         args = argparse.Namespace(**{**vars(self._args), "out": self._args.out / f"trial{self._made}"})
         found = self._folder(args, plan)
-        scheduler = TurnScheduler(plan, args, self.interrupts, found, tells_time=self._made == 1)
-        cut = scheduler.train()
-        self._runs = scheduler.runs
+        sequence = RunSequence(plan, args, self.interrupts, found, tells_time=self._made == 1)
+        cut = sequence.train()
+        self._runs = sequence.runs
         if cut:
             raise _Cut(cut)
         comparison = comparison_of(args, plan, [run for run in self._runs if run.level in plan.levels], 0, machine())

@@ -28,7 +28,7 @@ def survey_script(plan: Plan, args: argparse.Namespace, interrupts: Interrupts) 
         Ended: a signal was received.
     """
     path, run = survey_path(args.out), Run(BASELINE)
-    child = Child(plan, args, run, False, OtherWork(), ("survey", ()), path)
+    child = Child(plan, args, run, OtherWork(), ("survey", ()), path)
     try:
         child.train(lambda _: interrupts.check())
     except BaseException:  # among them Ctrl-C

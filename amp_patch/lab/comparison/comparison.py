@@ -94,7 +94,8 @@ class Comparison:
     @cached_property
     def levels(self) -> list[LevelResult]:
         """The levels with their figures and findings, in the order of the runs."""
-        levels = [measured(level, self._base) for level in self._groups]
+        crowded = measures.is_crowded(self.runs)
+        levels = [measured(level, self._base, crowded) for level in self._groups]
         base = self._same_level(levels, self._base)
         terms = Terms(self.metric, self.maximize, self.margin, self.steps)
         found = [judge(level, base, terms, self.comparable) for level in levels]
@@ -364,6 +365,8 @@ class Comparison:
         ranges = [level.speedup for level in self.levels if level.speedup is not None]
         width = max((r.high / r.low - 1 for r in ranges if r.low > 0), default=0.0)
         sure = f"a level's speeds lie up to {whole_percent(width)} apart" if width >= 0.005 else "the speeds may be off"
+        if measures.is_crowded(self.runs):
+            sure = "speeds are ratios of the processes' CPU times"
         return f"{self.machine['load']}: {sure}, the losses are not touched by it"
 
     def to_dict(self) -> dict[str, Any]:

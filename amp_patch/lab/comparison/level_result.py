@@ -131,10 +131,11 @@ class LevelResult:
         return statistics.mean(self.finite.values()) if self.finite else None
 
 
-def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
+def measured(level: LevelResult, base: LevelResult | None, by_cpu_time: bool) -> LevelResult:
     """Return a copy of the level with its step times, memory and skipped steps, and their ratios to the baseline.
 
-    Ratios stay None if `base` is None. For an emulated level, times and memory stay None too.
+    The speed is the ratio of step times, or with `by_cpu_time` of CPU times. Ratios stay None if `base` is None. For an
+    emulated level, times and memory stay None too.
     """
     runs = level.runs
     step = median(median(measures.step_times(run)) for run in runs)
@@ -155,7 +156,7 @@ def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
             found["lost_updates"] = _lost_updates(base.runs, level.dtype)
         of_seed = {run.seed: run for run in base.runs}
         pairs = [(of_seed[run.seed], run) for run in runs if run.seed in of_seed]
-        found["speedup"] = measures.speedup(pairs)
+        found["speedup"] = measures.speedup(pairs, by_cpu_time)
         found["memory_ratio"] = _ratio(map(measures.memory_bytes, runs), map(measures.memory_bytes, base.runs))
         found["bytes_ratio"] = _ratio(map(measures.held_bytes, runs), map(measures.held_bytes, base.runs))
     if level.emulated:

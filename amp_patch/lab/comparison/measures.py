@@ -13,6 +13,7 @@ from amp_patch.lab.recording.run import LOW_TYPES, PARTS, Look, Run
 T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has
 ALIKE = 1.05  # up to this ratio of step times a level is "as fast", and its memory counts more
+CROWDED = 0.1  # share of the cores: if other work takes more, the CPU times of two runs are compared
 
 # Field of `Run` -> its name in tables.
 KINDS = {
@@ -96,14 +97,17 @@ def warm(values: Sequence[T]) -> Sequence[T]:
     return values[max(1, len(values) // 10) :]
 
 
-def step_times(run: Run) -> list[float]:
+def step_times(run: Run, by_cpu_time: bool = False) -> list[float]:
     """Return the seconds of each step of the run, without the steps that warm up and inspected ones (NaN).
+
+    With `by_cpu_time` they are the CPU seconds of the process.
 
     If the numbers of samples in a step differ by powers of two, the times of each power are multiplied by one factor,
     so that their median is the mean step of the run. The median of steps of several sizes would be that of one size.
     """
-    numbers = run.samples if len(run.samples) == len(run.seconds) else [0] * len(run.seconds)
-    pairs = zip(warm(run.seconds), warm(numbers), strict=True)
+    times = run.cpu_seconds if by_cpu_time else run.seconds
+    numbers = run.samples if len(run.samples) == len(times) else [0] * len(times)
+    pairs = zip(warm(times), warm(numbers), strict=True)
     steps = [(seconds, number.bit_length()) for seconds, number in pairs if math.isfinite(seconds) and seconds > 0]
     sizes = {size for _, size in steps}
     if len(sizes) < 2:
@@ -136,15 +140,28 @@ def samples_per_second(run: Run) -> float | None:
     return median(samples / time for samples, time in pairs if samples > 0 and math.isfinite(time) and time > 0)
 
 
-def speedup(pairs: Sequence[tuple[Run, Run]]) -> Ratio | None:
+def is_crowded(runs: Iterable[Run]) -> bool:
+    """Return whether the speeds of the runs are judged by the CPU time of their processes.
+
+    This is so on a CPU, if other work took more than `CROWDED` of its cores during one of the runs.
+    """
+    timed = [run for run in runs if run.steps]
+    return any(run.other_work > CROWDED for run in timed) and all(
+        run.device == "cpu" and any(map(math.isfinite, run.cpu_seconds)) for run in timed
+    )
+
+
+def speedup(pairs: Sequence[tuple[Run, Run]], by_cpu_time: bool = False) -> Ratio | None:
     """Return the ratio of median step times of pairs (the baseline's run, the level's run with the same seed).
 
     `median` is the ratio of the medians over the pairs, as in the table; `low` and `high` are the extremes of single
     pairs. With one pair they come from the quartiles of its step times: the baseline's lower quartile over the level's
-    upper one, and the reverse. If other work took more of the cores during one run of a pair than during the other, it
-    may have slowed that run by as much, and the range has both speeds. None without times.
+    upper one, and the reverse. None without times.
+
+    With `by_cpu_time` the times are CPU times. Without it, if other work took more of the cores during one run of a
+    pair than during the other, it may have slowed that run by as much, and the range has both speeds.
     """
-    times = [(step_times(base), step_times(run), _left(base) / _left(run)) for base, run in pairs]
+    times = [(step_times(base, by_cpu_time), step_times(run, by_cpu_time), _slowed(base, run)) for base, run in pairs]
     times = [(base, run, by) for base, run, by in times if base and run]
     if not times:
         return None
@@ -154,14 +171,15 @@ def speedup(pairs: Sequence[tuple[Run, Run]]) -> Ratio | None:
     if len(times) == 1:
         (base_low, base_high), (low, high) = (_quartiles(each) for each in times[0][:2])
         ranges = [(base_low / high, base_high / low)]
-    slowed = [by for _, _, by in times]
+    slowed = [1.0 if by_cpu_time else by for _, _, by in times]
     low = min(low * min(1.0, by) for (low, _), by in zip(ranges, slowed, strict=True))
     return Ratio(whole, low, max(high * max(1.0, by) for (_, high), by in zip(ranges, slowed, strict=True)))
 
 
-def _left(run: Run) -> float:
-    """Return the share of the cores that other work left to the run, at least a twentieth."""
-    return max(0.05, 1 - run.other_work)
+def _slowed(base: Run, run: Run) -> float:
+    """Return the ratio of the shares of the cores that other work left to the runs, each at least a twentieth."""
+    left = [max(0.05, 1 - each.other_work) for each in (base, run)]
+    return left[0] / left[1]
 
 
 def loss_type(runs: Sequence[Run]) -> str | None:

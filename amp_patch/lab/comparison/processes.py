@@ -1,4 +1,4 @@
-"""Figures of processes from Linux' /proc and /sys: child processes, CPU time, private and free memory."""
+"""Figures of processes from Linux' /proc: child processes and CPU time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from amp_patch.lab.recording.peak_memory import listed_bytes
-
 _PROC = Path("/proc")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def tree(pid: int) -> list[int]:
@@ -55,19 +52,3 @@ def busy_seconds() -> float | None:
     # since no process of this machine could use it.
     times = [list(map(int, line.split()[1:9])) for line in lines if line.split()[:1] and line.split()[0] in cores]
     return sum(sum(each) - each[3] - each[4] for each in times) / os.sysconf("SC_CLK_TCK") if times else None
-
-
-def private_bytes(pid: int) -> int:
-    """Return the bytes of anonymous memory of `pid` and its descendants, shared pages counted once; 0 without /proc."""
-    return sum(listed_bytes(_PROC / str(each) / "smaps_rollup", "Pss_Anon") or 0 for each in tree(pid))
-
-
-def free_bytes() -> int | None:
-    """Return the free bytes of memory: of the system, or of the container if it has fewer; None if neither is known."""
-    available = listed_bytes(_PROC / "meminfo", "MemAvailable")
-    found = [] if available is None else [available]
-    with suppress(OSError, ValueError):  # ValueError: the limit is "max"
-        limit, held = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        found.append(limit - held + int(statistics.get("inactive_file", 0)))
-    return min(found, default=None)

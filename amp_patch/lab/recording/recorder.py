@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from numbers import Real
@@ -126,7 +126,6 @@ class Recorder(observers.Observer):
         activations: emit a "memory" event of the third step, or of the last of fewer; its times are NaN too.
         batch_dim: the dimension of the model's first tensor that counts the samples.
         modules: emit a "modules" event with the names of the modules of each training's models.
-        between_steps: called between two steps, after each flush of the sinks. Its time is counted in no step.
 
     Attributes:
         enabled: whether a training was seen. With `enabled=False`, `initialize` makes none.
@@ -143,7 +142,6 @@ class Recorder(observers.Observer):
         activations: bool = True,
         batch_dim: int = 0,
         modules: bool = False,
-        between_steps: Callable[[], None] | None = None,
     ) -> None:
         if stop_after is not None and (isinstance(stop_after, bool) or stop_after < 1):
             raise ValueError(f"Recorder: stop_after is {stop_after!r}; wanted a positive integer, or None")
@@ -151,7 +149,6 @@ class Recorder(observers.Observer):
         self.enabled = False
         self.process = os.getpid()
         self._outbox = Outbox(list[Sink](sinks))
-        self._between_steps = between_steps
         self._stop_after = stop_after
         self._inspect = inspect
         self._batch_dim = batch_dim
@@ -388,8 +385,6 @@ class Recorder(observers.Observer):
             self._sizes.measure()
         if self._outbox.is_due():
             self._flush()
-            if self._between_steps is not None:
-                self._between_steps()
         is_trained = observers.policy_of(optimizer) is not None
         if is_trained and not self.has_enough and self._looks.wants_inspection(self.steps):
             own = observers.models_of(optimizer)

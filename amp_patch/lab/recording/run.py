@@ -97,6 +97,7 @@ class Run:
             was rounded to it before it was recorded, as in a model that returns its loss. None if it is not known.
         objectives: the largest number of sets of optimizers that had losses in one step; 2 in a GAN.
         seconds: the time of a step; NaN if the step was inspected, or measured for `activations`.
+        cpu_seconds: the CPU time of the process in a step, summed over its threads; NaN as in `seconds`.
         parts: name in PARTS -> the seconds of that part of each step.
         scale: the loss scale of the step's gradients (of loss_id 0 if there are several).
         skipped: whether an overflow made the optimizer skip the step.
@@ -140,6 +141,7 @@ class Run:
     loss_types: list[str] | None = None
     objectives: int = 1
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     scale: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
@@ -235,6 +237,7 @@ class Run:
         elif kind == "step":
             for name in ("loss", "seconds", "scale", "skipped", "samples"):
                 getattr(self, name).append(event[name])
+            self.cpu_seconds.append(event.get("cpu_seconds", math.nan))
             self.objectives = max(self.objectives, event.get("objectives", 1))
             if (types := event.get("loss_types")) is not None:
                 kept = types if self.loss_types is None else self.loss_types

@@ -54,6 +54,7 @@ class Step:
     Attributes:
         spans: (name of a part of the step, one of `PARTS`; its start; its end). Start and end are seconds, or CUDA
             events.
+        cpu_seconds: the CPU time of the process in these parts, summed over its threads.
         bodies: bodies of `scale_loss` that ended without an exception.
         forward_seen: whether a model's forward began.
         first: the id of the model whose forward began the newest "forward" part. Forwards of other models in that part,
@@ -64,6 +65,7 @@ class Step:
     """
 
     spans: list[tuple[str, Any, Any]] = field(default_factory=list)
+    cpu_seconds: float = 0.0
     bodies: list[Body] = field(default_factory=list)
     forward_seen: bool = False
     first: int = 0
@@ -112,6 +114,7 @@ class Step:
             "loss_types": [name for name in LOW_TYPES if all(_is_exact(loss, name) for loss in given)],
             "loss": sum(sum(each) / len(each) for each in losses.values()) if losses else _NAN,
             "seconds": sum(parts.values()),
+            "cpu_seconds": _NAN if inspected else self.cpu_seconds,
             "parts": parts,
             "scale": next((scales[i] for i in reversed(own) if bodies[i].loss_id == first_id), _NAN),
             "skipped": bool(skipped),

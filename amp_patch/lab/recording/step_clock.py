@@ -13,7 +13,7 @@ from amp_patch.lab.recording.step import Step
 # The phase in which no known part of a step runs: the script fetches data, or clips gradients.
 _IDLE = "idle"
 
-clock = time.perf_counter
+clock, cpu_clock = time.perf_counter, time.process_time
 
 
 class StepClock:
@@ -30,7 +30,7 @@ class StepClock:
         self._phase = _IDLE
         self._stepping = False  # inside of an optimizer's step, or of one that an exception has ended
         self._open_bodies = 0
-        self._last = self._now()
+        self.restart()
 
     def time_on(self, device: torch.device) -> None:
         """Time on `device` from now on, if that is a CUDA device."""
@@ -40,7 +40,7 @@ class StepClock:
 
     def restart(self) -> None:
         """Exclude the time from the end of the last counted part until now from the times of all steps."""
-        self._last = self._now()
+        self._last, self._cpu = self._now(), cpu_clock()
 
     def take_step(self) -> Step:
         """Return the step that has ended, and begin another."""
@@ -114,6 +114,7 @@ class StepClock:
 
     def _mark(self, part: str) -> None:
         """Add the time since the last call of `_mark` or `restart` to `part` of the step, one of `PARTS`."""
-        now = self._now()
-        self.step.spans.append((part, self._last, now))
-        self._last = now
+        last, cpu = self._last, self._cpu
+        self.restart()
+        self.step.spans.append((part, last, self._last))
+        self.step.cpu_seconds += self._cpu - cpu

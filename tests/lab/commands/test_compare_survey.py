@@ -52,7 +52,7 @@ assert starts < 3, "this script starts twice"
 
 def compared(folder: Path, script: str, *options: str) -> tuple[str, dict]:
     """Return what `compare` prints, and its report as data."""
-    ran = start_script(folder, script, "-m", "amp_patch", "compare", "--one-by-one", *options)
+    ran = start_script(folder, script, "-m", "amp_patch", "compare", *options)
     assert (folder / "amp_compare" / "report.json").exists(), ran.stderr
     return " ".join(ran.stdout.split()), json.loads((folder / "amp_compare" / "report.json").read_text())
 

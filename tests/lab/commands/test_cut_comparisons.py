@@ -120,7 +120,7 @@ def test_a_second_signal_ends_a_stubborn_run_and_resume_makes_the_missing_ones(t
     (tmp_path / "wait").touch()
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *compare("--seeds", "2", "--one-by-one", "train.py")]
+    command = [sys.executable, *compare("--seeds", "2", "train.py")]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             wait_until(lambda: (tmp_path / "waiting").exists() or process.poll() is not None)

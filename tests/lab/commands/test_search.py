@@ -65,7 +65,7 @@ def surveyed(folder: Path, *modules: str) -> None:
 @pytest.fixture(name="faked", autouse=True)
 def faked_fixture(request, monkeypatch, tmp_path):
     if "slow" not in request.keywords:
-        monkeypatch.setattr(search, "TurnScheduler", Trainings)
+        monkeypatch.setattr(search, "RunSequence", Trainings)
         monkeypatch.setattr(search, "survey_script", lambda _, args, __: surveyed(args.out))
     Trainings.made, Trainings.told_time, Trainings.cut_at, Trainings.lost_eps = [], [], 0, None
     monkeypatch.chdir(tmp_path)

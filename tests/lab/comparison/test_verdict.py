@@ -282,7 +282,7 @@ def test_the_speed_range_of_one_run_comes_from_quartiles():
     ("loads", "low", "high"),
     [
         ((0.0, 0.0), 1.25, 1.25),
-        ((0.5, 0.5), 1.25, 1.25),  # in turns other work slows both alike
+        ((0.5, 0.5), 1.25, 1.25),  # it slows both alike
         ((0.5, 0.0), 0.625, 1.25),  # it may have slowed the baseline to half its speed
         ((0.0, 0.5), 1.25, 2.5),
         ((1.0, 0.0), 0.0625, 1.25),

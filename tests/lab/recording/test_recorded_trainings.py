@@ -7,13 +7,13 @@ import gc
 import math
 import os
 import pickle
+import time
 
 import pytest
 import torch
 from apexed import apex_amp  # noqa: F401  the fixture `apex`
 from recordings import (
     HALF,
-    Clock,
     nothing_left_fixture,  # noqa: F401  the fixture `nothing_left`
     one_step,
     read_lines,
@@ -287,22 +287,18 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(monkeypatch):
         raise KeyError
 
 
-def test_between_two_steps_the_caller_finds_their_events_written_and_its_time_is_in_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(outbox, "_FLUSH_EVENTS", 1)
-    time, path, written = Clock(monkeypatch), tmp_path / "run.jsonl", []
+def test_a_step_has_the_cpu_time_of_the_process():
+    class Waits(nn.Linear):
+        def forward(self, inputs):
+            time.sleep(0.1)
+            return super().forward(inputs)
 
-    def between_steps():
-        written.append([event["event"] for event in read_lines(path.read_text().splitlines())])
-        time.wait(10.0)
-
-    recorder = Recorder([JsonLines(path), run := Run("")], between_steps=between_steps)
-    with recorder:
-        model, optimizer = started()
+    model = Waits(2, 1)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    with Recorder([run := Run("")]):
         for _ in range(2):
             one_step(model, optimizer)
-    assert written == [["begin", "step"], ["begin", "step", "step", "updates"]], "and not when the recording ends"
-    assert run.seconds == [0.0, 0.0]
-    recorder.close()
+    assert len(run.cpu_seconds) == 2 and 0 < run.cpu_seconds[1] < run.seconds[1] - 0.05
 
 
 def test_the_last_events_of_a_caller_stand_behind_the_end_in_the_same_file(tmp_path):
