@@ -19,7 +19,6 @@ from amp_patch.model.keep_fp32 import forbid_fast_path
 from amp_patch.model.kept_module import (
     InnerModule,
     KeptModule,
-    in_backward,
     low_precision_of,
     pairs_of,
     serve_batch_norms,
@@ -30,7 +29,7 @@ from amp_patch.model.tensors import cast, reflatten, refuse_changed, uncast, was
 from amp_patch.model.type_errors import advising, explain_types, refuse_another_type
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import fsdp, generated_class, tree
-from amp_patch.support.compiled import may_trace_next, wraps
+from amp_patch.support.compiled import in_backward, may_trace_next, wraps
 from amp_patch.support.forward_hook import NoHook
 from amp_patch.support.generated_class import Generated
 from amp_patch.support.patches import Attempts
@@ -371,8 +370,8 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
             raise
         finally:
             taken, running.inputs, running.policy = running.inputs, outer_inputs, outer
-        if told:
-            first_inputs.tell(told, own, taken)
+            if told:  # after an error too, whose cause they may tell
+                first_inputs.tell(told, own, taken)
         if written is not None and not written.after(before):
             own.written_buffers = None
         if edits is not None:

@@ -20,7 +20,7 @@ from amp_patch.model.keep_fp32 import is_batch_norm
 from amp_patch.model.state import ModelState, followed_policy, running
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 from amp_patch.support import generated_class, tree
-from amp_patch.support.compiled import wraps
+from amp_patch.support.compiled import in_backward, wraps
 from amp_patch.support.generated_class import Generated
 
 _NO_CASTS = OPT_LEVELS["O0"]
@@ -73,9 +73,24 @@ class _Input:
 
     def __init__(self, low: Tensor, value: Tensor) -> None:
         self.value, self.version, self.taken = value, _version_of(low), False
+        if not _has_memory(low):
+            self.low = weakref.ref(low)
+            return
         key = _address(low)
         _inputs[key] = self
         self.low = weakref.ref(low, lambda _: _inputs.pop(key) if _inputs.get(key) is self else None)
+
+    def from_before(self, x: Tensor) -> Tensor:
+        """Return `x`, the cast input or a view of it, as it was before the cast; `x` itself if it was written since."""
+        low = self.low()
+        if low is None or x.dtype is not low.dtype or _version_of(x) != self.version:
+            return x
+        self.taken, value = True, self.value.float()
+        if x is low or (x.shape == low.shape and x.stride() == low.stride()):
+            return value
+        if value.stride() != low.stride():
+            value = value.clone()  # has the strides that the cast gave `low`
+        return value.as_strided(x.shape, x.stride(), x.storage_offset() + value.storage_offset())
 
 
 _inputs: dict[int, _Input] = {}  # address of a cast input's memory -> that input, as long as its tensor lives
@@ -88,37 +103,25 @@ def pairs_of(given: Any, passed: Any) -> tuple[tuple[Tensor, Any], ...]:
         given: the arguments of the call.
         passed: the same arguments after the cast.
     """
-    if all(map(is_, given, passed)):
+    if not is_dynamo_compiling() and all(map(is_, given, passed)):
         return ()
     found = [
         (low, value)
         for value, low in zip(tree.tensors(given), tree.tensors(passed), strict=True)
-        if low is not value and value.dtype not in LOW_PRECISION and type(value) in (Tensor, nn.Parameter)
+        if low is not value and value.dtype not in LOW_PRECISION
     ]
-    if is_dynamo_compiling():
-        return tuple(found)
-    return tuple([(low, _Input(low, value)) for low, value in found if _has_memory(low)])
+    return tuple(found if is_dynamo_compiling() else [(low, _Input(low, value)) for low, value in found])
 
 
 def _from_before(x: Tensor) -> Tensor:
     """Return `x` as it was before the cast of the model's inputs; `x` itself if it is none, or was written since."""
     if x.dtype not in LOW_PRECISION:
         return x
-    if is_dynamo_compiling():
-        for cast, value in running.inputs:
-            if x is cast:
-                return value.float()
-        return x
-    found = _inputs.get(_address(x)) if _has_memory(x) else None
-    low = None if found is None else found.low()
-    if found is None or low is None or x.dtype is not low.dtype or _version_of(x) != found.version:
-        return x
-    found.taken, value = True, found.value.float()
-    if x.shape == low.shape and x.stride() == low.stride():
-        return value
-    if value.stride() != low.stride():
-        value = value.clone()  # has the strides that the cast gave `low`
-    return value.as_strided(x.shape, x.stride(), x.storage_offset() + value.storage_offset())
+    for low, value in running.inputs:
+        if x is low:
+            return value.float() if is_dynamo_compiling() else value.from_before(x)
+    found = None if is_dynamo_compiling() or not _has_memory(x) else _inputs.get(_address(x))
+    return x if found is None else found.from_before(x)
 
 
 def _has_memory(x: Tensor) -> bool:
@@ -157,11 +160,6 @@ def serve_batch_norms(model: nn.Module, own: ModelState, given: Any) -> None:
 
 def _is_fp32(module: nn.Module) -> bool:
     return all(each.dtype not in LOW_PRECISION for each in chain(module.parameters(), module.buffers()))
-
-
-def in_backward() -> bool:
-    """Tell whether autograd runs on this thread. A forward then is a recomputation of activation checkpointing."""
-    return not is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def low_precision_of(value: Any) -> torch.dtype | None:

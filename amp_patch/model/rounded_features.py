@@ -22,7 +22,7 @@ _REMOVED = {_FEW: 0.1, _MANY: 0.01}
 _NARROW = 32  # a feature that spans more steps of the type than this loses less than 1 %
 _NOISE = 16  # a feature that spans fewer steps of its own type than this is a constant with rounding errors
 # A feature of a spread below a tenth of the input's counts little if all have one unit: in an input of many features
-# (the borders of flattened images), or if its numbers are small (cosines near 1 in a table of positions).
+# (borders of flattened images), or if its numbers are small (cosines near 1 in a table of positions).
 _COLUMNS, _SMALL = 64, 4
 
 
@@ -63,9 +63,8 @@ def most_rounded(x: Tensor, low: torch.dtype) -> Rounded | None:
         feature = int(removed.argmax())
         share = float(removed[feature])
         if share > _REMOVED[_MANY if len(rows) >= _MANY else _FEW] and (worst is None or share > worst.removed):
-            step = (
-                max(2.0 ** float(size[feature].log2().floor()), torch.finfo(low).smallest_normal) * torch.finfo(low).eps
-            )
+            type_ = torch.finfo(low)
+            step = max(2.0 ** float(size[feature].log2().floor()), type_.smallest_normal) * type_.eps
             worst = Rounded(share, axis, feature, float(lowest[feature]), float(highest[feature]), step)
     return worst
 

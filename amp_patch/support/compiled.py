@@ -24,6 +24,11 @@ def is_compiling() -> bool:
     return guards is not None and guards.TracingContext.try_get() is not None
 
 
+def in_backward() -> bool:
+    """Tell whether autograd runs on this thread. A forward then is a recomputation of activation checkpointing."""
+    return not torch.compiler.is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def wraps(function: Function) -> Callable[[Callable[..., Any]], Function]:
     """Decorate as `functools.wraps` does, without copying Dynamo's attribute `_torchdynamo_orig_callable`.
 

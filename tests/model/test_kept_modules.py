@@ -404,12 +404,16 @@ def test_batch_norms_of_hidden_layers_compute_as_before(level):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     model = amp.initialize(model, opt_level=level)
-    seen = []
+    seen, inside = [], []
     model[1].register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
-    for _ in range(4):
-        model(torch.randn(8, 4))
+    original = nn.functional.batch_norm
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(nn.functional, "batch_norm", lambda *a, **k: (inside.append(a[0].dtype), original(*a, **k))[1])
+        for _ in range(4):
+            model(torch.randn(8, 4))
     again = nn.BatchNorm1d(4)
     assert all(torch.equal(again(given), output) for given, output in seen)
+    assert set(inside) == {OPT_LEVELS[level].cast_model_type}, "one kernel, which takes low precision and FP32 weights"
 
 
 def test_an_input_that_a_kept_module_gets_is_not_warned_about_and_one_that_others_get_is():

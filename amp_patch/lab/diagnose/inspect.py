@@ -22,9 +22,10 @@ from amp_patch.lab.diagnose.lost_updates import UpdateMeter
 from amp_patch.lab.diagnose.module_error import floats, is_random, relative_error
 from amp_patch.model.forward import policy_of
 from amp_patch.model.keep_high import HighModule
-from amp_patch.model.kept_module import KeptModule, in_backward
+from amp_patch.model.kept_module import KeptModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
+from amp_patch.support.compiled import in_backward
 from amp_patch.support.devices import widest
 from amp_patch.support.words import of_class
 from amp_patch.training import observers
