@@ -73,8 +73,8 @@ def _refuse_infinite(caller: str, model: nn.Module, named: list[_Named], low: to
         wide = "'O4'" if low is torch.bfloat16 else "'O5', or dtype=torch.bfloat16"
         raise ValueError(
             f"{caller}: {'buffer' if buffer else 'parameter'} {f'{path}.{name}'.lstrip('.')!r} of "
-            f"{base_class(model).__name__} holds {lost[lost.abs().argmax()].item():g}, which {low} cannot hold "
-            f"({torch.finfo(low).max:g} at most), and opt_level {policy.opt_level!r} casts it to that: "
+            f"{base_class(model).__name__} is {tensor.dtype} and holds {lost[lost.abs().argmax()].item():g}, which "
+            f"{low} cannot hold ({torch.finfo(low).max:g} at most), and opt_level {policy.opt_level!r} casts it to that: "
             + ", or ".join([*ways, f"choose opt_level={wide}"])
         )
 
