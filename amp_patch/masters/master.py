@@ -19,6 +19,7 @@ from amp_patch.masters.held_gradients import HalfGradients, SteppedGradients
 from amp_patch.support.patches import Installation
 
 _constructor = Installation()
+plain_data_types: list[type[Tensor]] = []  # subclasses of Tensor of which `nn.Parameter(x)` is an ordinary parameter
 
 
 class Master(nn.Parameter):
@@ -91,6 +92,9 @@ class Master(nn.Parameter):
         return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
 
 
+plain_data_types.append(Master)
+
+
 def take_masters() -> None:
     """Patch `nn.Parameter`: `nn.Parameter(master)` is an ordinary FP32 parameter in the master's memory; idempotent.
 
@@ -104,6 +108,7 @@ def _of_tensor(kind: Any) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def new(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return own(cls, data.detach() if isinstance(data, Master) else data, *args, **kwargs)
+        kinds: Any = tuple(plain_data_types)
+        return own(cls, data.detach() if isinstance(data, kinds) else data, *args, **kwargs)
 
     return new

@@ -143,6 +143,12 @@ def link_of(param: Tensor) -> Link | None:
     return None if entry is None else entry[1]
 
 
+def linked(key: int) -> tuple[Tensor, Link] | None:
+    """Return the parameter with the id `key`, and its link; None if there is no such parameter with a master."""
+    entry = _links.get(key)
+    return None if entry is None or (param := entry[0]()) is None else (param, entry[1])
+
+
 def master_of(param: Tensor) -> Tensor | None:
     """Return the FP32 master of `param`; None if it has no master."""
     link = link_of(param)

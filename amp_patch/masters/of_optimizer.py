@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amp_patch.masters import closed_master
+from amp_patch.masters import carried_writes, closed_master
 from amp_patch.masters.closed_master import Form, form_of, is_closed, take_closed_masters
 from amp_patch.masters.grad_field import drop_gradients, own_grad, set_own_grad, with_gradient
 from amp_patch.masters.grad_route import GradRoute
@@ -122,6 +122,7 @@ class Masters:
         if isinstance(master, Master) and master.stepped_grads is None:
             master.stepped_grads = self._stepped_grads
         self.by_master[id(master)] = (param, link)
+        carried_writes.install()
         self._changed()
         return link
 
