@@ -332,6 +332,7 @@ class GradScaler(torch.amp.GradScaler):
                 )
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        slips.scalers.add(self)
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
         self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)

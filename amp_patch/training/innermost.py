@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+# Names under which a wrapper has its optimizer: LARC has the second, SAM the third, torch's _NamedOptimizer the fourth.
+_NAMES = ("optim", "optimizer", "base_optimizer", "_optimizer")
+
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer inside wrappers, stored as `.optim`, `.optimizer` (LARC) or `.base_optimizer` (SAM)."""
+    """Return the optimizer inside wrappers, stored under one of `_NAMES`."""
     if "_amp_stash" in getattr(optimizer, "__dict__", ()):  # only innermost optimizers have a stash
         return optimizer
     *_, last = layers(optimizer)
@@ -22,9 +25,7 @@ def layers(optimizer: Any) -> Iterator[Any]:
     while id(optimizer) not in seen:
         seen.add(id(optimizer))
         yield optimizer
-        inner = next(
-            (i for name in ("optim", "optimizer", "base_optimizer") if (i := getattr(optimizer, name, None))), None
-        )
+        inner = next((found for name in _NAMES if (found := getattr(optimizer, name, None))), None)
         if inner is None or isinstance(inner, type) or not callable(getattr(inner, "step", None)):
             break
         # Some wrappers are torch Optimizers themselves, because schedulers require one. Any of four signs identifies a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import functools
 import sys
 import warnings
 import weakref
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.patches import Installation, Patches
 from amp_patch.support.reach import reach_of
 from amp_patch.support.scripts_line import frames, stacklevel
 from amp_patch.training.stash import Stash, known_stash, stash_of
@@ -229,6 +230,25 @@ def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: li
 # ----------------------------------------------------------------------------------------------------------------------
 # GradScalers
 
+_installation = Installation()
+scalers: weakref.WeakSet[Any] = weakref.WeakSet()  # the GradScalers that have made their scale
+
+
+def watch_scalers() -> None:
+    """Patch torch's GradScaler to add each one that makes its scale to `scalers`; idempotent."""
+    _installation.install(_replace)
+
+
+def _replace(patches: Patches) -> None:
+    original = torch.amp.GradScaler._lazy_init_scale_growth_tracker
+
+    @functools.wraps(original)
+    def noting(scaler: Any, dev: torch.device) -> None:
+        original(scaler, dev)
+        scalers.add(scaler)
+
+    patches.set(torch.amp.GradScaler, original.__name__, noting)
+
 
 def refuse_scaled(loss: Tensor) -> None:
     """Raise if a GradScaler has scaled `loss`: autograd has then saved the scaler's scale tensor as a factor."""
@@ -238,14 +258,12 @@ def refuse_scaled(loss: Tensor) -> None:
         return
     if not isinstance(factor, Tensor) or factor.dim() or factor.dtype is not torch.float32:
         return
-    for holder in gc.get_referrers(factor):
-        names = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
-        if names.get("_scale") is factor and "_growth_tracker" in names and "_per_optimizer_states" in names:
-            raise RuntimeError(
-                "scale_loss: the loss was scaled by a GradScaler already, and would be scaled twice; give "
-                "amp.scale_loss the loss itself, and leave the GradScaler out: `scaled_loss.backward()` and "
-                "`optimizer.step()`"
-            )
+    if any(vars(scaler)["_scale"] is factor for scaler in scalers):
+        raise RuntimeError(
+            "scale_loss: the loss was scaled by a GradScaler already, and would be scaled twice; give "
+            "amp.scale_loss the loss itself, and leave the GradScaler out: `scaled_loss.backward()` and "
+            "`optimizer.step()`"
+        )
 
 
 class SupportsScaling:

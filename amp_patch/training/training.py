@@ -270,8 +270,11 @@ def enter(
     for target in targets:
         optimizer_side.state_follows_params(target)
         optimizer_side.warn_of_small_eps(target)
-    if targets and (policy.master_weights or any(scaler.scales for scaler in training.scalers)):
+    scales = any(scaler.scales for scaler in training.scalers)
+    if targets and (policy.master_weights or scales):
         clipping.install()
+    if scales:
+        slips.watch_scalers()
     if policy.cast_model_type is not None:
         averages.install()
     if not policy.changes_nothing:

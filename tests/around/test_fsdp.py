@@ -305,3 +305,34 @@ def refusal(what: str) -> str:
 def test_unsupported_combinations_are_refused_by_name(ranks, what, words):
     for message in ranks(refusal, what):
         assert all(word in message for word in words), message
+
+
+def tensor_parallel(level: str, sharded: bool) -> str:
+    """Refuse a layer between others, whose weight is a DTensor in its product too; nothing changes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"1": ColwiseParallel()})
+    if sharded:
+        fully_shard(model, mesh=mesh["data"], mp_policy=amp.fsdp_policy(level))
+    optimizer, kind = torch.optim.SGD(model.parameters(), lr=0.5), type(model)
+    with pytest.raises(ValueError, match="initialize") as refused:
+        amp.initialize(model, optimizer, opt_level=level)
+    assert type(model) is kind and not hasattr(optimizer, "_amp_stash")
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("level", "sharded", "other"), [("O6", False, "O4"), ("O6", True, "O4"), ("O7", False, "O4"), ("O7", True, "O5")]
+)
+def test_products_in_fp8_under_tensor_parallelism_are_refused_by_name(ranks, level, sharded, other):
+    for told in ranks(tensor_parallel, level, sharded):
+        assert told == (
+            "initialize: parameter '1.weight' is a DTensor also where it is multiplied (tensor parallelism), and "
+            f"DTensors have no product in fp8 (opt_level {level!r}); choose opt_level={other!r}, or leave tensor "
+            "parallelism out"
+        )

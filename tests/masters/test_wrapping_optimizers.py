@@ -222,3 +222,25 @@ def test_pytorch_optimizer_s_lookahead(level):
         lambda lookahead: lookahead.backup_and_load_cache(),
         lambda lookahead: lookahead.clear_and_load_backup(),
     )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.[a-z]*` is deprecated")  # at its import
+@pytest.mark.parametrize("level", LEVELS)
+def test_torchs_optimizer_by_names_trains_as_the_one_inside_it(level):
+    from torch.distributed.optim import _NamedOptimizer
+
+    def trained(named):
+        model = linear([[2.0, 3.0]])
+        inside = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+        optimizer = inside
+        if named:
+            optimizer = _NamedOptimizer(model.named_parameters(), torch.optim.SGD, None, model, lr=0.5, momentum=0.5)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+        for _ in range(3):
+            model.zero_grad()
+            backward(model(torch.ones(2, 2)).sum(), optimizer)
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
+        return model.state_dict()["weight"].tolist(), state["weight" if named else 0]["momentum_buffer"].tolist()
+
+    assert trained(True) == trained(False)
