@@ -74,8 +74,8 @@ def _refuse_infinite(caller: str, model: nn.Module, named: list[_Named], low: to
         raise ValueError(
             f"{caller}: {'buffer' if buffer else 'parameter'} {f'{path}.{name}'.lstrip('.')!r} of "
             f"{base_class(model).__name__} is {tensor.dtype} and holds {lost[lost.abs().argmax()].item():g}, which "
-            f"{low} cannot hold ({torch.finfo(low).max:g} at most), and opt_level {policy.opt_level!r} casts it to that: "
-            + ", or ".join([*ways, f"choose opt_level={wide}"])
+            f"{low} cannot hold ({torch.finfo(low).max:g} at most), and opt_level {policy.opt_level!r} casts it to "
+            "that: " + ", or ".join([*ways, f"choose opt_level={wide}"])
         )
 
 
