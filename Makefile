@@ -126,6 +126,7 @@ $(VENV)/tools: Makefile
 	touch $@
 
 $(VENV)/installed: $(VENV)/tools setup.py pyproject.toml $(SOURCES)
+	@echo "compiling the C++ extension: 3 to 5 minutes on two cores"
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[examples,dev]"
 	touch $@
 

@@ -58,6 +58,23 @@ def reason(folder):
     return noted(folder, "REASON")
 
 
+COMPILING = "compiling the C++ extension: 3 to 5 minutes on two cores"
+
+
+def test_a_build_says_that_it_compiles_before_it_does(sources):
+    told = build(sources)
+    assert told.returncode == 0 and told.stderr.count(COMPILING) == 1, told.stderr
+    assert COMPILING not in build(sources, AMP_PATCH_NO_EXT="1").stderr
+    (sources / "csrc" / "small.cpp").write_text("#error no")
+    assert build(sources, AMP_PATCH_REQUIRE_EXT="1").stderr.lstrip().startswith(COMPILING)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_says_that_it_compiles_before_it_does():
+    commands = run_in(ROOT, ["make", "--dry-run", "--always-make", ".venv/installed"]).stdout
+    assert 0 < commands.index(f'echo "{COMPILING}"') < commands.index("--editable")
+
+
 def test_no_ext_leaves_the_reason(sources):
     # -S hides site-packages' .pth files but not torch; a stub that fails proves that torch is not asked for.
     (sources / "torch.py").write_text("raise ImportError('torch was imported')\n")
