@@ -15,6 +15,7 @@ from amp_patch.lab.commands.compare_child import Child
 from amp_patch.lab.commands.compare_folder import is_finished
 from amp_patch.lab.commands.compare_progress import Progress
 from amp_patch.lab.commands.interrupts import Ended, Interrupts
+from amp_patch.lab.commands.long_steps import LongSteps
 from amp_patch.lab.comparison.lost_without_masters import with_masters
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
@@ -51,8 +52,6 @@ class RunSequence:
         interrupts: the signals that end the runs.
         found: runs of an earlier `compare` in this folder; those that have finished are not made again.
         decided: called after each seed with the runs so far. If it returns True, the other seeds are not trained.
-        tells_time: whether to print the expected times, of a step and of all runs. A search has a sequence for each
-            trial, and sets this for the first trial only.
 
     Attributes:
         runs: the runs of the plan. If the script uses torch's mixed precision, a run of it as it is (NATIVE) is added
@@ -70,7 +69,6 @@ class RunSequence:
         found: Sequence[Run] = (),
         *,
         decided: Callable[[list[Run]], bool] = lambda runs: False,
-        tells_time: bool = True,
     ) -> None:
         finished = {(run.level, run.seed): run for run in found if is_finished(run)}
         self._plan = plan
@@ -83,7 +81,8 @@ class RunSequence:
         self._args = args
         self._interrupts = interrupts
         self._decided = decided
-        self._progress = Progress(self._to_make, plan.steps, finished=len(finished), tells_time=tells_time)
+        self._progress = Progress(self._to_make, plan.steps, finished=len(finished))
+        self._long_steps = LongSteps()
         self._begun: set[int] = set()  # ids of runs in `_to_make`
         self._child: Child | None = None  # the run that trains
 
@@ -134,7 +133,7 @@ class RunSequence:
     def _look(self, run: Run) -> str | None:
         self._progress.show(run)
         self._interrupts.check()
-        return self._progress.overdue(run)
+        return self._long_steps.overdue(run)
 
     def _next(self, seed: int) -> Run | None:
         """Return the next run of the seed; None after the last. `_end` may have added or removed runs."""

@@ -137,7 +137,7 @@ class _Trials:
         plan = replace(self._plan, keep=kept)
         args = argparse.Namespace(**{**vars(self._args), "out": self._args.out / f"trial{self._made}"})
         found = self._folder(args, plan)
-        sequence = RunSequence(plan, args, self.interrupts, found, tells_time=self._made == 1)
+        sequence = RunSequence(plan, args, self.interrupts, found)
         cut = sequence.train()
         self._runs = sequence.runs
         if cut:

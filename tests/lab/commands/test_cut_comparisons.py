@@ -105,7 +105,7 @@ def test_a_step_that_never_ends_at_a_level_is_ended_and_the_report_says_so(tmp_p
     waits = "while net.weight.dtype is torch.bfloat16:\n        time.sleep(0.01)"
     script = f"{TRAINS}\nfor number in range(6):\n    step()\n    {waits}\n"
     sooner = (
-        "import sys; from amp_patch import __main__; from amp_patch.lab.commands import compare_time as limits; "
+        "import sys; from amp_patch import __main__; from amp_patch.lab.commands import long_steps as limits; "
         "limits.OVERDUE_SECONDS, limits.OVERDUE_TIMES = 2.0, 0; __main__.main()"
     )
     done = start_script(tmp_path, script, "-c", sooner, "compare", "--levels", "O0,O5,O4", "--seeds", "2")

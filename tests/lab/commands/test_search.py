@@ -20,12 +20,10 @@ class Trainings:
     """Stand-in for the trainings: a level passes if module "2" is kept. `made` lists the runs that were made."""
 
     made: ClassVar[list[tuple[tuple[str, ...], str, int]]] = []
-    told_time: ClassVar[list[bool]] = []
     lost_eps = None
     cut_at = 0  # the number of the run that is interrupted before its start; 0: none
 
-    def __init__(self, plan, args, interrupts, found, tells_time):
-        self.told_time.append(tells_time)
+    def __init__(self, plan, args, interrupts, found):
         self.plan, self.args, self.found, self.load, self.asked = plan, args, found, OtherWork(), 0
 
     def train(self) -> int:
@@ -67,7 +65,7 @@ def faked_fixture(request, monkeypatch, tmp_path):
     if "slow" not in request.keywords:
         monkeypatch.setattr(search, "RunSequence", Trainings)
         monkeypatch.setattr(search, "survey_script", lambda _, args, __: surveyed(args.out))
-    Trainings.made, Trainings.told_time, Trainings.cut_at, Trainings.lost_eps = [], [], 0, None
+    Trainings.made, Trainings.cut_at, Trainings.lost_eps = [], 0, None
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
 
@@ -95,7 +93,6 @@ def test_a_search_prints_each_trial_and_the_code_to_paste(capsys):
     # O0 is trained once.
     assert [made[2] for made in Trainings.made if made[1] == "O0"] == [0, 1, 2]
     assert len(Trainings.made) == 3 * 5
-    assert Trainings.told_time == [True, False, False, False], "what a number of steps would take is said once"
 
 
 @pytest.mark.parametrize(("modules", "trials"), [
