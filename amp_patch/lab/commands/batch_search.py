@@ -1,43 +1,36 @@
-"""`python -m amp_patch compare --batch-search 8GiB`: the largest batch of a script that fits, at each level."""
+"""`python -m amp_patch compare --batch-search 8GiB`: the largest batch that fits at each level, found by doubling."""
 
 from __future__ import annotations
 
 import argparse
-import subprocess
+import re
 import sys
 from dataclasses import replace
 from typing import Any
 
+from amp_patch.lab import wording
 from amp_patch.lab.commands.compare_child import Child, was_out_of_memory
 from amp_patch.lab.commands.interrupts import Ended, Interrupts
-from amp_patch.lab.comparison import batch_search, measures
-from amp_patch.lab.comparison.batch_search import Search, Trial
-from amp_patch.lab.comparison.machine import machine
+from amp_patch.lab.comparison import measures
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.recording.run import Run, dumps
+from amp_patch.lab.text_table import in_columns
 from amp_patch.support.files import write_whole
 
 _STEPS = 4  # of a trial: step 1 warms up, 2 and 4 are timed, 3 counts the activations
-_FREE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
+_FIRST = 8  # the batch of the first trial
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMG])iB")
+_BYTES = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `--batch-search`, `--batch-flag` and `--batch-dim`."""
-    parser.add_argument(
-        "--batch-search",
-        metavar="SIZE",
-        help="do not compare; find the largest batch that fits into this memory (8GiB, or free: the GPU's free memory)",
-    )
-    parser.add_argument(
-        "--batch-dim",
-        type=int,
-        metavar="N",
-        help="the dimension of the model's first tensor that counts samples, from 0: for example 1 of (time, batch) "
-        "(default: 0; in a search the dimension that changes with --batch-flag)",
-    )
-    words = "the script's own option for its batch size, for example --batch-size"
-    parser.add_argument("--batch-flag", metavar="FLAG", help=words)
+    add = parser.add_argument
+    add("--batch-search", metavar="SIZE", help="do not compare; find the largest batch of 1, 2, 4, ... in 8GiB")
+    words = "the dimension of the model's first tensor that counts samples, from 0: for example 1 of (time, batch)"
+    add("--batch-dim", type=int, metavar="N", help=f"{words} (default: 0)")
+    add("--batch-flag", metavar="FLAG", help="the script's own option for its batch size, for example --batch-size")
 
 
 def run(args: argparse.Namespace, plan: Plan, interrupts: Interrupts) -> int:
@@ -45,114 +38,81 @@ def run(args: argparse.Namespace, plan: Plan, interrupts: Interrupts) -> int:
 
     A signal that `interrupts` received ends the search.
     """
+    levels: list[dict[str, Any]] = []
+    status = 0
     try:
         limit = _limit(args)
+        for level in plan.levels:
+            levels.append(_search(args, plan, level, limit, interrupts))
+    except Ended as interrupt:
+        status = interrupt.status
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    searches: list[Search] = []
-    status = 0
-    try:
-        for level in plan.levels:
-            trials = _Trials(args, plan, level, limit, interrupts)
-            found = batch_search.search(level, limit, trials.run, searches[0] if searches else None)
-            if trials.refusal is not None or (not searches and found.best is None and trials.failed):
-                print(trials.refusal or f"compare: {found.name} {found.problem}", file=sys.stderr)
-                return 2
-            searches.append(found)
-    except Ended as interrupt:
-        status = interrupt.status
-    if searches:
-        _report(searches, args)
-    return status or (0 if all(each.best is not None for each in searches) else 1)
+    rows = [("level", "batch", "MiB", "samples/s")]
+    for each in levels:
+        memory = "" if each["batch"] is None else wording.in_unit(each["memory_bytes"], "MiB")
+        rate = "" if each["samples_per_second"] is None else wording.figure(each["samples_per_second"])
+        rows.append((each["name"], str(each["batch"]), memory, rate))
+    problems = [f"{each['name']}: {each['problem']}." for each in levels if each["problem"] is not None]
+    path = args.out / "batch_search.json"
+    write_whole(path, dumps({"script": args.script, "arguments": args.arguments, "levels": levels}, indent=1) + "\n")
+    print("\n".join(["", *in_columns(rows, right=range(1, 4)), *problems, f"report: {path}"]))
+    return status or (0 if all(each["batch"] is not None for each in levels) else 1)
 
 
 def _limit(args: argparse.Namespace) -> int:
-    """Return the memory limit of a batch in bytes: the size given as --batch-search; for "free" a GPU's free memory.
-
-    Raises:
-        ValueError: --batch-flag is missing, or --batch-search is no size, or is "free" without a GPU.
-    """
+    found = _SIZE.fullmatch(args.batch_search.strip())
+    if found is None or not float(found[1]):
+        raise ValueError(f"compare: --batch-search is {args.batch_search!r}; wanted a size, as 8GiB or 512MiB")
     if not args.batch_flag:
         raise ValueError(
             "compare: --batch-search needs the script's own option for its batch: add --batch-flag=--batch-size (the "
             "script is then given `--batch-size 8`; --batch-flag=batch_size= gives `batch_size=8`)"
         )
-    if args.batch_search != "free":
-        return batch_search.size_in_bytes(args.batch_search)
-    # In a child process: a CUDA context of this process would take some of the free memory.
-    asked = subprocess.run([sys.executable, "-c", _FREE], capture_output=True, text=True)
-    if args.device is not None or not asked.stdout.strip().isdigit():
-        raise ValueError("compare: --batch-search is free, and there is no GPU: give a size, as --batch-search 8GiB")
-    return int(asked.stdout)
+    return int(float(found[1]) * _BYTES[found[2]])
 
 
-def _report(searches: list[Search], args: argparse.Namespace) -> None:
-    for line in ["", *batch_search.lines(searches, args.batch_flag.rstrip("="))]:
-        print(line)
-    report: dict[str, Any] = {
-        "script": args.script,
-        "arguments": args.arguments,
-        "flag": args.batch_flag,
-        "limit_bytes": searches[0].limit,
-        "steps": _STEPS,
-        "machine": machine(),
-        "levels": [search.to_dict() for search in searches],
-    }
-    path = args.out / "batch_search.json"
-    write_whole(path, dumps(report, indent=1) + "\n")
-    print(f"report: {path}")
+def _search(args: argparse.Namespace, plan: Plan, level: str, limit: int, interrupts: Interrupts) -> dict[str, Any]:
+    """Double the batch until it does not fit, or takes no more memory. If the first does not fit, halve it.
 
+    Returns:
+        The entry of the level in batch_search.json.
 
-class _Trials:
-    """Short runs of the script at one level, each with another batch.
-
-    Attributes:
-        failed: whether a run failed for another reason than lack of memory.
-        refusal: the message for a script that needs an edit; None without a refusal.
+    Raises:
+        ValueError: the script must be edited, or failed at the first level with the first batch.
+        Ended: a signal was received.
     """
-
-    def __init__(self, args: argparse.Namespace, plan: Plan, level: str, limit: int, interrupts: Interrupts) -> None:
-        self._args, self._plan, self._level, self._limit = args, plan, level, limit
-        self._interrupts = interrupts
-        self.failed = False
-        self.refusal: str | None = None
-
-    def run(self, batch: int) -> tuple[Trial, str | None]:
-        """Train for a few steps with this batch.
-
-        Returns:
-            trial: the run's memory and speed, or its error.
-            dtype: the level's low-precision type as the run recorded it, such as "bfloat16"; None at O0.
-        """
-        run = self._train(batch)
+    found: dict[str, Any] = {"name": level, "tried": []}
+    found |= dict.fromkeys(("batch", "memory_bytes", "samples_per_second", "problem"))
+    batch, halves, before = _FIRST, False, None
+    while batch:
+        run = _train(args, plan, level, batch, interrupts)
+        found["name"] = wording.level_name(level, run.dtype)
         memory = measures.memory_bytes(run) if run.error is None else None
-        error = None if run.error is None else run.error_in_full
-        if error is None and memory is None:
-            error = (
-                "its activations could not be counted: it has saved-tensor hooks around its loop, calls torch.func in "
-                "a step, takes fewer than two steps, or torch is older than 2.8"
-            )
-        ran_out = was_out_of_memory(run)
-        if error is not None and not ran_out:
-            self.failed = True
-            self.refusal = error if run.refused else None
-        samples = max(run.samples, default=0)
-        given = tuple(run.given) if self._args.batch_dim is None else ()
-        trial = Trial(batch, memory, samples, measures.samples_per_second(run), error, ran_out, given)
-        if memory is not None or ran_out:
-            took = "out of memory" if memory is None else batch_search.in_unit_of(self._limit, memory)
-            print(f"{self._level} {self._args.batch_flag.rstrip('=')} {batch}: {took}", flush=True)
-        return trial, run.dtype
+        size = {"memory_bytes": memory, "activations": run.activations, "samples": max(run.samples, default=0)}
+        found["tried"].append({"batch": batch, **size, "error": run.error})
+        if memory is None and not was_out_of_memory(run):
+            why = run.error_in_full if run.error else "its activations could not be counted (fewer than two steps?)"
+            found["problem"] = f"failed with {batch}: {why}"
+            if run.refused or (level == plan.levels[0] and found["batch"] is None):
+                raise ValueError(run.error if run.refused else f"compare: {level} {found['problem']}")
+        elif memory is not None and memory <= limit and size != before:
+            before = size
+            found |= {"batch": batch, "memory_bytes": memory, "samples_per_second": measures.samples_per_second(run)}
+        elif size == before:
+            found["problem"] = f"{batch} takes no more memory: the data ends, or the option changes nothing"
+        print(f"{level} {args.batch_flag.rstrip('=')} {batch}", flush=True)
+        halves = halves or found["batch"] is None
+        if found["problem"] is not None or (halves if found["batch"] == batch else not halves):
+            break
+        batch = batch // 2 if halves else 2 * batch
+    return {**found, "problem": found["problem"] or (None if found["batch"] else "a batch of 1 does not fit")}
 
-    def _train(self, batch: int) -> Run:
-        flag, run = self._args.batch_flag, Run(self._level)
-        own = [f"{flag}{batch}"] if flag.endswith("=") else [flag, str(batch)]
-        plan = replace(self._plan, steps=_STEPS)
-        child = Child(plan, self._args, run, OtherWork(), (f"batch-{self._level}-{batch}", own))
-        try:
-            child.train(lambda _: self._interrupts.check())
-        except BaseException:  # among them Ctrl-C
-            child.kill()
-            raise
-        return run
+
+def _train(args: argparse.Namespace, plan: Plan, level: str, batch: int, interrupts: Interrupts) -> Run:
+    flag, run = args.batch_flag, Run(level)
+    own = [f"{flag}{batch}"] if flag.endswith("=") else [flag, str(batch)]
+    more = f"batch-{level}-{batch}", own
+    Child(replace(plan, steps=_STEPS), args, run, OtherWork(), more).train_alone(interrupts.check)
+    return run

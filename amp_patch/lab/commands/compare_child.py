@@ -109,6 +109,14 @@ class Child:
                 self.run.notes.append(f"the script ran on after the {self._steps} steps asked for, and was ended")
                 return
 
+    def train_alone(self, check: Callable[[], None]) -> None:
+        """Wait until the process ends. Kill it if `check`, which is called repeatedly, raises (after Ctrl-C)."""
+        try:
+            self.train(lambda _: check())
+        except BaseException:
+            self.kill()
+            raise
+
     def interrupt(self, until: float, hurried: Callable[[], bool]) -> None:
         """Send SIGINT to the process group, wait for its end, else kill it, and record the interrupt as its failure.
 

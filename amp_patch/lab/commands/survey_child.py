@@ -28,12 +28,7 @@ def survey_script(plan: Plan, args: argparse.Namespace, interrupts: Interrupts) 
         Ended: a signal was received.
     """
     path, run = survey_path(args.out), Run(BASELINE)
-    child = Child(plan, args, run, OtherWork(), ("survey", ()), path)
-    try:
-        child.train(lambda _: interrupts.check())
-    except BaseException:  # among them Ctrl-C
-        child.kill()
-        raise
+    Child(plan, args, run, OtherWork(), ("survey", ()), path).train_alone(interrupts.check)
     if not path.exists():
         with suppress(OSError):  # a full disk: the report has no survey
             write_whole(path, dumps({"failed": run.error or "it made no step"}) + "\n")
