@@ -93,6 +93,8 @@ def reduce_anew(params: Collection[int]) -> None:
 
     Call it on all ranks, between a backward and the next forward. No rank waits for another.
     """
+    if params:
+        install()  # for a DDP that is not known yet: its next forward makes it new hooks
     for ddp in _that_reduce(params):
         _make_reducer(ddp)
 

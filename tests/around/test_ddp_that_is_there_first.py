@@ -227,11 +227,11 @@ def test_an_earlier_ddp_is_found_without_a_walk_over_all_objects(ranks, level):
     both_alike(ranks(no_walk, level))
 
 
-def unpickled(level: str) -> list[Tensor]:
+def unpickled(level: str, options: dict[str, Any]) -> list[Tensor]:
     """`initialize` has not seen how this DDP was made."""
     ddp = pickle.loads(pickle.dumps(DistributedDataParallel(mlp())))
     optimizer = SGD(ddp.parameters())
-    amp.initialize(ddp.module, optimizer, opt_level=level, **SCALED)
+    amp.initialize(ddp.module, optimizer, opt_level=level, **options)
     for step in range(3):
         optimizer.zero_grad()
         backward(loss_of(ddp, mine(step)), optimizer)
@@ -239,10 +239,12 @@ def unpickled(level: str) -> list[Tensor]:
     return learned(ddp.module)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_unpickled_ddp_reduces_cast_weights(ranks, level):
-    found = both_alike(ranks(unpickled, level))
-    assert same(found, both_alike(ranks(train_ranks, level, 3, optim=sgd, **SCALED)))
+@pytest.mark.parametrize(
+    ("level", "options"), [*((level, SCALED) for level in LEVELS), ("O3", {"dtype": torch.bfloat16})]
+)
+def test_an_unpickled_ddp_reduces_cast_weights(ranks, level, options):
+    found = both_alike(ranks(unpickled, level, options))
+    assert same(found, both_alike(ranks(train_ranks, level, 3, optim=sgd, **options)))
 
 
 def partly_inside(level: str, grouped: bool, frozen: bool) -> Any:
