@@ -238,8 +238,8 @@ def initialize_as(
     keep_fp32, keep_high = with_asked_modules(keep_fp32, keep_high, model_list)
     kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
     high = kept_high(model_list, policy, keep_high)
-    options = [] if given is None else [(option, given[option.name]) for option in joints.options]
-    checked = [(option, option.check(value, model_list, optimizer_list, targets, policy)) for option, value in options]
+    values = [(option, (given or {}).get(option.name)) for option in joints.options]
+    checked = [(option, option.check(value, model_list, optimizer_list, targets, policy)) for option, value in values]
     methods = with_asked_methods(methods, model_list)
     policy = with_mixed_types(policy, keep_fp32, kept)
     ranges.check_models(model_list, kept, policy)

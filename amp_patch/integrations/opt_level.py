@@ -22,8 +22,10 @@ from amp_patch.model.incoming import came_low
 from amp_patch.policy import Options
 from amp_patch.training.arguments import Level
 from amp_patch.training.innermost import innermost
+from amp_patch.training.optimizer import AmpOptimizer
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
+from amp_patch.training.step import WHOLE
 from amp_patch.training.training import leave
 
 
@@ -124,14 +126,17 @@ class OptLevel:
 def _closure_first(optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Run Lightning's closure, which makes the gradients, before the step: amp checks gradients when the step begins.
 
-    This is a step pre-hook of torch. If gradients are not checked and all masters have memory of their own, it does
-    nothing.
+    A step in one pass or in portions takes no closure either. This is a step pre-hook of torch. If gradients are not
+    checked, all masters have memory of their own, and only the optimizer's own code can make the step, it does nothing.
 
     Returns:
         (args, kwargs) of the step without the closure, which has run; None if the hook did nothing.
     """
     stash = stash_of(optimizer)
-    if stash is None or not (stash.checks_gradients or stash.policy.closes_masters) or kwargs.get("closure") is None:
+    if stash is None or kwargs.get("closure") is None:
+        return None
+    by_amp = isinstance(optimizer, AmpOptimizer) and optimizer.strategy is not WHOLE
+    if not (by_amp or stash.checks_gradients or stash.policy.closes_masters):
         return None
     kwargs["closure"]()
     return args, {**kwargs, "closure": None}

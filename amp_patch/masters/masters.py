@@ -130,7 +130,7 @@ class LinkList:
 _links: dict[int, tuple[weakref.ref[Tensor], Link]] = {}
 _changes = 0  # the number of parameters that got a master, lost it, or were freed with it
 
-# Classes of tensors whose `__torch_function__` is torch's or this package's.
+# Classes whose `__torch_function__` is torch's or this package's.
 PLAIN_TYPES = (Tensor, nn.Parameter, Master, ClosedMaster)
 
 _FOREACH_TYPES = "_foreach_supported_types"  # torch's list of the classes that its optimizers choose foreach for
@@ -139,8 +139,7 @@ _installation = Installation()
 
 def link_of(param: Tensor) -> Link | None:
     """Return the link of `param` to its master; None if it has no master."""
-    entry = _links.get(id(param))
-    return None if entry is None else entry[1]
+    return None if (entry := _links.get(id(param))) is None else entry[1]
 
 
 def linked(key: int) -> tuple[Tensor, Link] | None:
@@ -228,6 +227,14 @@ def stop_waiting(master: Tensor) -> None:
     if isinstance(master, Master):
         master.materialize_grad()
         vars(master).pop("waiting", None)
+
+
+def take_out_of_tables(link: Link) -> None:
+    """Let the next optimizer that gets the master of `link` defer its gradients; no sync."""
+    stop_waiting(link.master)
+    link.is_routed = False
+    if not getattr(link.master, "stepped_grads", None):  # else its last step's gradients can still be read
+        vars(link.master).pop("stepped_grads", None)
 
 
 def _install() -> bool:

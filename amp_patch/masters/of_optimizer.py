@@ -216,6 +216,15 @@ class Masters:
         link.master.waiting = self.waiting
         self.waiting.serve(link.master, link.gradients)
 
+    def release(self) -> None:
+        """Give up the deferral of gradients, and the tables of the masters, which a newer optimizer takes over."""
+        if self.waiting is not None:
+            for master in self.links.masters:
+                if getattr(master, "waiting", None) is self.waiting:
+                    stop_waiting(master)
+            self.waiting = None
+        self._changed()
+
     def take_half(self, groups: Groups, inverse: Number | None) -> FoundInf | None:
         """Defer the scaled gradients of parameters with masters, unchanged, and check them for overflow; no sync.
 

@@ -263,7 +263,7 @@ def keep_state(optimizer: Any, stash: Stash, kind_of_coder: type[Coder]) -> None
 
 def named_params(named: Any, models: list[nn.Module], *_: Any) -> list[Tensor]:
     """Return the parameters of `models` that `named`, the argument `fp32_state` of `initialize`, selects."""
-    return params_matching(models, named, "fp32_state")
+    return params_matching(models, () if named is None else named, "fp32_state")
 
 
 def leave_in_fp32(targets: Sequence[Any], params: list[Tensor]) -> None:

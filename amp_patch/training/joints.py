@@ -101,6 +101,7 @@ captured: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), at the st
 
 check_optimizer: list[Callable[[Any, Policy], None]] = []  # (optimizer, policy): raise before any change
 check_group: list[Callable[[Any, Any, list[Tensor]], None]] = []  # (optimizer, stash, params) of `add_param_group`
+group_gets_masters: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), in `add_param_group`
 group_added: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), at the end of `add_param_group`
 enter_optimizer: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), new in a training, copied or loaded
 leave_optimizer: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), before its masters are detached

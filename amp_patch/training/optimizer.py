@@ -110,6 +110,7 @@ class AmpOptimizer(Generated):
         if stash.scales_loss:
             drop_gradients(group["params"])  # scaled: an exit unscales only parameters that an optimizer holds
         if stash.policy.master_weights:
+            joints.tell(joints.group_gets_masters, self, stash)
             stash.masters.attach(self, group, form=stash.master_form)
             stash.note_gathered()
             stash.masters.keep(stash.master_form)

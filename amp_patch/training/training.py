@@ -16,7 +16,7 @@ from amp_patch.casts import dynamo, install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import emulate
 from amp_patch.masters import clipping
-from amp_patch.masters.masters import disconnect, links_of, settle
+from amp_patch.masters.masters import disconnect, links_of, settle, take_out_of_tables
 from amp_patch.model import averages, fp32_copies, incoming, part_loads, untouched
 from amp_patch.model import buffers as model_buffers
 from amp_patch.model import forward as model_forward
@@ -41,6 +41,7 @@ from amp_patch.training.stash import (
     known_stash,
     name_parameters,
     note_sharing,
+    siblings,
     stash_of,
 )
 from amp_patch.training.unscale import unscale_pending
@@ -203,11 +204,34 @@ def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Mod
     for target in targets:
         if stash_of(target) is not None:
             optimizer_side.restore(target, recast_state=False)
+    _supersede([param for target in targets for group in target.param_groups for param in group["params"]])
     if not policy.master_weights:  # without this, weights that stay cast keep masters that no optimizer steps
         left = links_of(dict.fromkeys(param for model in again for param in model.parameters()))
         settle(left)
         for param, _ in left:
             disconnect(param)
+
+
+def _supersede(params: list[Tensor], new: Any = None) -> None:
+    """Take the masters of `params` out of the tables of earlier optimizers, alive or freed; `new` keeps its own."""
+    links = links_of(dict.fromkeys(params))
+    for link in links.links:
+        take_out_of_tables(link)
+    taken = set(map(id, links.masters))
+    for optimizer in all_optimizers():
+        masters = known_stash(optimizer).masters
+        if optimizer is not new and not taken.isdisjoint(masters.by_master):
+            masters.release()
+
+
+def _supersede_by_group(optimizer: Any, stash: Stash) -> None:
+    """Call `_supersede` for the newest group, without parameters that siblings of `optimizer` hold."""
+    others = [(other, known) for other, known in siblings(stash) if other is not optimizer]
+    held = {id(param) for other, known in others for param, _ in known.masters.pairs(other.param_groups)}
+    _supersede([param for param in optimizer.param_groups[-1]["params"] if id(param) not in held], optimizer)
+
+
+joints.group_gets_masters.append(_supersede_by_group)
 
 
 def enter(

@@ -54,6 +54,7 @@ TOGETHER = 2**16
 
 # id -> parameter or master, for all that are stepped in backward.
 _released: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+_releases: weakref.WeakSet[_Release] = weakref.WeakSet()  # all that have not ended; an optimizer's may outlive it
 
 
 def check(wanted: Any, _: Any, optimizers: Sequence[Any], targets: Sequence[Any], policy: Policy) -> bool:
@@ -105,8 +106,18 @@ def check(wanted: Any, _: Any, optimizers: Sequence[Any], targets: Sequence[Any]
     return True
 
 
+def _supersede(targets: Sequence[Any]) -> None:
+    """End the releases of earlier optimizers, alive or freed, whose parameters `targets` hold."""
+    pairs = (pair for target in targets for pair in known_stash(target).masters.pairs(target.param_groups))
+    held = {id(tensor) for pair in pairs for tensor in pair if _is_released(tensor)}
+    for release in list(_releases):
+        if not release.known.isdisjoint(held):
+            release.remove()
+
+
 def enter(targets: Sequence[Any], wanted: bool) -> None:
-    """If `wanted`, register the hooks that step the parameters of `targets` in backward."""
+    """End earlier releases of the parameters of `targets`. If `wanted`, register hooks that step them in backward."""
+    _supersede(targets)
     if not wanted or not targets:
         return
     clipping.install()
@@ -133,7 +144,8 @@ class _Release(Strategy):
         self._reached: set[int] = set()  # ids of parameters whose gradients came since the last `step()`
         self._groups: dict[int, int] = {}  # id(master) -> index of its group at the beginning of the body
         self._handles: list[Any] = []
-        self._known: list[int] = []  # the keys in `_released`
+        self.known: set[int] = set()  # the keys in `_released`
+        _releases.add(self)
         masters = known_stash(optimizer).masters
         for group in optimizer.param_groups:
             for master in group["params"]:
@@ -141,12 +153,13 @@ class _Release(Strategy):
                 if param.requires_grad:
                     self._handles.append(param.register_post_accumulate_grad_hook(self._gradient_is_whole))
                     _released.update({id(tensor): tensor for tensor in (param, master)})
-                    self._known += [id(param), id(master)]
+                    self.known |= {id(param), id(master)}
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for key in self._known:
+        _releases.discard(self)
+        for key in self.known:
             _released.pop(key, None)
         optimizer = self._optimizer()
         stash = None if optimizer is None else stash_of(optimizer)
@@ -310,8 +323,12 @@ def _let_wait(linked: list[tuple[Tensor, Link]], waiting: HalfGradients | None) 
     return others
 
 
+def _is_released(param: Tensor) -> bool:
+    return _released.get(id(param)) is param
+
+
 def _refuse_clipping(params: list[Tensor]) -> None:
-    if any(_released.get(id(param)) is param for param in params):
+    if any(map(_is_released, params)):
         raise RuntimeError(
             "clip_grad: with gradient_release=True parameters are stepped in backward, before all gradients are there "
             "to be clipped; leave gradient_release out of initialize()"

@@ -18,12 +18,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothin
 
 import lightning.pytorch as pl  # noqa: E402
 from frameworks import INPUTS, PACKAGES_WARN, Classifier, adam, loader, network, trainer  # noqa: E402
+from split_masters import opened  # noqa: E402
+from three_ways import spied_kernels  # noqa: E402
 from training import LEVELS, same, weights  # noqa: E402
 
 from amp_patch import amp  # noqa: E402
 from amp_patch.casts import state as casts_state  # noqa: E402
 from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
 from amp_patch.integrations.pytorch_lightning import OptLevelPrecision as OtherPrecision  # noqa: E402
+from amp_patch.masters.held_gradients import can_wait  # noqa: E402
 
 pytestmark = PACKAGES_WARN
 
@@ -275,3 +278,30 @@ def test_the_package_pytorch_lightning_is_served_too():
     trainer(OtherPrecision("O2"), pytorch_lightning, max_steps=1).fit(module, loader())
     trainer(OptLevelPrecision("O2"), max_steps=1).fit(same_module, loader())
     assert same(weights(module), weights(same_module))
+
+
+@pytest.mark.skipif(not can_wait(), reason="gradients are deferred with the extension only")
+@crossed({"level": ["O2", "O5", "O5+split"], "clip": [None, "norm"]})
+def test_lightning_defers_gradients_and_steps_in_one_pass(level, clip, monkeypatch):
+    """Gradients keep two bytes an element until the kernel takes them, and no split master is joined."""
+    seen = []
+
+    class Seen(pl.Callback):
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            kernels.clear()
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            waiting = optimizer._amp_stash.masters.waiting
+            seen.append(sum(grad.nbytes for grad in waiting.tensors()) / sum(p.numel() for p in low(module)))
+
+        def on_train_batch_end(self, trainer, module, *_):
+            (optimizer,) = trainer.optimizers
+            assert sum(kernels) == len(list(module.parameters())) and opened(optimizer) == 0
+
+    low = lambda module: [p for p in module.parameters() if p.dtype is not torch.float32]  # noqa: E731
+    kernels = spied_kernels(monkeypatch)
+    opt_level, _, form = level.partition("+")
+    precision = OptLevelPrecision(opt_level, **({"master_weights": form} if form else {}))
+    options, _ = CLIPS[clip]
+    trainer(precision, callbacks=[Seen()], enable_checkpointing=False, **options).fit(Classifier(), loader())
+    assert seen and set(seen) == {2.0}
