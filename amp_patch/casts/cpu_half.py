@@ -14,7 +14,7 @@ training of the process emulates, because the kernel cannot tell which training 
 it calls torch's kernel. The kernels exist in C++ (csrc/casts/emulation.cpp), and here for processes without the
 extension.
 
-Unless the user chose "native", some sums have kernels too: low_sums.py.
+Unless the user chose "native", ops of low_sums.py that add many numbers have kernels too, and these act everywhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls in FP32 of functions whose low-precision kernels give wrong results (`normalize`, for example).
+"""Calls in FP32 of functions whose low-precision kernels give wrong results or sums (`normalize`, for example).
 
 The functions `*_alone` are used while no casts act, mostly at levels that cast the model: there a tensor may be in low
 precision too.
