@@ -50,9 +50,8 @@ NAMES = [pytest.param(name, row, id=name.path) for row in ROWS for name in row.n
 
 # Private names of Python's and of Apex's. (Ours are those that the package itself defines, or that begin with _amp.)
 OTHERS = {
-    "_NormalAccessor",
     *("_GeneratorContextManager", "_Pickler", "_args_from_interpreter_flags", "_asdict", "_getframe", "_reconstruct"),
-    *("_NormalAccessor", "_process_optimizer", "_run_module_as_main", "_target"),
+    *("_current_frames", "_process_optimizer", "_run_module_as_main", "_target"),
     "_cuda",  # names of Apex's extensions end so
     "_hf_peft_config_loaded",  # of transformers
 }
