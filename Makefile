@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest
 PYTEST_FILES := $(PYTEST) -n $(WORKERS) --dist loadfile
 # A CPU of today plays one without arithmetic for FP16 and BF16, and the tests that hold what is emulated there.
 WITH_AVX2_ALONE := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
-OF_EMULATION := $(wildcard tests/casts/test_cpu_half*.py) tests/casts/test_low_sums.py tests/frontend/test_levels.py
+OF_EMULATION := $(wildcard tests/casts/test_cpu_half*.py tests/casts/test_low_sums*.py) tests/frontend/test_levels.py
 # C++ and CUDA, in all folders: what clang-format reads, and what the extension is older than when one has changed.
 SOURCES := $(sort $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu'))
 # Tests that come to other code without the extension: optimizers step by themselves, gradients of masters are FP32 at

@@ -64,8 +64,8 @@ MUTATIONS = (
     ),
     Mutation(
         "embeddings on a CPU: gradients are summed in FP32",
-        "summed(grad.float(), places, len(occurring), -1)",
-        "summed(grad, places, len(occurring), -1)",
+        "summed(grad.float(), places.to(indices.dtype), len(occurring), -1)",
+        "summed(grad, places.to(indices.dtype), len(occurring), -1)",
         ("test_low_sums.py",),
     ),
     Mutation(
@@ -73,6 +73,12 @@ MUTATIONS = (
         "own = [wanted[0], False, False] if is_sum and _is_low_on_cpu(given) else wanted",
         "own = wanted",
         ("test_low_sums.py",),
+    ),
+    Mutation(
+        "recurrent networks on a CPU: autograd adds the gradients of a weight in FP32",
+        "alias = tensor.float()",
+        "alias = tensor.view_as(tensor)",
+        ("test_low_sums_of_ops.py",),
     ),
     Mutation(
         "skip: a step after an overflow does nothing",
