@@ -53,7 +53,8 @@ class AmpOptimizer(Generated):
     def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
         strategy = next((way for way in joints.ways if way.suits_class(base)), WHOLE)
         overrides = {"step": step_of(base), "strategy": strategy}
-        overrides |= {} if hasattr(base, "state") else {"state": AssignedState()}  # not in place of a property
+        if issubclass(base, torch.optim.Optimizer) and not hasattr(base, "state"):  # not in place of a property
+            overrides["state"] = AssignedState()
         for keeper in joints.keepers:
             overrides |= keeper.overrides(base) if set(keeper.KEY) <= set(key) else {}
         return overrides

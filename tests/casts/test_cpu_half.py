@@ -258,7 +258,7 @@ def test_recurrent_networks_are_near_fp32(kind, policy, installed):
 # The argument.
 
 
-@pytest.mark.parametrize("word", ["fast", None, True, "Emulate", "convolutions", "sums"])
+@pytest.mark.parametrize("word", ["fast", True, "Emulate", "convolutions", "sums"])
 def test_another_word_is_refused(word):
     message = f"initialize: cpu_half is {word!r}; wanted 'auto' or 'emulate' or 'native'"
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -297,6 +297,7 @@ def trained(case, level):
     return losses
 
 
+@pytest.mark.filterwarnings("ignore:.* has one number a sample")  # in `times_from_the_first`, whose differences count
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_level_that_is_clear_trains_as_fp32(case, caplog):
     """The tolerance: in `years` FP16 has steps of 1, and the losses are squares of up to 16."""
