@@ -431,8 +431,7 @@ class OlderGradScaler(GradScaler):
 
 def _stash(optimizer: Any) -> Any:
     """Return the stash of an optimizer that went through `initialize`; None for other optimizers."""
-    stash = stash_of(innermost(optimizer))
-    return stash if stash is not None and stash.enabled else None
+    return None if (stash := stash_of(innermost(optimizer))) is None or not stash.enabled else stash
 
 
 def _found(state: dict[str, Any]) -> list[Tensor]:
@@ -442,8 +441,7 @@ def _found(state: dict[str, Any]) -> list[Tensor]:
 
 def _first_gradient(optimizer: Any) -> Tensor | None:
     """Return the first gradient for the next step of `optimizer`, a master's or a parameter's; None without any."""
-    stash = stash_of(innermost(optimizer))
-    groups = innermost(optimizer).param_groups
+    stash, groups = stash_of(innermost(optimizer)), innermost(optimizer).param_groups
     if stash is None:
         return next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
     waiting = stash.masters.waiting

@@ -246,10 +246,8 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
                 f"initialize: cast_model_outputs is {outputs!r}, not a floating dtype such as torch.float32"
             )
         policy = replace(policy, cast_model_outputs=outputs)
-    if given.cpu_half is not None:
-        if given.cpu_half not in CPU_HALF:
-            raise ValueError(f"initialize: cpu_half is {given.cpu_half!r}; wanted {' or '.join(map(repr, CPU_HALF))}")
-        policy = replace(policy, cpu_half=given.cpu_half)
+    if given.cpu_half not in (None, *CPU_HALF):
+        raise ValueError(f"initialize: cpu_half is {given.cpu_half!r}; wanted {' or '.join(map(repr, CPU_HALF))}")
     policy = _with_scale_range(policy, given.min_loss_scale, given.max_loss_scale)
     if (norms := boolean("low_precision_norms", given.low_precision_norms)) is not None:
         policy = _with_low_precision_norms(policy, opt_level) if norms else replace(policy, low_precision_norms=False)
@@ -260,9 +258,10 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
             "initialize: fp32_state names parameters whose optimizer state is to stay FP32, and optimizer_state is "
             "None, with which all state is FP32; add optimizer_state='8bit', or leave fp32_state out"
         )
-    if (skips := boolean("skip_nonfinite", given.skip_nonfinite)) is not None:
-        policy = replace(policy, skip_nonfinite=skips)
-    return policy if given.allow_banned is None else replace(policy, allow_banned=bool(given.allow_banned))
+    banned = None if given.allow_banned is None else bool(given.allow_banned)
+    skips = boolean("skip_nonfinite", given.skip_nonfinite)
+    rest: dict[str, Any] = {"cpu_half": given.cpu_half, "skip_nonfinite": skips, "allow_banned": banned}
+    return replace(policy, **{name: value for name, value in rest.items() if value is not None})
 
 
 def parse_loss_scale(loss_scale: Any) -> float | str:
@@ -344,15 +343,11 @@ def _cast_model_type(policy: Policy, wanted: Any, explicit_dtype: torch.dtype | 
         # The script says explicitly that the weights stay FP32. Then they need no masters either.
         return replace(policy, cast_model_type=None, keep_batchnorm_fp32=None, master_weights=None)
     wanted = _low_precision("cast_model_type", wanted)
-    if policy.patch_torch_functions:
-        raise ValueError(
-            f"initialize: cast_model_type={wanted} contradicts opt_level {policy.opt_level!r}, which casts around "
-            "torch's functions and leaves the weights in FP32; use opt_level='O2' or 'O3' to cast the model"
-        )
     if policy.cast_model_type is None:
+        around = "which casts around torch's functions and leaves the weights in FP32"
         raise ValueError(
-            f"initialize: cast_model_type={wanted} contradicts opt_level {policy.opt_level!r}, the FP32 baseline; "
-            "use opt_level='O2' or 'O3' to cast the model"
+            f"initialize: cast_model_type={wanted} contradicts opt_level {policy.opt_level!r}, "
+            f"{around if policy.patch_torch_functions else 'the FP32 baseline'}; cast it by opt_level='O2' or 'O3'"
         )
     if explicit_dtype is not None and explicit_dtype is not wanted:
         raise ValueError(f"initialize: cast_model_type={wanted} contradicts dtype={explicit_dtype}")
@@ -444,8 +439,7 @@ def boolean(name: str, value: Any, or_else: str = "") -> bool | None:
     """Return `value` if it is True, False or None; if it is one of these words as a string, return what the word means.
 
     Raises:
-        TypeError: another value. The message has `name`, the argument of `initialize`, and `or_else`, further values
-            that the argument may have.
+        TypeError: another value. The message has the argument's `name`, and `or_else`, further values that it takes.
     """
     if value is None or isinstance(value, bool):
         return value

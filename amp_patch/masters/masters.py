@@ -229,14 +229,6 @@ def stop_waiting(master: Tensor) -> None:
         vars(master).pop("waiting", None)
 
 
-def take_out_of_tables(link: Link) -> None:
-    """Let the next optimizer that gets the master of `link` defer its gradients; no sync."""
-    stop_waiting(link.master)
-    link.is_routed = False
-    if not getattr(link.master, "stepped_grads", None):  # else its last step's gradients can still be read
-        vars(link.master).pop("stepped_grads", None)
-
-
 def _install() -> bool:
     """Let torch's optimizers choose their foreach form for masters, as for other parameters; idempotent.
 

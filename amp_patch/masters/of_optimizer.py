@@ -364,3 +364,11 @@ class Masters:
 def _replace(optimizer: Any, params: list[Tensor], index: int, new: Tensor) -> None:
     old, params[index] = params[index], new
     rekey(optimizer, old, new)
+
+
+def take_out_of_tables(link: Link) -> None:
+    """Let the next optimizer that gets the master of `link` defer its gradients; no sync."""
+    stop_waiting(link.master)
+    link.is_routed = False
+    if not getattr(link.master, "stepped_grads", None):  # else its last step's gradients can still be read
+        vars(link.master).pop("stepped_grads", None)

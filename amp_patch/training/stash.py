@@ -427,10 +427,9 @@ def enabled_stash(optimizer: Any) -> Stash | None:
     A shallow copy, and the inner optimizer of a ZeroRedundancyOptimizer, have the stash of another optimizer.
     """
     stash = stash_of(optimizer)
-    if not isinstance(stash, Stash) or not stash.enabled:
+    if not isinstance(stash, Stash) or not stash.enabled or (owner := stash.neighbours.owner) is None:
         return None
-    owner = stash.neighbours.owner
-    return stash if owner is not None and owner() is optimizer else None
+    return stash if owner() is optimizer else None
 
 
 def give_stash(optimizer: Any, stash: Stash) -> None:

@@ -16,7 +16,8 @@ from amp_patch.casts import dynamo, install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import emulate
 from amp_patch.masters import clipping
-from amp_patch.masters.masters import disconnect, links_of, settle, take_out_of_tables
+from amp_patch.masters.masters import disconnect, links_of, settle
+from amp_patch.masters.of_optimizer import take_out_of_tables
 from amp_patch.model import averages, fp32_copies, incoming, part_loads, untouched
 from amp_patch.model import buffers as model_buffers
 from amp_patch.model import forward as model_forward

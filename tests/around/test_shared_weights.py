@@ -98,7 +98,7 @@ def test_gradients_of_a_shared_weight_that_are_yet_to_be_reduced_are_not_unscale
     model, first, second = two_of_one_weight(level, 8.0)
     one = torch.ones(1, 1)
     with monkeypatch.context() as inside:
-        inside.setattr("amp_patch.model.forward.gradients_stay_local", lambda _: True)
+        inside.setattr("amp_patch.support.distributed.unreduced", [model])
         backward(model(one).sum(), first)
     with pytest.raises(RuntimeError, match="give those optimizers too"):
         backward(model(one).sum(), second)

@@ -31,6 +31,7 @@ def made_up_run(
                 "event": "step",
                 "loss": loss,
                 "seconds": seconds,
+                "cpu_seconds": seconds,
                 "parts": parts,
                 "scale": 65536.0 if scaled else 1.0,
                 "skipped": scaled and step == 0,

@@ -211,7 +211,7 @@ def test_steps_after_the_load_leave_the_loaded_codes_as_they_were():
 @pytest.mark.parametrize("given", [{"model": {}}, [], None, OPTIM.SGD([nn.Parameter(torch.ones(1))])])
 def test_anything_else_is_an_error(change, given):
     with pytest.raises(
-        TypeError, match=rf"^{change.__name__}: state_dict is a .*; wanted what optimizer.state_dict\(\)"
+        TypeError, match=rf"^{change.__name__}: state_dict is an? .*; wanted what optimizer.state_dict\(\)"
     ):
         change(given)
 
