@@ -66,11 +66,11 @@ NEVER_TRACED = ["around", "frontend", "masters", "multi_tensor", "storage", "tra
 _NEVER_ALONE = (
     *("casts.cpu_half", "casts.in_fp32", "casts.low_bit", "casts.rules", "casts.saturated", "casts.state"),
     *("casts.thread_state", "casts.upcast", "casts.wrappers"),
-    *("model.forward", "model.state", "support.blocks", "support.tree"),
+    *("model.forward", "model.kept_module", "model.state", "support.blocks", "support.compiled", "support.tree"),
 )
-# The exception to `_NEVER_ALONE`: functions defined inside this module's functions wrap users' methods, and Dynamo
+# The exceptions to `_NEVER_ALONE`: functions defined inside these modules' functions wrap users' methods, and Dynamo
 # compiles them together with these methods.
-_DEFINES_FORWARDS = "model.forward"
+_DEFINE_FORWARDS = ("model.forward", "model.kept_module", "support.compiled")
 
 _hooks = Installation(of_process=True)  # `of_process`: `restore` leaves Dynamo hooked
 _hooked = False  # whether `_attach` was called, or is registered for the import of Dynamo
@@ -150,7 +150,7 @@ def _attach(module: Any) -> None:
         for name in NEVER_TRACED:
             importlib.import_module("torch._dynamo.trace_rules").add(f"amp_patch.{name}")
         for name in _NEVER_ALONE:
-            for code in _codes_of(importlib.import_module(f"amp_patch.{name}"), nested=name != _DEFINES_FORWARDS):
+            for code in _codes_of(importlib.import_module(f"amp_patch.{name}"), nested=name not in _DEFINE_FORWARDS):
                 importlib.import_module("torch._dynamo.eval_frame").skip_code(code)
     except Exception as error:
         _warn_of_another_dynamo(repr(error))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -78,6 +79,8 @@ def _patch(patches: Patches) -> None:
 def _read_data(param: Tensor) -> Tensor:
     data: Tensor = _DATA.__get__(param)
     if link_of(param) is None or compiled.is_compiling() or data.dtype not in LOW_PRECISION:
+        return data
+    if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):  # modes of torch look for plain tensors
         return data
     data = data.as_subclass(WeightData)
     vars(data)["of"] = id(param)
