@@ -192,18 +192,7 @@ def whole_percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def power(scale: float) -> str:
-    """Format a loss scale; a power of two has a superscript exponent: "2¹⁶"."""
-    exact = scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5
-    return f"2{raised(math.frexp(scale)[1] - 1)}" if exact and scale != 1 else f"{scale:g}"
-
-
 def power_in_ascii(scale: float) -> str:
     """Format a loss scale in ASCII; a power of two from 2^10 on is written as one: "2^16"."""
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 and exponent > 10 else f"{scale:.3g}"
-
-
-def raised(exponent: int) -> str:
-    """Return the number in superscript digits."""
-    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

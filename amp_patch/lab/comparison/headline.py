@@ -12,7 +12,7 @@ from amp_patch.lab.comparison.verdict import interval_of, margin_in_words, perce
 from amp_patch.lab.recording.run import NATIVE
 from amp_patch.lab.wording import clock_time, counted, ratio, relative_size, shortest_distinct, signed, type_name
 
-_TOLD = 3  # lines on the card; the section below it has all
+_TOLD = 3  # lines on the card; the terminal has all
 
 
 def headline(comparison: Comparison) -> str:
@@ -134,9 +134,9 @@ def _of_the_loss(comparison: Comparison, best: LevelResult, base: LevelResult) -
 
 
 def what_breaks(comparison: Comparison) -> str:
-    """Return the first lines of user code that break levels which ended badly; "" without one."""
+    """Return the first lines of user code that break levels which ended badly, each with its edit; "" without one."""
     found = named_lines.edits(comparison.survey, comparison.levels)
-    return " ".join(f"{', '.join(names)}: {line}." for line, names in found[:_TOLD])
+    return " ".join(f"{', '.join(names)}: {line}. Edit: {line.edit}." for line, names in found[:_TOLD])
 
 
 def epoch(comparison: Comparison) -> str:

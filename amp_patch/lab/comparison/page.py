@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
 
 from amp_patch.lab import wording
-from amp_patch.lab.comparison import headline, measures, named_lines, what_next
+from amp_patch.lab.comparison import headline, losses, measures, named_lines, what_next
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import COLOURS
 from amp_patch.lab.comparison.level_result import LevelResult, failures
 from amp_patch.lab.comparison.rows import axis, rows
-from amp_patch.lab.comparison.sections import Cell, Entries, Table, number, sections, table
 from amp_patch.lab.comparison.verdict import interval_of, percent_of
 from amp_patch.lab.recording.run import INTERRUPTED, Run, dumps
 from amp_patch.support.files import write_whole
+
+
+class Cell(NamedTuple):
+    """An entry of the table.
+
+    Attributes:
+        words: the text.
+        small: the text below it, in small letters.
+        finding, state: a short text in front, and the name of its style.
+    """
+
+    words: str = ""
+    small: str = ""
+    finding: str = ""
+    state: str = ""
 
 
 def write(comparison: Comparison, folder: str | Path) -> Path:
@@ -64,10 +79,10 @@ def html(comparison: Comparison) -> str:
         what_memory=headline.what_memory(comparison),
         what_gap=headline.what_gap(comparison),
         kinds=measures.KINDS,
-        levels=_levels(comparison),
-        breaks=_breaks(comparison),
+        table=_table(comparison),
+        losses=losses.picture(comparison),
+        failed=[f"{level.name}, {words}" for level in comparison.levels for words in failures(level)],
         notes=[note for note in comparison.notes if note not in (comparison.load_note, *of_machine)],
-        **sections(comparison),
     )
 
 
@@ -104,57 +119,44 @@ def _finished_seeds(comparison: Comparison) -> int:
     return sum(any(run.loss for run in runs) and all(run.error_kind != INTERRUPTED for run in runs) for runs in whole)
 
 
-def _levels(comparison: Comparison) -> Table | None:
+def _table(comparison: Comparison) -> dict[str, list[Cell]]:
+    """Return {heading of a column: its cell for each level}, without columns in which every cell is empty."""
     base, levels = comparison.baseline, comparison.levels
     of_base = f"gap to {base.name}, same seeds" if base is not None else "difference"
     unit, sizes = wording.sizes([level.memory_bytes or 0 for level in levels])
-    head = ["level", "finding", f"final {comparison.metric_in_words}", of_base, "step, ms", "speed", "samples/s"]
-    head += [f"memory, {unit}", "last loss scale", "skipped steps", "updates lost without masters"]
-    head += ["failed runs"]
-    lines: list[Entries] = []
-    for level, size in zip(levels, sizes, strict=True):
-        other = base is not None and level is not base
-        lines.append(
-            [
-                level.name,
-                _finding(level, comparison),
-                Cell(number(level.mean), _several(level.final) if len(level.final) > 1 else ""),
-                _gap(level) if other else "",
-                wording.three(level.step_ms) if level.step_ms else "",
-                _speed(level) if other else "",
-                wording.three(level.samples_per_second) if level.samples_per_second else "",
-                size if level.memory_bytes else "",
-                _several(level.scales, wording.power) if any(scale != 1 for scale in level.scales) else "",
-                _several(level.skips, str) if any(level.skips) else "",
-                wording.percent(level.lost_updates) if level.lost_updates is not None else "",
-                f"{len(level.failed)} of {len(level.failed) + len(level.runs)}" if level.failed else "",
-            ]
-        )
-    return table("The levels", head, lines, texts=["finding"])
+    columns = {
+        "finding": [_finding(level, comparison) for level in levels],
+        f"final {comparison.metric_in_words}": [
+            Cell(_number(level.mean), ", ".join(map(_number, level.final)) if len({*level.final}) > 1 else "")
+            for level in levels
+        ],
+        of_base: [_gap(level) if base is not None and level is not base else Cell() for level in levels],
+        "step, ms": [Cell(wording.three(level.step_ms) if level.step_ms else "") for level in levels],
+        f"memory, {unit}": [
+            Cell(size if level.memory_bytes else "") for level, size in zip(levels, sizes, strict=True)
+        ],
+        "skipped steps": [
+            Cell(", ".join(map(str, level.skips if len({*level.skips}) > 1 else level.skips[:1])) * any(level.skips))
+            for level in levels
+        ],
+    }
+    return {heading: cells for heading, cells in columns.items() if any(map(any, cells))}
 
 
-def _breaks(comparison: Comparison) -> Table | None:
-    """Return the lines of user code that break levels which ended badly."""
-    found = named_lines.edits(comparison.survey, comparison.levels)
-    head = ["line", "operation", "levels", "what happens", "edit"]
-    lines: list[Entries] = [[line.place, line.op, ", ".join(names), line.what, line.edit] for line, names in found]
-    return table("Lines that break a level", head, lines, named=True, texts=["what happens", "edit"])
-
-
-def _finding(level: LevelResult, comparison: Comparison) -> Cell | str:
+def _finding(level: LevelResult, comparison: Comparison) -> Cell:
     word = headline.outcome(level, comparison)  # `reason` says why
     reason = level.verdict.reason
     if not level.runs:
         why = "; failed with ".join(failures(level, short=True))
         reason = "; ".join(filter(None, [why, named_lines.beside(comparison.survey, level)]))
-    return Cell(reason, finding=word, state=headline.state(level, comparison)) if word else reason
+    return Cell(reason, finding=word, state=headline.state(level, comparison) if word else "")
 
 
-def _gap(level: LevelResult) -> Cell | str:
-    """Return the cell with the level's gap in per cent and in the metric's unit, and its interval; "" without a gap."""
+def _gap(level: LevelResult) -> Cell:
+    """Return the level's gap in per cent and in the metric's unit, and its interval."""
     gap = level.finding.gap
     if gap is None:
-        return ""
+        return Cell()
     unit = wording.signed(gap.mean)
     if gap.low is not None and gap.high is not None:
         unit += f" ({wording.signed(gap.low)} to {wording.signed(gap.high)})"
@@ -162,14 +164,6 @@ def _gap(level: LevelResult) -> Cell | str:
     return Cell(percent or unit, ", ".join(filter(None, [interval_of(gap), unit if percent else ""])))
 
 
-def _speed(level: LevelResult) -> Cell | str:
-    if level.speedup is None:
-        return "emulated" if level.emulated else ""
-    median, low, high = map(wording.ratio, level.speedup)
-    return Cell(f"{median}x", f"{low} to {high}" if low != high else "")
-
-
-def _several(values: Sequence[float], words: Callable[[float], str] = number) -> str:
-    """Return the texts of `values`, one for each seed, or a single text if all are equal."""
-    texts = [words(value) for value in values]
-    return ", ".join(texts if len(set(texts)) > 1 else texts[:1])
+def _number(value: float | None) -> str:
+    """Return five significant digits; "" for None."""
+    return "" if value is None else wording.digits(value, 5) if math.isfinite(value) else "not finite"

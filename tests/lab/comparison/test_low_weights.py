@@ -102,12 +102,3 @@ def test_a_recording_has_the_type_of_the_weights_that_the_script_steps(dtypes, t
             optimizer.step()
         amp.restore()
         assert run.weights_type == expected
-
-
-def test_the_policy_of_o0_shows_no_type():
-    policy = "O0 (torch.float16): cast_model_type=None, loss_scale=1.0"
-    shown = page.html(compare(seeds("O0", *SAME, policy=policy), seeds("O5", *SAME)))
-    assert "<dd>the script as it is, FP32: cast_model_type=None, loss_scale=1.0</dd>" in shown
-    assert "O0 (torch.float16)" not in shown
-    shown = page.html(compare(seeds("O0", *SAME, policy=policy, weights_type="bfloat16"), seeds("O5", *SAME)))
-    assert "<dd>the script as it is, BF16, no masters: cast_model_type=None" in shown

@@ -75,7 +75,7 @@ def test_a_comparison_shows_the_updates_that_weights_without_masters_would_lose(
     (note,) = [note for note in compared.notes if "without masters" in note]
     assert note.startswith(f"without masters {100 * whole.lost_updates:.0f} % of the updates would be lost in BF16")
     assert note in " ".join(" ".join(table.lines(compared)).split()) and note in repr(compared)
-    assert note in page.html(compared) and "updates lost without masters" in page.html(compared)
+    assert note in page.html(compared)
     told = loads(page.write(compared, tmp_path).with_suffix(".json").read_text())
     assert [level["lost_updates"] for level in told["levels"]] == [level.lost_updates for level in compared.levels]
 
