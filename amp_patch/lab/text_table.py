@@ -1,4 +1,4 @@
-"""Text tables, as printed by `inspect`, `explain`, `compare`, the batch search and `check`."""
+"""Text tables, as printed by `inspect`, `explain`, `compare` and the batch search."""
 
 from __future__ import annotations
 

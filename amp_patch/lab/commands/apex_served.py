@@ -20,15 +20,23 @@ from amp_patch.lab.commands import apex_surface
 SERVED, DIFFERS, MISSING = "served", "differs", "missing"
 ELEMENT = "[]"
 CALL = "()"
+OPTIMIZER = "optimizer"  # the owner of private names that scripts read from an optimizer
 
-# Apex's compiled modules, which are top-level modules next to the package `apex`.
-EXTENSIONS = re.compile(r"(fused_layer_norm|fused_adam|fused_dense|mlp|xentropy|syncbn|.*masked_softmax)_cuda$")
+# The package `apex`, and Apex's compiled modules, which are top-level modules next to it.
+PACKAGES = r"apex|amp_C|apex_C|(fused_layer_norm|fused_adam|fused_dense|mlp|xentropy|syncbn|.*masked_softmax)_cuda"
 
 
 @cache
 def modules() -> dict[str, ModuleType]:
     """Return {name of a module of Apex: amp_patch's module}, for every name that `amp_patch.apex.install` registers."""
     return dict(amp_patch.apex.modules())
+
+
+@cache
+def privates() -> frozenset[str]:
+    """Return the names that Apex puts on optimizers. `check` recognises them on any object."""
+    kind = modules()["apex.amp._process_optimizer"].AmpOptimizer
+    return frozenset(name for name in (*vars(kind), *kind.__annotations__) if re.match("_[a-z]", name))
 
 
 @cache
@@ -69,7 +77,7 @@ def imported(node: ast.AST) -> Iterator[Import]:
                 yield Import(alias.asname or alias.name, path, path)
                 continue
             yield Import("*", path, path)
-            natives = apex_surface.names_of(node.module, apex_surface.NATIVE)
+            natives = apex_surface.NATIVE if node.module in apex_surface.NATIVE_MODULES else ()
             for name in getattr(modules().get(node.module), "__all__", natives):
                 yield Import(name, f"{node.module}.{name}", path)
 
@@ -94,7 +102,7 @@ def resolve(name: str) -> Any:
             raise AttributeError(f"amp_patch does not serve {name}")
         return parameters[argument]
     parts = name.replace(ELEMENT, "").split(".")
-    if parts[0] == apex_surface.OPTIMIZER:
+    if parts[0] == OPTIMIZER:
         return _attribute(modules()["apex.amp._process_optimizer"].AmpOptimizer, parts[1:])
     for length in range(len(parts), 0, -1):
         if (module := modules().get(".".join(parts[:length]))) is not None:
@@ -107,35 +115,24 @@ def resolve(name: str) -> Any:
 
 def _attribute(found: Any, parts: list[str]) -> Any:
     for part in parts:
-        if not hasattr(found, part) and not _declares(found, part):
+        # An instance may not have an attribute yet that its class defines or annotates.
+        kind = found if isinstance(found, type) else type(found)
+        annotated = any(part in inspect.get_annotations(base) for base in kind.__mro__)
+        if not (hasattr(found, part) or hasattr(kind, part) or annotated):
             raise AttributeError(part)
         value = getattr(found, part, None)
         found = value if isinstance(value, ModuleType) else _known().get(part, value)
     return found
 
 
-def _declares(found: Any, name: str) -> bool:
-    """Return whether the class of `found` defines or annotates the attribute, which `found` itself may not have yet."""
-    kind = found if isinstance(found, type) else type(found)
-    return hasattr(kind, name) or any(name in inspect.get_annotations(base) for base in kind.__mro__)
-
-
 @cache
-def _differences() -> tuple[dict[str, str], dict[int, str]]:
-    """Return in words how each object that amp_patch serves differs from Apex's (`apex_surface.ROWS`).
-
-    Returns:
-        by_name: {full name of Apex: the difference}, for each name with a row; "" if nothing differs.
-        by_id: {id of a function or class of amp_patch: the difference}. It serves names without a row: Apex has
-            the same object under further names, in other modules.
-    """
-    by_name, by_id = {}, {}
-    for row in apex_surface.ROWS:
-        for path in row.paths():
-            by_name[path] = row.difference
-            if callable(found := resolve(path)):  # a number or a list may be shared by unrelated names
-                by_id[id(found)] = row.difference
-    return by_name, by_id
+def _names() -> dict[int, list[str]]:
+    """Return {id of a function or class: its public names}. Apex has the same object under names of several modules."""
+    names: dict[int, list[str]] = {}
+    for module in modules():
+        for public in getattr(modules()[module], "__all__", ()):
+            names.setdefault(id(getattr(modules()[module], public)), []).append(f"{module}.{public}")
+    return names
 
 
 @dataclass
@@ -159,14 +156,11 @@ def finding(name: str, places: list[str]) -> Finding:
     try:
         found = resolve(name.removesuffix(".*"))
     except AttributeError:
-        return Finding(name, MISSING, _elsewhere(name), places)
-    by_name, by_id = _differences()
-    difference = by_name.get(name) or by_id.get(id(found), "")
-    return Finding(name, DIFFERS if difference else SERVED, difference, places)
-
-
-def _elsewhere(name: str) -> str:
-    first, _, rest = name.partition(".")
-    if EXTENSIONS.match(first):
-        return "a compiled module of NVIDIA's apex, which scripts use through the package apex"
-    return amp_patch.apex.ELSEWHERE.get(rest.partition(".")[0], "") if first == "apex" else ""
+        return Finding(
+            name, MISSING, amp_patch.apex.ELSEWHERE.get(name.removeprefix("apex.").partition(".")[0], ""), places
+        )
+    others = _names().get(id(found), []) if callable(found) else []  # a number may be shared by unrelated names
+    for pattern, difference in apex_surface.DIFFERENCES.items():
+        if any(re.fullmatch(pattern, path) for path in (name, *others)):
+            return Finding(name, DIFFERS, difference, places)
+    return Finding(name, SERVED, "", places)

@@ -18,29 +18,16 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import amp_patch.apex
-from amp_patch.lab.commands import apex_surface, check_fp32, no_cuda
-from amp_patch.lab.commands.apex_served import (
-    CALL,
-    DIFFERS,
-    ELEMENT,
-    EXTENSIONS,
-    MISSING,
-    SERVED,
-    Finding,
-    finding,
-    imported,
-)
+from amp_patch.lab.commands import apex_served, apex_surface, check_fp32, no_cuda
+from amp_patch.lab.commands.apex_served import DIFFERS, MISSING, SERVED, Finding, finding, imported
 from amp_patch.lab.commands.check_run import check_run
-from amp_patch.lab.text_table import in_columns
 
-WIDTH = 80
-_STATUS_WIDTH = 7  # len("missing"), the longest status
+_INDENT = 11 * " "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +56,7 @@ def check(args: argparse.Namespace) -> None:
     fp32 = None if findings or natives else check_fp32.trained(_readable(paths))
     if args.json:
         names = {"names": [asdict(found) for found in findings], "native": [asdict(found) for found in natives]}
-        script = {} if fp32 is None else {"fp32": asdict(fp32)}
-        print(json.dumps({**names, **script, "errors": errors}, indent=2))
+        print(json.dumps({**names, **({} if fp32 is None else {"fp32": asdict(fp32)}), "errors": errors}, indent=2))
     else:
         lines = [] if fp32 is None else [*check_fp32.report(fp32)]
         print("\n".join([*report(findings, errors, quiet=bool(natives)), *native_report(natives), *lines]))
@@ -87,34 +73,20 @@ class Native(Finding):
 
     Attributes:
         becomes: the name of amp_patch that replaces it; None if the script has to go on using torch's.
-        imported: the places that import the name itself, as `from torch.amp import autocast` does.
-        in_full: the places that write the name with its module, as `torch.amp.autocast`.
     """
 
     becomes: str | None
-    imported: list[str]
-    in_full: list[str]
-
-
-_NATIVE = {path: row for row in apex_surface.NATIVE for path in row.paths()}
-_NATIVE_MODULES = {row.owner for row in apex_surface.NATIVE} - {"torch"}
 
 
 def native(paths: list[Path]) -> list[Native]:
     """List the names of torch's mixed precision in the files, each with its name in amp_patch."""
-    uses, imported, in_full = (read(paths, kind)[0] for kind in (Natives, Imported, InFull))
     found = []
-    for name, places in sorted(uses.items()):
-        row = _NATIVE.get(name)
-        becomes = None if row is not None and row.served_by == "torch" else _ours(name)
-        difference = "" if row is None else row.difference
-        status = DIFFERS if difference else SERVED
-        found.append(Native(name, status, difference, places, becomes, imported.get(name, []), in_full.get(name, [])))
+    for name, places in sorted(read(paths, Natives)[0].items()):
+        stays = re.fullmatch(apex_surface.STAYS, name)
+        difference = apex_surface.STAYS_TORCHS if stays else apex_surface.NATIVE.get(name.rpartition(".")[2], "")
+        becomes = None if stays else "amp_patch" + name.removeprefix("torch")
+        found.append(Native(name, DIFFERS if difference else SERVED, difference, places, becomes))
     return found
-
-
-def _ours(name: str) -> str:
-    return "amp_patch" + name.removeprefix("torch")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,27 +160,19 @@ def _parsed(source: str | bytes, path: Path) -> ast.AST:
         return ast.parse(source, str(path))
 
 
-PYTHON2 = re.compile(r"^\s*(print\s+[^=(\s]|except\s[^:(]+,\s*\w+\s*:|raise\s+\w+\s*,|exec\s+[\"'])")
-
-
 def _unreadable(path: Path, error: Exception) -> str:
     if isinstance(error, SyntaxError):
-        line = error.text or ""
-        way_out = "; it looks like Python 2: convert it first, for example with 2to3" if PYTHON2.match(line) else ""
-        return f"{path}:{error.lineno or 0}: not Python 3: {error.msg}{way_out}"
+        return f"{path}:{error.lineno or 0}: not Python 3 (2to3 converts Python 2): {error.msg}"
     return f"{path}: {getattr(error, 'strerror', None) or error}"
-
-
-def _is_apex(path: str) -> bool:
-    first = path.partition(".")[0]
-    return first in ("apex", *amp_patch.apex.TOP_LEVEL) or EXTENSIONS.match(first) is not None
 
 
 class Names:
     """The names that one file, or notebook, binds to objects of Apex. Scopes are ignored: a file is one namespace."""
 
-    follows = staticmethod(_is_apex)  # whether a full name begins with a package that has names of this kind
-    own = apex_surface.names_of(apex_surface.OPTIMIZER)  # attributes that are recognised on any object
+    @staticmethod
+    def follows(path: str) -> bool:
+        """Return whether a full name begins with a package that has names of this kind."""
+        return re.fullmatch(apex_served.PACKAGES, path.partition(".")[0]) is not None
 
     @staticmethod
     def knows(path: str) -> bool:
@@ -241,12 +205,12 @@ class Names:
             return self.paths.get(node.id)
         if isinstance(node, ast.Attribute):
             owner = self.path(node.value)
-            if owner is None and node.attr in self.own:
-                owner = apex_surface.OPTIMIZER
+            if owner is None and node.attr in apex_served.privates():
+                owner = apex_served.OPTIMIZER
             return None if owner is None else f"{owner}.{node.attr}"
         if isinstance(node, ast.Subscript):
             owner = self.path(node.value)
-            return None if owner is None else owner + ELEMENT
+            return None if owner is None else owner + apex_served.ELEMENT
         if isinstance(node, ast.Call):
             called = getattr(node.func, "id", getattr(node.func, "attr", ""))
             words = [arg.value if isinstance(arg, ast.Constant) else None for arg in node.args]
@@ -273,7 +237,7 @@ class Names:
             if isinstance(root, ast.Subscript):
                 yield from self.uses(root.slice)
             root = root.value
-        path = path.removesuffix(ELEMENT)
+        path = path.removesuffix(apex_served.ELEMENT)
         # A name that is not served is reported only if the script needs it. A script that asks first (`hasattr`, or
         # `getattr` with a default), only writes it, or also binds the root name to another package, may not need it.
         written = isinstance(getattr(tree, "ctx", None), ast.Store)
@@ -288,52 +252,26 @@ class Names:
 class Natives(Names):
     """The names that one file, or notebook, binds to objects of torch's mixed precision."""
 
-    own = frozenset[str]()
-
     @staticmethod
     def follows(path: str) -> bool:
         return path.partition(".")[0] == "torch"
 
     @staticmethod
     def knows(path: str) -> bool:
-        return path in _NATIVE or path.removesuffix(".*") in _NATIVE_MODULES
+        owner, _, name = path.rpartition(".")
+        modules = apex_surface.NATIVE_MODULES
+        listed = owner in ("torch", *modules) and name in apex_surface.NATIVE
+        return listed or path.removesuffix(".*") in modules or re.fullmatch(apex_surface.STAYS, path) is not None
 
     def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
         return ((name, line) for name, line in super().uses(tree) if self.knows(name))
 
 
-class Imported(Natives):
-    """Finds names of torch's mixed precision that imports bind directly: `from torch.cuda.amp import autocast`.
-
-    `import torch.cuda.amp` is left out, because it binds only `torch`.
-    """
-
-    def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
-        for clause in imported(tree):
-            if clause.to == clause.asked and self.knows(clause.asked):
-                yield clause.asked, tree.lineno  # type: ignore[attr-defined]
-        for child in ast.iter_child_nodes(tree):
-            yield from self.uses(child)
-
-
-class InFull(Natives):
-    """Finds names of torch's mixed precision that code writes out: `torch.cuda.amp.autocast`."""
-
-    def collect(self, tree: ast.AST) -> None:
-        super().collect(tree)
-        self.paths = {bound: to for bound, to in self.paths.items() if to in ("torch", "torch.cuda", "torch.cpu")}
-
-    def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
-        return iter(()) if isinstance(tree, (ast.Import, ast.ImportFrom)) else super().uses(tree)
-
-
 def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
-    """Yield (name, line) of each keyword argument that apex_surface.py lists, or that amp_patch's function lacks."""
-    owner = called + CALL
-    listed = apex_surface.names_of(owner)
-    for keyword in call.keywords if listed else ():
-        name = f"{owner}.{keyword.arg}"
-        if keyword.arg in listed or (keyword.arg is not None and finding(name, []).status == MISSING):
+    """Yield (name, line) of each keyword argument of `initialize` that amp_patch's lacks or takes differently."""
+    for keyword in call.keywords if called == "apex.amp.initialize" else ():
+        name = f"{called}{apex_served.CALL}.{keyword.arg}"
+        if keyword.arg is not None and finding(name, []).status != SERVED:
             yield name, keyword.value.lineno
 
 
@@ -346,71 +284,40 @@ def report(findings: list[Finding], errors: list[str], quiet: bool = False) -> I
 
     If there are no names, the report is "no names of Apex", or with `quiet` nothing.
     """
-    column = _column(findings)
-    for status in MISSING, DIFFERS, SERVED:
-        for found in findings:
-            if found.status == status:
-                yield from _lines(found, column)
+    statuses = [found.status for found in findings]
+    for found in sorted(findings, key=lambda found: (MISSING, DIFFERS, SERVED).index(found.status)):
+        yield from _lines(found)
     for error in errors:
-        yield from _wrapped(error, "", "  ")
-    counts = [sum(found.status == status for found in findings) for status in (SERVED, DIFFERS, MISSING)]
+        yield from _wrapped(error, "  ")
+    missing, differs = statuses.count(MISSING), statuses.count(DIFFERS)
     if findings:
-        yield "{} names of Apex: {} served, {} of them with differences, {} missing".format(
-            len(findings), counts[0] + counts[1], *counts[1:]
-        )
+        served = f"{len(findings) - missing} served, {differs} of them with differences"
+        yield f"{len(findings)} names of Apex: {served}, {missing} missing"
     elif not quiet:
         yield "no names of Apex"
 
 
 def native_report(natives: list[Native]) -> Iterator[str]:
-    """Yield the report on torch's mixed precision: a line for each name, then all edits that move it to amp_patch."""
-    column = _column(natives)
+    """Yield the report on torch's mixed precision: lines for each name, then the edit that moves them to amp_patch."""
     for found in natives:
-        yield from _lines(found, column)
+        yield from _lines(found)
     if natives:
-        words = [f"{len(natives)} names of torch's mixed precision: the script can stay as it is"]
-        imports: dict[str, list[str]] = {}
-        for found in natives:
-            if found.becomes is not None and found.imported:
-                module, _, name = found.becomes.rpartition(".")
-                imports.setdefault(module, []).append(name)
-        if imports:
-            lines = [f"from {module} import {', '.join(names)}" for module, names in imports.items()]
-            words.append(f"to use amp_patch's, change the imports to: {', and '.join(lines)}")
-        for found in natives:
-            if found.becomes is not None and found.in_full:
-                words.append(f"change {found.name} to {found.becomes}: {_places(found.in_full)}")
-        yield from _wrapped("; ".join(words), "", "  ")
+        told = f"{len(natives)} names of torch's mixed precision: the script can stay as it is"
+        if moved := [found for found in natives if found.becomes is not None]:
+            names = ", ".join(f"{found.name} ({_places(found.places)})" for found in moved)
+            told += f"; to use amp_patch's, write amp_patch for torch in these names, where a line has it: {names}"
+        yield from _wrapped(told, "  ")
 
 
-def _column(findings: Sequence[Finding]) -> int:
-    """Return the width of the column of names: the longest, but at most 42, so that the places of use start near."""
-    return min(max((len(found.name) for found in findings), default=0), 42)
-
-
-def _lines(found: Finding, column: int) -> Iterator[str]:
-    places, widths = _places(found.places), (_STATUS_WIDTH, column, 0)
-    (line,) = in_columns([(found.status, found.name, places)], widths=widths)
-    if len(line) > WIDTH:
-        yield from in_columns([(found.status, found.name)], widths=widths)
-        yield from _wrapped(places, 11 * " ", 11 * " ")
-    else:
-        yield line
+def _lines(found: Finding) -> Iterator[str]:
+    yield from _wrapped(f"{found.status:7}  {found.name}  {_places(found.places)}", _INDENT)
     if found.note:
-        yield from _wrapped(found.note, 11 * " ", 11 * " ")
+        yield from _wrapped(_INDENT + found.note, _INDENT)
 
 
 def _places(places: list[str], most: int = 4) -> str:
-    """Format places: "a.py:1, 5, b.py:3 and 4 more". Successive places of one file name the file once."""
-    shown, last = "", ""
-    for place in places[:most]:
-        file, _, line = place.rpartition(":")
-        shown += f"{', ' if shown else ''}{line if file == last else place}"
-        last = file
-    return shown + (f" and {len(places) - most} more" if len(places) > most else "")
+    return ", ".join(places[:most]) + (f" and {len(places) - most} more" if len(places) > most else "")
 
 
-def _wrapped(text: str, first: str, later: str) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
-    )
+def _wrapped(text: str, later: str) -> list[str]:
+    return textwrap.wrap(text, 80, subsequent_indent=later, break_long_words=False, break_on_hyphens=False)

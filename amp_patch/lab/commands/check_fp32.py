@@ -7,6 +7,7 @@ are not followed. A training that is built in an imported module is therefore no
 from __future__ import annotations
 
 import ast
+import re
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,10 +25,7 @@ _REFUSED = {
     "torch.multiprocessing.spawn": "it trains in child processes: run trains these, compare does not see them",
     "torch.multiprocessing.Process": "it may train in child processes: run trains these, compare does not see them",
 }
-_LOOPS = {
-    "lightning": "Lightning's", "pytorch_lightning": "Lightning's", "transformers": "transformers'",
-    "accelerate": "accelerate's",
-}  # fmt: skip
+_LOOPS = {"lightning", "pytorch_lightning", "transformers", "accelerate"}  # libraries with a training loop
 
 
 @dataclass
@@ -36,23 +34,17 @@ class Trained:
 
     Attributes:
         scripts: the files that hold an optimizer, a call of `backward` or an import of a training loop.
-        optimizers: class name of torch.optim -> places that construct it.
         losses: places that call `backward`.
         refused: reason why `compare` would refuse the script -> places of the calls that cause the refusal.
-        loops: the libraries with a training loop that the files import, as "Lightning's".
+        steps: whether an optimizer of torch.optim or a training loop was found.
         of_ours: whether the files choose their precision by amp_patch or Apex.
     """
 
     scripts: list[str]
-    optimizers: dict[str, list[str]]
     losses: list[str]
     refused: dict[str, list[str]]
-    loops: list[str]
+    steps: bool = False
     of_ours: bool = False
-
-    def size(self) -> int:
-        """Return how many places of optimizers, losses and training loops were found so far."""
-        return len(self.losses) + sum(map(len, self.optimizers.values())) + len(self.loops)
 
 
 def trained(trees: Iterable[tuple[str, ast.AST]]) -> Trained:
@@ -61,29 +53,27 @@ def trained(trees: Iterable[tuple[str, ast.AST]]) -> Trained:
     Args:
         trees: (prefix of its places, such as "train.py:", its syntax tree) of each file or cell.
     """
-    found = Trained([], {}, [], {}, [])
+    found = Trained([], [], {})
     for prefix, tree in trees:
-        before, names = found.size(), _bound(tree, found)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                _note_call(_path(node.func, names), node, f"{prefix}{node.lineno}", found)
-        file = prefix.partition("[")[0].rstrip(":")
-        if found.size() != before and file not in found.scripts:
+        # The name that an import binds -> full name: {"optim": "torch.optim"} for `from torch import optim`.
+        names = {clause.bound: clause.to for node in ast.walk(tree) for clause in imported(node)}
+        calls = [(_path(node.func, names), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        losses = [f"{prefix}{line}" for path, line in calls if re.fullmatch(r"(torch\.autograd)?\.backward", path)]
+        steps = any(_is_optimizer(path) for path, _ in calls)
+        steps = steps or any(path.partition(".")[0] in _LOOPS for path in names.values())
+        for path, line in calls:
+            if path in _REFUSED:
+                found.refused.setdefault(_REFUSED[path], []).append(f"{prefix}{line}")
+        if (steps or losses) and (file := prefix.partition("[")[0].rstrip(":")) not in found.scripts:
             found.scripts.append(file)
+        found.losses += losses
+        found.steps, found.of_ours = found.steps or steps, found.of_ours or chooses(tree)
     return found
 
 
-def _bound(tree: ast.AST, found: Trained) -> dict[str, str]:
-    """Return {name that an import in `tree` binds: full name}: {"optim": "torch.optim"} for `from torch import optim`.
-
-    Add the imported libraries with a training loop to `found.loops`. If the code chooses its precision by amp_patch or
-    Apex, set `found.of_ours`.
-    """
-    names = {clause.bound: clause.to for node in ast.walk(tree) for clause in imported(node)}
-    roots = [path.partition(".")[0] for path in names.values()]
-    found.of_ours = found.of_ours or chooses(tree)
-    found.loops += [whose for root, whose in _LOOPS.items() if root in roots and whose not in found.loops]
-    return names
+def _is_optimizer(path: str) -> bool:
+    kind = getattr(torch.optim, path.rpartition(".")[2], None) if path.startswith("torch.optim.") else None
+    return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
 
 
 def _path(node: ast.AST, names: dict[str, str]) -> str:
@@ -93,17 +83,6 @@ def _path(node: ast.AST, names: dict[str, str]) -> str:
         owner = _path(node.value, names)
         return f"{owner}.{node.attr}" if owner else f".{node.attr}"
     return ""
-
-
-def _note_call(path: str, call: ast.Call, place: str, found: Trained) -> None:
-    if path in _REFUSED:
-        found.refused.setdefault(_REFUSED[path], []).append(place)
-    owner, _, name = path.rpartition(".")
-    kind = getattr(torch.optim, name, None) if owner.startswith("torch.optim") else None
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
-        found.optimizers.setdefault(name, []).append(place)
-    if name == "backward" and (not owner or owner == "torch.autograd"):
-        found.losses.append(place)
 
 
 def report(found: Trained) -> Iterator[str]:
@@ -122,14 +101,9 @@ def report(found: Trained) -> Iterator[str]:
         yield f"an FP32 script, which {command} refuses:"
         for why, places in found.refused.items():
             yield f"  {', '.join(places)}: {why}"
-    elif found.losses and not (found.optimizers or found.loops):
+    elif not found.steps:
         yield f"an FP32 script without an optimizer of torch.optim, which {command} needs:"
         yield "  replace its own updates by optimizer = torch.optim.SGD(model.parameters(), lr=lr) and optimizer.step()"
+        yield f"  backward: {', '.join(found.losses)}"
     else:
         yield f"an FP32 script: {command} trains it unedited at O0, O1, O2, O4 and O5, and recommends a level"
-    for name, places in found.optimizers.items():
-        yield f"  optimizer {name}: {', '.join(places)}"
-    if found.losses:
-        yield f"  backward: {', '.join(found.losses)}"
-    if found.loops:
-        yield f"  the loop is {' and '.join(found.loops)}"

@@ -19,10 +19,10 @@ optimizer.step()
 """
 TAKEN = "trains it unedited at O0, O1, O2, O4 and O5"
 TOLD = {
-    "an optimizer": (FP32, [TAKEN, "optimizer AdamW: {}:5", "backward: {}:7"]),
+    "an optimizer": (FP32, [TAKEN]),
     "imported by name": (
         FP32.replace("import torch.optim as optim", "from torch.optim import AdamW").replace("optim.A", "A"),
-        [TAKEN, "AdamW: {}:5"],
+        [TAKEN],
     ),
     "lbfgs": (FP32.replace("AdamW", "LBFGS"), [" refuses:", "{}:5: LBFGS evaluates"]),
     "by hand": (
@@ -34,7 +34,7 @@ TOLD = {
         [" refuses:", "{}:10: it trains in child processes: run trains these"],
     ),
     "only a log": (FP32 + "from amp_patch import amp\namp.log(accuracy=1.0)", [TAKEN]),
-    "lightning": ("import lightning as L\nL.Trainer().fit(model)", [TAKEN, "the loop is Lightning's"]),
+    "lightning": ("import lightning as L\nL.Trainer().fit(model)", [TAKEN]),
 }
 SILENT = {
     "no training": "import json\nprint(json.dumps({}))",
@@ -66,11 +66,11 @@ def test_check_mentions_compare_for_no_other_script(name, tmp_path, capsys):
     assert "FP32 script" not in capsys.readouterr().out
 
 
-def test_check_lists_places_of_optimizers_and_losses_in_json(tmp_path, capsys):
+def test_check_lists_places_of_losses_in_json(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(FP32)
     with pytest.raises(SystemExit):
         main(["check", "--json", str(path)])
     found = json.loads(capsys.readouterr().out)["fp32"]
-    assert found["optimizers"] == {"AdamW": [f"{path}:5"]} and found["losses"] == [f"{path}:7"]
+    assert found["steps"] is True and found["losses"] == [f"{path}:7"]
     assert found["scripts"] == [str(path)] and found["refused"] == {} and found["of_ours"] is False
