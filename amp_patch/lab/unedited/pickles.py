@@ -34,6 +34,7 @@ from amp_patch.training import observers
 
 _PICKLER: Any = pickle._Pickler  # the pickler in C has no method `save` to override
 _DEPTH = 4  # levels of containers and attributes in which `_parts` looks
+_EMPTY = frozenset((bool, bytes, float, int, str))  # types of values without contents
 
 
 class Pickles:
@@ -97,7 +98,8 @@ def _parts(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
     if depth and not isinstance(value, nn.Module | Optimizer | Tensor | type):
         inner = value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
         for each in value if isinstance(value, list | tuple) else inner:
-            yield from _parts(each, depth - 1)
+            if type(each) not in _EMPTY:  # faster than a generator for each number of a long list
+                yield from _parts(each, depth - 1)
 
 
 def _dump(kind: Callable[..., Any], obj: Any, file: Any, protocol: int | None = None, **kwargs: Any) -> None:

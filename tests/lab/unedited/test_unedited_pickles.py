@@ -254,6 +254,28 @@ def test_values_without_models_are_pickled_unchanged(main):
             pickle.dumps(lambda: None)
 
 
+class Trainer:
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "O5+split"])
+def test_models_and_schedules_in_the_scripts_own_objects_are_pickled_plainly(main, level):
+    with UneditedScript(level):
+        names = run_in(main, NET + TRAINS)
+        model, schedule = names["model"], names["schedule"]
+        whole = pickle.dumps(Trainer(first=[{"params": [*model.parameters()]}], model=model, schedule=schedule))
+        saved = [whole, pickle.dumps(schedule), pickle.dumps((copy.deepcopy(model), names["optimizer"]), 5)]
+        state = model.state_dict()
+    amp.restore()
+    assert not any(b"amp_patch" in each for each in saved)
+    found = pickle.loads(whole)
+    assert all(torch.equal(value, state[name]) for name, value in found.model.state_dict().items())
+    params = [*found.model.parameters()]
+    for others in found.first[0]["params"], found.schedule.optimizer.param_groups[0]["params"]:
+        assert [*map(id, others)] == [*map(id, params)]
+
+
 def test_only_values_with_models_use_the_python_pickler(main, monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr("amp_patch.lab.unedited.pickles._PlainPickler._form", lambda _, obj: made.append(obj) or obj)
