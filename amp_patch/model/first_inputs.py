@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amp_patch.model.of_model import ModelState
 from amp_patch.model.rounded_features import edges_of, most_rounded
-from amp_patch.model.state import ModelState
 from amp_patch.model.tables import warn_of_tables
 from amp_patch.policy import Policy
 from amp_patch.support.device_sync import is_capturing

@@ -23,8 +23,8 @@ from amp_patch.model.kept_module import (
     pairs_of,
     serve_batch_norms,
 )
+from amp_patch.model.of_model import ModelState, followed_policy, running, untouched
 from amp_patch.model.ranges import load_in_range
-from amp_patch.model.state import ModelState, followed_policy, running, untouched
 from amp_patch.model.tensors import cast, reflatten, refuse_changed, uncast, was_changed
 from amp_patch.model.type_errors import advising, explain_types, refuse_another_type
 from amp_patch.policy import LOW_PRECISION, Policy

@@ -13,7 +13,7 @@ from amp_patch.casts import low_bit, regions
 from amp_patch.model.forward import AmpModel, give
 from amp_patch.model.keep_fp32 import KeepFP32, modules_matching
 from amp_patch.model.kept_module import InnerModule, KeptModule
-from amp_patch.model.state import ModelState
+from amp_patch.model.of_model import ModelState
 from amp_patch.policy import Policy
 from amp_patch.support import fsdp
 from amp_patch.support.compiled import wraps

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import regions
 from amp_patch.model.keep_fp32 import is_batch_norm
-from amp_patch.model.state import ModelState, followed_policy, running
+from amp_patch.model.of_model import ModelState, followed_policy, running
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 from amp_patch.support import generated_class, tree
 from amp_patch.support.compiled import in_backward, wraps

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.model.first_inputs import is_mask
-from amp_patch.model.state import followed_policy
+from amp_patch.model.of_model import followed_policy
 from amp_patch.model.tensors import load_masters
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support.distributed import local

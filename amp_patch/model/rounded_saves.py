@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from amp_patch.model.state import followed_policy
+from amp_patch.model.of_model import followed_policy
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_first_rank

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.model.keep_fp32 import is_batch_norm
-from amp_patch.model.state import followed_policy, running
+from amp_patch.model.of_model import followed_policy, running
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import fsdp
 from amp_patch.support.compiled import wraps

@@ -11,7 +11,7 @@ from torch import nn
 from amp_patch.casts import state as casts_state
 from amp_patch.model.forward import AmpModel, give, low_buffers_of, take
 from amp_patch.model.kept_module import KeptModule
-from amp_patch.model.state import ModelState, followed_policy, untouched
+from amp_patch.model.of_model import ModelState, followed_policy, untouched
 from amp_patch.policy import Policy
 from amp_patch.support.patches import Installation
 

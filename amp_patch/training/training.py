@@ -23,7 +23,7 @@ from amp_patch.model import buffers as model_buffers
 from amp_patch.model import forward as model_forward
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.keep_fp32 import kept_modules
-from amp_patch.model.state import followed_policy
+from amp_patch.model.of_model import followed_policy
 from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.support import fsdp
 from amp_patch.support.distributed import is_first_rank

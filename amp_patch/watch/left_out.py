@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp_patch.masters.masters import link_of
-from amp_patch.model.state import followed_policy
+from amp_patch.model.of_model import followed_policy
 from amp_patch.support.compiled import not_traced
 from amp_patch.support.device_sync import is_capturing
 from amp_patch.support.generated_class import base_class

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from amp_patch import amp
 from amp_patch.casts import state as casts_state
 from amp_patch.casts import thread_state
-from amp_patch.model import state as model_state
+from amp_patch.model import of_model as model_state
 from amp_patch.support import interrupts
 from amp_patch.support.interrupts import WholeFirst
 

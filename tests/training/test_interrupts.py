@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from amp_patch import amp
 from amp_patch.casts import install, regions, thread_state
 from amp_patch.casts import state as casts_state
-from amp_patch.model import state as model_state
+from amp_patch.model import of_model as model_state
 from amp_patch.storage import coded_state
 from amp_patch.support import generated_class, held_names
 from amp_patch.ways import one_pass, portions
