@@ -34,7 +34,8 @@ class DirectGradients:
         self, known: Masters, masters: list[Tensor], inverse: Number | None, note: Callable[[FoundInf], None]
     ) -> None:
         self._known, self._masters, self._inverse, self._note = known, masters, inverse, note
-        held = {id(masters[index]): masters[index] for index in with_gradient(masters)}
+        found = with_gradient(masters)
+        held = {id(masters[index]): masters[index] for index in found} if found else {}
         if inverse is None:  # nothing is unscaled or checked: backward may add to the earlier gradients
             self._masters = [master for master in masters if id(master) not in held] if held else masters
             held = {}
@@ -53,7 +54,9 @@ class DirectGradients:
         if self._inverse is None:
             return
         if not with_gradient(self._masters):
-            self.drop()
+            waiting = self._known.waiting
+            if self.earlier or (waiting is not None and waiting.in_body):
+                self.drop()
             return
         earlier = self._take_earlier()
         aside = {id(m): Aside(m, grad, grad) for m in self._masters if (grad := earlier.get(id(m))) is not None}

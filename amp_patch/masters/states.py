@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ class MasterStates(defaultdict[Any, Any]):
 
     Iteration yields masters. A read by a master calls no Python code: `__missing__` resolves parameters.
     """
+
+    get_by_master = dict.get  # a read by a master that calls no Python code
 
     def _key(self, key: Any) -> Any:
         master = None if super().__contains__(key) else master_of(key)
@@ -132,8 +134,3 @@ def rekey(optimizer: Any, old: Tensor, new: Tensor) -> None:
         value = state.pop(old)
         # `state[new]` would store the value of a parameter at its master
         (partial(dict.__setitem__, state) if type(state) is MasterStates else state.__setitem__)(new, value)
-
-
-def getter(state: Any) -> Callable[..., Any]:
-    """Return the `get` of an optimizer's `state` for masters alone, which calls no Python code."""
-    return partial(dict.get, state) if type(state) is MasterStates else state.get

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters.masters import has_gradient, publish_written, without_materialized
-from amp_patch.masters.states import getter
 from amp_patch.model.keep_fp32 import params_matching
 from amp_patch.multi_tensor import backends
 from amp_patch.optimizers.adam import FusedAdam
@@ -181,7 +180,7 @@ class InCodes(Strategy):
 
         def in_fp32(target: Any, *args: Any, **kwargs: Any) -> Any:
             params = [p for group in target.param_groups for p in group["params"] if args or kwargs or has_gradient(p)]
-            coder.open_all(map(getter(target.state), params))
+            coder.open_all(map(getattr(target.state, "get_by_master", target.state.get), params))
             try:
                 return plain(target, *args, **kwargs)
             finally:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from amp_patch.masters.gradients import held
 from amp_patch.masters.masters import PLAIN_TYPES, has_gradient
-from amp_patch.masters.states import getter
 from amp_patch.support import device_sync, distributed
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.loss_scaler import LossScaler
@@ -132,7 +131,7 @@ def _knows_of_each(optimizer: Any, stash: Stash) -> bool:
     The host tells torch's fused SGD that a step is the first, and the kernel then initializes the momentum. If the
     device skipped that step, the host would still treat the momentum as initialized.
     """
-    get, stepped = getter(optimizer.state), stash.neighbours.stepped
+    get, stepped = getattr(optimizer.state, "get_by_master", optimizer.state.get), stash.neighbours.stepped
     return all(
         type(master) in PLAIN_TYPES and stepped.get(id(master)) == len(get(master, ()))
         for group in optimizer.param_groups
@@ -159,7 +158,7 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
 
 def note_stepped(optimizer: Any, stash: Stash) -> None:
     """Store for each stepped master the number of its state entries: `_knows_of_each` finds by it that it stepped."""
-    get, stepped = getter(optimizer.state), stash.neighbours.stepped
+    get, stepped = getattr(optimizer.state, "get_by_master", optimizer.state.get), stash.neighbours.stepped
     for group in optimizer.param_groups:
         for master in group["params"]:
             if has_gradient(master):

@@ -72,9 +72,11 @@ def _unscale(
     aside: dict[int, Aside] = {}
     found: FoundInf = {}
     for stash in stashes:
-        end_direct(stash)
-        add(found, stash.backward.direct_found)
-        stash.backward.direct_found.clear()
+        if stash.backward.direct is not None:
+            end_direct(stash)
+        if stash.backward.direct_found:
+            add(found, stash.backward.direct_found)
+            stash.backward.direct_found.clear()
         if stash.pending is not None:
             stash.forget_cleared(pairs)
         aside.update(stash.backward.aside)

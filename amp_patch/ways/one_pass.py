@@ -28,7 +28,6 @@ from amp_patch.masters.masters import (
     settle,
     without_materialized,
 )
-from amp_patch.masters.states import getter
 from amp_patch.multi_tensor import backends
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.optimizers.sgd import FusedSGD
@@ -103,7 +102,12 @@ def _sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
         if batch.first_run:
             buffers = batch.made(optimizer, "momentum_buffer")
         else:
-            buffers = list(map(batch.getter("momentum_buffer"), map(getter(optimizer.state), batch.masters)))
+            buffers = list(
+                map(
+                    batch.getter("momentum_buffer"),
+                    map(getattr(optimizer.state, "get_by_master", optimizer.state.get), batch.masters),
+                )
+            )
     try:
         multi_tensor.multi_tensor_sgd(
             batch.grads,
@@ -164,7 +168,7 @@ def _number(value: Any, batch: Batch) -> Any:
 def _state_lists(optimizer: Any, batch: Batch, names: tuple[str, ...]) -> list[list[Tensor]]:
     """Return for each name the list of the masters' state tensors; torch's own code creates missing states."""
     state = optimizer.state
-    states = list(map(getter(state), batch.masters))
+    states = list(map(getattr(state, "get_by_master", state.get), batch.masters))
     if not all(states):
         make_state(
             optimizer, batch.group, [master for master, its in zip(batch.masters, states, strict=True) if not its]
@@ -244,7 +248,7 @@ class InOnePass(Strategy):
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         # With the backend "torch", torch's own step is closer to torch's numbers.
-        if given or backends.active is None or kernel_of(optimizer) is None:
+        if given or backends.active is None:
             return False
         if stash.masters.waiting is not None:
             return True

@@ -14,6 +14,8 @@ from training import check
 from amp_patch import amp
 from amp_patch.masters.masters import has_gradient
 
+CARRIED = ("add", "mul", "lerp", "data mul")  # arithmetic on a weight, which acts on its master
+
 
 class Edits:
     """The events of `Lives` that edit a training; a mixin."""
@@ -103,9 +105,16 @@ class Edits:
             chosen = self._load_child(seed, generator)
         for name in chosen:
             param, weight = life.params[name], life.net.weights[name]
-            if op != "child":
-                other = numbers(param.shape, generator)
-                self._edit(param, weight, weight.value, op, other)
+            if op == "child":
+                continue
+            other = numbers(param.shape, generator)
+            if op in CARRIED and weight.has_master:
+                weight.settle()
+                write(param.data if op == "data mul" else param, op.removeprefix("data "), other)
+                write(weight.held, op.removeprefix("data "), other.to(param.dtype).float() if op == "lerp" else other)
+                weight.publish()
+                continue
+            self._edit(param, weight, weight.value, op, other)
             weight.edited = "weight" if weight.has_master else ""
 
     def _load_child(self, seed: int, generator: torch.Generator) -> list[str]:
@@ -116,7 +125,10 @@ class Edits:
         own = {key: numbers(param.shape, generator) for key, param in layer.named_parameters()}
         layer.load_state_dict({**layer.state_dict(), **own})
         for key, param in layer.named_parameters():
-            life.net.weights[name_of[id(param)]].value.copy_(own[key])
+            weight = life.net.weights[name_of[id(param)]]
+            weight.thaw()
+            weight.held.copy_(own[key])
+            weight.publish()
         return [name_of[id(param)] for param in layer.parameters()]
 
     @torch.no_grad()

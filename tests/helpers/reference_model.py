@@ -312,10 +312,14 @@ class CastByHand:
     def __call__(self, x: Tensor, plant: Plant | None) -> Tensor:
         level = self.level
         casts: dict[str, Tensor] = {}  # a weight is cast once in a forward, and its gradients meet in the cast
+        given = x
         if level.casts_model and x.is_floating_point():
             x = x.to(level.low)
         for index in range(len(self.kinds)):
-            x = self._kept(index, x) if self.places[index] in self.kept else self._layer(index, x, casts)
+            if level.casts_model and index == 0 and self._type_of(0) is torch.float32:
+                x = self._kept(0, given)  # a module in FP32 gets the model's input unrounded
+            else:
+                x = self._kept(index, x) if self.places[index] in self.kept else self._layer(index, x, casts)
             sow(plant, index, x)
         return x.float() if level.casts_model else x
 
@@ -355,7 +359,9 @@ class CastByHand:
             norm = layer_norm if kind == "layer" else group_norm
             if level.patches:
                 return norm(x.float(), *operands[1:])
-            return self._emulated(norm, *operands) if kind == "group" and level.low is HALF else norm(*operands)
+            if kind == "group" and level.emulates and x.dtype is level.low:
+                operands[1:] = (operand.float() for operand in operands[1:])
+            return norm(*operands)
         return self._plain(index, x)
 
     def _product(
@@ -396,7 +402,13 @@ class CastByHand:
             if self.training:
                 self.buffers[prefix + "num_batches_tracked"] += 1
             mean, variance = self.buffers[prefix + "running_mean"], self.buffers[prefix + "running_var"]
-            return F.batch_norm(x, mean, variance, weight, bias, self.training, 0.1, 1e-5)
+            if not (self.level.emulates and x.dtype is self.level.low is weight.dtype):
+                return F.batch_norm(x, mean, variance, weight, bias, self.training, 0.1, 1e-5)
+            statistics = mean.float(), variance.float()
+            result = F.batch_norm(x, *statistics, weight.float(), bias.float(), self.training, 0.1, 1e-5)
+            mean.copy_(statistics[0])
+            variance.copy_(statistics[1])
+            return result
         functions = {"conv": convolve, "layer": layer_norm, "group": group_norm}
         return functions.get(kind, F.linear)(x, weight, bias)
 

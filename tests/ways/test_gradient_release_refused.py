@@ -158,7 +158,7 @@ class Around:
 
 def test_a_wrapper_is_refused():
     model = net()
-    with pytest.raises(ValueError, match=r"not for a Around around another optimizer.*give the optimizer inside"):
+    with pytest.raises(ValueError, match=r"not for an Around around another optimizer.*give the optimizer inside"):
         start(lambda p: Around(OPTIM.SGD(p, lr=0.1)), "O5", model)
     with pytest.raises(TypeError, match="gradient_release is 'yes'"):
         start(MAKERS["SGD"], "O5", model, gradient_release="yes")
