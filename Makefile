@@ -63,7 +63,7 @@ test-more: $(VENV)/ecosystem ## whole programs; the tests of `test` without the 
 	$(PYTEST_FILES) -m "program and not slow"
 	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" $(OF_KERNELS)
 	$(WITH_AVX2_ALONE) $(PYTEST_FILES) -m "not slow" $(OF_EMULATION)
-	$(PYTEST_FILES) -m "not slow" tests/integrations tests/lab/unedited/test_unedited_frameworks.py
+	$(PYTEST_FILES) -m "not slow" tests/integrations tests/run/unedited/test_unedited_frameworks.py
 
 test-all: test-more ## what `test` leaves out: `test-more`, and the tests marked slow
 	$(PYTEST_FILES) -m "slow and not release"

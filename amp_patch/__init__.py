@@ -56,13 +56,13 @@ from amp_patch.ways.per_parameter import register_per_parameter_optimizer
 
 if TYPE_CHECKING:
     from amp_patch import graph
-    from amp_patch.lab.comparison.notebook import assert_level, compare
-    from amp_patch.lab.diagnose.explain import explain
-    from amp_patch.lab.diagnose.find_loss_scale import find_loss_scale
-    from amp_patch.lab.diagnose.inspect import inspect
-    from amp_patch.lab.diagnose.output_distance import compare_outputs
-    from amp_patch.lab.recording.recorder import log, record
-    from amp_patch.lab.survey.survey import survey
+    from amp_patch.comparison.notebook import assert_level, compare
+    from amp_patch.diagnose.explain import explain
+    from amp_patch.diagnose.find_loss_scale import find_loss_scale
+    from amp_patch.diagnose.inspect import inspect
+    from amp_patch.diagnose.output_distance import compare_outputs
+    from amp_patch.diagnose.recording.recorder import log, record
+    from amp_patch.diagnose.survey.survey import survey
 
 __version__ = "0.4.0"
 
@@ -109,16 +109,16 @@ __all__ = [
 
 # Name -> the module that defines it, which is imported at the first use of the name. `graph` is a module itself.
 _LAZY = {
-    "assert_level": "amp_patch.lab.comparison.notebook",
-    "compare": "amp_patch.lab.comparison.notebook",
-    "compare_outputs": "amp_patch.lab.diagnose.output_distance",
-    "explain": "amp_patch.lab.diagnose.explain",
-    "find_loss_scale": "amp_patch.lab.diagnose.find_loss_scale",
+    "assert_level": "amp_patch.comparison.notebook",
+    "compare": "amp_patch.comparison.notebook",
+    "compare_outputs": "amp_patch.diagnose.output_distance",
+    "explain": "amp_patch.diagnose.explain",
+    "find_loss_scale": "amp_patch.diagnose.find_loss_scale",
     "graph": "amp_patch.graph",
-    "inspect": "amp_patch.lab.diagnose.inspect",
-    "log": "amp_patch.lab.recording.recorder",
-    "record": "amp_patch.lab.recording.recorder",
-    "survey": "amp_patch.lab.survey.survey",
+    "inspect": "amp_patch.diagnose.inspect",
+    "log": "amp_patch.diagnose.recording.recorder",
+    "record": "amp_patch.diagnose.recording.recorder",
+    "survey": "amp_patch.diagnose.survey.survey",
 }
 
 
@@ -135,7 +135,7 @@ if not TYPE_CHECKING:  # a type checker has the names of `_LAZY` from imports ab
 
 def _explain_at_next_forward(model: Module) -> None:
     """Make `explain` report the model's next forward, for `verbosity=2`. Only this imports the module of `explain`."""
-    importlib.import_module("amp_patch.lab.diagnose.explain").at_next_forward(model)
+    importlib.import_module("amp_patch.diagnose.explain").at_next_forward(model)
 
 
 verbose_subscribers.append(_explain_at_next_forward)

@@ -16,8 +16,9 @@ import torch
 
 from amp_patch import __version__, multi_tensor
 from amp_patch.casts import wrappers as cast_wrappers
-from amp_patch.lab.commands import check, compare, compare_arguments, installation, report, run, search
-from amp_patch.lab.comparison.machine import accelerators, low_precision
+from amp_patch.comparison.commands import compare, compare_arguments, report, search
+from amp_patch.run import check, installation, run
+from amp_patch.run.machine import accelerators, low_precision
 from amp_patch.support.devices import widest
 
 
@@ -59,7 +60,7 @@ class Command(NamedTuple):
     split: Callable[[list[str]], tuple[list[str], list[str]]] | None = None
 
 
-# To add a subcommand, add a file to lab/commands/ and a line here.
+# To add a subcommand, add a file to comparison/commands/ or run/, and a line here.
 COMMANDS = {
     "info": Command(info),
     "run": Command(run.run, run.add_arguments),

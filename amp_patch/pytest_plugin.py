@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.comparison.notebook import assert_level
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.notebook import assert_level
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,8 +21,8 @@ from accuracy import FAMILIES, METRIC, ROOT, listed, read, seeds, table
 from torch import nn
 
 from amp_patch import amp
-from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.recording.run import dumps, loads
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.diagnose.recording.run import dumps, loads
 from amp_patch.policy import PRODUCT_FORMATS
 
 LEVELS = ("O0", "O4", *(f"O6+{name}" for name in PRODUCT_FORMATS))

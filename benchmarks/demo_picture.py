@@ -15,9 +15,9 @@ from pathlib import Path
 
 from poster import poster
 
-from amp_patch.lab.comparison import headline
-from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.recording.run import loads
+from amp_patch.comparison import headline
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.diagnose.recording.run import loads
 
 ROOT = Path(__file__).parents[1]
 # Kind of machine, as in the names of the files -> the text of README.md above its picture.

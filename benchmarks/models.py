@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from amp_patch import amp
-from amp_patch.lab.comparison.level_result import LevelResult
+from amp_patch.comparison.level_result import LevelResult
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "models.json"

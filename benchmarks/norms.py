@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_patch import amp
-from amp_patch.lab.comparison.measures import paired_t_test
+from amp_patch.comparison.measures import paired_t_test
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from data import digits, topics

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from html import escape
 
-from amp_patch.lab.comparison import headline, measures
-from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.comparison.drawing import COLOURS, rect, text
-from amp_patch.lab.comparison.rows import axis, rows
+from amp_patch.comparison import headline, measures
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.drawing import COLOURS, rect, text
+from amp_patch.comparison.rows import axis, rows
 
 _ROW = 44
 _LEFT = 24

@@ -33,7 +33,7 @@ import torch
 from program_list import COMMITS, PROGRAMS, Program
 
 import amp_patch
-from amp_patch.lab.commands import compare_worker
+from amp_patch.comparison.commands import compare_worker
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent

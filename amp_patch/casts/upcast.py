@@ -88,7 +88,7 @@ def _may_exchange_saved() -> bool:
 
     False under transforms, modes and traces, whose tensors have no storage. False while saved-tensors hooks of
     checkpointing or of the user are active, because the hooks of `Upcast` would hide the tensors from them. Hooks of a
-    recording (lab/recording/) are no obstacle: they only count.
+    recording (diagnose/recording/) are no obstacle: they only count.
     """
     topmost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8 and newer
     return (

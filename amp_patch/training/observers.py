@@ -1,6 +1,7 @@
 """Observers: objects that are notified of bodies of `scale_loss`, of steps and of calls of GradScalers.
 
-The functions at the end tell an observer about an optimizer; the lab uses them, and not the optimizer's stash.
+The functions at the end tell an observer about an optimizer. diagnose/, run/ and comparison/ use them, and not the
+optimizer's stash.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from amp_patch.masters.closed_master import drop_joined, form_of, is_closed
 from amp_patch.masters.grad_field import own_grad
+from amp_patch.masters.masters import kernel_tensors, master_of
 from amp_patch.policy import Policy
 from amp_patch.support import distributed
 from amp_patch.support.compiled import not_traced
@@ -209,6 +211,17 @@ def pairs_of(optimizer: Any) -> Sequence[tuple[Tensor, Tensor]]:
     if (stash := stash_of(optimizer)) is not None:
         return stash.masters.pairs(optimizer.param_groups)
     return [(param, param) for group in optimizer.param_groups for param in group["params"]]
+
+
+def fp32_of(param: Tensor) -> Tensor:
+    """Return the master of `param`; `param` itself if it has none."""
+    master = master_of(param)
+    return param if master is None else master
+
+
+def stored(masters: list[Tensor]) -> list[Tensor]:
+    """Return the tensors that store the values of `masters`: of a compressed master its low half or its weight."""
+    return kernel_tensors(masters).tensors
 
 
 def models_of(optimizer: Any) -> list[Any]:

@@ -127,7 +127,7 @@ if ATTACHED:
     from amp_patch import amp
     amp.initialize(torch.nn.Linear(2, 2), verbosity=0)
     assert dynamo._attached
-import amp_patch.lab.recording.recorder as recorder
+import amp_patch.diagnose.recording.recorder as recorder
 if not ATTACHED:
     import torch._dynamo
     from amp_patch import amp

@@ -19,7 +19,7 @@ from training import DUPLICATES, LEVELS, SGD, assert_unchanged, convnet, images
 
 from amp_patch import amp
 from amp_patch.apex.amp import scaler as apex_scaler
-from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.comparison.comparison import Comparison
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.training.loss_scaler import LossScaler
 

@@ -25,7 +25,7 @@ from amp_patch.apex import amp as apex_amp
 from amp_patch.apex import amp_C, fp16_utils
 from amp_patch.apex.amp.scaler import LossScaler as ApexScaler
 from amp_patch.apex.parallel import SyncBatchNorm
-from amp_patch.lab.comparison.machine import time_of_products
+from amp_patch.run.machine import time_of_products
 
 F = nn.functional
 DEFAULTS = [torch.float64, torch.bfloat16, torch.float16]

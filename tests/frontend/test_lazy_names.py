@@ -13,7 +13,7 @@ import torch
 import amp_patch
 
 # Wings that a training need not have.
-WINGS = ("lab", "graph", "apex", "integrations")
+WINGS = ("diagnose", "run", "comparison", "graph", "apex", "integrations")
 
 LOADED = f"""
 import sys
@@ -31,7 +31,7 @@ assert not loaded(), loaded()
 amp_patch.initialize(torch.nn.Linear(2, 2))
 assert not loaded(), loaded()
 amp_patch.initialize(torch.nn.Linear(2, 2), verbosity=2)
-assert "amp_patch.lab.diagnose.explain" in loaded()
+assert "amp_patch.diagnose.explain" in loaded()
 """
     subprocess.run([sys.executable, "-c", LOADED + code], check=True)
 
@@ -63,9 +63,9 @@ def test_a_star_import_gives_all_names():
 
 
 def test_functions_are_not_hidden_by_modules_of_their_name():
-    import amp_patch.lab.commands.compare
-    import amp_patch.lab.diagnose.explain
-    import amp_patch.lab.diagnose.inspect
+    import amp_patch.comparison.commands.compare
+    import amp_patch.diagnose.explain
+    import amp_patch.diagnose.inspect
 
     assert all(map(callable, (amp_patch.compare, amp_patch.explain, amp_patch.inspect)))
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from paths import ROOT
 
-from amp_patch.lab.commands.compare_arguments import add_arguments, split
-from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.comparison.finding import Verdict
-from amp_patch.lab.recording.run import PARTS, Look, Run
+from amp_patch.comparison.commands.compare_arguments import add_arguments, split
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.finding import Verdict
+from amp_patch.diagnose.recording.run import PARTS, Look, Run
 
 
 def made_up_run(

@@ -7,7 +7,7 @@ import training
 from torch import nn
 
 from amp_patch import amp
-from amp_patch.lab.diagnose.inspect import inspect
+from amp_patch.diagnose.inspect import inspect
 
 
 class RMSNorm(nn.Module):

@@ -39,7 +39,7 @@ def tools() -> dict[str, Any]:
     from without_fp64 import Net
 
     from amp_patch import amp
-    from amp_patch.lab.commands import no_cuda
+    from amp_patch.run import no_cuda
 
     model = Net().to(NAME)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+ROOMS = {"diagnose", "run", "comparison"}  # the folders of amp_patch that stand above the training
 TESTS = ROOT / "tests"
 BENCHMARKS = ROOT / "benchmarks"
 EXAMPLES = ROOT / "examples"

@@ -12,9 +12,9 @@ from apexed import apex_amp  # noqa: F401  the fixture `apex`
 from training import backward, linear
 
 from amp_patch import amp
-from amp_patch.lab.recording import compiled_forwards
-from amp_patch.lab.recording import recorder as recording
-from amp_patch.lab.recording.run import Event, loads
+from amp_patch.diagnose.recording import compiled_forwards
+from amp_patch.diagnose.recording import recorder as recording
+from amp_patch.diagnose.recording.run import Event, loads
 from amp_patch.multi_tensor import backend
 from amp_patch.training import observers
 from amp_patch.watch import left_out
@@ -68,7 +68,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr("amp_patch.lab.recording.step_clock.clock", lambda: self.now)
+        monkeypatch.setattr("amp_patch.diagnose.recording.step_clock.clock", lambda: self.now)
 
     def wait(self, seconds):
         self.now += seconds

@@ -18,7 +18,7 @@ import torch
 from paths import BENCHMARKS, ROOT
 from python_forks import python
 
-from amp_patch.lab.commands import no_cuda
+from amp_patch.run import no_cuda
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -11,8 +11,8 @@ import pytest
 import scripts
 from compared_runs import made_up_run
 
-from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.recording.run import dumps
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.diagnose.recording.run import dumps
 
 pytestmark = pytest.mark.slow  # a tool that no training needs
 

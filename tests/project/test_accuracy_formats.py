@@ -8,7 +8,7 @@ import torch
 from compared_runs import made_up_run
 from torch import Tensor, nn
 
-from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.comparison.comparison import Comparison
 from amp_patch.policy import PRODUCT_FORMATS
 
 pytestmark = pytest.mark.slow  # a tool that no training needs

@@ -19,8 +19,8 @@ from paths import EXAMPLES, ROOT
 from python_forks import python
 
 from amp_patch import amp
-from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.recording.run import loads
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.diagnose.recording.run import loads
 
 pytestmark = pytest.mark.program
 

@@ -124,7 +124,7 @@ def test_without_torch_archive_and_wheel_are_installed_and_every_file_compiles(n
     environment.run("pip install --no-index --no-deps --find-links . amp_patch", tmp_path)
     (package,) = environment.bin.parent.glob("lib/python*/site-packages/amp_patch")
     environment.run(f"python -W error -m compileall -q -f {package}", tmp_path)
-    assert (package / "lab" / "comparison" / "templates" / "report.html").is_file()
+    assert (package / "comparison" / "templates" / "report.html").is_file()
     assert "requires torch, which is not installed" in environment.run("pip check", tmp_path, ok=False)
     refusal = environment.run("python -c 'import amp_patch'", tmp_path, ok=False).splitlines()[-1]
     assert refusal.startswith("ModuleNotFoundError: amp_patch: there is no torch in this Python (")

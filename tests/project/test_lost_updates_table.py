@@ -35,5 +35,5 @@ def test_the_table_has_the_runs_of_the_benchmark(benchmark):
     assert [(kind == "fine-tuned", float(lr)) for kind, lr, _ in rows] == [
         (case.fine_tuned, case.lr) for case in benchmark.CASES
     ]
-    few = importlib.import_module("amp_patch.lab.comparison.lost_without_masters").FEW
+    few = importlib.import_module("amp_patch.comparison.lost_without_masters").FEW
     assert [float(lost) > few for _, _, lost in rows] == [False, True, True, True], "where a comparison warns"

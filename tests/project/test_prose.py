@@ -12,7 +12,7 @@ import tokenize
 from collections.abc import Iterator
 
 import pytest
-from paths import ROOT
+from paths import ROOMS, ROOT
 
 # The most marks per 100 words. Tighten a number after a rewrite; do not raise one.
 CEILINGS = {
@@ -76,13 +76,13 @@ def of_names(text: str) -> Iterator[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return {part of the tree: its texts}. Each folder of amp_patch, and each folder of its lab, is a part."""
+    """Return {part of the tree: its texts}. Each folder of amp_patch, and each folder of its rooms, is a part."""
     found: dict[str, list[str]] = {}
     readers = {"amp_patch": ("py", of_python), "tests": ("py", of_names), "docs": ("md", of_markdown)}
     for top, (suffix, read) in readers.items():
         for path in sorted((ROOT / top).rglob(f"*.{suffix}")):
             folders = path.relative_to(ROOT).parts[:-1]
-            part = top if top != "amp_patch" else "/".join(folders[: 3 if "lab" in folders[:2] else 2])
+            part = top if top != "amp_patch" else "/".join(folders[: 3 if ROOMS.intersection(folders[:2]) else 2])
             found.setdefault(part, []).extend(read(path.read_text()))
     for path in sorted((ROOT / "csrc").rglob("*")):
         if path.suffix in (".h", ".cpp", ".cu"):

@@ -1,0 +1,105 @@
+"""The process of one run of a comparison: `python -m amp_patch run`, recorded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from amp_patch.comparison.outcome import failure
+from amp_patch.comparison.seeds import seeded
+from amp_patch.diagnose.recording.epoch_size import EpochSize
+from amp_patch.diagnose.recording.recorder import Recorder
+from amp_patch.diagnose.recording.run import Event, Failure, Run, dumps
+from amp_patch.diagnose.recording.sinks import JsonLines
+from amp_patch.environment import LEVEL, asked_level
+from amp_patch.run import run as runner
+from amp_patch.run.check_run import SurveyedScript
+from amp_patch.run.unedited.refusal import ScriptRefused
+from amp_patch.run.unedited.script import UneditedScript
+from amp_patch.support.files import write_whole
+
+
+@contextmanager
+def recorded(
+    path: str,
+    *,
+    steps: int | None,
+    inspect: bool,
+    shift: bool,
+    native: bool = False,
+    batch_dim: int = 0,
+    modules: bool = False,
+) -> Iterator[None]:
+    """Record the training in the body: write the events to `path`, and at the end the failure, if the training failed.
+
+    The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED.
+    """
+    run, recorder, error = Run(os.environ[LEVEL], int(os.environ["AMP_PATCH_SEED"])), None, None
+    script = UneditedScript(asked_level() or run.level, native=native)
+    epoch = EpochSize(lambda: 0 if recorder is None else recorder.steps)
+    try:
+        with seeded(run.seed, shift=shift):
+            recorder = Recorder(
+                [JsonLines(path), run],
+                stop_after=steps,
+                inspect=inspect,
+                batch_dim=batch_dim,
+                modules=modules,
+            )
+            with recorder, script, epoch:
+                yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if recorder is not None and recorder.process == os.getpid():  # a fork must not end its parent's record
+            refused = error if isinstance(error, ScriptRefused) and not recorder.has_enough else None
+            failed = failure(recorder, run, error)
+            if failed is not None and error is None:
+                refused = script.missing()
+            if refused is not None:
+                failed = Failure(str(refused))
+            last: list[Event] = [{"event": "note", "text": note} for note in script.notes]
+            # Only if the run's batch is a multiple of the DataLoader's: otherwise another loader feeds the model.
+            if epoch.samples and run.samples and run.samples[0] % epoch.batch == 0:
+                last.append({"event": "end", "epoch_samples": epoch.samples})
+            if failed is not None or script.notes or script.native.seen:
+                words, kind, where = failed or (None, "", "")
+                told = {"refused": refused is not None, "native": script.native.seen}
+                last.append({"event": "end", "error": words, "error_kind": kind, "error_where": where, **told})
+            recorder.close(*last)
+
+
+@contextmanager
+def surveyed(path: str, *, shift: bool) -> Iterator[None]:
+    """Write the survey of the first step of the training in the body to `path`, as JSON, and end the body there.
+
+    Raises:
+        SystemExit: the body has made no step; the message says why.
+    """
+    first, process = SurveyedScript(), os.getpid()
+    try:
+        with seeded(int(os.environ["AMP_PATCH_SEED"]), shift=shift), first:
+            yield
+    finally:
+        if first.stepped and os.getpid() == process:
+            write_whole(path, dumps(first.report.to_json()) + "\n")
+    if not first.stepped:
+        raise SystemExit(first.why_nothing)
+
+
+def main() -> None:
+    """Run a script, recorded, with the options from the command line of `compare`."""
+    parser = argparse.ArgumentParser(prog="python -m amp_patch.comparison.commands.compare_worker", allow_abbrev=False)
+    parser.add_argument("--recorded", type=json.loads, help="the arguments of `recorded`, as JSON")
+    parser.add_argument("--surveyed", type=json.loads, help="the arguments of `surveyed`, as JSON")
+    runner.add_arguments(parser)
+    args = parser.parse_args()
+    runner.run(args, recorded(**args.recorded) if args.surveyed is None else surveyed(**args.surveyed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Findings: a level's figures compared with the baseline's, as data (`Finding`) and in words (`Verdict`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from amp_patch.comparison.equal_loss import Reached
+from amp_patch.comparison.gap import Gap
+from amp_patch.diagnose.recording.run import Run
+
+
+class Lost(NamedTuple):
+    """Runs of a level without a result, all for the same reason.
+
+    Attributes:
+        kind: "diverged" (a loss is not finite), "not finite" (a logged metric is not), or "missing" (no value).
+        step: for "diverged", the step of the first loss that is not finite; else None.
+        as_base: whether the baseline's runs with these seeds have no result either.
+        eps: the optimizer's eps, if it is 0 in the type of the parameters (`Run.lost_eps`); else None.
+        seeds: the seeds of these runs.
+    """
+
+    kind: str
+    step: int | None
+    as_base: bool
+    eps: float | None
+    seeds: list[int]
+
+
+class Skips(NamedTuple):
+    """The skipped steps of the run that skipped the largest share of its steps."""
+
+    skipped: int
+    steps: int
+    seed: int
+
+
+class Collapse(NamedTuple):
+    """Runs with finite results that are too bad for chance or rounding (`judge.COLLAPSED_RANGES`).
+
+    Attributes:
+        seeds, figures: the seeds and results of these runs.
+        of_seeds: whether the bound comes from the range of the baseline's seeds. With one seed it comes from the
+            baseline's loss curve.
+    """
+
+    seeds: list[int]
+    figures: list[float]
+    of_seeds: bool
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of the test of a level. `Comparison.test` describes the test in words.
+
+    Attributes:
+        kind: one of these:
+            "baseline": the level that the others are compared with.
+            "within": as good as the baseline.
+            "differs": better than the baseline (`better`), or not to be used.
+            "so far": as good so far. The gap at the same seeds decides nothing yet, the mean is inside the range of
+            the baseline's seeds, and the gap is not surely a loss.
+            "no worse": the gap decides nothing yet, and the mean is beyond that range on the better side.
+            "undecided": none of these, or there is only one seed.
+            "unjudged": the figures measure no quality (`unjudged`).
+            "failed": no run went well.
+            "alone": there is no other level to compare it with.
+        unjudged: why the kind is "unjudged"; "" for other kinds:
+            "sum": the loss is a sum over several optimizers, for example a GAN's.
+            "direction": the baseline's training made the metric worse.
+            "around 0": the baseline's loss changes its sign and does not fall, as a policy gradient's.
+            "too good": the level is better by more than a rounding explains. Its runs may have trained on other
+            batches, or have gone on from another run's checkpoint.
+        better: whether the level differs on the better side. The test is as strict as that for worse.
+        by_range: whether the range of the baseline's seeds decides, instead of the gap.
+        to_the_bit: whether every loss equals the baseline's.
+        diverged: the runs without a result.
+        collapsed: the runs with a finite result that chance does not explain; None if there are none.
+        rounding: if the losses were recorded in a low-precision type and the gap is at most one step of that type, the
+            size of the step (the kind is then "within" or, with one seed, "undecided"); else None.
+        skips: the skipped steps, if a run skipped more than a dynamic loss scale needs to find its height; else None.
+        fallen_scale: the final loss scale, if it fell below 1; else None.
+        faults: the runs that failed. A run that the user interrupted is not one of them.
+        lost_updates: the share of updates that the weights lose, at a level without masters (O3); None if unknown.
+        p: the p-value of the paired t-test; None for fewer than two pairs.
+        gap: the gap to the baseline at the same seeds; None without a pair, and for the baseline.
+        reached: the step after which the baseline had the final result of a worse level; None if no curve shows it.
+    """
+
+    kind: str
+    unjudged: str = ""
+    better: bool = False
+    by_range: bool = False
+    to_the_bit: bool = False
+    diverged: list[Lost] = field(default_factory=list)
+    collapsed: Collapse | None = None
+    rounding: float | None = None
+    skips: Skips | None = None
+    fallen_scale: float | None = None
+    faults: list[Run] = field(default_factory=list)
+    lost_updates: float | None = None
+    p: float | None = None
+    gap: Gap | None = None
+    reached: Reached | None = None
+
+    @property
+    def promising(self) -> bool:
+        """Whether the level is undecided for lack of an interval (one seed), with a gap no worse than `worse_from`.
+
+        Such a level can be recommended "so far" (`recommend`).
+        """
+        gap = self.gap
+        if self.kind != "undecided" or gap is None or gap.low is not None:
+            return False
+        return gap.sign * gap.mean <= gap.worse_from or self.rounding is not None
+
+    @property
+    def usable(self) -> bool:
+        """Whether the level's accuracy allows its use: no finding shows that it is worse than the baseline."""
+        return self.kind in ("baseline", "within", "so far", "no worse") or self.better
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the level is not to be used: it diverged, collapsed, or is worse by more than chance explains."""
+        return self.kind == "differs" and not self.better
+
+    @property
+    def sound(self) -> bool:
+        """Whether the level is usable and no run failed. Skipped steps are not considered."""
+        return self.usable and not self.faults
+
+
+class Verdict(NamedTuple):
+    """A finding in words.
+
+    Attributes:
+        kind, better: the attributes of `Finding`.
+        text: a sentence without the level's name and without a full stop.
+        reason: the parts of the text that are not about speed or memory; "" if the level is simply as good. Errors are
+            shortened: this is for the page's table, and the page has the full errors in another place.
+    """
+
+    kind: str
+    text: str
+    better: bool = False
+    reason: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """The value of `Finding.usable`."""
+        return Finding(self.kind, better=self.better).usable

@@ -1,0 +1,232 @@
+"""The texts of a report's card: the level, its speed and memory, the reason, and the certainty."""
+
+from __future__ import annotations
+
+from amp_patch.comparison import named_lines, recommendation
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.level_result import LevelResult, seeds_change_nothing
+from amp_patch.comparison.plan import variables
+from amp_patch.comparison.recommendation import larger_batch, of_others, speed_in_words
+from amp_patch.comparison.verdict import interval_of, margin_in_words, percent_of
+from amp_patch.diagnose.recording.run import NATIVE
+from amp_patch.diagnose.wording import clock_time, counted, ratio, relative_size, shortest_distinct, signed, type_name
+from amp_patch.environment import named_level
+
+_TOLD = 3  # lines on the card; the terminal has all
+
+
+def headline(comparison: Comparison) -> str:
+    """Return the headline of the card: "Use O5 (BF16)"."""
+    found = comparison.recommendation
+    if found is None:
+        return "Nothing to compare" if comparison.only is None else f"Only {label(comparison.only)} has results"
+    if found.level is comparison.baseline:
+        return f"Stay with {label(found.level)}{'' if found.sure else ' for now'}"
+    return f"{'So far' if found.so_far else 'Use'} {label(found.level)}"
+
+
+def label(level: LevelResult) -> str:
+    """Return "O5 (BF16)"; "O0 (BF16, no masters)" if the script itself makes BF16 weights."""
+    what = "the script's own mixed precision" if level.level == NATIVE else level.level
+    return f"{what} ({level.low_weights or type_name(level.dtype or 'float32')})"
+
+
+def gains(comparison: Comparison) -> str:
+    """Return "1.4x faster, 10 % less memory, same loss over 3 seeds"; "" if the baseline is recommended."""
+    found = comparison.recommendation
+    return "" if found is None or found.level is comparison.baseline else _capital(recommendation.gains(found))
+
+
+def what_gap(comparison: Comparison) -> str:
+    """Return the caption of the column of gaps."""
+    gap = next((level.finding.gap for level in comparison.levels if level.finding.gap is not None), None)
+    margin = f"; grey: {margin_in_words(gap)}" if gap is not None and gap.base else ""
+    return f"{'higher' if comparison.maximize else 'lower'} is better; a line: its interval{margin}"
+
+
+def what_memory(comparison: Comparison) -> str:
+    """Return the caption of the column of memory."""
+    known = all(level.memory_ratio is not None for level in comparison.levels if level.runs)
+    return "shorter is less" if known else "shorter is less; some without activations"
+
+
+def why(comparison: Comparison) -> str:
+    """Return the reason of the recommendation in a sentence; if there is none, why there is nothing to compare."""
+    found, base = comparison.recommendation, comparison.baseline
+    if found is None or base is None:
+        return _capital(comparison.why_nothing())  # without the errors, which the table has
+    best = found.level
+    if best is base:
+        return _capital(f"{of_others(found, base)}.")
+    if found.so_far:
+        return "By one seed, which cannot tell chance from a difference, nothing speaks against it."
+    if "better" in found.because:
+        losing = f" {_capital(comparison.losing_note)}." if comparison.losing_note else ""
+        return _capital(_result(comparison, best, base)) + losing
+    first = f"The {'fastest' if 'smaller' not in found.because else 'smallest'} level that is as good as {base.name}"
+    some = any(level.finding.sound and level.speedup and level.speedup.pace == "faster" for level in comparison.levels)
+    first += f"; none as good is {'much ' * some}faster than {base.name}" if "smaller" in found.because else ""
+    room = larger_batch(best, base) if "smaller" in found.because else ""
+    return f"{first}: {_result(comparison, best, base)}" + (f" {room}." if room else "")
+
+
+def _result(comparison: Comparison, best: LevelResult, base: LevelResult) -> str:
+    """Return the sentence that says why the recommended level `best` is as good as the baseline."""
+    if best.finding.to_the_bit:
+        return f"every loss is {base.name}'s, to the bit."
+    gap, what = best.finding.gap, f"its final {comparison.metric_in_words}"
+    if gap is not None and gap.told in ("as good", "better"):
+        better = ": better" * (gap.told == "better")
+        return f"{what} lies {percent_of(gap) or f'{signed(gap.mean)}'} from {base.name}'s with the same seeds{better}."
+    mean, low, high = shortest_distinct(best.mean or 0.0, min(base.finite.values()), max(base.finite.values()))
+    where = "better than" if best.finding.better else "within"
+    if best.finding.kind == "no worse":
+        where = "no worse than (what it is better by may be chance)"
+    return f"{what}, {mean}, is {where} the range of {base.name}'s seeds ({low} to {high})."
+
+
+def how_sure(comparison: Comparison) -> str:
+    """Return sentences on how certain the recommendation is: the steps, the seeds, the interval, other work.
+
+    "" if there is no recommendation.
+    """
+    best, base = comparison.recommended, comparison.baseline
+    if best is None or base is None:
+        return ""
+    said = [f"{comparison.few_steps_note}."] if comparison.few_steps_note else []
+    if seeds_change_nothing(base):
+        said.append("The script does not use its seeds: they count as one.")
+    elif len(base.finite) < 2:
+        said.append("From one seed, so without an interval: run three seeds or more.")
+    if len(base.finite) > 1 and not seeds_change_nothing(base) and not best.finding.to_the_bit:
+        said.append(_of_the_loss(comparison, best, base))
+    if best is not base and best.speedup is not None:
+        low, high = best.speedup.low, best.speedup.high
+        paired = len(set(best.seeds) & set(base.seeds))
+        each = f"with each of {paired} seeds" if paired > 1 else "in one run"
+        span = " to ".join(dict.fromkeys(f"{ratio(each)}x" for each in (low, high)))
+        said.append(f"{'Faster' if low > 1 else 'Its speed'} {each}: {span}.")
+    load = comparison.load_note
+    return " ".join([*said, *([f"{_capital(load)}."] if load else [])])
+
+
+def _of_the_loss(comparison: Comparison, best: LevelResult, base: LevelResult) -> str:
+    """Return sentences on how certain the finding about the loss is, as a gap with its interval.
+
+    They also say how far the baseline's seeds lie apart.
+    """
+    width = relative_size(max(base.finite.values()), min(base.finite.values()))
+    apart = f"{base.name}'s own seeds lie {width} apart in {comparison.metric_in_words}"
+    gap, found = best.finding.gap, best.finding
+    if best is base or gap is None:
+        return f"{apart}."
+    if found.rounding is not None:
+        return f"{apart}. Its losses are rounded: less than their steps is not seen."
+    said = f"{best.level} ends {percent_of(gap) or signed(gap.mean)} from {base.name} with the same seeds"
+    said += f" ({interval_of(gap)})" if interval_of(gap) else ""
+    if found.by_range:
+        why = "no nearer than with other seeds" if gap.decorrelated else "little of what the training gained"
+        return f"{said}: {why}. {apart}: less than that is not seen."
+    if gap.told is not None:
+        return f"Sure of the loss: {said}, {gap.told} ({margin_in_words(gap)}). {apart}."
+    more = "" if gap.more_seeds is None else f"; {counted(gap.more_seeds, 'more seed')} would tell"
+    return f"Not yet sure of the loss: {said}; as good is up to the {margin_in_words(gap)}{more}. {apart}."
+
+
+def what_breaks(comparison: Comparison) -> str:
+    """Return the first lines of user code that break levels which ended badly, each with its edit; "" without one."""
+    found = named_lines.edits(comparison.survey, comparison.levels)
+    return " ".join(f"{', '.join(names)}: {line}. Edit: {line.edit}." for line, names in found[:_TOLD])
+
+
+def epoch(comparison: Comparison) -> str:
+    """Return "41 s at O0, 29 s at O5 BF16": the time of an epoch at the levels where it is known; "" if at none."""
+    known = [(level.name, level.epoch_seconds) for level in comparison.levels if level.epoch_seconds]
+    return ", ".join(f"{clock_time(seconds)} at {name}" for name, seconds in known)
+
+
+def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
+    """Say how to train at the recommended level.
+
+    Returns:
+        edit: the lines to add to the script.
+        command: the command that trains the unedited script at the level; "" if no command made the comparison.
+
+    `edit` and `command` are empty if the recommended level is the baseline or the script's own mixed precision, which
+    need no change. They are also empty if only one seed supports the level, because one seed recommends nothing.
+    """
+    best, advice = comparison.recommended, comparison.recommendation
+    if best is None or advice is None or advice.so_far or best is comparison.baseline or best.level == NATIVE:
+        return [], ""
+    other = best.other_dtype
+    edit = [
+        "from amp_patch import amp",
+        "# behind the line that makes the optimizer:",
+        f"model, optimizer = amp.initialize(model, optimizer, {named_level(best.level).arguments(other)})",
+        "# in place of loss.backward():",
+        "with amp.scale_loss(loss, optimizer) as scaled_loss:",
+        "    scaled_loss.backward()",
+    ]
+    command = f"{variables(best.level, other)} python -m amp_patch run {comparison.command}"
+    return edit, command if comparison.command else ""
+
+
+def in_short(level: LevelResult, comparison: Comparison) -> str:
+    """Return the level's `outcome`. For a rejected level, add why: "diverged", "collapsed" or "worse"."""
+    what = "diverged" if level.finding.diverged else "collapsed" if level.finding.collapsed else "worse"
+    return outcome(level, comparison) + (f": {what}" if level.finding.rejected else "")
+
+
+# Standing of a level (recommendation.py) -> the style and the words of its row. For every other standing, `outcome`
+# describes the result and the speed.
+_ROWS = {
+    "failed": ("bad", "failed"),
+    "differs": ("bad", "do not use"),
+    "undecided": ("unsure", "undecided"),
+    "unjudged": ("unsure", "not judged"),
+    "failed with some": ("unsure", "failed with some seeds"),
+    "skips": ("unsure", "skips too many steps"),
+}
+
+
+def outcome(level: LevelResult, comparison: Comparison) -> str:
+    """Return two or three words on a level: "use this", "failed", "as good, slower", "the baseline".
+
+    "" if there is no recommendation, because there is nothing to compare the level with.
+    """
+    advice, base = comparison.recommendation, comparison.baseline
+    if not level.runs:
+        return "failed"
+    if advice is None or base is None:
+        return ""
+    if level is base:
+        return f"the script as it is, {level.low_weights}" if level.low_weights else "the baseline"
+    if level is advice.level:
+        return "so far" if advice.so_far else "use this"
+    standing = advice.standing(level)
+    if standing in _ROWS:
+        return _ROWS[standing][1]
+    good = {"differs": "better", "no worse": "no worse", "so far": "as good so far"}.get(level.finding.kind, "as good")
+    if standing == "no FP32 weights":
+        return f"{good}; no FP32 weights"
+    if level.speedup is None:
+        return good
+    if level.speedup.pace in ("slower", "faster"):
+        return f"{good}, {level.speedup.pace}"
+    return f"{good}, {speed_in_words(level)}"
+
+
+def state(level: LevelResult, comparison: Comparison) -> str:
+    """Return the style of a level's row: "best", "base", "bad", "unsure" or "plain"."""
+    advice = comparison.recommendation
+    if level is comparison.baseline:
+        return "base"
+    if advice is None:
+        return "bad" if not level.runs else "unsure"
+    if level is advice.level:
+        return "unsure" if advice.so_far else "best"
+    return _ROWS.get(advice.standing(level), ("plain", ""))[0]
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]

@@ -1,0 +1,262 @@
+"""The recommendation of a level, and its reasons.
+
+The standing of a level is one word or two on why it is recommended or not: "better", "faster", "failed", "no gain".
+`standing` has an ordered list of rules; the name of the first rule that holds for the level is its standing. Headline,
+card, summary and rows of a report use the standings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from amp_patch.comparison import measures
+from amp_patch.comparison.level_result import LevelResult, saved_memory
+from amp_patch.comparison.measures import Ratio
+from amp_patch.comparison.plan import MIN_GAIN
+from amp_patch.comparison.verdict import UNJUDGED, memory_beside, more_seeds, percent_of
+from amp_patch.diagnose.wording import counted, fine_percent, listed, ratio, relative_size, signed, times
+
+# Standings that recommend a level, the strongest first.
+GAINS = ("better", "faster", "smaller", "a little faster")
+
+# Standing that is no gain -> its phrase in a recommendation of the baseline, in the order of the phrases.
+_OF_OTHERS = {
+    "slower": "{} would do as well",
+    "not clear": "{} would do as well, but may cost more time than it saves memory",
+    "no gain": "{} would do as well, but not faster, nor in much less memory",
+    "not timed": "{} would do as well, but how fast is not known",
+    "undecided": "{} cannot be judged yet, {more}",
+    "unjudged": "whether {} would do as well its {what} does not say ({unjudged})",
+    "no FP32 weights": "{} keeps no FP32 weights, and is for whoever compares it alone",
+    "skips": "{} skipped too many steps",
+    "differs": "do not use {}",
+    "failed with some": "{} failed with some seeds",
+    "failed": "{} failed",
+    "emulated": "{} would do as well in hardware that has it",
+}
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The result of `recommend` for two or more levels.
+
+    Attributes:
+        level: the recommended level; the baseline if no other level gains anything.
+        because: if a level other than the baseline is recommended, {its standing, one of GAINS: [the level]}. If the
+            baseline is recommended, {a standing, one of _OF_OTHERS: the other levels with this standing}.
+        sure: whether no level is "undecided" or "unjudged" (`Finding.kind`), emulated levels aside.
+        so_far: whether the recommendation rests on one seed, which cannot tell chance from a difference.
+        what: the name of the compared metric, for the texts.
+        standings: (level, dtype) -> `standing`, for every level except the baseline.
+        min_gain: the argument of `recommend`.
+    """
+
+    level: LevelResult
+    because: dict[str, list[LevelResult]]
+    sure: bool
+    so_far: bool = False
+    what: str = "loss"
+    standings: dict[tuple[str, str | None], str] = field(default_factory=dict)
+    min_gain: float = MIN_GAIN
+
+    def standing(self, level: LevelResult) -> str:
+        """Return the standing of a level; "baseline" for the baseline."""
+        return self.standings.get((level.level, level.dtype), "baseline")
+
+
+def standing(level: LevelResult, base: LevelResult, *, alone: bool, min_gain: float, so_far: bool = False) -> str:
+    """Return the name of the first rule that holds for the level: objections come first, then gains.
+
+    Args:
+        alone: True if no level besides the baseline keeps FP32 weights or masters: a level without them (O3) can then
+            have a gain. If False, such a level has the standing "no FP32 weights" instead of a gain.
+        so_far: if the level has run with one seed, and is no worse than the margin allows, judge it by that seed. Then
+            "better" is the last gain, because chance can cause it, and saved memory is a gain at an unclear speed too.
+    """
+    found, speed = level.finding, level.speedup
+    so_far = so_far and found.promising
+    seems_better = so_far and found.gap is not None and found.gap.sign * found.gap.mean < -found.gap.worse_from
+    saves = saved_memory(level, base)
+    is_smaller = saves > min_gain
+    rules = (
+        ("failed", not level.runs),
+        ("differs", found.rejected),
+        ("undecided", (found.kind == "undecided" and not so_far) or (level.emulated and found.kind == "so far")),
+        ("unjudged", found.kind == "unjudged"),
+        ("failed with some", bool(found.faults)),
+        ("skips", found.skips is not None),
+        ("emulated", level.emulated),
+        ("no FP32 weights", level.loses_updates and not alone),
+        ("better", found.better),
+        ("faster", speed is not None and speed.gains_much),
+        ("slower", is_smaller and speed is not None and speed.pace == "slower"),
+        ("not clear", is_smaller and not so_far and _may_cost(speed) > saves),
+        ("smaller", is_smaller),
+        ("a little faster", speed is not None and speed.pace == "faster"),
+        ("better", seems_better),
+        ("not timed", speed is None),
+    )
+    return next((name for name, holds in rules if holds), "no gain")
+
+
+def recommend(
+    levels: Sequence[LevelResult], base: LevelResult, min_gain: float = MIN_GAIN, what: str = "loss"
+) -> Recommendation:
+    """Recommend a level.
+
+    The level with the strongest standing in GAINS is taken: a surely better result, then much more speed, then less
+    memory, then a little more speed. If no level has such a standing, the standings are taken again with `so_far`. A
+    level that has run with one seed, with a result that is not worse than the margin allows, is then judged by that
+    seed. A better result is the weakest gain there, because chance can cause it. If no level gains then either, the
+    baseline is recommended, with the first round's standings of the other levels.
+
+    Args:
+        min_gain: the share of memory (`saved_memory`) that a level must save to be recommended for its memory. A level
+            with an unclear speed must save more than the share of time that it may cost.
+        what: the name of the compared metric, for the texts.
+    """
+    alone = not any(not level.loses_updates and level.level != base.level for level in levels)
+    others = [level for level in levels if level is not base]
+    sure = not any(level.finding.kind in ("undecided", "unjudged") for level in levels if not level.emulated)
+    told = [standing(level, base, alone=alone, min_gain=min_gain) for level in others]
+    standings = {(level.level, level.dtype): name for level, name in zip(others, told, strict=True)}
+    seen = [standing(level, base, alone=alone, min_gain=min_gain, so_far=True) for level in others]
+    for so_far, names, gains in ((False, told, GAINS), (True, seen, (*GAINS[1:], GAINS[0]))):
+        gain = next((name for name in gains if name in names), None)
+        if gain is not None:
+            best = _best([level for level, name in zip(others, names, strict=True) if name == gain], gain)
+            return Recommendation(best, {gain: [best]}, sure, so_far, what, standings, min_gain)
+    because = {name: [level for level, own in zip(others, told, strict=True) if own == name] for name in _OF_OTHERS}
+    because = {name: found for name, found in because.items() if found}
+    return Recommendation(base, because, sure, False, what, standings, min_gain)
+
+
+def _best(levels: Sequence[LevelResult], gain: str) -> LevelResult:
+    """Return the best of `levels`, which all have the standing `gain`, one of GAINS.
+
+    For "smaller" it is the level with the least memory, for "faster" and "a little faster" the fastest. For "better" it
+    is the level with the least memory among those whose result is within the margin of the best result.
+    """
+    if gain == "smaller":
+        return min(levels, key=_size)
+    if gain != "better":
+        return max(levels, key=lambda level: level.speedup or Ratio(0, 0, 0))
+    gaps = {id(level): level.finding.gap for level in levels}
+    worse = {name: gap.sign * gap.level for name, gap in gaps.items() if gap is not None}
+    margin = max((gap.margin for gap in gaps.values() if gap is not None), default=0.0)
+    return min((level for level in levels if worse[id(level)] <= min(worse.values()) + margin), key=_size)
+
+
+def _size(level: LevelResult) -> float:
+    return level.memory or 1.0
+
+
+def summary(found: Recommendation, base: LevelResult) -> str:
+    """Return the recommendation and its reason in one or two sentences."""
+    best = found.level
+    as_fast = best.speedup is not None and best.speedup.pace in ("as fast", "faster")
+    room = larger_batch(best, base) if "smaller" in found.because else ""
+    also = f" {room}." if room else ""
+    if found.so_far:
+        return f"So far {best.name}: {gains(found)}.{also}"
+    if "smaller" in found.because and not as_fast:
+        return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}.{also}"
+    if best is not base:
+        return f"Use {best.name}: {best.verdict.text}.{also}"
+    for_now = "" if found.sure else " for now"
+    return f"Stay with {base.name}{for_now}: {of_others(found, base)}."
+
+
+def gains(found: Recommendation) -> str:
+    """Return "1.4x faster, 10 % less memory, same loss over 3 seeds", with the reason of the recommendation first."""
+    best = found.level
+    cost = [speed_in_words(best), memory_in_words(best)]
+    if "smaller" in found.because:
+        cost.reverse()
+    seeds = best.finding.gap.seeds if best.finding.gap is not None else 0
+    loss = _loss_in_words(found) + (" with one seed" if seeds == 1 else f" over {counted(seeds, 'seed')}")
+    return ", ".join(filter(None, [loss, *cost] if "better" in found.because else [*cost, loss]))
+
+
+def _loss_in_words(found: Recommendation) -> str:
+    """Return "same loss within 0.2 %", or if the recommendation rests on one seed "loss +0.0007 %"."""
+    of, what, gap = found.level.finding, found.what, found.level.finding.gap
+    if found.so_far and gap is not None and gap.mean:
+        return f"{what} {percent_of(gap) or signed(gap.mean)}"
+    if of.better and gap is not None and gap.base:
+        return f"{relative_size(gap.level, gap.base)} better {what}"
+    if of.better or of.kind == "no worse":
+        return f"{'better' if of.better else 'no worse'} {what}"
+    if of.kind == "so far":
+        return f"same {what} so far"
+    share = gap.share(gap.margin) if gap is not None and gap.told == "as good" else None
+    return f"same {what}" + ("" if share is None or of.to_the_bit else f" within {fine_percent(share)}")
+
+
+def speed_in_words(level: LevelResult) -> str:
+    """Return "1.8x faster"; "" if the speed is not known."""
+    if level.speedup is None:
+        return ""
+    median, pace = level.speedup.median, level.speedup.pace
+    if pace in ("faster", "slower"):
+        return f"{times(max(median, 1 / median))[0]}x {pace}"
+    return pace if pace == "as fast" else f"speed {pace}"
+
+
+def memory_in_words(level: LevelResult) -> str:
+    """Return "12 % less memory", relative to the baseline's; "" if it is not known."""
+    if level.memory is None:
+        return ""
+    percent = round(100 * (level.memory - 1))
+    what = "memory" if level.memory_ratio is not None else "memory for weights and optimizer"
+    return f"same {what}" if percent == 0 else f"{abs(percent)} % {'more' if percent > 0 else 'less'} {what}"
+
+
+def _may_cost(speed: Ratio | None) -> float:
+    """Return how much longer a step may take than the baseline's, as a share: 0.05 is 5 % longer.
+
+    If the speed is "not clear" (`Ratio.pace`), the slowest seed gives the share. Otherwise it is 0.
+    """
+    return 1 / speed.low - 1 if speed is not None and speed.pace == "not clear" else 0.0
+
+
+def larger_batch(level: LevelResult, base: LevelResult) -> str:
+    """Return "In the memory that O0 takes at batch 16, O5 takes a batch of some 29"; "" if that is not known."""
+    batch = measures.batch_in_memory_of(level.runs, base.runs)
+    if batch is None:
+        return ""
+    before, now = batch
+    return f"In the memory that {base.name} takes at batch {before}, {level.level} takes a batch of some {now}"
+
+
+def of_others(found: Recommendation, base: LevelResult) -> str:
+    """Return why the baseline is recommended: the other levels, grouped by their standings, without a full stop."""
+
+    return "; ".join(
+        _OF_OTHERS[why].format(
+            listed([_with_promise(level, base, why, found) for level in levels]),
+            more=more_seeds(base, levels),
+            what=found.what,
+            unjudged="; ".join(dict.fromkeys("; ".join(UNJUDGED.get(level.finding.unjudged, ())) for level in levels)),
+        )
+        for why, levels in found.because.items()
+    )
+
+
+def _with_promise(level: LevelResult, base: LevelResult, why: str, found: Recommendation) -> str:
+    """Return the level's name, with its gains and costs in brackets if they matter for its standing `why`.
+
+    They do for a smaller level whose speed is lower or not clear, and for an undecided or unjudged one.
+    """
+    speed, gap, said = level.speedup, level.finding.gap, []
+    if why == "slower" and speed is not None:
+        said = [memory_beside(level), f"but {times(1 / speed.median)[0]}x slower"]
+    elif why == "not clear" and speed is not None:
+        said = [memory_beside(level), f"{ratio(speed.low)}x to {ratio(speed.high)}x of its speed"]
+    elif why in ("undecided", "unjudged") and not level.emulated:
+        said = [speed_in_words(level)] if speed is not None and speed.pace in ("faster", "slower") else []
+        said += [memory_beside(level)] if saved_memory(level, base) > found.min_gain else []
+        if why == "undecided" and gap is not None and gap.low is None:
+            said += [f"{found.what} {percent_of(gap) or signed(gap.mean)}"]
+    return f"{level.name} ({', '.join(said)})" if said else level.name

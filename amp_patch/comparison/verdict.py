@@ -1,0 +1,277 @@
+"""Verdicts: the findings of levels in words. judge.py tests the levels, and so decides the findings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from amp_patch.comparison.finding import Collapse, Finding, Lost, Verdict
+from amp_patch.comparison.gap import CONFIDENCE, Gap
+from amp_patch.comparison.judge import COLLAPSED_RANGES, has_no_spread
+from amp_patch.comparison.level_result import LevelResult, failures, seeds_change_nothing, seeds_in_words
+from amp_patch.comparison.lost_without_masters import lost_by_weights
+from amp_patch.diagnose.wording import (
+    counted,
+    fine_percent,
+    metric_in_words,
+    ratio,
+    relative_distance,
+    shortest_distinct,
+    signed,
+    signed_percents,
+    times,
+    two,
+    whole_percent,
+)
+
+_BY_METRIC = "give a figure of quality to amp.log, and judge by --metric"
+# `Finding.unjudged` -> why results are not judged, and the way out.
+UNJUDGED = {
+    "sum": ("a sum of the losses of several optimizers, as a GAN's, tells nothing of quality", _BY_METRIC),
+    "direction": (
+        "the baseline's training made it worse: with --maximize more of it is better, without it less is",
+        "add --maximize, or leave it out",
+    ),
+    "around 0": ("the baseline's loss changes its sign and does not fall, as a policy gradient's", _BY_METRIC),
+    "too good": (
+        "it is better by more than a rounding explains",
+        "look whether all runs train on the same batches, and none goes on from another's checkpoint",
+    ),
+}
+
+
+def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric: str) -> Verdict:
+    """Put the finding of a level, which `judge` has made, into words.
+
+    Args:
+        base: the baseline; None if no level has figures.
+        found: the finding.
+        metric: "loss", or a name given to `amp.log`.
+    """
+    failed, cut = failures_in_words(level), failures_in_words(level, short=True)
+    lost = "; ".join(_lost(each, metric, base) for each in found.diverged)
+    what = f"final {metric_in_words(metric)}"
+    if not level.runs:
+        return Verdict(found.kind, failed, reason=cut)
+    if base is None:
+        return Verdict(found.kind, lost, reason=lost)
+    skips, without = _skips(found), lost_by_weights(found.lost_updates)
+    if level is base:
+        as_is = f"the script as it is, {base.low_weights}: " if base.low_weights else ""
+        own = f"{as_is}{what} {_mean_and_spread(base)}"
+        return Verdict(found.kind, _joined(own, lost, skips, failed), reason=_joined(lost, skips, cut))
+    collapsed = _collapsed(found.collapsed, base, what) if found.collapsed else ""
+    accuracy = _joined(lost, collapsed) or _accuracy(found, level, base, what)
+    if found.rejected:
+        text = _joined("do not use: " + accuracy, without, skips, _cost(level, base), failed)
+    else:
+        first = (accuracy, _cost(level, base)) if found.better else (_cost(level, base), accuracy)
+        text = _joined(*first, without, skips, failed)
+    if found.collapsed:  # the rule of a collapse is in `Comparison.test`, which the page prints
+        accuracy = _joined(lost, _collapsed_seeds(found.collapsed, what))
+    if found.kind in ("within", "so far"):  # the page has a column for the gap
+        accuracy = f"every loss as {base.name}'s, to the bit" if found.to_the_bit else ""
+        if found.gap is not None and (found.by_range or found.kind == "so far"):
+            accuracy = _what_it_tells(found, found.gap)
+    return Verdict(found.kind, text, found.better, _joined(accuracy, without, skips, cut))
+
+
+def failures_in_words(level: LevelResult, *, short: bool = False) -> str:
+    """List the level's failed seeds and their errors, in full or shortened; "" if no run failed."""
+    return "; ".join(f"failed with {each}" for each in failures(level, short=short))
+
+
+def more_seeds(base: LevelResult, undecided: Sequence[LevelResult] = ()) -> str:
+    """Return the advice for a comparison whose seeds do not decide: "run 4 more seeds".
+
+    If the script does not use its seeds, the advice is to let it use them.
+
+    Args:
+        undecided: the levels that the seeds are to decide. If it is empty, or if the number of seeds for one of them
+            is unknown, the advice has no number.
+    """
+    if seeds_change_nothing(base):
+        return "let the script use the seeds"
+    more = [level.finding.gap.more_seeds for level in undecided if level.finding.gap is not None]
+    known = [each for each in more if each is not None]
+    if known and len(known) == len(undecided):
+        return f"run {counted(max(known), 'more seed')}"
+    return "run more seeds" if len(base.finite) > 2 else "run three seeds or more"
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
+
+
+def _mean_and_spread(base: LevelResult) -> str:
+    spread = list(base.finite.values())
+    text, low, high = shortest_distinct(statistics.mean(spread), min(spread), max(spread))
+    return text + (f" over {len(spread)} seeds ({low} to {high})" if len(spread) > 1 else "")
+
+
+def _accuracy(found: Finding, level: LevelResult, base: LevelResult, figure: str) -> str:
+    """Put the accuracy of a level into words.
+
+    `verdict` uses the result only if no run of the level has diverged or collapsed: otherwise the words for these runs
+    stand in its place.
+    """
+    gap = found.gap
+    if gap is None:
+        return f"no seed of it has a result of {base.name}'s to compare with"
+    if found.to_the_bit:
+        return f"{figure} {shortest_distinct(gap.level)[0]}, every loss the same as {base.name}'s, to the bit"
+    distance = relative_distance(gap.level, gap.base)
+    if found.kind == "unjudged":
+        return f"{figure} {distance} {base.name}'s: {'; '.join(UNJUDGED[found.unjudged])}"
+    if has_no_spread(base):
+        what = "the seeds change nothing" if len(base.finite) > 1 else "one seed, so without an interval"
+        return f"{what}: {figure} {distance} {base.name}'s; {more_seeds(base)} to judge it"
+    if found.rounding is not None:
+        step = fine_percent(found.rounding / abs(gap.level))
+        off = f"{figure} {shortest_distinct(gap.level, gap.base)[0]}, {distance} {base.name}'s"
+        return f"{off}: less than the steps of {step} in which losses were recorded"
+    if not found.by_range and gap.told is not None:
+        text = shortest_distinct(gap.level, gap.base)[0]
+        caught_up = _caught_up(found, level, base)
+        return f"{figure} {text}, {gap_in_words(gap, base.name)}: {gap.told} ({margin_in_words(gap)}){caught_up}"
+    return (
+        f"{_beside_the_range(found, gap, base, figure)}; {gap_in_words(gap, base.name)}: {_what_it_tells(found, gap)}"
+    )
+
+
+def _beside_the_range(found: Finding, gap: Gap, base: LevelResult, figure: str) -> str:
+    """Put into words how the level's mean result compares with the range of the baseline's seeds."""
+    low, high = min(base.finite.values()), max(base.finite.values())
+    text, low_, high_ = shortest_distinct(gap.level, low, high)
+    spread = f"the spread of {base.name}'s {len(base.finite)} seeds ({low_} to {high_})"
+    if low <= gap.level <= high:
+        return f"{figure} {text} within {spread}"
+    better = ", better: " if found.better else ", no worse: " if found.kind == "no worse" else ", "
+    of_base = shortest_distinct(gap.base)[0]
+    distance = relative_distance(gap.level, gap.base)
+    outside = f"{figure} {text}{better}{distance} {base.name}'s {of_base}, outside {spread}"
+    if found.p is None:
+        return f"{outside}, with one seed"
+    test = f"paired t-test p {'< 0.001' if found.p < 0.001 else f'= {two(found.p)}'}"
+    return f"{outside}, {test}" if found.kind == "differs" else f"{outside}, which may be chance ({test})"
+
+
+def _what_it_tells(found: Finding, gap: Gap) -> str:
+    """Put into words what a gap shows whose interval does not decide, or is missing (`Gap.told` is None)."""
+    if gap.decorrelated:
+        said = "the runs have decorrelated, it tells no more than the spread"
+        return said if found.kind != "undecided" else f"{said}; {_more_in_words(gap)}"
+    if gap.is_slight:
+        return f"more than the {margin_in_words(gap)}, and little of what the training gained"
+    what = "worse, by how much" if gap.is_loss else "as good or not"
+    return f"{what} ({margin_in_words(gap)}) cannot be told yet; {_more_in_words(gap)}"
+
+
+def _more_in_words(gap: Gap) -> str:
+    """Return "4 more seeds would tell", or "run more seeds" if the number is unknown."""
+    return "run more seeds" if gap.more_seeds is None else f"{counted(gap.more_seeds, 'more seed')} would tell"
+
+
+def gap_in_words(gap: Gap, base: str) -> str:
+    """Format a gap: "gap to O0 +0.0012 (+0.052 %, 95 %: -0.02 to +0.12 %)"."""
+    interval = interval_of(gap) or "one seed, so without an interval"
+    return f"gap to {base} {signed(gap.mean)} ({', '.join(filter(None, [percent_of(gap), interval]))})"
+
+
+def percent_of(gap: Gap) -> str:
+    """Format the gap in per cent of the baseline: "+0.052 %"; "" if the baseline is 0."""
+    share = gap.share(gap.mean)
+    return "" if share is None else f"{signed_percents(share)[0]} %"
+
+
+def interval_of(gap: Gap) -> str:
+    """Format the interval: "95 %: -0.02 to +0.12 %", without per cent if the baseline is 0; "" without an interval."""
+    if gap.low is None or gap.high is None:
+        return ""
+    low, high = gap.share(gap.low), gap.share(gap.high)
+    if low is None or high is None:
+        return f"{whole_percent(CONFIDENCE)}: {signed(gap.low)} to {signed(gap.high)}"
+    return f"{whole_percent(CONFIDENCE)}: {' to '.join(signed_percents(low, high))} %"
+
+
+def margin_in_words(gap: Gap) -> str:
+    """Format the margin: "margin 0.2 %"."""
+    share = gap.share(gap.margin)
+    return f"margin {fine_percent(share)}" if share is not None else "margin 0"
+
+
+def _caught_up(found: Finding, level: LevelResult, base: LevelResult) -> str:
+    """Return, for the end of a sentence, how much faster a worse level is than the baseline to the same result.
+
+    It is (speedup per step) * (steps after which the baseline had the level's final result) / (all steps), by
+    `Finding.reached`. Return "" if the level is not faster per step, or if no curve shows when the baseline had that
+    result.
+    """
+    if found.reached is None or found.better or level.speedup is None or level.speedup.pace != "faster":
+        return ""
+    step, of = found.reached
+    left = level.speedup.median * step / of
+    is_left = f"{ratio(left)}x is left of its speed" if left > 1 else f"it is no faster ({ratio(left)}x)"
+    return f"; {base.name} had that after {step} of {of} steps: to the same result {is_left}"
+
+
+def _collapsed(collapsed: Collapse, base: LevelResult, what: str) -> str:
+    said = _collapsed_seeds(collapsed, what)
+    if not collapsed.of_seeds:
+        return f"{said}, further above every loss of {base.name}'s than those lie apart"
+    low, high = shortest_distinct(min(base.finite.values()), max(base.finite.values()))
+    return (
+        f"{said}, where {base.name}'s {len(base.finite)} seeds end at {low} to {high}: further off than "
+        f"{COLLAPSED_RANGES} times their range, and than half of what {base.name}'s training gained"
+    )
+
+
+def _collapsed_seeds(collapsed: Collapse, what: str) -> str:
+    least, most = shortest_distinct(min(collapsed.figures), max(collapsed.figures))
+    ended = least if least == most else f"{least} to {most}"
+    return f"collapsed with {seeds_in_words(collapsed.seeds)}: {what} {ended}"
+
+
+def _lost(lost: Lost, metric: str, base: LevelResult | None) -> str:
+    what = {"diverged": "diverged", "not finite": f"{metric} was not finite", "missing": f"gave no {metric}"}[lost.kind]
+    at = "" if lost.step is None else f" at step {lost.step}"
+    as_base = f", as {base.name} did" if base is not None and lost.as_base else ""
+    eps = "" if lost.eps is None else f": its optimizer's eps {lost.eps:g} is 0 in FP16; take eps=1e-4 or more, or O2"
+    return f"{what} with {seeds_in_words(lost.seeds)}{at}{as_base}{eps}"
+
+
+def _skips(found: Finding) -> str:
+    """Put skipped steps and a fallen loss scale into words; "" if the finding has neither."""
+    words = []
+    if found.skips is not None:
+        words.append("{} of {} steps were skipped with seed {}".format(*found.skips))
+    if found.fallen_scale is not None:
+        words.append(f"the loss scale fell to {two(found.fallen_scale)}")
+    return ", ".join(words)
+
+
+def _cost(level: LevelResult, base: LevelResult) -> str:
+    parts = ["emulated: no speed, no memory"] if level.emulated else []
+    if level.speedup is not None:
+        median, low, high = level.speedup
+        how = "one run, " if len(set(level.seeds) & set(base.seeds)) == 1 else ""
+        if level.speedup.pace == "faster":
+            middle, least, most = times(median, low, high)
+            parts.append(f"{middle}x faster than {base.name} ({how}{least} to {most})")
+        elif level.speedup.pace == "slower":
+            middle, least, most = times(1 / median, 1 / high, 1 / low)
+            parts.append(f"{middle}x slower than {base.name} ({how}{least} to {most})")
+        else:
+            what = "as fast as" if level.speedup.pace == "as fast" else "not clearly faster or slower than"
+            parts.append(f"{what} {base.name} ({how}{ratio(low)}x to {ratio(high)}x)")
+    return ", ".join(filter(None, [*parts, memory_beside(level)]))
+
+
+def memory_beside(level: LevelResult) -> str:
+    """Return the level's memory relative to the baseline's: "0.58 of its memory"; "" if it is unknown."""
+    memory = level.memory
+    if memory is None:
+        return ""
+    what = "memory" if level.memory_ratio is not None else "bytes of weights, gradients and state"
+    same, part = abs(memory - 1) < 0.005, "of" if memory < 1 else "times"
+    return f"the same {what}" if same else f"{ratio(memory)} {part} its {what}"

@@ -1,0 +1,61 @@
+"""The commands that a report advises to run next, and its advice in words if there is none."""
+
+from __future__ import annotations
+
+import shlex
+
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.headline import how_to_use
+from amp_patch.comparison.verdict import UNJUDGED, more_seeds
+from amp_patch.diagnose.recording.run import NATIVE
+
+_OF_SEARCH = ("--dtype", "--steps", "--seed-flag", "--metric", "--maximize", "--margin", "--device")
+
+
+def commands(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return (purpose, command) pairs in the order of a reader's use; the last command is the one to run next."""
+    resume = f"python -m amp_patch compare --resume {shlex.quote(comparison.folder)}" if comparison.folder else ""
+    found = [("use it without an edit", how_to_use(comparison)[1]), ("be sure", comparison.to_be_sure)]
+    if comparison.cut:
+        found.append(("make the runs that are missing", resume))
+    elif comparison.seeds_to_tell is not None and resume:
+        found.append((f"be sure of the {comparison.metric_in_words}", f"{resume} --seeds {comparison.seeds_to_tell}"))
+    else:
+        found.append(_search(comparison))
+    return [(purpose, command) for purpose, command in found if command]
+
+
+def advice(comparison: Comparison) -> str:
+    """Return the next action in words, for a report that has no command to run."""
+    found, base = comparison.recommendation, comparison.baseline
+    if found is None or base is None:
+        return "Mend what failed, and compare again." if any(level.failed for level in comparison.levels) else ""
+    if found.level is not base:
+        return "Train with it."
+    if "unjudged" in found.because:
+        _, way_out = UNJUDGED[found.because["unjudged"][0].finding.unjudged]
+        return f"{way_out[0].upper()}{way_out[1:]}."
+    if "undecided" in found.because:
+        words = more_seeds(base, found.because["undecided"])
+        return f"{words[0].upper()}{words[1:]}."
+    return f"Nothing: {base.level} is the script as it is."
+
+
+def _search(comparison: Comparison) -> tuple[str, str]:
+    """Return (purpose, command) of a module search, if a level is worse and the baseline is recommended.
+
+    Otherwise return ("", "").
+    """
+    found, base = comparison.recommendation, comparison.baseline
+    if found is None or found.level is not base or not comparison.again:
+        return "", ""
+    worse = [level for level in found.because.get("differs", []) if level.level != NATIVE]
+    # If the optimizer's eps is 0 in FP16, no kept module helps.
+    worse = [level for level in worse if all(lost.eps is None for lost in level.finding.diverged)]
+    if not worse:
+        return "", ""
+    level, words = worse[-1].level, shlex.split(comparison.again)
+    script = next((i for i, word in enumerate(words) if word == "-m" or not word.startswith("-")), len(words))
+    options = [word for word in words[:script] if word.partition("=")[0] in _OF_SEARCH]
+    command = shlex.join(["python", "-m", "amp_patch", "search", "--level", level, *options, *words[script:]])
+    return f"find the modules that {level} needs in a higher precision", command

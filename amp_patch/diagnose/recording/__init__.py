@@ -1,0 +1,33 @@
+"""Recordings of trainings: `record`, `log`, and their files and tables.
+
+Words of this package: an *event* is a dict, one line of JSON in a file. A *sink* receives events. A *body* is the block
+of one `scale_loss`. A *look* inspects one step, or counts the bytes that autograd saves in it. *Samples* are counted in
+the model's first input tensor.
+
+Files:
+
+- `recorder.py`: `amp.record`: observes trainings
+- `run.py`: the figures of a recording, built from events
+- `step.py`: one step
+- `step_clock.py`: which part of a step runs, and its time
+- `single_steps.py`: steps that are inspected or measured
+- `inspected_step.py`: `inspect` for one step of the user's loop
+- `activations.py`: the bytes that autograd saves in one step
+- `sampled_updates.py`: lost updates, in sampled steps
+- `scaler_losses.py`: losses that a GradScaler has scaled
+- `sizes.py`: bytes of the training's tensors
+- `peak_memory.py`: peak memory, from CUDA or the operating system
+- `epoch_size.py`: the number of samples of an epoch
+- `module_names.py`: modules that can be kept in another precision
+- `forward_hooks.py`: notification of the beginning of a forward
+- `compiled_forwards.py`: the same for compiled forwards
+- `size_advice.py`: advice on layer sizes, from one forward
+- `outbox.py`: events that wait for copies from the device
+- `sinks.py`: files of JSON lines, and TensorBoard
+"""
+
+from __future__ import annotations
+
+from amp_patch.casts import dynamo
+
+dynamo.never_trace("diagnose.recording")  # compiled forwards call a recorder's hooks

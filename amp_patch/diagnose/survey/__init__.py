@@ -1,0 +1,21 @@
+"""The survey: it follows one FP32 step operation by operation, to find the lines of user code that a level breaks.
+
+Words of this package: a *kind of levels* (`Kind`) is the levels that give each tensor the same type, such as O2 and O3.
+The *facts* of a tensor (`Facts`) are its type and numbers at each kind. A tensor is *learned* if it depends on a
+parameter; only the numbers of other tensors are computed at each kind.
+
+Files:
+
+- `survey.py`: `amp.survey`, and the state that it restores
+- `first_step.py`: the survey of a script's first step
+- `visit.py`: the mode that follows each tensor
+- `kinds.py`: levels that compute alike, and the facts of a tensor at each
+- `calls.py`: one call, and its line of user code
+- `rules.py`: rules: one function for each
+- `ranges.py`: rules on the range of a type
+- `sums.py`: rules on sums and differences
+- `masks.py`: masks that are added to scores
+- `served.py`: the problems that `run` and `compare` correct in an unedited script
+- `findings.py`: what a rule yields
+- `report.py`: the result of `survey`
+"""

@@ -1,0 +1,90 @@
+"""FirstStep: the survey of a training's first step. After that step it ends the training."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from amp_patch.diagnose.survey.report import Report
+from amp_patch.diagnose.survey.survey import Surveyor
+from amp_patch.training import observers
+
+
+class FirstStepOver(SystemExit):
+    """The exception that ends a surveyed training. The first forward after the first step raises it."""
+
+
+class FirstStep(observers.Observer):
+    """A `with` block that surveys the O0 trainings in it, and raises `FirstStepOver` when their first step is over.
+
+    The first step is over when a forward begins after each optimizer has made a step. If one optimizer has made two
+    steps before that, the first step is over too: other optimizers may never step.
+
+    Attributes:
+        entered: the context managers that the block has entered. Its end closes them.
+    """
+
+    def __init__(self) -> None:
+        self._surveyor = Surveyor()
+        self._models: dict[int, nn.Module] = {}
+        self._steps: dict[int, int] = {}
+        self.entered = ExitStack()
+
+    def __enter__(self) -> FirstStep:
+        self.entered.enter_context(self._surveyor)
+        observers.add(self)
+        self.entered.callback(observers.remove, self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.entered.close()
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a step was made."""
+        return any(self._steps.values())
+
+    @property
+    def unedited(self) -> bool:
+        """Whether `run` would train the script at a level, and serve some of its lines."""
+        return False
+
+    @property
+    def report(self) -> Report:
+        """The findings of the survey. They are complete after the `with` block."""
+        return self._surveyor.report
+
+    def training_begun(self, training: Any) -> None:
+        if training is None:
+            return
+        self._surveyor.unedited = self.unedited
+        optimizers = training.own_optimizers()
+        for optimizer in optimizers:
+            self._steps.setdefault(id(optimizer), 0)
+        held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        trained = [p for p in held if p.requires_grad]  # of an average that an optimizer holds, nothing is trained
+        for model in (m for ref in training.models if (m := ref()) is not None):
+            if id(model) not in self._models:
+                self._models[id(model)] = model
+                self._surveyor.follow(model, trained)
+                self.entered.callback(model.register_forward_pre_hook(self._forward_begins()).remove)
+
+    def _forward_begins(self) -> Any:
+        # A function, not a bound method: a deepcopy of the model copies the object of a bound method, here the survey.
+        def before(*_: Any) -> None:
+            steps = self._steps.values()
+            if steps and (all(steps) or max(steps) > 1):
+                raise FirstStepOver
+
+        return before
+
+    def step_begins(self, optimizer: Any) -> None:
+        if id(optimizer) in self._steps:
+            self._surveyor.step_begins(optimizer)
+
+    def step_ends(self, optimizer: Any) -> None:
+        if id(optimizer) in self._steps:
+            self._steps[id(optimizer)] += 1
+            self._surveyor.step_ends(optimizer)

@@ -1,0 +1,356 @@
+"""Rules of a survey on the range of a type: numbers that become infinite or 0, masks, guards, and coarse rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.diagnose.survey.calls import Call
+from amp_patch.diagnose.survey.findings import Finding, Rule, is_view, number, type_names, where
+from amp_patch.diagnose.survey.kinds import KINDS, Facts, Guard, Kind, Kinds, Tiny
+from amp_patch.diagnose.survey.masks import is_two_valued_mask
+
+_NEAR = 4.0  # an activation within this factor of the largest number of its type is reported
+_SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
+_NATS = 1.0  # a rounding error above this in a softmax's largest argument is reported
+_CLAMPED = 0.01  # clamped probabilities with a larger share of the sum of all are reported
+_TINY = 2.0**-14  # a guard matters only if a guarded number is smaller than this
+_POLES = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow")
+_POLES_AT_ONE = ("acos", "acosh", "asin", "atanh", "erfinv", "logit", "log1p")
+_SHRINKING = ("mul", "div", "pow", "square", "exp", "softmax", "matmul", "bmm", "linear")
+_CARRYING = ("dropout", "clone", "contiguous", "reshape", "to", "float")  # change no number
+_SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
+_NORMS = {"batch_norm": "channels", "instance_norm": "rows", "group_norm": "all", "layer_norm": "last", "rms_norm": ""}
+_NORMS |= dict.fromkeys(("std", "var", "std_mean", "var_mean"), "own")
+
+
+def _overflows(call: Call) -> Iterator[Finding]:
+    """Find results of calls, and inputs and buffers of the model, with finite numbers that are infinite at a level."""
+    if is_view(call) or call.op == "output":
+        return
+    edit = "divide it first, or name the module in keep_fp32=, or take BF16 (O4, O5)"
+    for tensor, facts in call.outputs:
+        if facts.learned:
+            low, high = call.range(_written(call, tensor)) if facts.low else (0.0, 0.0)
+            high = max(high, 0.0) if facts.masked else high  # all of the numbers may be the mask's
+            kinds = frozenset(k for k in facts.low if not (k.holds(high) and (k.holds(low) or facts.masked)))
+            worst = high if high >= -low or facts.masked else low
+            if abs(worst) == torch.finfo(torch.float32).max:
+                kinds -= facts.finite
+        else:
+            before = {
+                k for _, given in call.inputs if call.func for k, v in given.values.items() if bool(v.isinf().any())
+            }
+            new = {k: value for k, value in facts.values.items() if k not in before}
+            kinds = frozenset(k for k, value in new.items() if _turns_infinite(call, tensor, value))
+            worst = max(call.range(tensor), key=abs) if kinds else 0.0
+        if kinds:
+            name = facts.name if call.op in ("input", "buffer") else call.op
+            yield Finding(kinds, f"{name} has {number(worst)}, which is infinite in {type_names(kinds)}", edit)
+
+
+def _written(call: Call, tensor: Tensor) -> Tensor:
+    """Return the numbers that a call wrote into its output `tensor`: y of `x[i] = y` and `x.index_copy_(0, i, y)`.
+
+    The rest of x may be memory whose numbers are not made yet. For other calls, return `tensor`.
+    """
+    value = call.args[-1] if call.op in ("setitem", "index_copy") and call.in_place and len(call.args) > 2 else None
+    return value if isinstance(value, Tensor) and value.is_floating_point() else tensor
+
+
+def _turns_infinite(call: Call, tensor: Tensor, value: Tensor) -> bool:
+    """Return whether finite numbers of `tensor` are infinite in `value`, the tensor at a level.
+
+    False if all these numbers are one negative number, or one positive number among zeros: a mask's, which may become
+    infinite. A model's input has no such positive number: levels that cast it refuse it.
+    """
+    lost = tensor.detach()[value.isinf() & tensor.isfinite()]
+    if not lost.numel() or bool(lost.max() < 0 and lost.min() == lost.max()):
+        return False
+    return call.op == "input" or not is_two_valued_mask(tensor.detach())
+
+
+def _comes_near(call: Call) -> Iterator[Finding]:
+    """Find activations whose largest number times `_NEAR` exceeds the range of the type: a later step may overflow."""
+    if is_view(call) or not call.inside or call.op in ("input", "buffer", "output"):
+        return
+    for tensor, facts in call.outputs:
+        if facts.learned and facts.low:
+            low, high = call.range(_written(call, tensor))
+            most = high if facts.masked else max(high, -low)
+            kinds = frozenset(k for k in facts.low if k.holds(most) and most * _NEAR > torch.finfo(k.dtype).max)
+            if kinds:
+                edge = number(torch.finfo(min(kinds, key=KINDS.index).dtype).max)
+                what = f"{call.op} reaches {number(most)}, near to {type_names(kinds)}'s largest, {edge}"
+                yield Finding(kinds, what, "divide it first, or take BF16 (O4, O5)")
+
+
+def _all_vanish(call: Call) -> Iterator[Finding]:
+    """Find calls in a forward whose results are so small that all numbers become 0 in the low-precision type.
+
+    The finding is made at the call that uses the small numbers. If that call adds them to much larger
+    numbers (`_absorbs`), there is no finding: the sum is nearly the same without them.
+    """
+    tiny = next((facts.tiny for _, facts in call.inputs if facts.tiny is not None), None)
+    if not call.inside and tiny is None:
+        return
+    made = _tiny(call)
+    if made is None and tiny is not None:
+        if call.op in _CARRYING or is_view(call):
+            made = tiny
+        elif not _absorbs(call, tiny):
+            what = f"the numbers of {tiny.op} are at most {number(tiny.most)}: all are 0 in {type_names(tiny.kinds)}"
+            edit = "scale it later, in FP32 (x.float()), or take BF16 (O4, O5)"
+            yield Finding(tiny.kinds, what, edit, tiny.line, tiny.op)
+    for _, facts in call.outputs:
+        facts.tiny = (tiny or made) if made is not None else None
+
+
+def _tiny(call: Call) -> Tiny | None:
+    """If `call` is one of `_SHRINKING`, and all numbers that it makes become 0 at a level, describe them; else None."""
+    if not call.inside or call.op not in _SHRINKING or len(call.outputs) != 1:
+        return None
+    tensor, facts = call.outputs[0]
+    low, high = call.range(tensor) if facts.learned and facts.low else (0.0, 0.0)
+    most = max(high, -low)
+    kinds = frozenset(k for k in facts.low if k.vanishes(most))
+    return Tiny(most, kinds, call.op, call.line) if kinds else None
+
+
+def _absorbs(call: Call, tiny: Tiny) -> bool:
+    """Tell whether `tiny` changes the results of a sum by less than a step of the types in which it is 0."""
+    if call.op not in ("add", "sub") or not call.outputs:
+        return False
+    largest = max(map(abs, call.range(call.outputs[0][0])))
+    return tiny.most < largest * min(kind.step for kind in tiny.kinds)
+
+
+def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
+    """Find softmaxes with a row in which each element is masked: if the mask becomes -inf, the row becomes NaN."""
+    edit = "torch.finfo(x.dtype).min as the mask's number, made inside of forward"
+    found = _scores(call)
+    if found is None:
+        return
+    tensor, facts, dim = found
+    if not call.range(tensor)[0] < -torch.finfo(torch.float16).max:
+        return
+    scores = tensor.detach()
+    lives = ~scores.isneginf().all(dim)
+
+    def dies(kind: Kind) -> bool:
+        value = facts.values.get(kind)
+        if value is None:
+            cast = kind in (facts.low | facts.infinite) - facts.finite or (not kind.casts and call.lowers)
+            value = scores.to(kind.dtype) if cast else scores
+        return bool((value.isneginf().all(dim) & lives).any())
+
+    if kinds := frozenset(kind for kind in KINDS if dies(kind)):
+        what = f"a row of {call.op} is masked throughout: in {type_names(kinds)} it is -inf, and its result NaN or 0"
+        yield Finding(kinds, what, edit)
+
+
+def _scores(call: Call) -> tuple[Tensor, Facts, int] | None:
+    """Find the numbers that a softmax or an attention turns into probabilities. None for any other call.
+
+    Returns:
+        scores: the argument of the softmax, or the mask of the attention.
+        facts: the facts of the scores.
+        dim: the dimension over which the probabilities add up to 1.
+    """
+    if call.op in ("softmax", "log_softmax", "logsumexp") and call.inputs:
+        dim = _dim_of(call)
+        return (*call.inputs[0], dim) if isinstance(dim, int) else None
+    if call.op in ("scaled_dot_product_attention", "multi_head_attention_forward"):
+        masks = [(t, facts) for t, facts in call.inputs if not facts.learned and call.range(t)[0] < -1e4]
+        return (*masks[0], -1) if masks else None
+    return None
+
+
+def _dim_of(call: Call) -> Any:
+    return call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else -1)
+
+
+# Python numbers
+
+
+def _guards_vanish(call: Call) -> Iterator[Finding]:
+    """Find divisions by, and logarithms, roots and negative powers of, numbers that a level rounds to 0.
+
+    A guard is a Python number that was added to keep such numbers away from 0: if it rounds to 0, they may be 0 too.
+    This rule also records the guards.
+    """
+    for _, facts in call.outputs:
+        guard = _guard(call, facts.low)
+        if guard is not None:
+            facts.guard = guard
+    if call.op not in _POLES or (call.op == "pow" and not _negative_power(call)):
+        return
+    at = 1 if call.op == "div" and not call.swapped and len(call.inputs) > 1 else 0
+    if at >= len(call.inputs) or (call.op == "div" and not call.swapped and at == 0):
+        return
+    tensor, facts = call.inputs[at]
+    size = tensor.detach().abs() if facts.low else tensor
+    kinds = where(facts.low, lambda dtype: bool(((size > 0) & (size.to(dtype) == 0)).any()))
+    guard = facts.guard
+    if guard is not None and (found := kinds | (guard.kinds & facts.low)):
+        what = f"{number(guard.number)} is 0 in {type_names(found)}, and {call.op} meets a 0"
+        yield Finding(found, what, "a larger number, 1e-5, or x.float() before it", guard.line)
+    elif kinds and call.op != "sqrt":
+        what = f"{call.op} of numbers that are not 0, and are 0 in {type_names(kinds)}"
+        yield Finding(kinds, what, "x.float() before it, or clamp(min=1e-5)")
+
+
+def _ones_are_met(call: Call) -> Iterator[Finding]:
+    """Find functions with a pole at 1, or -1, of numbers near to it that round to it, as 1 - 1e-6 of a clamp."""
+    if call.op not in _POLES_AT_ONE or not call.learned or not call.inputs:
+        return
+    tensor, facts = call.inputs[0]
+    pole, x = (-1 if call.op == "log1p" else 1), tensor.detach()
+
+    def meets(dtype: torch.dtype) -> bool:
+        low = x.to(dtype)
+        if call.op in ("log1p", "acosh"):  # of numbers above the pole
+            return bool(((x > pole) & (low <= pole)).any())
+        return bool(((x.abs() < 1) & (low.abs() >= 1)).any())
+
+    if kinds := where(facts.low, meets):
+        what = f"{call.op} of numbers that are not {pole}, and are {pole} in {type_names(kinds)}: "
+        edit = "x.float() before it" + ("" if call.op == "acosh" else ", or clamp(-0.99, 0.99)")
+        yield Finding(kinds, f"{what}its gradient is infinite there", edit)
+
+
+def _probabilities_are_clamped(call: Call) -> Iterator[Finding]:
+    """Find clamps to the eps of a tensor's type, as torch.distributions have them, that change many probabilities.
+
+    A clamped number has a gradient of 0. The numbers count by their size: an event with a probability of 1e-5 is rare.
+    """
+    if call.op not in ("clamp", "clamp_min", "maximum") or not call.limits or not call.learned:
+        return
+    p = call.inputs[0][0].detach()
+
+    def rises(dtype: torch.dtype) -> bool:
+        small = (p > torch.finfo(torch.float32).eps) & (p < torch.finfo(dtype).eps)
+        return bool(torch.where(small, p, 0.0).sum() > _CLAMPED * p.sum().abs())
+
+    if kinds := where(call.limits & call.low(), rises):
+        least = " and ".join(number(torch.finfo(kind.dtype).eps) for kind in sorted(kinds, key=KINDS.index))
+        what = f"{call.op} raises numbers to eps, {least} in {type_names(kinds)}: their gradients are 0"
+        yield Finding(kinds, what, "p.float() before it; or logits=, if the numbers are a distribution's probabilities")
+
+
+def _guard(call: Call, low: Kinds) -> Guard | None:
+    if call.op not in ("add", "clamp", "clamp_min", "maximum") or not low or not call.inputs:
+        return None
+    for scalar in call.scalars():
+        kinds = frozenset(kind for kind in low if kind.vanishes(scalar))
+        if kinds and float(call.inputs[0][0].detach().abs().min()) < _TINY:
+            return Guard(scalar, kinds, call.line)
+    return None
+
+
+def _negative_power(call: Call) -> bool:
+    return any(isinstance(value, (int, float)) and value < 0 for value in call.args[1:])
+
+
+def _softmax_is_coarse(call: Call) -> Iterator[Finding]:
+    """Find softmaxes whose largest argument may be rounded by more than `_NATS`, which changes a probability e-fold."""
+    if call.op not in _SOFTMAXES or not call.inputs:
+        return
+    tensor, facts = call.inputs[0]
+    rounded = facts.low | facts.widened  # at other levels the numbers may have been rounded when they were small
+    if not (rounded and tensor.numel()):
+        return
+    dim = _dim_of(call)
+    if call.op == "cross_entropy":
+        dim = 1 if tensor.dim() > 1 else 0
+    if not isinstance(dim, int):
+        return
+    top = tensor.detach().amax(dim)
+    top = top[top > -(2.0**14)]  # `_mask_fills_a_row` reports the rows that are masked throughout
+    most = max(map(abs, call.range(top))) if top.numel() else 0.0
+    kinds = frozenset(kind for kind in rounded if most * kind.step > _NATS)
+    if kinds:
+        worst = most * max(kind.step for kind in kinds)
+        what = f"the largest arguments of {call.op}, up to {number(most)}, are off by up to {number(worst)} in "
+        yield Finding(kinds, f"{what}{type_names(kinds)}", "a larger temperature; or x.float() before the product")
+
+
+def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
+    """Find norms and spreads of an input that spreads so little that rounding changes more than `_SHARE` of it."""
+    if call.op not in _NORMS or not call.inputs or not call.low():
+        return
+    tensor, facts = call.inputs[0]
+    dims = {
+        "channels": [0, *range(2, tensor.dim())],
+        "rows": list(range(2, tensor.dim())),
+        "all": list(range(1, tensor.dim())),
+        "last": [-1],
+        "": [],
+        "own": _dims_of(call),
+    }[_NORMS[call.op]]
+    if not dims or tensor.numel() < 2:
+        return
+    x = tensor.detach()
+    variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    varies = variance > 1e-11 * mean.square()  # a smaller variance is FP32's own rounding error
+
+    def is_noise(dtype: torch.dtype) -> bool:
+        step, least = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        if not bool((varies & (variance.sqrt() < 16 * (step * mean.abs() + least))).any()):
+            return False
+        noise = (x - x.to(dtype)).square().mean(dims, keepdim=True)
+        return bool((varies & (noise > _SHARE**2 * variance)).any())
+
+    if kinds := where(facts.low, is_noise):
+        worst = number(float(variance[varies].min()))
+        what = f"{call.op} of numbers with a variance of {worst}: they differ by less than {type_names(kinds)}'s steps"
+        yield Finding(kinds, what, "take the mean off, or scale them up, before the model; or keep_fp32= for both")
+
+
+def _dims_of(call: Call) -> list[int]:
+    """Return the dimensions over which `x.std(dim)`, or another spread, is taken: all of them without `dim`."""
+    dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+    if isinstance(dim, int) and not isinstance(dim, bool):
+        return [dim]
+    return [*dim] if isinstance(dim, tuple | list) else [*range(call.inputs[0][0].dim())]
+
+
+def _norms_are_of_equal_numbers(call: Call) -> Iterator[Finding]:
+    """Find layer and group norms whose factor of the gradients, 1 / sqrt(variance + eps), is infinite in FP16.
+
+    A class token that begins with zeros is such a row. A CPU's kernel stores the factor in the type of the weights.
+    """
+    if call.op not in ("layer_norm", "group_norm") or not call.inputs:
+        return
+    tensor, facts = call.inputs[0]
+    eps = call.kwargs.get("eps", call.args[4] if len(call.args) > 4 else 1e-5)
+    if not (tensor.requires_grad and tensor.numel() and isinstance(eps, float)):
+        return
+    x = tensor.detach()
+    if call.op == "layer_norm":
+        rows = x.flatten(-len(call.args[1])) if len(call.args) > 1 else x
+    else:
+        rows = x.reshape(len(x), call.args[1] if len(call.args) > 1 else 1, -1)
+    factor = (float(rows.var(-1, correction=0).min()) + eps) ** -0.5
+    if kinds := frozenset(kind for kind in facts.low if kind.casts and not kind.holds(factor)):
+        what = (
+            f"{call.op} of equal numbers with eps={eps:g}: its gradients are multiplied by {number(factor)}, which is "
+        )
+        yield Finding(kinds, f"{what}infinite in {type_names(kinds)}", "eps=1e-5; or name the norm in keep_fp32=")
+
+
+RANGES: tuple[Rule, ...] = (
+    _overflows,
+    _comes_near,
+    _all_vanish,
+    _mask_fills_a_row,
+    _guards_vanish,
+    _ones_are_met,
+    _probabilities_are_clamped,
+    _softmax_is_coarse,
+    _norms_are_of_noise,
+    _norms_are_of_equal_numbers,
+)

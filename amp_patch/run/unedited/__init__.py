@@ -1,0 +1,22 @@
+"""Training of unedited scripts, which use torch alone, at an opt level.
+
+Files:
+
+- `script.py`: replaces `backward` and `step` of the script's optimizers; start here
+- `source.py`: scripts that choose their precision by amp_patch or Apex
+- `refusal.py`: the error, with the lines to add
+- `native.py`: torch.autocast and GradScaler of the script: disabled or kept
+- `scaler_states.py`: state dicts of disabled GradScalers
+- `called_alone.py`: calls that mix FP32 with low-precision weights
+- `direct_forwards.py`: direct calls of `module.forward(x)`
+- `banned_calls.py`: binary_cross_entropy
+- `closures.py`: optimizers whose closure cannot be run before `step()`
+- `kept_averages.py`: averages of weights inside the module that is called
+- `loose_tensors.py`: trained tensors outside of any model
+- `arrays.py`: NumPy arrays of outputs
+- `pickles.py`: files that the script saves
+- `exports.py`: exports of a model in training
+- `handmade.py`: updates without an optimizer
+- `processes.py`: child processes, and memory that processes share
+- `ipex.py`: a stand-in for Intel's extension, whose `optimize` chooses the level
+"""

@@ -1,0 +1,429 @@
+"""inspect: it names planted faults, and its counts equal torch one-liners."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+import training
+from conftest import DEVICES
+from crossed import crossed
+from inspected import NormedNet, identity
+from torch import nn
+from torch.nn import functional as F
+from training import backward
+
+from amp_patch import amp
+from amp_patch.diagnose.inspect import inspect
+from amp_patch.diagnose.inspection import Inspection, NotFinite
+
+
+def look(level, device, factors, value=1.0, weight=1.0, **options):
+    """One inspected step of a Net on a constant input; the loss is `weight` times the sum of its output."""
+    model = identity(NormedNet(), **factors).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, **{"loss_scale": 1.0, **options})
+    with inspect(model, optimizer) as seen:
+        loss = model(torch.full((1, 4), value, device=device)).float().sum() * weight
+        training.backward(loss, optimizer)
+        optimizer.step()
+    return seen
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_inspect_finds_the_layer_of_an_overflow_in_forward(level, device):
+    assert look(level, device, {"block_1": 3e4}).not_finite is None
+    seen = look(level, device, {"block_0": 3e4, "block_1": 3e4})
+    assert (seen.not_finite.module, seen.not_finite.direction) == ("block.1", "forward")
+    assert seen.not_finite.input_range == (0.0, pytest.approx(3e4, rel=1e-3))
+    assert "block.1" in str(seen.not_finite) and "step 0" in str(seen.not_finite)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_inspect_finds_the_layer_of_an_overflow_in_backward(level, device):
+    """The head's gradient is 2**8 at its input; times 2**10 in block.1's backward that is 2**18."""
+    factors = {"head": 2.0**-7, "block_1": 2.0**10, "block_0": 2.0**-10}
+    seen = look(level, device, factors, weight=2.0**15)
+    assert seen.not_finite.direction == "backward"
+    assert seen.not_finite.module == "block.1"
+    assert seen.not_finite.input_range == (0.0, 2.0**8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_inspect_names_a_norm_whose_variance_overflows(level, device):
+    seen = look(level, device, {"first": 300.0})
+    assert (seen.not_finite.module, seen.not_finite.direction) == ("norm", "forward")
+    assert seen.not_finite.op == "pow" and seen.not_finite.input_range == (300.0, 300.0)
+    assert seen.keep_fp32() == ["norm"] or seen.keep_fp32()[0] == "norm"
+    fixed = look(level, device, {"first": 300.0}, keep_fp32=seen.keep_fp32()[0])
+    assert fixed.not_finite is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inspect_counts_flushed_gradients_at_their_parameter(device):
+    """At O0, the counts show the loss in FP16. The gradient of head is 2**-26, and that of block.0 is 2**-36."""
+    seen = look("O0", device, {"head": 2.0**-10}, weight=2.0**-26)
+    head, block = seen.gradients["head.weight"], seen.gradients["block.0.weight"]
+    assert set(head.counts) == {-26} and min(block.counts) == -36
+    assert head.flushed(2.0) == 1.0 and head.flushed(4.0) == 0.0  # 2**-25 is a tie, which goes to 0
+    assert block.flushed(2.0**11) == 1.0 and block.flushed(2.0**12) == 0.0
+    assert seen.best_scale() == 2.0**41
+    assert seen.not_finite is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_inspect_counts_unscaled_gradients(level, device):
+    seen = look(level, device, {}, loss_scale=1024.0)
+    plain = look("O0", device, {})
+    assert seen.scale == 1024.0
+    for name, histogram in plain.gradients.items():
+        assert seen.gradients[name].counts == histogram.counts, name
+    assert set(seen.activation_gradients["head"].counts) == {10}  # as they flowed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_inspect_measures_errors_against_fp32_on_the_same_input(level, dtype, device):
+    model = training.convnet(device=device)
+    images, classes = training.images(0, device)
+    reference = copy.deepcopy(model)
+    model = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, dtype=dtype)[0]
+    given, made = {}, {}
+
+    def note(name):
+        def hook(_, args, output):
+            given[name], made[name] = args[0], output
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(note(name)) for name, module in model.named_modules() if not any(module.children())
+    ]
+    with inspect(model) as seen:
+        F.cross_entropy(model(images), classes)
+    for handle in handles:
+        handle.remove()
+    assert seen.errors.keys() == made.keys() and max(seen.errors.values()) > 0
+    for name, error in seen.errors.items():
+        with torch.no_grad(), amp.disable_casts():
+            exact = reference.get_submodule(name)(given[name].float())
+        expected = (made[name].float() - exact).norm() / exact.norm()
+        assert error == pytest.approx(expected.item(), rel=1e-3, abs=1e-7), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inspect_changes_no_weight_and_leaves_no_hook(device):
+    """Inspected and other steps give the same weights. Batch norms count each batch once."""
+    runs, hooks, batch = [], [], partial(training.images, device=device)
+    for inspected in (False, True):
+        model = training.convnet(device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        if inspected:
+            with inspect(model, optimizer) as seen:
+                training.train(model, optimizer, 3, batch)
+            assert seen.step == 3 and seen.not_finite is None
+            assert seen.activations["body.0"].total == 3 * 8 * 4 * 64
+        else:
+            training.train(model, optimizer, 3, batch)
+        training.train(model, optimizer, range(3, 5), batch)
+        runs.append(training.weights(model))
+        for module in model.modules():
+            assert not module._forward_hooks and not module._forward_pre_hooks
+        assert not any(param._backward_hooks for param in model.parameters())
+        hooks.append([len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)])
+        assert torch.overrides._get_current_function_mode_stack() == []
+    assert hooks[0] == hooks[1]
+    assert training.same(*runs)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@crossed({"before": [True, False], "level": ["O1", "O2"]}, meet=1)
+def test_inspect_runs_a_compiled_model_eagerly_and_keeps_its_graphs(before, level):
+    """Inspect before or after the first compilation. Afterwards the model uses its graphs again."""
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    model = identity(NormedNet(), block_0=2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0)
+    compiled, x = torch.compile(model, backend=backend), torch.ones(1, 4)
+    if not before:
+        compiled(x)
+    made = len(graphs)
+    with inspect(model, optimizer) as seen:
+        training.backward(compiled(x).float().sum(), optimizer)
+        optimizer.step()
+    assert len(graphs) == made
+    assert seen.step == 1 and seen.not_finite is None
+    assert seen.activations["block.0"].counts == {1: 4}
+    compiled(x)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inspect_ignores_infinities_of_a_mask(device):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x).masked_fill(torch.eye(4, device=x.device).bool(), float("-inf")).softmax(-1)
+
+    model = Masked().to(device)
+    with inspect(model) as seen:
+        model(torch.ones(4, 4, device=device)).square().sum().backward()
+    assert seen.not_finite is None
+    with inspect(model) as seen:
+        model(torch.ones(4, 4, device=device)).log().sum().backward()
+    assert (seen.not_finite.op, seen.not_finite.module) == ("log", None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inspect_names_the_step_of_the_first_overflow(device):
+    model = training.linear([[2.0]], device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", loss_scale=1.0)
+    with inspect(model, optimizer) as seen:
+        for value in (1.0, 1.0, 6e4, 1.0):
+            training.backward(model(torch.full((1, 1), value, device=device)).sum(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (seen.not_finite.module, seen.not_finite.step, seen.step) == ("", 2, 4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inspect_leaves_no_hook_after_an_error(device):
+    model = training.convnet(device=device)
+    with pytest.raises(RuntimeError), inspect(model):
+        model(torch.ones(1, 3, 8, 8, device=device))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inspect_computes_a_module_that_writes_to_its_input_once(device):
+    """SiLU of SiLU is another number, and ReLU's second write would be an error in backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(inplace=True), nn.LayerNorm(4), nn.ReLU(inplace=True)).to(device)
+    inputs = torch.arange(12.0, device=device).reshape(3, 4)
+    plain = model(inputs)
+    with amp.inspect(model) as seen:
+        output = model(inputs)
+        output.sum().backward()
+    assert torch.equal(output, plain)
+    assert seen.errors.keys() == {"0", "2"}
+
+
+class Counting(nn.Module):
+    """Has state in Python, and draws numbers that nothing tells of."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        return inputs * self.weight * self.calls + torch.randn(2)
+
+
+def test_inspect_changes_no_module_state_and_no_random_number():
+    inputs = torch.ones(2)
+    torch.manual_seed(0)
+    plain = Counting()
+    wanted = [plain(inputs), plain(inputs)]
+    torch.manual_seed(0)
+    model = Counting()
+    with amp.inspect(model) as seen:
+        outputs = [model(inputs), model(inputs)]
+    assert all(map(torch.equal, outputs, wanted))
+    assert model.calls == 2
+    assert seen.errors == {}
+
+
+def test_inspect_measures_no_error_of_a_module_that_cannot_compute_in_fp32():
+    """Its hook makes the weight, of parameters in FP16."""
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=4.0)
+    with amp.inspect(model, optimizer) as seen:
+        backward(model(torch.ones(2, 4)).float().sum(), optimizer)
+        optimizer.step()
+    assert seen.errors.keys() == {"1"}
+
+
+class Masked(nn.Module):
+    """Infinities come from a buffer, from an argument, by an assignment or through a view."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.linear, self.form = nn.Linear(4, 4), form
+        self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+
+    def forward(self, inputs, mask=None):
+        scores = self.linear(inputs).clone()
+        if self.form == "buffer":
+            scores = scores + self.mask
+        elif self.form == "argument":
+            scores = scores + mask
+        elif self.form == "assignment":
+            scores[:, 0] = -math.inf
+        else:
+            scores[:, 0].fill_(-math.inf)
+        return (scores * 2.0).softmax(-1)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("form", ["buffer", "argument", "assignment", "view"])
+def test_inspect_blames_no_module_for_infinities_of_a_mask(form, level):
+    model = Masked(form)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=4.0)
+    mask = torch.full((4, 4), -math.inf).triu(1)
+    with amp.inspect(model, optimizer) as seen:
+        backward(model(torch.ones(4, 4), mask=mask).float().square().sum(), optimizer)
+        optimizer.step()
+    assert seen.not_finite is None
+    assert seen.step == 1
+
+
+def test_inspect_uses_the_scale_of_the_optimizer_that_is_scaled():
+    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp.initialize(models, optimizers, opt_level="O2", loss_scale=1024.0)
+    with amp.inspect(models[1], optimizers) as seen:
+        backward(models[1](torch.ones(1, 2)).float().sum(), optimizers[1])
+        optimizers[1].step()
+    assert seen.gradients["weight"].counts == {0: 2}
+
+
+def test_inspect_blames_a_graph_that_outlives_a_step_for_its_own_calls():
+    """The gradient of `early` is infinite; the calls of the next step, at whose places its own were, are not."""
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
+    with amp.inspect(model, optimizers) as seen:
+        early = model(torch.ones(1, 1)) * 2.0
+        loss = early.double().sum() * 1e60
+        optimizers[1].step()
+        late = other(torch.ones(1, 1)).sigmoid().sum()
+        late.backward()
+        loss.backward()
+        optimizers[0].zero_grad()
+        optimizers[0].step()
+    assert (seen.not_finite.op, seen.not_finite.module, seen.not_finite.step) == ("Mul", None, 1)
+
+
+def test_inspect_sees_the_modules_of_a_compiled_model():
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
+    compiled = torch.compile(model, backend="eager")
+    with amp.inspect(model) as seen:
+        compiled(torch.ones(1, 2)).sum().backward()
+    assert seen.errors.keys() == {"0", "1"}
+    assert seen.activations["1"].total == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inspect_continues_after_a_step_that_raises(device):
+    model = training.convnet(device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    images = training.images(0, device)[0]
+    with inspect(model, optimizer) as seen:
+        model(images).sum().backward()
+        optimizer.param_groups[0]["lr"] = "nothing to multiply by"
+        with pytest.raises((TypeError, RuntimeError)):
+            optimizer.step()
+        model(images).exp().sub(1e38).mul(1e38).sum()
+    assert seen.activations["head"].total == 2 * 8 * 5
+    assert seen.not_finite.op == "mul"
+
+
+def test_an_empty_keep_list_says_why_it_is_empty():
+    seen = Inspection()
+    assert seen.summary().endswith("keep_fp32=[]: nothing is known: no step of the model was seen")
+    seen.errors["head"] = 0.01
+    assert "keep_fp32=[]: no module has to stay FP32: every number is finite" in seen.summary()
+    seen.errors["head"] = 0.5
+    assert seen.summary().endswith("keep_fp32=['head']")
+    seen.errors.clear()
+    seen.not_finite = NotFinite("head", "pow", "forward", 0, (0.0, 1.0))
+    assert seen.summary().endswith("keep_fp32=[]: no module by itself is to stay FP32, see above")
+
+
+class Timed(nn.Module):
+    """A sinusoid of times in front of a layer, beside another layer."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.time, self.head = nn.Linear(4, 8), nn.Linear(1, 8), nn.Linear(8, 4)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x, t):
+        return self.head(self.drop(self.first(x) + self.time(torch.sin(t))))
+
+
+def inputs_of_children(model, given):
+    """The input of each child in a forward, in FP32."""
+    found, handles = {}, []
+    for name, module in model.named_children():
+
+        def note(_, args, name=name):
+            found[name] = args[0].detach().float().clone()
+
+        handles.append(module.register_forward_pre_hook(note))
+    model(*given)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def timed(level, **options):
+    torch.manual_seed(0)
+    model, given = Timed(**options), (torch.randn(8, 4), torch.randint(500, 1000, (8, 1)).float())
+    exact = inputs_of_children(model, given)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level)
+    return model, optimizer, given, exact
+
+
+@pytest.mark.filterwarnings("ignore:Timed.forward. argument .t. has whole numbers")  # the table has it, too
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_inspect_compares_inputs_of_modules_to_those_of_an_fp32_copy(level):
+    model, optimizer, given, exact = timed(level)
+    arrives, weights = inputs_of_children(model, given), training.weights(model)
+    with inspect(model, optimizer) as seen:
+        model(*given)
+    assert list(seen.arrived) == ["first", "time", "drop", "head"]
+    for name, error in seen.arrived.items():
+        expected = (arrives[name] - exact[name]).norm() / exact[name].norm()
+        assert error == pytest.approx(expected.item(), rel=1e-3, abs=1e-7), name
+    assert (seen.arrived["time"] > 0.1) == (level == "O5"), "a time above 512 has steps of 4 in BF16"
+    assert seen.errors["time"] < 0.01
+    assert ("from time on, inputs are off" in str(seen)) == (level == "O5")
+    assert ("came in" in str(seen)) == (level == "O5"), "what came in is told where it is more than 5 %"
+    assert training.same(weights, training.weights(model))
+
+
+@pytest.mark.filterwarnings("ignore:Timed.forward. argument .t. has whole numbers")  # the table has it, too
+def test_inspect_says_nothing_of_what_comes_in_where_no_copy_tells_it():
+    for level, options in (("O0", {}), ("O5", {"dropout": 0.5})):
+        model, optimizer, given, _ = timed(level, **options)
+        with inspect(model, optimizer) as seen:
+            model(*given)
+        assert seen.arrived == {} and "came in" not in str(seen)
+        amp.restore()
+    model, optimizer, given, _ = timed("O5")
+    calls = []
+    model.first.register_forward_hook(lambda *_: calls.append(1))
+    with inspect(model, optimizer) as seen:
+        model(*given)
+    assert seen.arrived == {} and calls == [1], "a hook of user code is called by the training alone"

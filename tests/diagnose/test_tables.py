@@ -1,0 +1,86 @@
+"""Tables of `inspect` and `explain` in files and notebooks: whole text, and escaped HTML."""
+
+from __future__ import annotations
+
+import io
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch import nn
+
+from amp_patch import amp
+from amp_patch.diagnose.histogram import Histogram
+from amp_patch.diagnose.inspection import Inspection
+from amp_patch.diagnose.tables import Table, as_html, as_text
+
+NAME = ".".join(["layers"] * 30)
+
+
+class Page(HTMLParser):
+    """Parser of an HTML fragment into its cells. It rejects unclosed and unknown tags, and attributes with URLs."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.cells = [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        assert tag in ("div", "p", "table", "thead", "tbody", "tr", "th", "td"), tag
+        assert {name for name, _ in attrs} <= {"style"} and "url" not in str(attrs)
+        self.open.append(tag)
+        if tag in ("p", "td", "th"):
+            self.cells.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.cells[-1] += data
+
+
+def explained():
+    model = nn.Sequential()
+    model.add_module("<b>&amp;", nn.Linear(2, 2))
+    inner = nn.Sequential()
+    inner.add_module(NAME.replace(".", "_"), nn.Linear(2, 2))
+    model.append(inner)
+    amp.initialize(model, opt_level="O4", keep_fp32=["<b>&amp;"])
+    return amp.explain(model, torch.ones(1, 2)), ["<b>&amp;", f"1.{NAME.replace('.', '_')}", "F.linear", "keep_fp32"]
+
+
+def inspected():
+    seen = Inspection(errors={f"{NAME}.{i}": i / 8 for i in range(9)} | {"<i>": 2.0}, step=3)
+    seen.gradients = {f"{NAME}.{i}.weight": Histogram() for i in range(9)}
+    for histogram in seen.gradients.values():
+        histogram.add(torch.tensor([2.0**-40, 1.0]))
+    return seen, ["<i>", "2", f"{NAME}.8", "1", f"{NAME}.0.weight", "50 %"]
+
+
+@pytest.mark.parametrize("make", [explained, inspected])
+def test_notebooks_and_files_show_whole_names(make):
+    found, names = make()
+    cells = Page(found._repr_html_()).cells
+    file = io.StringIO()
+    print(found, file=file)
+    assert file.getvalue() == f"{found}\n"
+    text = " ".join(["", *file.getvalue().replace(",", " ").split(), ""])
+    for name in names:
+        assert name in cells and f" {name} " in text
+
+
+def test_a_notebook_shows_all_rows():
+    seen, _ = inspected()
+    cells = Page(seen._repr_html_()).cells
+    assert all(f"{NAME}.{i}" in cells and f"{NAME}.{i}.weight" in cells for i in range(9))
+    assert f"{NAME}.0\n" not in str(seen) and len(seen.summary(rows=9)) > len(str(seen))
+
+
+def test_a_table_is_aligned_as_text_and_escaped_as_html():
+    rows = [("a", "1"), (NAME, "22")]
+    assert as_text([Table(rows, (("name", "n"),), "title", numbers=True), "line", Table([], title="none")]) == (
+        f"title:\n  name   n\n  a      1\n  {NAME}\n        22\nline"
+    )
+    assert as_text([Table([("a", "b", "c"), ("aa", "bb", "")])]) == "a   b   c\naa  bb"
+    assert Page(as_html([Table(rows), "line", Table([], title="none")])).cells == ["a", "1", NAME, "22", "line"]

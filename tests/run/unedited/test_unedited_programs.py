@@ -1,0 +1,417 @@
+"""What the public programs of benchmarks/program_list.py do that torch alone can, each as a small script."""
+
+from __future__ import annotations
+
+import torch
+from crossed import crossed
+from scripts import edited, run_source
+
+from amp_patch import amp
+from amp_patch.run.unedited.script import UneditedScript
+
+# Each has what one kind of public program does, in a forward or around it.
+FRAME = """
+import math
+import torch
+from torch import nn
+from torch.nn import functional as F
+from types import SimpleNamespace
+
+torch.manual_seed(0)
+losses = []
+
+class Net(nn.Module):
+{net}
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=51.2)
+for step in range(3):
+    {loss}
+    optimizer.zero_grad()
+    (loss / 1024).backward()  # else the first scale overflows
+    optimizer.step()
+    losses.append(loss.detach())
+"""
+FORWARDS = {
+    # nanoGPT, makemore, minGPT: a mask of -inf, a head that is the embedding
+    "masked attention, tied head": (
+        """
+    def __init__(self):
+        super().__init__()
+        self.table, self.qkv, self.head = nn.Embedding(16, 8), nn.Linear(8, 24), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("mask", torch.tril(torch.ones(5, 5)))
+
+    def forward(self, tokens):
+        q, k, v = self.qkv(self.table(tokens)).split(8, dim=2)
+        scores = (q @ k.transpose(1, 2) / math.sqrt(8)).masked_fill(self.mask == 0, float("-inf"))
+        return self.head(F.softmax(scores, dim=-1) @ v)
+""",
+        "t = torch.randint(16, (4, 6)); loss = F.cross_entropy(net(t[:, :-1]).reshape(-1, 16), t[:, 1:].reshape(-1))",
+    ),
+    # gat: a mask of -9e15, which FP16 cannot hold
+    "a mask of a large number": (
+        """
+    def __init__(self):
+        super().__init__()
+        self.layer, self.score = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x, edges):
+        h = self.layer(x)
+        scores = F.leaky_relu(self.score(h) + self.score(h).T)
+        return F.log_softmax(torch.where(edges > 0, scores, -9e15 * torch.ones_like(scores)).softmax(1) @ h, 1)
+""",
+        "loss = F.nll_loss(net(torch.randn(6, 4), torch.eye(6)), torch.arange(6))",
+    ),
+    # gcn, pygcn: a sparse FP32 matrix times what a layer has made
+    "a sparse product": (
+        """
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3) / 2)
+
+    def forward(self, x, edges):
+        return F.log_softmax(torch.spmm(edges, torch.mm(x, self.weight)), 1)
+""",
+        "loss = F.nll_loss(net(torch.randn(6, 4), torch.eye(6).to_sparse()), torch.arange(6) % 3)",
+    ),
+    # PyTorch Geometric: an object as the batch, messages that are added at indices
+    "an object as the batch": (
+        """
+    def __init__(self):
+        super().__init__()
+        self.layer, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, data):
+        h = self.layer(data.x)
+        h = torch.zeros_like(h).index_add_(0, data.edges[1], h[data.edges[0]]).relu()
+        h = h.new_zeros(2, 8).scatter_add_(0, data.batch[:, None].expand(-1, 8), h)
+        return self.out(h)
+""",
+        "data = SimpleNamespace(x=torch.randn(6, 4), edges=torch.randint(6, (2, 9)), batch=torch.arange(6) % 2); "
+        "loss = F.cross_entropy(net(data), torch.tensor([0, 2]))",
+    ),
+    # Pytorch-UNet, super_resolution, dcgan
+    "images of several sizes": (
+        """
+    def __init__(self):
+        super().__init__()
+        self.down, self.norm = nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8)
+        self.up, self.out = nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(11, 12, 3, padding=1)
+
+    def forward(self, x):
+        h = self.up(F.max_pool2d(F.leaky_relu(self.norm(self.down(x)), 0.2), 2))
+        h = F.interpolate(F.pad(h, [0, 1, 0, 1]), size=x.shape[2:], mode="bilinear", align_corners=True)
+        return F.pixel_shuffle(self.out(torch.cat([x, h], 1)), 2)
+""",
+        "net = net.to(memory_format=torch.channels_last); x = torch.randn(2, 3, 8, 8); "
+        "loss = F.mse_loss(net(x), F.interpolate(x, scale_factor=2))",
+    ),
+    # TCN
+    "weight norm": (
+        """
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 8, 2, padding=2, dilation=2))
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.out(self.first(x)[:, :, :-2].contiguous().relu()[:, :, -1])
+""",
+        "x = torch.rand(4, 2, 9); loss = F.mse_loss(net(x), x[:, :1, -1])",
+    ),
+    # deepvit: attention that is mixed between heads
+    "einsum of a parameter": (
+        """
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.mix, self.norm = nn.Linear(8, 24), nn.Parameter(torch.randn(2, 2)), nn.LayerNorm(2)
+
+    def forward(self, x):
+        q, k, v = (t.reshape(2, 5, 2, 4).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        scores = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+        scores = self.norm(torch.einsum("bhij,hg->bgij", scores, self.mix).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return torch.einsum("bhij,bhjd->bhid", scores, v).transpose(1, 2).reshape(2, 5, 8)
+""",
+        "loss = F.mse_loss(net(torch.randn(2, 5, 8)), torch.zeros(2, 5, 8))",
+    ),
+    # denoising-diffusion-pytorch: a schedule in buffers, and a model that returns its loss
+    "a model that returns its loss": (
+        """
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(5, 4)
+        kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 50, dtype=torch.float64), 0)
+        self.register_buffer("kept", kept.float())
+
+    def forward(self, x):
+        t, noise = torch.randint(50, (len(x),)), torch.randn(x.shape).to(x)  # randn_like draws others for each type
+        kept = self.kept.gather(0, t)[:, None]
+        noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
+        return F.mse_loss(self.body(torch.cat([noisy, t[:, None] / 50], 1)), noise)
+""",
+        "loss = net(torch.randn(8, 4))",
+    ),
+    # torchdiffeq: a solver that calls the model at FP32 times
+    "a solver around the model": (
+        """
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, t, y):
+        return self.body(torch.cat([y**3, t.expand(len(y), 1)], 1))
+
+def solve(y, times):
+    path = [y]
+    for before, after in zip(times[:-1], times[1:]):
+        half = path[-1] + (after - before) / 2 * net(before, path[-1])
+        path.append(path[-1] + (after - before) * net((before + after) / 2, half))
+    return torch.stack(path)
+""",
+        "y = torch.rand(4, 2); loss = (solve(y, torch.linspace(0, 1, 4)) - y).abs().mean()",
+    ),
+    # GPyTorch: linear algebra outside of the forward
+    "a Gaussian process": (
+        """
+    def __init__(self):
+        super().__init__()
+        self.scale, self.noise, self.mean = (nn.Parameter(torch.full((1,), v)) for v in (0.3, 0.5, 0.0))
+
+    def forward(self, x):
+        return self.mean.expand(len(x)), x / F.softplus(self.scale), F.softplus(self.noise)
+""",
+        "x = torch.rand(8, 1); mean, z, noise = net(x); kernel = torch.exp(-(z - z.T).square()); loss = -torch."
+        "distributions.MultivariateNormal(mean, kernel + noise * torch.eye(8)).log_prob(x[:, 0].sin()) / 8",
+    ),
+    # pytorch-metric-learning
+    "triplets": (
+        """
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+
+    def forward(self, x):
+        return F.normalize(self.layer(x))
+""",
+        "a, b, c = net(torch.randn(18, 4)).split(6); loss = F.triplet_margin_loss(a, b, c) + torch.cdist(a, b).mean()",
+    ),
+    # siamese_network: one branch, twice, by a method
+    "two branches": (
+        """
+    def __init__(self):
+        super().__init__()
+        self.branch, self.head = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2)), nn.Linear(72, 1)
+
+    def once(self, x):
+        return self.branch(x).flatten(1)
+
+    def forward(self, a, b):
+        return torch.sigmoid(self.head(torch.cat((self.once(a), self.once(b)), 1)))
+""",
+        "loss = nn.BCELoss()(net(*torch.randn(2, 4, 1, 8, 8)).squeeze(), torch.tensor([0.0, 1.0, 1.0, 0.0]))",
+    ),
+}
+
+
+def run_at(script: str, level: str) -> list[torch.Tensor]:
+    with UneditedScript(level):
+        losses: list[torch.Tensor] = run_source(script)["losses"]
+    return losses
+
+
+@crossed({"kind": list(FORWARDS), "level": ["O1", "O2", "O5"]}, meet=1)
+def test_what_a_public_programs_forward_does_trains_at_each_level(kind: str, level: str) -> None:
+    net, loss = FORWARDS[kind]
+    script = FRAME.format(net=net, loss=loss)
+    plain, found = run_source(script)["losses"], run_at(script, level)
+    torch.testing.assert_close(found, plain, rtol=0.05, atol=0.02, check_dtype=False)
+    assert (found == plain) is (kind == "a Gaussian process" and level == "O1")  # which has no product to cast
+
+
+# Each has what one kind of public program does around its models. The comments are the lines that our own script has.
+BEGIN = """
+import copy
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.distributions import Categorical
+
+torch.manual_seed(0)
+losses = []
+"""
+LOOPS = {
+    # word_language_model: the hidden state is carried from batch to batch
+    "a carried state": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.rnn, self.head = nn.Embedding(16, 8), nn.LSTM(8, 8), nn.Linear(8, 16)
+
+    def start(self):
+        weight = next(self.parameters())
+        return weight.new_zeros(1, 4, 8), weight.new_zeros(1, 4, 8)
+
+    def forward(self, tokens, state):
+        out, state = self.rnn(self.table(tokens), state)
+        return F.log_softmax(self.head(out).view(-1, 16), dim=1), state
+
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+state = net.start()
+for step in range(4):
+    state = tuple(each.detach() for each in state)
+    out, state = net(torch.randint(16, (5, 4)), state)
+    loss = F.nll_loss(out, torch.randint(16, (20,)))
+    net.zero_grad()
+    loss.backward() #optimizer
+    optimizer.step()
+    losses.append(loss.detach())
+""",
+    # reinforce, actor_critic, PPO: many small forwards, one loss of what was kept of them
+    "policy gradients": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.actor, self.critic = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 1)
+
+    def forward(self, x):
+        h = F.relu(self.body(x))
+        return F.softmax(self.actor(h), dim=-1), self.critic(h)
+
+net = Net()
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+for episode in range(3):
+    optimizer.param_groups[0]["lr"] = 1e-2 * (1 - episode / 3)
+    kept = []
+    for step in range(5):
+        chances, value = net(torch.randn(4))
+        action = torch.tensor(step % 2)
+        kept.append((Categorical(chances).log_prob(action), value, float(step)))
+    loss = torch.stack([-p * (r - v.item()) + F.smooth_l1_loss(v, torch.tensor([r])) for p, v, r in kept]).sum()
+    optimizer.zero_grad()
+    loss.backward() #optimizer
+    optimizer.step()
+    losses.append(loss.detach())
+""",
+    # dqn: a copy that is no model of the training, and takes the weights by their data
+    "a target network": """
+net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+target = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+target.load_state_dict(net.state_dict())
+for step in range(5):
+    seen, actions, later = torch.randn(8, 4), torch.randint(2, (8, 1)), torch.randn(8, 4)
+    value = net(seen).gather(1, actions).squeeze()
+    with torch.no_grad():
+        wanted = 1 + 0.9 * target(later).max(dim=1)[0]
+    loss = F.mse_loss(wanted, value) / 256
+    optimizer.zero_grad()
+    loss.backward() #optimizer
+    optimizer.step()
+    for slow, fast in zip(target.parameters(), net.parameters()):
+        slow.data.copy_(0.5 * fast.data + 0.5 * slow.data)
+    losses.append(loss.detach())
+""",
+    # wgan_gp: the penalty is a loss of gradients
+    "a penalty on gradients": """
+net = nn.Sequential(nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, eps=1e-4)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+for step in range(4):
+    between = torch.randn(8, 4, requires_grad=True)
+    score = net(between)
+    (grads,) = torch.autograd.grad(score, between, torch.ones_like(score), create_graph=True, retain_graph=True)
+    loss = score.mean() + 10 * ((grads.norm(2, dim=1) - 1) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward() #optimizer
+    optimizer.step()
+    losses.append(loss.detach())
+""",
+    # nanoGPT, minGPT: groups that decay and groups that do not
+    "groups by shape": """
+net = nn.Sequential(nn.Embedding(16, 8), nn.LayerNorm(8), nn.Linear(8, 16))
+params = list(net.parameters())
+groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}]
+groups.append({"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0})
+optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+for step in range(4):
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 * (step + 1) / 4
+    loss = F.cross_entropy(net(torch.randint(16, (8,))), torch.randint(16, (8,)))
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward() #optimizer
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    losses.append(loss.detach())
+""",
+    # mnist_forward_forward: an optimizer in each layer, which trains after the layer before it, without the whole model
+    "an optimizer for each layer": """
+class Layer(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.03, eps=1e-4)
+
+    def forward(self, x):
+        return F.relu(torch.mm(x / (x.norm(2, 1, keepdim=True) + 1e-4), self.weight.T) + self.bias.unsqueeze(0))
+
+    def train(self, good, bad):
+        optimizer = self.optimizer
+        for _ in range(4):
+            goods, bads = (self.forward(x).pow(2).mean(1) for x in (good, bad))
+            loss = torch.log(1 + torch.exp(torch.cat([2 - goods, bads - 2]))).mean()
+            optimizer.zero_grad()
+            loss.backward() #optimizer
+            optimizer.step()
+            losses.append(loss.detach())
+        return self.forward(good).detach(), self.forward(bad).detach()
+
+x = torch.randn(16, 8), torch.randn(16, 8)
+for layer in [Layer(8, 16), Layer(16, 16)]:
+    #amp.initialize(layer, layer.optimizer, opt_level=LEVEL)
+    x = layer.train(*x)
+""",
+    # imagenet, mnist: an evaluation between the epochs, weights made by apply, a checkpoint of both
+    "epochs": """
+def start(module):
+    if isinstance(module, nn.Conv2d):
+        nn.init.normal_(module.weight, 0.0, 0.2)
+
+net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(144, 5))
+optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)
+net.apply(start)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+for epoch in range(3):
+    net.train()
+    loss = F.cross_entropy(net(torch.randn(8, 1, 8, 8)), torch.arange(8) % 5)
+    optimizer.zero_grad()
+    loss.backward() #optimizer
+    optimizer.step()
+    losses.append(loss.detach())
+    net.eval()
+    with torch.no_grad():
+        out = net(torch.randn(8, 1, 8, 8))
+        _, best = out.topk(2, 1, True, True)
+        losses.append(F.cross_entropy(out, torch.arange(8) % 5))
+    saved = copy.deepcopy({"net": net.state_dict(), "optimizer": optimizer.state_dict()})
+    schedule.step()
+net.load_state_dict(saved["net"])
+optimizer.load_state_dict(saved["optimizer"])
+""",
+}
+
+
+@crossed({"kind": list(LOOPS), "level": ["O1", "O2", "O5"]}, meet=1)
+def test_a_public_programs_loop_trains_as_with_three_lines(kind, level):
+    script = BEGIN + LOOPS[kind]
+    plain = run_source(script)["losses"]
+    with UneditedScript(level) as trained:
+        losses = run_source(script)["losses"]
+    amp.restore()
+    expected = run_source(edited(script), amp=amp, LEVEL=level)["losses"]
+    torch.testing.assert_close(losses, plain, rtol=0.05, atol=0.02, check_dtype=False)
+    assert losses == expected and losses != plain and trained.missing() is None
