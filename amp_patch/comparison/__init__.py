@@ -22,7 +22,6 @@ Files:
 - `judge.py`: the test of a level against the baseline
 - `finding.py`: its answer, as data
 - `gap.py`: the difference to the baseline at the same seeds
-- `equal_loss.py`: the time to an equal loss
 - `verdict.py`: the finding in words
 - `recommendation.py`: the level to use, and the reasons
 - `named_lines.py`: the survey's lines beside a level

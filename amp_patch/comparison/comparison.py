@@ -97,7 +97,7 @@ class Comparison:
         crowded = measures.is_crowded(self.runs)
         levels = [measured(level, self._base, crowded) for level in self._groups]
         base = self._same_level(levels, self._base)
-        terms = Terms(self.metric, self.maximize, self.margin, self.steps)
+        terms = Terms(self.metric, self.maximize, self.margin)
         found = [judge(level, base, terms, self.comparable) for level in levels]
         levels = [
             replace(level, finding=each, verdict=verdict(level, base, each, self.metric))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from amp_patch.comparison.equal_loss import Reached
 from amp_patch.comparison.gap import Gap
 from amp_patch.diagnose.recording.run import Run
 
@@ -85,7 +84,6 @@ class Finding:
         lost_updates: the share of updates that the weights lose, at a level without masters (O3); None if unknown.
         p: the p-value of the paired t-test; None for fewer than two pairs.
         gap: the gap to the baseline at the same seeds; None without a pair, and for the baseline.
-        reached: the step after which the baseline had the final result of a worse level; None if no curve shows it.
     """
 
     kind: str
@@ -102,7 +100,6 @@ class Finding:
     lost_updates: float | None = None
     p: float | None = None
     gap: Gap | None = None
-    reached: Reached | None = None
 
     @property
     def promising(self) -> bool:

@@ -6,10 +6,10 @@ from amp_patch.comparison import named_lines, recommendation
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult, seeds_change_nothing
 from amp_patch.comparison.plan import variables
-from amp_patch.comparison.recommendation import larger_batch, of_others, speed_in_words
+from amp_patch.comparison.recommendation import of_others, speed_in_words
 from amp_patch.comparison.verdict import interval_of, margin_in_words, percent_of
 from amp_patch.diagnose.recording.run import NATIVE
-from amp_patch.diagnose.wording import clock_time, counted, ratio, relative_size, shortest_distinct, signed, type_name
+from amp_patch.diagnose.wording import counted, ratio, relative_size, shortest_distinct, signed, type_name
 from amp_patch.environment import named_level
 
 _TOLD = 3  # lines on the card; the terminal has all
@@ -66,8 +66,7 @@ def why(comparison: Comparison) -> str:
     first = f"The {'fastest' if 'smaller' not in found.because else 'smallest'} level that is as good as {base.name}"
     some = any(level.finding.sound and level.speedup and level.speedup.pace == "faster" for level in comparison.levels)
     first += f"; none as good is {'much ' * some}faster than {base.name}" if "smaller" in found.because else ""
-    room = larger_batch(best, base) if "smaller" in found.because else ""
-    return f"{first}: {_result(comparison, best, base)}" + (f" {room}." if room else "")
+    return f"{first}: {_result(comparison, best, base)}"
 
 
 def _result(comparison: Comparison, best: LevelResult, base: LevelResult) -> str:
@@ -137,12 +136,6 @@ def what_breaks(comparison: Comparison) -> str:
     """Return the first lines of user code that break levels which ended badly, each with its edit; "" without one."""
     found = named_lines.edits(comparison.survey, comparison.levels)
     return " ".join(f"{', '.join(names)}: {line}. Edit: {line.edit}." for line, names in found[:_TOLD])
-
-
-def epoch(comparison: Comparison) -> str:
-    """Return "41 s at O0, 29 s at O5 BF16": the time of an epoch at the levels where it is known; "" if at none."""
-    known = [(level.name, level.epoch_seconds) for level in comparison.levels if level.epoch_seconds]
-    return ", ".join(f"{clock_time(seconds)} at {name}" for name, seconds in known)
 
 
 def how_to_use(comparison: Comparison) -> tuple[list[str], str]:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from amp_patch.comparison import measures
-from amp_patch.comparison.equal_loss import reached
 from amp_patch.comparison.finding import Collapse, Finding, Lost, Skips
 from amp_patch.comparison.gap import Gap, gap
 from amp_patch.comparison.level_result import LevelResult, same_losses, seeds_change_nothing
@@ -44,7 +43,6 @@ class Terms(NamedTuple):
     metric: str
     maximize: bool
     margin: float
-    steps: int
 
     @property
     def sign(self) -> int:
@@ -107,10 +105,7 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
         return replace(found, kind="undecided")
     if found.rounding is not None:
         return found
-    found = _by_gap(found, apart, base)
-    if not found.rejected:
-        return found
-    return replace(found, reached=reached([of_seed[seed] for seed in seeds], metric, apart.level, terms.steps, sign))
+    return _by_gap(found, apart, base)
 
 
 def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:

@@ -32,8 +32,6 @@ class LevelResult:
         memory_bytes: the peak memory of the training (`measures.memory_bytes`): the median over the runs that know it.
         memory_ratio: the level's `memory_bytes` over the baseline's.
         bytes_ratio: the bytes of the level's weights, masters, gradients and optimizer state over the baseline's.
-        samples_per_second: the median over the runs.
-        epoch_seconds: the time of an epoch at that rate; None if the number of its samples is unknown.
         skips: the number of skipped steps of each of `runs`.
         scales: the final loss scale of each run that has one.
         lost_updates: the share of updates that weights of this type (BF16 at O0) would lose without masters, measured
@@ -52,8 +50,6 @@ class LevelResult:
     memory_bytes: float | None = None
     memory_ratio: float | None = None
     bytes_ratio: float | None = None
-    samples_per_second: float | None = None
-    epoch_seconds: float | None = None
     skips: list[int] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     lost_updates: float | None = None
@@ -92,11 +88,6 @@ class LevelResult:
         """Whether products are emulated (FP8, FP4): times and memory then say nothing about real FP8 hardware."""
         policy = OPT_LEVELS.get(self.level.partition("+")[0])
         return policy is not None and policy.product_format is not None
-
-    @property
-    def advice(self) -> list[str]:
-        """The lines of all runs on layer sizes that slow a GPU down (`shapes.advice`), each line once."""
-        return [*dict.fromkeys(line for run in self.runs for line in run.advice)]
 
     @property
     def memory(self) -> float | None:
@@ -141,15 +132,11 @@ def measured(level: LevelResult, base: LevelResult | None, by_cpu_time: bool) ->
     step = median(median(measures.step_times(run)) for run in runs)
     found: dict[str, Any] = {
         "step_ms": None if step is None else 1000 * step,
-        "samples_per_second": median(map(measures.samples_per_second, runs)),
         "skips": [sum(run.skipped) for run in runs],
         "scales": [run.scale[-1] for run in runs if run.scale],
         "activations": median(run.activations for run in runs),
         "memory_bytes": median(map(measures.memory_bytes, runs)),
     }
-    epoch = median(run.epoch_samples or None for run in runs)
-    if epoch is not None and found["samples_per_second"]:
-        found["epoch_seconds"] = epoch / found["samples_per_second"]
     found["lost_updates"] = _lost_updates(runs, level.dtype)
     if base is not None and not level.emulated:
         if found["lost_updates"] is None:
@@ -160,9 +147,7 @@ def measured(level: LevelResult, base: LevelResult | None, by_cpu_time: bool) ->
         found["memory_ratio"] = _ratio(map(measures.memory_bytes, runs), map(measures.memory_bytes, base.runs))
         found["bytes_ratio"] = _ratio(map(measures.held_bytes, runs), map(measures.held_bytes, base.runs))
     if level.emulated:
-        found |= dict.fromkeys(
-            ("step_ms", "samples_per_second", "epoch_seconds", "activations", "memory_bytes", "lost_updates")
-        )
+        found |= dict.fromkeys(("step_ms", "activations", "memory_bytes", "lost_updates"))
     return replace(level, **found)
 
 
@@ -231,7 +216,6 @@ def level_dict(level: LevelResult) -> dict[str, Any]:
         "failed_seeds": [run.seed for run in level.failed],
         "speedup": level.speedup._asdict() if level.speedup else None,
         "gap": level.finding.gap.to_dict() if level.finding.gap else None,
-        "reached": level.finding.reached._asdict() if level.finding.reached else None,
         "verdict": level.verdict._asdict(),
     }
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple, TypeVar
 
-from amp_patch.diagnose.recording.run import LOW_TYPES, PARTS, Look, Run
+from amp_patch.diagnose.recording.run import LOW_TYPES, Look, Run
 
 T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has
@@ -117,20 +117,6 @@ def step_times(run: Run, by_cpu_time: bool = False) -> list[float]:
     return [seconds * mean / medians[size] for seconds, size in steps]
 
 
-def part_ms(runs: Sequence[Run], step_ms: float | None) -> dict[str, float]:
-    """Return {name of a part of a step (PARTS): its milliseconds}. The milliseconds add up to `step_ms`.
-
-    They are in proportion to the parts' medians over the `warm` steps. All milliseconds are 0 if `step_ms` is None or
-    no time is known.
-    """
-    medians = dict.fromkeys(PARTS, 0.0)
-    for run in runs:
-        for part, seconds in run.parts.items():
-            medians[part] += median(each for each in warm(seconds) if math.isfinite(each)) or 0.0
-    total = sum(medians.values())
-    return {part: (step_ms or 0.0) * median / total if total else 0.0 for part, median in medians.items()}
-
-
 def samples_per_second(run: Run) -> float | None:
     """Return (number of samples in a step) / (its seconds): the median over the timed steps after warm-up.
 
@@ -228,31 +214,6 @@ def memory_bytes(run: Run) -> int | None:
     if run.device == "cuda":
         return run.peak_memory
     return None if run.activations is None else held_bytes(run) + run.activations
-
-
-def batch_in_memory_of(runs: Sequence[Run], others: Sequence[Run]) -> tuple[int, int] | None:
-    """Estimate the batch with which `runs` would take the memory that `others` take.
-
-    The estimate is (memory of `others` - `held_bytes` of `runs`) / (activations of `runs` for each sample).
-
-    Returns:
-        now: the number of samples in a batch of `runs` and of `others`.
-        most: the estimated number of samples.
-        None if `most` is not larger than `now`, if the batches of `runs` and `others` differ, if a figure is not known,
-        and on CUDA, where the peak of the memory has further parts.
-    """
-    held, activations = median(map(held_bytes, runs)), median(run.activations for run in runs)
-    samples, before = median(map(batch, runs)), median(map(batch, others))
-    memory = median(map(memory_bytes, others))
-    if any(run.device == "cuda" for run in runs) or not (held and activations and samples and memory):
-        return None
-    most = int((memory - held) / (activations / samples))
-    return (int(samples), most) if samples == before and most > samples else None
-
-
-def batch(run: Run) -> float | None:
-    """Return the median over the steps of the number of samples in a step; None if the numbers are not known."""
-    return median(run.samples) or None
 
 
 def paired_t_test(first: Sequence[float], second: Sequence[float]) -> float:

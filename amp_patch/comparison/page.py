@@ -67,7 +67,6 @@ def html(comparison: Comparison) -> str:
             "Why": headline.why(comparison),
             "How sure": headline.how_sure(comparison),
             "What breaks": headline.what_breaks(comparison),
-            "An epoch": f"{each}." if (each := headline.epoch(comparison)) else "",
             "This machine": " ".join(f"{note[0].upper()}{note[1:]}." for note in of_machine),
         },
         edit=headline.how_to_use(comparison)[0],

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from amp_patch.comparison import measures
 from amp_patch.comparison.level_result import LevelResult, saved_memory
 from amp_patch.comparison.measures import Ratio
 from amp_patch.comparison.plan import MIN_GAIN
@@ -156,14 +155,12 @@ def summary(found: Recommendation, base: LevelResult) -> str:
     """Return the recommendation and its reason in one or two sentences."""
     best = found.level
     as_fast = best.speedup is not None and best.speedup.pace in ("as fast", "faster")
-    room = larger_batch(best, base) if "smaller" in found.because else ""
-    also = f" {room}." if room else ""
     if found.so_far:
-        return f"So far {best.name}: {gains(found)}.{also}"
+        return f"So far {best.name}: {gains(found)}."
     if "smaller" in found.because and not as_fast:
-        return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}.{also}"
+        return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}."
     if best is not base:
-        return f"Use {best.name}: {best.verdict.text}.{also}"
+        return f"Use {best.name}: {best.verdict.text}."
     for_now = "" if found.sure else " for now"
     return f"Stay with {base.name}{for_now}: {of_others(found, base)}."
 
@@ -219,15 +216,6 @@ def _may_cost(speed: Ratio | None) -> float:
     If the speed is "not clear" (`Ratio.pace`), the slowest seed gives the share. Otherwise it is 0.
     """
     return 1 / speed.low - 1 if speed is not None and speed.pace == "not clear" else 0.0
-
-
-def larger_batch(level: LevelResult, base: LevelResult) -> str:
-    """Return "In the memory that O0 takes at batch 16, O5 takes a batch of some 29"; "" if that is not known."""
-    batch = measures.batch_in_memory_of(level.runs, base.runs)
-    if batch is None:
-        return ""
-    before, now = batch
-    return f"In the memory that {base.name} takes at batch {before}, {level.level} takes a batch of some {now}"
 
 
 def of_others(found: Recommendation, base: LevelResult) -> str:

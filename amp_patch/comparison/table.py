@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import textwrap
-from collections.abc import Sequence
 
-from amp_patch.comparison import headline, measures, named_lines
+from amp_patch.comparison import measures, named_lines
 from amp_patch.comparison.comparison import Comparison
-from amp_patch.comparison.gap import CONFIDENCE
 from amp_patch.comparison.level_result import LevelResult
-from amp_patch.comparison.verdict import margin_in_words
+from amp_patch.comparison.measures import LOSS
+from amp_patch.comparison.verdict import percent_of
 from amp_patch.diagnose import wording
-from amp_patch.diagnose.recording.run import PARTS, Run
 from amp_patch.diagnose.text_table import in_columns
 
 _WIDTH = 80
-_NAMES = ("level", "module")
+_HEADING = 14  # letters in a line of a heading
 _MODULES = 3  # the worst modules of each level
 _COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}  # numbers of ECMA-48
 _STYLES = {
@@ -34,75 +30,32 @@ _STYLES = {
 def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
     """Return lines of at most 80 columns; with `colours`, they have escape codes for a terminal.
 
-    The order is: figures of the levels, gaps, verdicts, the time of a step and the memory by parts, the worst modules
-    of `amp.inspect`, the machine, notes, sizes that a GPU would be faster with, and the recommendation.
+    The order is: the recommendation, four figures of each level, verdicts, the worst modules of `amp.inspect`, the
+    machine, lines that break a level, and notes. `report.json` has every other figure.
     """
     if not any(level.runs for level in comparison.levels):
         return [_coloured(comparison.summary, "bold", colours)]  # not wrapped: a path in it can be copied
-    parts = [_overview(comparison), _gaps(comparison), _verdicts(comparison, colours)]
-    parts += [_times(comparison), _sizes(comparison), _looks(comparison), _machine(comparison), _edits(comparison)]
-    parts += [[line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
-    sizes = dict.fromkeys(line for level in comparison.levels for line in level.advice)
-    parts += [[line for advice in sizes for line in _wrapped(f"Size: {advice}.")]]
-    parts += [[_coloured(line, "bold", colours) for line in _wrapped(comparison.summary)]]
+    parts = [[_coloured(line, "bold", colours) for line in _wrapped(comparison.summary)]]
+    parts += [_overview(comparison), _verdicts(comparison, colours), _looks(comparison), _machine(comparison)]
+    parts += [_edits(comparison), [line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
     return [line for part in parts if part for line in ("", *part)][1:]
 
 
 def _overview(comparison: Comparison) -> list[str]:
     base = comparison.baseline
-    of_base = f"vs\n{base.level}" if base is not None else "vs"
-    final = "\n".join(_wrapped(f"final {comparison.metric_in_words}", 12))
-    headings = ("level", "seeds", final, of_base, "ms per\nstep", "speed", "memory")
-    rows: list[Sequence[str]] = []
-    metric = comparison.metric
+    headings = ("level", f"final {comparison.metric_in_words}", f"vs {base.level}" if base else "vs", "speed", "memory")
+    wrapped = [_wrapped(heading, _HEADING) for heading in headings]
+    height = max(map(len, wrapped))
+    rows = [*zip(*([""] * (height - len(cell)) + cell for cell in wrapped), strict=True)]
     for level in comparison.levels:
-        missing = metric != measures.LOSS and any(metric not in run.logged for run in level.runs)
-        seeds = f"{len(level.runs)}/{len(level.runs) + len(level.failed)}" if level.failed else str(len(level.runs))
-        cells = (
-            seeds,
-            "missing" if missing else _with_range(level.final),
-            _against(level, base),
-            wording.short(level.step_ms),
-            f"{wording.ratio(level.speedup.median)}x" if level.speedup else "emulated" if level.emulated else "",
-            wording.ratio(level.memory),
-            wording.power_in_ascii(level.scales[-1]) if level.scales else "",
-            f"{max(level.skips)}" if level.skips else "",
-        )
-        rows.append((level.name, *cells))
-    return _table(f"{comparison.title}, {comparison.steps} steps", (*headings, "loss\nscale", "skipped\nsteps"), rows)
-
-
-def _gaps(comparison: Comparison) -> list[str]:
-    """Return the lines of the table of gaps to the baseline, in the metric's unit and in per cent."""
-    headings = ("level", "pairs", "gap", "low", "high", "gap, %", "low, %", "high, %", "told")
-    rows: list[Sequence[str]] = []
-    known = [(level, level.finding.gap) for level in comparison.levels if level.finding.gap is not None]
-    for level, gap in known:
-        values = (gap.mean, gap.low, gap.high)
-        units = ["" if each is None else wording.signed(each) for each in values]
-        shares = ["" if each is None else wording.signed_percents(each)[0] for each in map(gap.share, values)]
-        rows.append((level.name, str(gap.seeds), *units, *shares, _told(level)))
-    if not known or comparison.baseline is None:
-        return []
-    sure = wording.whole_percent(CONFIDENCE)
-    title = f"Gap to {comparison.baseline.name} with the same seeds, and the ends of its {sure} interval"
-    return _table(f"{title}; {margin_in_words(known[0][1])}", headings, rows)
-
-
-def _told(level: LevelResult) -> str:
-    """Return a cell on what decides about the level: the decision of the interval ("as good", "worse", "better").
-
-    "by range" if the range of the baseline's seeds decides, "rounded" if the gap is within the rounding of the losses.
-    If nothing decides yet, how many more seeds would ("3 more"), or "not yet".
-    """
-    found, gap = level.finding, level.finding.gap
-    if gap is None or found.by_range:
-        return "by range"
-    if gap.told is not None:
-        return gap.told
-    if found.rounding is not None:
-        return "rounded"
-    return f"{gap.more_seeds} more" if gap.more_seeds is not None else "not yet"
+        missing = comparison.metric != LOSS and any(comparison.metric not in run.logged for run in level.runs)
+        speed = f"{wording.ratio(level.speedup.median)}x" if level.speedup else "emulated" if level.emulated else ""
+        result = "missing" if missing else _result(level)
+        rows.append((level.name, result, _against(level), speed, wording.ratio(level.memory)))
+    return [
+        *_wrapped(f"{comparison.title}, {comparison.steps} steps"),
+        *in_columns(rows, right=range(1, len(headings))),
+    ]
 
 
 def _verdicts(comparison: Comparison, colours: bool) -> list[str]:
@@ -123,32 +76,6 @@ def _edits(comparison: Comparison) -> list[str]:
     return [each for text in words for each in _wrapped(text)]
 
 
-def _times(comparison: Comparison) -> list[str]:
-    headings = [wording.part_name(part).replace(", ", ",\n") for part in PARTS]
-    rows: list[Sequence[str]] = []
-    for level in filter(lambda level: level.runs, comparison.levels):
-        split = measures.part_ms(level.runs, level.step_ms)
-        parts = [wording.short(split[part] if level.step_ms is not None else None) for part in PARTS]
-        rows.append((level.name, *parts, wording.short(level.samples_per_second)))
-    each = headline.epoch(comparison)
-    table = _table("Time of a step, ms", ("level", *headings, "samples\nper second"), rows)
-    return table + (_wrapped(f"An epoch takes {each}.") if each else [])
-
-
-def _sizes(comparison: Comparison) -> list[str]:
-    on_cuda = any(run.device == "cuda" for level in comparison.levels for run in level.runs)
-    headings = ["level", "weights", "masters", "gradients", "optimizer\nstate", "activations"]
-    # On a CPU `memory_bytes` is the sum of the parts. The peak of the process includes libraries and data too.
-    headings += ["peak"] if on_cuda else ["sum", "process\npeak"]
-    rows: list[Sequence[str]] = []
-    for level in filter(lambda level: level.runs, comparison.levels):
-        sizes = (_mib(level.runs, size) for size in ("weights", "masters", "gradients", "state", "activations"))
-        peak = None if level.memory_bytes is None else level.memory_bytes / 2**20
-        process = [] if on_cuda else [_mib(level.runs, "peak_memory")]
-        rows.append((level.name, *map(wording.short, (*sizes, peak, *process))))
-    return _table("Memory, MiB", headings, rows)
-
-
 def _machine(comparison: Comparison) -> list[str]:
     """Return the processor that trained, the CPU's threads, and what the processor does in FP16 and BF16."""
     machine = comparison.machine
@@ -161,8 +88,6 @@ def _machine(comparison: Comparison) -> list[str]:
 
 def _looks(comparison: Comparison) -> list[str]:
     """Return lines on the inspected levels: the worst modules, the shares of gradients that FP16 loses, advice."""
-    headings = ("level", "module", "error", "at the\nscale", "at\nscale 1", "at the\nbest")
-    rows: list[Sequence[str]] = []
     said: dict[str, list[str]] = {}  # a line -> its levels
     for level in comparison.levels:
         looks = [look for run in level.all_runs for look in run.looks]
@@ -173,42 +98,24 @@ def _looks(comparison: Comparison) -> list[str]:
                 module = name.rpartition(".")[0]
                 flushed[module] = list(map(max, flushed.get(module, shares), shares))
         badness = {name: (errors.get(name, 0.0), *flushed.get(name, [0.0])) for name in {**errors, **flushed}}
-        for name in sorted(badness, key=lambda name: badness[name], reverse=True)[:_MODULES]:
-            if any(badness[name]):
-                worst = wording.two(errors[name]) if name in errors else ""
-                lost = [wording.percent(share).removesuffix(" %") for share in flushed.get(name, [])] or [""] * 3
-                rows.append((level.name, name or "(itself)", worst, *lost))
-        found = [str(look.not_finite) for run in level.all_runs for look in run.overflows][:1]
+        worst = sorted(badness, key=lambda name: badness[name], reverse=True)[:_MODULES]
+        found = [_of_module(name, errors, flushed) for name in worst if any(badness[name])]
+        found += [str(look.not_finite) for run in level.all_runs for look in run.overflows][:1]
         keep = [*dict.fromkeys(name for run in level.all_runs for name in run.keep_fp32)]
         if keep and level.dtype is not None:
             found.append(f"keep_fp32={keep} would keep the worst modules in FP32")
         for line in found:
             said.setdefault(line, []).append(level.name)
-    words = [line for text, names in said.items() for line in _wrapped(f"{', '.join(names)}: {text}.")]
-    if not rows:
-        return words
-    return _table("Gradients that FP16 would flush to zero, %, and errors against FP32", headings, rows) + words
+    return [line for text, names in said.items() for line in _wrapped(f"{', '.join(names)}: {text}.")]
 
 
-def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table. Names are left-aligned; if lines would be too long, the widest column is wrapped."""
-    widths = [max(map(len, (*heading.split("\n"), *cells))) for heading, *cells in zip(headings, *rows, strict=True)]
-    widest = max(range(len(widths)), key=lambda i: widths[i])
-    widths[widest] -= max(0, sum(widths) + len(widths) - 1 - _WIDTH)
-    lines: list[Sequence[str]] = []
-    for row in (headings, *rows):
-        cells = [
-            [line for part in cell.split("\n") for line in _wrapped(part, width) or [""]]
-            for cell, width in zip(row, widths, strict=True)
-        ]
-        height = max(map(len, cells))
-        blanks = [[""] * (height - len(cell)) for cell in cells]
-        pairs = zip(blanks, cells, strict=True)  # headings stand at the bottom of their line, cells at the top
-        lines += zip(*(above + cell if row is headings else cell + above for above, cell in pairs), strict=True)
-        if row is headings:
-            lines.append(["-" * (sum(widths) + len(widths) - 1)])
-    right = [at for at, heading in enumerate(headings) if heading not in _NAMES]
-    return _wrapped(title) + in_columns(lines, right=right, widths=widths, gap=" ")
+def _of_module(name: str, errors: dict[str, float], flushed: dict[str, list[float]]) -> str:
+    words = [f"off from FP32 by {wording.two(errors[name])}"] if name in errors else []
+    if any(flushed.get(name, [])):
+        scales = ("the scale", "scale 1", "the best")
+        shares = [f"{wording.percent(share)} at {at}" for share, at in zip(flushed[name], scales, strict=True)]
+        words.append(f"FP16 flushes of its gradients {', '.join(shares)}")
+    return f"{name or '(itself)'}: {'; '.join(words)}"
 
 
 def _wrapped(text: str, width: int = _WIDTH) -> list[str]:
@@ -220,28 +127,16 @@ def _coloured(text: str, style: str, colours: bool) -> str:
     return f"\x1b[{_COLOURS[style]}m{text}\x1b[0m" if colours and style else text
 
 
-def _with_range(values: list[float]) -> str:
-    """Return "mean ± half of the range" of the results; "" without a result, "diverged" if one is not finite."""
-    if not values:
+def _result(level: LevelResult) -> str:
+    """Return the mean of the results; "" without a result, "diverged" if one is not finite."""
+    if not level.final:
         return ""
-    if not all(map(math.isfinite, values)):
-        return "diverged"
-    half = (max(values) - min(values)) / 2
-    mean = wording.digits(statistics.mean(values), 4)
-    return f"{mean} ±{wording.two(half)}" if len(values) > 1 else mean
+    return wording.digits(level.mean or 0.0, 4) if len(level.finite) == len(level.final) else "diverged"
 
 
-def _against(level: LevelResult, base: LevelResult | None) -> str:
-    """Return how far the level's mean result is from the baseline's: "+0.30%".
-
-    "" if there is no gap, or if a result of the level is not finite.
-    """
+def _against(level: LevelResult) -> str:
+    """Return the gap to the baseline: "+0.30 %". "" if there is no gap, or if a result of the level is not finite."""
     gap = level.finding.gap
-    if base is None or gap is None or len(level.finite) < len(level.runs):
+    if gap is None or len(level.finite) < len(level.runs):
         return ""
-    return wording.signed_percent(gap.level, gap.base).replace(" ", "")
-
-
-def _mib(runs: list[Run], name: str) -> float | None:
-    size = measures.median(getattr(run, name) for run in runs)
-    return None if size is None else size / 2**20
+    return percent_of(gap) or wording.signed(gap.mean)

@@ -132,8 +132,7 @@ def _accuracy(found: Finding, level: LevelResult, base: LevelResult, figure: str
         return f"{off}: less than the steps of {step} in which losses were recorded"
     if not found.by_range and gap.told is not None:
         text = shortest_distinct(gap.level, gap.base)[0]
-        caught_up = _caught_up(found, level, base)
-        return f"{figure} {text}, {gap_in_words(gap, base.name)}: {gap.told} ({margin_in_words(gap)}){caught_up}"
+        return f"{figure} {text}, {gap_in_words(gap, base.name)}: {gap.told} ({margin_in_words(gap)})"
     return (
         f"{_beside_the_range(found, gap, base, figure)}; {gap_in_words(gap, base.name)}: {_what_it_tells(found, gap)}"
     )
@@ -198,21 +197,6 @@ def margin_in_words(gap: Gap) -> str:
     """Format the margin: "margin 0.2 %"."""
     share = gap.share(gap.margin)
     return f"margin {fine_percent(share)}" if share is not None else "margin 0"
-
-
-def _caught_up(found: Finding, level: LevelResult, base: LevelResult) -> str:
-    """Return, for the end of a sentence, how much faster a worse level is than the baseline to the same result.
-
-    It is (speedup per step) * (steps after which the baseline had the level's final result) / (all steps), by
-    `Finding.reached`. Return "" if the level is not faster per step, or if no curve shows when the baseline had that
-    result.
-    """
-    if found.reached is None or found.better or level.speedup is None or level.speedup.pace != "faster":
-        return ""
-    step, of = found.reached
-    left = level.speedup.median * step / of
-    is_left = f"{ratio(left)}x is left of its speed" if left > 1 else f"it is no faster ({ratio(left)}x)"
-    return f"; {base.name} had that after {step} of {of} steps: to the same result {is_left}"
 
 
 def _collapsed(collapsed: Collapse, base: LevelResult, what: str) -> str:

@@ -1,4 +1,4 @@
-"""The matrix products in a call of a torch function or a module: their sizes and multiply-adds."""
+"""The matrix products in a call of a torch function: their sizes and multiply-adds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from amp_patch.diagnose.shapes import Product
 from amp_patch.policy import LOW_PRECISION
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 _Sizes = tuple[tuple[str, int], ...]
 _Found = tuple[_Sizes, int, int]  # sizes, multiply-adds, rows
@@ -32,36 +30,6 @@ def of_call(module: str, op: str, args: Any, kwargs: Any, result: Any) -> list[P
     except (TypeError, IndexError, AttributeError):  # arguments in a form that `find` does not accept
         return []
     return _products(module, op, first, found)
-
-
-def of_module(name: str, module: nn.Module, args: Any, result: Any) -> list[Product]:
-    """Return the matrix products in one call of a linear layer, a convolution, an RNN or an attention.
-
-    For any other module the list is empty.
-    """
-    first = result[0] if isinstance(result, tuple) and result else result
-    given = args[0] if args else None
-    if not isinstance(first, Tensor) or not isinstance(given, Tensor) or not given.is_floating_point():
-        return []
-    if isinstance(module, _CONVOLUTIONS):
-        transposed = {"transposed": True} if module.transposed else {}
-        found = [*_convolution(first, given, module.weight, groups=module.groups, **transposed)]
-    elif isinstance(module, nn.RNNBase):
-        found = [*_recurrent(first, given, None, module.all_weights)]
-    elif isinstance(module, nn.MultiheadAttention):
-        key = args[1] if len(args) > 1 else given
-        width, batched = module.embed_dim, given.dim() == 3 and module.batch_first
-        lengths = [t.transpose(0, 1) if batched else t for t in (given, key)]
-        found = [*_multi_head(first, lengths[0], lengths[1], lengths[1], width, module.num_heads)]
-    else:
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or not given.dim() or not first.dim():
-            return []
-        into, out = given.shape[-1], first.shape[-1]
-        if sorted(weight.shape) != sorted((into, out)):
-            return []
-        found = [_layer(into, out, first.numel() // max(out, 1))]
-    return _products(name, type(module).__name__, first, found)
 
 
 def _products(module: str, op: str, result: Tensor, found: list[_Found]) -> list[Product]:

@@ -24,11 +24,6 @@ def metric_in_words(metric: str) -> str:
     return re.sub(r"held_out_(\w+)", r"\1 on held-out data", metric)
 
 
-def part_name(part: str) -> str:
-    """Return the column title of one of `recording.run.PARTS`."""
-    return "clipping, other" if part == "between" else part
-
-
 def times(*ratios: float) -> list[str]:
     """Format ratios above 1 with enough decimals to differ from 1, and with equally many decimals for each."""
     digits = 2 if min(ratios) < 2 else 1 if min(ratios) < 100 else 0
@@ -48,18 +43,6 @@ def relative_size(figure: float, base: float) -> str:
         return two(abs(figure - base))
     percent = 100 * abs(figure / base - 1)
     return f"{percent:{'.0f' if 10 <= percent < 1e5 else '.2g'}} %"
-
-
-def signed_percent(result: float, base: float) -> str:
-    """Return how far `result` is from `base`, in per cent of `base`: "+0.30 %"."""
-    if result == base:
-        return "equal"
-    if base and abs(result - base) > 9.99 * abs(base):
-        return ">+999 %" if result > base else "<-999 %"
-    if not base:
-        return f"{result - base:+.2g}"
-    percent = 100 * (result - base) / abs(base)
-    return "<0.01 %" if abs(percent) < 0.01 else f"{percent:+{'.2f' if abs(percent) < 10 else '.0f'}} %"
 
 
 def signed_percents(*shares: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""The last line of `run`: the level, the models and optimizers trained, the steps skipped, memory next to FP32's.
+"""The last line of `run`: the level, the models and optimizers trained, the steps skipped, and the peak of the memory.
 
 It is printed to stderr, in a distributed job by the first rank only. A child process of the script that trains prints
 its own line when it exits; a child that is killed prints none.
@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from amp_patch.diagnose import wording
-from amp_patch.diagnose.recording.activations import WeighedStep
 from amp_patch.diagnose.recording.peak_memory import PeakMemory, process_peak
-from amp_patch.diagnose.recording.sizes import Sizes, alive
+from amp_patch.diagnose.recording.sizes import alive
 from amp_patch.environment import name_of
 from amp_patch.run.unedited.processes import tell
 from amp_patch.support.distributed import is_first_rank
@@ -25,7 +24,6 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.training import observers
 from amp_patch.training.training import Training
 
-_WEIGHED = 2  # steps before the one whose activations are counted
 _NAMES = 3  # the line names at most this many models, and as many optimizers
 _EXIT_PRIORITY = 10  # from 0 on, a finalizer runs before multiprocessing ends the children of this process
 
@@ -45,9 +43,6 @@ class RunSummary(observers.Observer):
         self._scalers: dict[int, Any] = {}
         self._steps = 0
         self._first_rank = True
-        self._sizes = Sizes(self._trainings)
-        self._weighed: WeighedStep | None = None
-        self._activations: tuple[int, int] | None = None  # bytes as measured, and in FP32
         self._peak: PeakMemory | None = None
 
     def training_begun(self, training: Training | None) -> None:
@@ -66,51 +61,24 @@ class RunSummary(observers.Observer):
         self._scalers.update({id(scaler): scaler for scaler in training.scalers})
         self._trainings.append(training)
         self._first_rank = is_first_rank()
-        if self._peak is None and self._sizes.device().type == "cuda":
+        if self._peak is None and any(p.is_cuda for model in alive(training.models) for p in model.parameters()):
             self._peak = PeakMemory()
 
-    def body_ends(self, body: Any) -> None:
-        if self._steps < _WEIGHED and not body.failed and os.getpid() == self._process:
-            self._sizes.measure_gradients()
-
     def step_ends(self, optimizer: Any) -> None:
-        policy = observers.policy_of(optimizer)
-        if policy is None or not observers.has_stepped(optimizer):
+        if observers.policy_of(optimizer) is None or not observers.has_stepped(optimizer):
             return
         self._take_over_fork()
         self._steps += 1
         if self._steps == 1 and multiprocessing.parent_process() is not None:
             multiprocessing.util.Finalize(None, self.tell, exitpriority=_EXIT_PRIORITY)
-        if self._steps <= _WEIGHED + 1:
-            self._look(changes=not policy.changes_nothing)
-
-    def _look(self, *, changes: bool) -> None:
-        """Measure the bytes of weights, masters, gradients and state, after one of the first steps.
-
-        With `changes`, also count the bytes that autograd saves in the step after the `_WEIGHED`-th. Without it, the
-        level changes nothing (O0), and the summary compares no activations.
-        """
-        if self._weighed is not None:
-            event = self._weighed.leave()
-            if event["activations"] is not None and self._weighed.in_fp32 is not None:
-                self._activations = event["activations"], self._weighed.in_fp32
-            self._weighed = None
-        self._sizes.measure()
-        if self._steps == _WEIGHED and changes:
-            cuda = self._sizes.device()
-            self._weighed = WeighedStep(self._sizes.at_rest(), self._steps, cuda if cuda.type == "cuda" else None)
 
     def _take_over_fork(self) -> None:
         """If this process is a fork, clear what was recorded before the fork: it describes the parent's training."""
         if os.getpid() != self._process:
-            if self._weighed is not None:
-                self._weighed.abandon()
             self._begin()
 
     def tell(self) -> None:
         """Print the line, if there was a step."""
-        if self._weighed is not None:
-            self._weighed.abandon()
         line = self.line()
         if line is not None and self._first_rank and os.getpid() == self._process:
             who = f" process {self._process}:" if multiprocessing.parent_process() is not None else ""
@@ -129,19 +97,11 @@ class RunSummary(observers.Observer):
         return "; ".join(filter(None, [f"{', '.join(self._levels)} trained {trained}: {steps}", self._memory()]))
 
     def _memory(self) -> str:
-        own, wide = sum(self._sizes.bytes.values()), sum(self._sizes.in_fp32.values())
-        if self._activations is not None:
-            own, wide = own + self._activations[0], wide + self._activations[1]
         peak = None if self._peak is None else self._peak.read("cuda")
         if peak is not None:
-            own, wide = peak, peak + wide - own
-        elif self._activations is None:
-            return ""
-        unit, (figure, in_fp32) = wording.sizes([own, wide])
-        what = "memory of weights, gradients, state and activations" if peak is None else "peak memory of the GPU"
-        said = f"{what} {figure} {unit}" + (f", in FP32 about {in_fp32}" if wide != own else "")
-        whole = process_peak() if peak is None else None
-        return said if whole is None else f"{said}; peak of the process {_size(whole)}"
+            return f"peak memory of the GPU {_size(peak)}"
+        whole = process_peak()
+        return "" if whole is None else f"peak of the process {_size(whole)}"
 
 
 @contextmanager

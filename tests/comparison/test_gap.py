@@ -8,7 +8,7 @@ import random
 import statistics
 
 import pytest
-from compared_runs import compare, judge, logs, made_up_run, seeds
+from compared_runs import compare, judge, made_up_run, seeds
 
 from amp_patch import amp
 from amp_patch.comparison import headline, measures, page, table
@@ -164,7 +164,7 @@ def test_a_gap_of_one_seed_has_no_interval():
     assert (level.finding.gap.low, level.finding.gap.told, level.finding.kind) == (None, None, "undecided")
     assert "one seed, so without an interval" in level.verdict.text
     assert headline.how_sure(made).startswith("From one seed, so without an interval: run")
-    assert ["O5", "FP16", "1", "+0.001", "+0.05", "not", "yet"] in [line.split() for line in table.lines(made)]
+    assert "O5 FP16       2.001  +0.05 %  2.00x    1.00" in table.lines(made)
     # One pair of several seeds has none either.
     lone = compare(seeds("O0", *BASE), seeds("O5", 2.001)).levels[1]
     assert (lone.finding.gap.low, lone.finding.kind) == (None, "so far")
@@ -177,9 +177,7 @@ def test_verdict_table_page_and_json_show_the_gap():
     phrase = "gap to O0 +0.001 (+0.05 %, 95 %: +0.025 to +0.075 %): as good (margin 0.2 %)"
     assert phrase in made.levels[1].verdict.text and phrase in made.summary
     lines = table.lines(made)
-    assert "Gap to O0 with the same seeds, and the ends of its 95 % interval; margin 0.2 %" in lines
-    row = "O5 BF16     3 +0.001 +0.0005 +0.0015  +0.05 +0.025 +0.075 as good"
-    assert row.split() in [line.split() for line in lines]
+    assert phrase in " ".join(lines) and ["O5", "BF16", "2.001", "+0.05", "%"] in [line.split()[:5] for line in lines]
     shown = page.html(made)
     assert (
         "gap to O0, same seeds" in shown
@@ -207,49 +205,3 @@ def test_a_comparison_in_a_notebook_shows_the_gap_and_the_margin(capsys):
 
     made = amp.compare(build, ["O4"], steps=10, margin=3, verbosity=0)
     assert made.margin == 0.03 and "gap to O0" in repr(made) and "(margin 3 %)" in repr(made)
-
-
-def falling(level: str, seed: int, at_the_end: float, **fields):
-    """A loss that falls by 1 every hundred of its 200 steps, to `at_the_end`."""
-    run = made_up_run(level, seed, steps=200, **fields)
-    run.loss = [at_the_end + (199 - step) / 100 for step in range(200)]
-    return run
-
-
-def test_a_worse_level_says_what_speed_is_left_at_equal_loss():
-    """A level that ends 0.4 above O0 is where O0 was 40 of 200 steps earlier, so 1.6x is left of 2x."""
-    base = [falling("O0", seed, 1 + seed / 100) for seed in range(3)]
-    level = [falling("O5", seed, 1.4 + seed / 100 + seed / 1e4, ms=5, dtype="bfloat16") for seed in range(3)]
-    made = compare(base, level)
-    assert made.levels[1].finding.reached == (160, 200)
-    assert "; O0 had that after 160 of 200 steps: to the same result 1.60x is left of its speed" in (
-        made.levels[1].verdict.text
-    )
-    assert "O0 had that after 160 of 200 steps" in page.html(made).replace("&#39;", "'")
-    assert loads(dumps(made.to_dict()))["levels"][1]["reached"] == {"step": 160, "of": 200}
-    far = compare(base, [falling("O5", seed, 1.805 + seed / 100, ms=8) for seed in range(3)])
-    assert "after 120 of 200 steps: to the same result it is no faster (0.75x)" in far.levels[1].verdict.text
-    slow = compare(base, [falling("O5", seed, 1.4 + seed / 100) for seed in range(3)])
-    assert "steps: to the same" not in slow.levels[1].verdict.text, "it is not faster"
-    better = compare(base, [falling("O5", seed, 0.4 + seed / 100, ms=5) for seed in range(3)])
-    assert better.levels[1].finding.reached is None
-    # With noise on the curve, as many points are above the result as below.
-    draws = random.Random(0)
-    for run in (*base, *level):
-        run.loss = [loss + draws.gauss(0, 0.05) for loss in run.loss]
-    step, of = compare(base, level).levels[1].finding.reached
-    assert abs(step - 160) <= 3 and of == 200
-
-
-def test_a_worse_level_says_what_speed_is_left_at_an_equal_metric():
-    def run(level: str, seed: int, *values: float, **fields):
-        logged = {"accuracy": [(40 * i, value + seed / 1000) for i, value in enumerate(values, 1)]}
-        return made_up_run(level, seed, steps=160, logged=logged, **fields)
-
-    base = [run("O0", seed, 0.5, 0.7, 0.8, 0.85) for seed in range(3)]
-    level = [run("O5", seed, 0.4, 0.6, 0.7, 0.75 + seed / 1e4, ms=5) for seed in range(3)]
-    made = compare(base, level, metric="accuracy", maximize=True)
-    assert made.levels[1].finding.reached == (120, 160)
-    assert "to the same result 1.50x is left of its speed" in made.levels[1].verdict.text
-    once = compare(logs("O0", 0.9, 0.91), logs("O5", 0.8, 0.81), metric="accuracy", maximize=True)
-    assert once.levels[1].finding.rejected and once.levels[1].finding.reached is None

@@ -21,8 +21,7 @@ def words(shown: list[str]) -> str:
 def row(shown: list[str], title: str, level: str) -> list[str]:
     """The cells of a level in the table under `title`."""
     start = next(i for i, line in enumerate(shown) if line.startswith(title))
-    rule = next(i for i in range(start, len(shown)) if set(shown[i]) == {"-"})
-    return next(line for line in shown[rule:] if line.split()[:1] == [level]).split()
+    return next(line for line in shown[start:] if line.split()[:1] == [level]).split()
 
 
 @pytest.fixture
@@ -36,13 +35,12 @@ def comparison() -> Comparison:
 
 def test_the_table_shows_the_figures_of_each_level(comparison):
     shown = lines(comparison)
-    assert shown[0] == "train.py, 40 steps"
-    # level, type, seeds, figure, half of the range, against O0, ms, speed, memory, scale, skipped
-    assert row(shown, "train.py", "O0") == ["O0", "3", "1.250", "±0.25", "20", "1.00x", "1.00", "1", "0"]
-    o2, o3 = row(shown, "train.py", "O2"), row(shown, "train.py", "O3")
-    assert o2 == ["O2", "FP16", "3", "1.250", "±0.25", "equal", "10", "2.00x", "0.50", "2^16", "1"]
-    assert o3 == ["O3", "FP16", "3", "2.271", "±0.28", "+82%", "5", "4.00x", "1.00", "1", "0"]
-    assert row(shown, "train.py", "O5") == ["O5", "0/1"]
+    assert words(shown).startswith(f"{comparison.summary} train.py, 40 steps level final loss vs O0 speed memory O0 ")
+    # level, type, result, against O0, speed, memory
+    assert row(shown, "train.py", "O0") == ["O0", "1.250", "1.00x", "1.00"]
+    assert row(shown, "train.py", "O2") == ["O2", "FP16", "1.250", "0", "%", "2.00x", "0.50"]
+    assert row(shown, "train.py", "O3") == ["O3", "FP16", "2.271", "+82", "%", "4.00x", "1.00"]
+    assert row(shown, "train.py", "O5") == ["O5"]
 
 
 @pytest.mark.parametrize(
@@ -64,13 +62,13 @@ def test_the_table_shows_the_distance_to_the_baseline():
     figures = {"O1": 1.0, "O2": 1.3125, "O3": 2.5, "O4": 100.0, "O5": -100.0}
     runs = [*seeds("O0", 1.0), *(run for level, final in figures.items() for run in seeds(level, final))]
     shown = lines(Comparison("train.py", runs))
-    assert [row(shown, "train.py", level)[4] for level in figures] == ["equal", "+31%", "+150%", ">+999%", "<-999%"]
+    assert [row(shown, "train.py", level)[3] for level in figures] == ["0", "+31", "+150", "+9900", "-10100"]
     broken = [*seeds("O0", 1.0, 1.0), *seeds("O3", 1.0, math.nan)]
-    assert row(lines(Comparison("train.py", broken)), "train.py", "O3")[3:5] == ["diverged", "10"]
-    assert row(lines(Comparison("train.py", broken, "accuracy")), "train.py", "O3")[3:5] == ["missing", "10"]
+    assert row(lines(Comparison("train.py", broken)), "train.py", "O3")[2:] == ["diverged", "1.00x", "1.00"]
+    assert row(lines(Comparison("train.py", broken, "accuracy")), "train.py", "O3")[2:] == ["missing"]
 
 
-def test_the_table_ends_with_verdicts_notes_and_the_recommendation(comparison):
+def test_verdicts_and_notes_follow_the_recommendation(comparison):
     shown = lines(comparison)
     said = words(shown)
     for level in comparison.levels:
@@ -78,39 +76,7 @@ def test_the_table_ends_with_verdicts_notes_and_the_recommendation(comparison):
     assert "O5 failed with seed 0: RuntimeError: [/red] no [bold] memory" in said, "brackets are no markup"
     note = "Note: all runs: trained 40 of the 50 steps asked for."
     assert note in said
-    assert said.endswith(comparison.summary) and comparison.summary.startswith("Use O2 FP16: 2.0x faster")
-
-
-def test_the_table_gives_advice_on_sizes_once(comparison):
-    assert "Size: " not in words(lines(comparison))
-    for run in comparison.runs[3:]:
-        run.advice.append("99 is no multiple of 8")
-    shown = lines(comparison)
-    assert words(shown).count("Size: 99 is no multiple of 8.") == 1
-    assert words(shown).endswith(comparison.summary)
-
-
-def test_the_table_shows_known_times_and_sizes(comparison):
-    shown = lines(comparison)
-    assert row(shown, "Time of a step, ms", "O2") == ["O2", "FP16", "0.5", "2.5", "5", "0.5", "1.5", "800"]
-    assert row(shown, "Memory, MiB", "O2") == ["O2", "FP16", "0.5", "1", "0.00381", "0.00763", "0.5"]
-    for run in comparison.runs:
-        run.device, run.activations = "cpu", 2**18
-    shown = lines(Comparison("train.py", comparison.runs))
-    sum_, process = "1.76", "0.5"  # 0.5 + 1 + 0.00381 + 0.00763 + 0.25, and what the process grew by
-    expected = ["O2", "FP16", "0.5", "1", "0.00381", "0.00763", "0.25", sum_, process]
-    assert row(shown, "Memory, MiB", "O2") == expected
-    for run in comparison.runs:
-        run.device, run.activations = "cuda", None
-        run.peak_memory, run.samples = None, [0] * run.steps
-    shown = lines(Comparison("train.py", comparison.runs))
-    assert len(row(shown, "Time of a step, ms", "O2")) == 7 and len(row(shown, "Memory, MiB", "O2")) == 6
-
-
-def test_times_of_inspected_steps_are_ignored(comparison):
-    for part in PARTS:
-        comparison.runs[3].parts[part][20] = math.nan
-    assert row(lines(comparison), "Time of a step, ms", "O2")[2] == "0.5"
+    assert comparison.summary.startswith("Use O2 FP16: 2.0x faster")
 
 
 def test_the_table_lists_the_three_worst_modules():
@@ -125,17 +91,12 @@ def test_the_table_lists_the_three_worst_modules():
     fine.errors, fine.flushed, fine.keep_fp32 = {"fine": 0.0}, {"fine.weight": [0.0, 0.0, 0.0]}, []
     runs[0].looks = [fine]
     shown = lines(Comparison("train.py", runs))
-    start = next(i for i, line in enumerate(shown) if line.startswith("Gradients that FP16"))
-    rule = next(i for i in range(start, len(shown)) if set(shown[i]) == {"-"})
-    rows = [line.split() for line in shown[rule + 1 : rule + 5]]
-    assert rows[0] == ["O2", "FP16", "third", "inf"]
-    assert rows[1] == ["O2", "FP16", "last", "0.2", "20", "60", "10"], (
-        "the worst of all looks and parameters, in percent"
-    )
-    assert rows[2] == ["O2", "FP16", "[red]", "0.002"]
-    assert "fine" not in words(shown), "nothing is wrong with it"
-    assert "first" not in rows[3], "three are enough"
     said = words(shown)
+    flushed = "FP16 flushes of its gradients 20 % at the scale, 60 % at scale 1, 10 % at the best"  # the worst of all
+    told = ("third: off from FP32 by inf", f"last: off from FP32 by 0.2; {flushed}", "[red]: off from FP32 by 0.002")
+    assert " ".join(f"O2 FP16: {each}." for each in told) in said
+    assert "fine" not in said, "nothing is wrong with it"
+    assert "first: off" not in said, "three are enough"
     assert "O2 FP16: forward of pow in third, step 2." in said
     assert "O2 FP16: keep_fp32=['last', 'third'] would keep the worst modules in FP32." in said
 
@@ -179,9 +140,9 @@ def test_the_table_shows_all_text_at_80_columns(metric):
     for level in comparison.levels:
         assert "".join(level.verdict.text.split()) in squeezed
     assert text.count("x") >= 100 and text.count("y") >= 200 and text.count("z") >= 90
-    # The rows of the first table are one line each, whatever the numbers are.
-    start = next(i for i, line in enumerate(shown) if set(line) == {"-"})
-    assert [line.split()[0] for line in shown[start + 1 : start + 7]] == ["O0", "O1", "O2", "O3", "O4", "O5"]
+    # The rows of the table are one line each, whatever the numbers are.
+    start = next(i for i, line in enumerate(shown) if line.startswith("O0 "))
+    assert [line.split()[0] for line in shown[start : start + 6]] == ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
 def test_the_table_has_colours_only_on_request(comparison):
@@ -212,6 +173,6 @@ def test_runs_that_all_failed_alike_are_one_line_with_the_path_of_the_log():
         [made_up_run("O0", steps=1), made_up_run("O2", steps=1)],
     ],
 )
-def test_a_table_of_few_runs_ends_with_the_summary(runs):
+def test_a_table_of_few_runs_begins_with_the_summary(runs):
     comparison = Comparison("train.py", runs)
-    assert words(lines(comparison)).endswith(words([comparison.summary]))
+    assert words(lines(comparison)).startswith(words([comparison.summary]))

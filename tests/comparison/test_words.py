@@ -61,19 +61,6 @@ def test_memory_decides_between_speeds_within_five_per_cent():
     assert compare(seeds("O0", *BASE), fast, lean).summary.startswith("Use O4 BF16: 1.05x faster")
 
 
-def test_a_summary_names_the_larger_batch_at_equal_speed():
-    """40 bytes a sample and 1600 between steps; O5 20 a sample: 8 * 40 bytes are room for 16 of them."""
-    fields = {"device": "cpu", "peak_memory": None, "weights": 400, "gradients": 400, "state": 800}
-    base = seeds("O0", *BASE, **fields, activations=8 * 400)
-    made = compare(base, seeds("O5", *SAME, dtype="bfloat16", **fields, activations=8 * 200))
-    room = "In the memory that O0 takes at batch 8, O5 takes a batch of some 16"
-    assert made.summary.endswith(f"to the bit. {room}.") or made.summary.endswith(f"no more than the spread. {room}.")
-    assert headline.why(made).endswith(f" {room}.")
-    for run in made.runs:
-        run.samples = [0] * 40
-    assert "batch" not in compare(base, made.runs[3:]).summary
-
-
 @pytest.mark.parametrize(("metric", "said"), [("held_out_loss", "loss on held-out data"), ("accuracy", "accuracy")])
 def test_a_held_out_loss_is_called_loss_on_held_out_data(metric, said):
     assert wording.metric_in_words(metric) == said

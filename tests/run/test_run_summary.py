@@ -15,9 +15,7 @@ from amp_patch.run import run_summary
 from amp_patch.run.run_summary import told
 
 LINE = r"amp_patch: (?P<level>O\d[+\w]*(?: \w+)?) trained (?P<what>.+): (?P<steps>\d+) steps?, (?P<skipped>\d+) skipped"
-WHAT = "memory of weights, gradients, state and activations"
-MEMORY = rf"(?:; {WHAT} (?P<own>[\d.]+) (?P<unit>\w+), in FP32 about (?P<fp32>[\d.]+)"
-MEMORY += r"; peak of the process (?P<process>[\d.,]+) (?P<process_unit>\w+))?\n"
+MEMORY = r"; peak of the process (?P<process>[\d.,]+) (?P<unit>\w+)\n"
 
 
 class Net(nn.Sequential):
@@ -59,26 +57,8 @@ def test_the_summary_names_level_models_optimizers_steps_and_skips(level, name, 
     found = line_of(capsys)
     skipped = "1" if level in ("O1", "O2") else "0"
     assert (found["level"], found["what"], found["steps"], found["skipped"]) == (name, "Net by SGD", "4", skipped)
-    assert (found["own"] is None) is (level == "O0")
-
-
-@pytest.mark.skipif(torch.__version__ < "2.8", reason="activations are counted from torch 2.8 on")
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
-def test_the_summary_estimates_the_memory_of_o0(level, capsys):
-    with amp.record(activations=True) as run:
-        train("O0")
-    assert run.activations is not None
-    o0 = run.weights + run.gradients + run.state + run.activations
-    with told():
-        train(level)
-    found = line_of(capsys)
-    # In addition to O0, a step saves the casts of input and output (256 x 64). The casts of weights, at O1, are the
-    # weights themselves in FP32.
-    casts = 4 * 2 * 256 * 64
-    assert found["unit"] == "KiB" and float(found["fp32"]) * 1024 == pytest.approx(o0 + casts, abs=1024)
-    assert float(found["own"]) < 0.95 * float(found["fp32"])
-    whole = float(found["process"].replace(",", "")) * {"MiB": 2**20, "GiB": 2**30}[found["process_unit"]]
-    assert whole > 50 * 2**20, "torch alone takes more"
+    peak = float(found["process"].replace(",", "")) * {"MiB": 2**20, "GiB": 2**30}[found["unit"]]
+    assert 50 * 2**20 < peak < 2**40, "torch alone takes more than the first"
 
 
 def test_the_summary_lists_several_trainings(capsys):
@@ -117,14 +97,3 @@ def test_a_script_without_steps_and_other_ranks_have_no_summary(capsys, monkeypa
     with told():
         train("O2", steps=1)
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.skipif(torch.__version__ < "2.8", reason="activations are counted from torch 2.8 on")
-def test_an_unfinished_count_leaves_no_hook():
-    with told():
-        train("O2", steps=2)  # the third step, which would be counted, never comes
-    x = torch.ones(2, requires_grad=True)
-    seen = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
-        (x * x).sum().backward()
-    assert len(seen) == 2 and torch._C._autograd._top_saved_tensors_default_hooks(True) is None

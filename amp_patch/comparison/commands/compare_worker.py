@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 from amp_patch.comparison.outcome import failure
 from amp_patch.comparison.seeds import seeded
-from amp_patch.diagnose.recording.epoch_size import EpochSize
 from amp_patch.diagnose.recording.recorder import Recorder
 from amp_patch.diagnose.recording.run import Event, Failure, Run, dumps
 from amp_patch.diagnose.recording.sinks import JsonLines
@@ -39,7 +38,6 @@ def recorded(
     """
     run, recorder, error = Run(os.environ[LEVEL], int(os.environ["AMP_PATCH_SEED"])), None, None
     script = UneditedScript(asked_level() or run.level, native=native)
-    epoch = EpochSize(lambda: 0 if recorder is None else recorder.steps)
     try:
         with seeded(run.seed, shift=shift):
             recorder = Recorder(
@@ -49,7 +47,7 @@ def recorded(
                 batch_dim=batch_dim,
                 modules=modules,
             )
-            with recorder, script, epoch:
+            with recorder, script:
                 yield
     except BaseException as raised:
         error = raised
@@ -63,9 +61,6 @@ def recorded(
             if refused is not None:
                 failed = Failure(str(refused))
             last: list[Event] = [{"event": "note", "text": note} for note in script.notes]
-            # Only if the run's batch is a multiple of the DataLoader's: otherwise another loader feeds the model.
-            if epoch.samples and run.samples and run.samples[0] % epoch.batch == 0:
-                last.append({"event": "end", "epoch_samples": epoch.samples})
             if failed is not None or script.notes or script.native.seen:
                 words, kind, where = failed or (None, "", "")
                 told = {"refused": refused is not None, "native": script.native.seen}

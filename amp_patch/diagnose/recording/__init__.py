@@ -17,11 +17,9 @@ Files:
 - `scaler_losses.py`: losses that a GradScaler has scaled
 - `sizes.py`: bytes of the training's tensors
 - `peak_memory.py`: peak memory, from CUDA or the operating system
-- `epoch_size.py`: the number of samples of an epoch
 - `module_names.py`: modules that can be kept in another precision
 - `forward_hooks.py`: notification of the beginning of a forward
 - `compiled_forwards.py`: the same for compiled forwards
-- `size_advice.py`: advice on layer sizes, from one forward
 - `outbox.py`: events that wait for copies from the device
 - `sinks.py`: files of JSON lines, and TensorBoard
 """

@@ -23,7 +23,6 @@ from torch import Tensor
 from amp_patch.casts.upcast import check_version
 from amp_patch.diagnose.recording.peak_memory import growth_of
 from amp_patch.diagnose.recording.run import Event
-from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed, tree
 from amp_patch.support.patches import Patches
 
@@ -39,31 +38,22 @@ class SavedBytes:
     Attributes:
         peak: the most bytes alive at once. None before the first saved tensor (a replayed CUDA graph saves tensors
             without calling hooks), and after a tensor of unknown size was saved.
-        peak_in_fp32: the peak if low-precision tensors were FP32; None if `peak` is None. Casts of FP32 weights are not
-            in it: in FP32 the weights themselves are saved.
     """
 
     def __init__(self) -> None:
         self._peak: int | None = 0
-        self._peak_in_fp32 = 0
         self._seen = False
-        self._live = self._live_in_fp32 = 0
+        self._live = 0
         self._lock = threading.Lock()  # autograd runs a backward on its own threads, one a device
         self._ended: deque[int] = deque()  # keys of freed storages, which `_note` subtracts
-        # id of a storage -> a weak reference, its bytes (0 if it is left out), and its bytes in FP32. torch keeps the
-        # Python object of a storage as long as its memory, so the id is not reused before the reference's callback.
-        self._known: dict[int, tuple[weakref.ref[Any], int, int]] = {}
-        self._weights: dict[torch.Size, list[Tensor]] = {}  # FP32 weights by shape whose cast was not saved so far
+        # id of a storage -> a weak reference, and its bytes (0 if it is left out). torch keeps the Python object of a
+        # storage as long as its memory, so the id is not reused before the reference's callback.
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     @property
     def peak(self) -> int | None:
         """See above."""
         return self._peak if self._seen else None
-
-    @property
-    def peak_in_fp32(self) -> int | None:
-        """See above."""
-        return None if self.peak is None else self._peak_in_fp32
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of these tensors, if they are saved."""
@@ -71,50 +61,30 @@ class SavedBytes:
             with suppress(Exception):
                 self._note(tensor, counts=False)
 
-    def note_weights(self, tensors: Iterable[Tensor]) -> None:
-        """Recognise casts of the FP32 weights among these tensors."""
-        for tensor in tensors:
-            if tensor.dtype is torch.float32 and tensor.is_leaf:
-                self._weights.setdefault(tensor.shape, []).append(tensor.detach())
-
-    def _is_cast_of_weight(self, tensor: Tensor) -> bool:
-        with self._lock:
-            weights = self._weights.get(tensor.shape, []) if tensor.dtype in LOW_PRECISION else []
-            for at, weight in enumerate(weights):
-                # Values are compared on a CPU only: on a GPU this would sync, and end the capture of a graph.
-                if tensor.device.type != "cpu" or tensor.flatten()[:64].equal(weight.flatten()[:64].to(tensor.dtype)):
-                    del weights[at]
-                    return True
-        return False
-
     def count(self, tensor: Tensor) -> None:
         """Count the tensor's storages, which autograd has saved, unless it is a parameter or a view of one."""
         self._seen = True
         try:
             base = tensor._base if tensor._base is not None else tensor
             counts = not (base.is_leaf and base.requires_grad)
-            self._note(tensor, counts=counts, in_fp32=not self._is_cast_of_weight(base.detach()))
+            self._note(tensor, counts=counts)
         except Exception:  # a tensor subclass may raise anything, which would end the training
             self._peak = None
 
-    def _note(self, tensor: Tensor, *, counts: bool, in_fp32: bool = True) -> None:
-        storages = [(part.untyped_storage(), part.dtype) for part in _parts(tensor)]
+    def _note(self, tensor: Tensor, *, counts: bool) -> None:
+        storages = [part.untyped_storage() for part in _parts(tensor)]
         with self._lock:
             while self._ended:
-                _, size, wide = self._known.pop(self._ended.popleft())
-                self._live, self._live_in_fp32 = self._live - size, self._live_in_fp32 - wide
-            for storage, dtype in storages:
+                self._live -= self._known.pop(self._ended.popleft())[1]
+            for storage in storages:
                 key = id(storage)
                 if key in self._known:
                     continue
                 size = storage.nbytes() if counts else 0
-                wide = size * torch.float32.itemsize // dtype.itemsize if dtype in LOW_PRECISION else size
-                wide *= in_fp32
-                self._known[key] = weakref.ref(storage, partial(self._ends, key)), size, wide
-                self._live, self._live_in_fp32 = self._live + size, self._live_in_fp32 + wide
+                self._known[key] = weakref.ref(storage, partial(self._ends, key)), size
+                self._live += size
             if self._peak is not None:
                 self._peak = max(self._peak, self._live)
-            self._peak_in_fp32 = max(self._peak_in_fp32, self._live_in_fp32)
 
     def _ends(self, key: int, _: Any) -> None:
         self._ended.append(key)  # no lock: a storage may be freed inside of `_note` too, which holds the lock
@@ -141,9 +111,7 @@ class WeighedStep:
     def __init__(self, at_rest: Iterable[Tensor], step: int, cuda: torch.device | None) -> None:
         self._step = step
         self._bytes = SavedBytes()
-        at_rest = list(at_rest)
         self._bytes.leave_out(at_rest)
-        self._bytes.note_weights(at_rest)
         self._hooks = (self._pack, _unpack)
         self._patches = Patches()
         self._whole = False  # whether the hooks have seen every tensor that was saved since construction
@@ -175,11 +143,6 @@ class WeighedStep:
             "activations": self._bytes.peak if whole else None,
             "step_peak": None if self._peak is None else self._peak(),
         }
-
-    @property
-    def in_fp32(self) -> int | None:
-        """The peak of the saved bytes if low-precision tensors were FP32; None if it is not known."""
-        return self._bytes.peak_in_fp32
 
     def abandon(self) -> None:
         """End the count. Saved-tensor hooks that other code has pushed since the construction stay."""

@@ -16,10 +16,10 @@ class ForwardHooks:
     """Hooks before the forwards of models, registered until `remove`.
 
     Args:
-        begins: called before a forward, with the model, its arguments, and whether it runs eagerly.
+        begins: called before a forward, with the model and its arguments.
     """
 
-    def __init__(self, begins: Callable[[nn.Module, Any, Any, bool], None]) -> None:
+    def __init__(self, begins: Callable[[nn.Module, Any, Any], None]) -> None:
         self._begins = begins
         self._handles: list[Any] = []
         self._hooked: list[weakref.ref[nn.Module]] = []
@@ -34,7 +34,7 @@ class ForwardHooks:
             if not self._is_hooked(model):
                 self._hooked.append(weakref.ref(model))
                 self._hooked_inside.clear()
-                hook = ForwardHook(self._eager_begins)
+                hook = ForwardHook(self._begins)
                 self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
 
     def remove(self) -> None:
@@ -46,9 +46,6 @@ class ForwardHooks:
     def _is_hooked(self, model: nn.Module) -> bool:
         return any(ref() is model for ref in self._hooked)
 
-    def _eager_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self._begins(model, args, kwargs, True)
-
     def _compiled_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Call `begins` for the call of a compiled model, if it is a hooked model or contains one; else do nothing."""
         if model not in self._hooked_inside:
@@ -56,4 +53,4 @@ class ForwardHooks:
             self._hooked_inside[model] = next((weakref.ref(m) for m in model.modules() if self._is_hooked(m)), None)
         ref = self._hooked_inside[model]
         if ref is not None and (trained := ref()) is not None:
-            self._begins(trained, args, kwargs, False)
+            self._begins(trained, args, kwargs)

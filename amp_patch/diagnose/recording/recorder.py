@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.diagnose.recording import size_advice
 from amp_patch.diagnose.recording.forward_hooks import ForwardHooks
 from amp_patch.diagnose.recording.module_names import module_names
 from amp_patch.diagnose.recording.outbox import Outbox, UnreadEvent
@@ -28,7 +27,6 @@ from amp_patch.diagnose.recording.sampled_updates import SampledUpdates
 from amp_patch.diagnose.recording.scaler_losses import ScalerLosses, body_of
 from amp_patch.diagnose.recording.single_steps import SingleSteps
 from amp_patch.diagnose.recording.sinks import Sink, sinks_for
-from amp_patch.diagnose.recording.size_advice import SizeAdvice
 from amp_patch.diagnose.recording.sizes import Sizes, alive
 from amp_patch.diagnose.recording.step import Body, single_value, sizes_of
 from amp_patch.diagnose.recording.step_clock import StepClock
@@ -163,7 +161,6 @@ class Recorder(observers.Observer):
         self._scaler_losses = ScalerLosses()
         self._stepped_by_scaler: Any = None  # the optimizer whose step a GradScaler has begun
         self._sizes = Sizes(self._adopted)
-        self._size_advice = SizeAdvice(lambda lines: self._outbox.put({"event": "advice", "lines": lines}))
         self._measure_after = 1
         self._ended = False
         self._sizes_given: list[int] = []
@@ -184,7 +181,6 @@ class Recorder(observers.Observer):
         with _lock:
             _recorders.remove(self)
         self._hooks.remove()
-        self._size_advice.leave()
         if os.getpid() != self.process:  # a fork leaves the block as well, with its parent's events
             return
         if not self._ended:
@@ -260,7 +256,7 @@ class Recorder(observers.Observer):
         if (training := training_of(optimizer)) is not None and training not in self._adopted:
             self._adopt(training)
 
-    def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any, eager: bool) -> None:
+    def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or not self.is_recording():
             return  # an evaluation
         if self._clock.forward_begins(model):
@@ -270,8 +266,6 @@ class Recorder(observers.Observer):
             self._sizes_given = self._sizes_given or sizes
             known = -len(sizes) <= self._batch_dim < len(sizes)
             self._clock.step.unclaimed_samples = sizes[self._batch_dim] if known else 0
-        if eager and self._device in size_advice.DEVICES:
-            self._size_advice.forward_begins(model)
 
     def body_begins(self, body: Any) -> None:
         if not self.is_recording():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from amp_patch.diagnose.lost_updates import Updates, share_lost
@@ -104,7 +104,6 @@ class Run:
         samples: the size of the model's first input tensor in its first dimension (or in `batch_dim` of the recorder),
             summed over the micro-batches; 0 if unknown.
         given: the shape of that tensor in the first step.
-        epoch_samples: the number of samples in an epoch, if the script iterates a DataLoader of known length; else 0.
         weights, masters, gradients, state: the bytes of the model's parameters, of the masters that have memory of
             their own, of all gradients at the end of a step's backward, and of the optimizer's state.
         activations: the peak of the bytes that autograd saved for the backward of one step (the third, or the last of
@@ -120,7 +119,6 @@ class Run:
         updates: for some steps, the changes of FP32 weights or masters, and the share that low-precision weights would
             lose (`lost_updates`). Both types are measured in a training without a low-precision type.
         modules: in a search, the names of the models' modules, each after the modules inside it.
-        advice: advice to change sizes of layers, one line each; only on a GPU.
     """
 
     level: str
@@ -147,7 +145,6 @@ class Run:
     skipped: list[bool] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     given: list[int] = field(default_factory=list)
-    epoch_samples: int = 0
     weights: int = 0
     masters: int = 0
     gradients: int = 0
@@ -160,7 +157,6 @@ class Run:
     looks: list[Look] = field(default_factory=list)
     updates: list[Updates] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
-    advice: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         last = f", last loss {figure(self.loss[-1])}" if self.loss else ""
@@ -226,8 +222,8 @@ class Run:
 
         "begin" (after `initialize`), "end" and "outcome" (from the process that started the run) have attributes of
         this class by name. "step" has one entry of each list, "log" a step, a name and a value, "look" the attributes
-        of a `Look`, "updates" the attributes of an `Updates`, "memory" the bytes of one step, "advice" lines,
-        "modules" names, "note" a text.
+        of a `Look`, "updates" the attributes of an `Updates`, "memory" the bytes of one step, "modules" names,
+        "note" a text.
         """
         event = dict(event)
         kind = event.pop("event")
@@ -252,14 +248,12 @@ class Run:
             self.updates.append(Updates(**event))
         elif kind == "memory":
             self.activations, self.step_peak = event["activations"], event["step_peak"]
-        elif kind == "advice":
-            self.advice += [line for line in event["lines"] if line not in self.advice]
         elif kind == "modules":
             self.modules += [name for name in event["names"] if name not in self.modules]
         elif kind == "note":
             self.notes.append(event["text"])
         else:
-            kinds = "begin, step, log, look, updates, memory, advice, modules, note, end or outcome"
+            kinds = "begin, step, log, look, updates, memory, modules, note, end or outcome"
             raise ValueError(f"Run.add: event is {kind!r}; wanted {kinds}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -269,7 +263,8 @@ class Run:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Run:
         """Make a run from the result of `to_dict`, as it is or written to JSON and read back."""
-        values = dict(values)
+        known = {each.name for each in fields(cls)}  # an older report has more
+        values = {name: value for name, value in values.items() if name in known}
         values["looks"] = [Look(**look) for look in values.get("looks", [])]
         values["updates"] = [Updates(**each) for each in values.get("updates", [])]
         values["logged"] = {name: [(s, v) for s, v in pairs] for name, pairs in values.get("logged", {}).items()}

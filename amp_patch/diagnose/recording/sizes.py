@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from amp_patch.diagnose.recording.run import LOW_TYPES
-from amp_patch.multi_tensor.checks import CODES
-from amp_patch.policy import LOW_PRECISION
 from amp_patch.storage.coded_state import stored
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
@@ -27,13 +25,11 @@ class Sizes:
 
     Attributes:
         bytes: "weights", "masters", "gradients" or "state" -> bytes.
-        in_fp32: the sizes of the same training in FP32: it has no masters, and a gradient for every trained parameter.
     """
 
     def __init__(self, trainings: list[Training]) -> None:
         self._trainings = trainings
         self.bytes = {"weights": 0, "masters": 0, "gradients": 0, "state": 0}
-        self.in_fp32 = {"weights": 0, "gradients": 0, "state": 0}
 
     def lost_eps(self) -> float | None:
         """Return the eps of an optimizer, if it is 0 in the type of its parameters, so that Adam divides by 0.
@@ -77,11 +73,7 @@ class Sizes:
         stepped = observers.stored(masters)
         weights = {id(param) for param, _ in pairs}  # a stochastically rounded master is stored in its weight
         self.bytes["masters"] = _bytes(tensor for tensor in stepped if id(tensor) not in weights)
-        kept = [tensor for state in states for tensor in tree.tensors([*map(stored, state.values())])]
-        self.bytes["state"] = _bytes(kept)
-        trained = [param for param, _ in pairs if param.requires_grad]
-        wide = {"weights": [param for param, _ in pairs], "gradients": trained, "state": kept}
-        self.in_fp32 = {kind: _bytes(tensors, in_fp32=True) for kind, tensors in wide.items()}
+        self.bytes["state"] = _bytes(t for state in states for t in tree.tensors([*map(stored, state.values())]))
 
     @eager_only
     def measure_gradients(self) -> None:
@@ -112,15 +104,11 @@ def alive(refs: Iterable[Any]) -> list[Any]:
     return [value for ref in refs if (value := ref()) is not None]
 
 
-def _bytes(tensors: Iterable[Tensor], *, in_fp32: bool = False) -> int:
-    """Return the bytes of the tensors. Each tensor counts once, and a DTensor by its local shard.
-
-    With `in_fp32`, tensors of low precision or in eight bits count as if they were FP32.
-    """
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the tensors. Each tensor counts once, and a DTensor by its local shard."""
     total = 0
     for tensor in {id(t): t for t in tensors}.values():
         local = distributed.local(tensor)
         parts = (local._values(), local._indices()) if local.is_sparse else (local,)
-        least = torch.float32.itemsize if in_fp32 and tensor.dtype in (*LOW_PRECISION, *CODES) else 0
-        total += sum(part.numel() * max(part.element_size(), least) for part in parts)
+        total += sum(part.numel() * part.element_size() for part in parts)
     return total

@@ -63,7 +63,6 @@ RUN = Run(
     scale=[65536.0, math.inf],
     skipped=[True, False],
     samples=[8, 0],
-    epoch_samples=40,
     given=[8, 3],
     weights=2**40,
     masters=2,
@@ -76,7 +75,6 @@ RUN = Run(
     logged={"accuracy": [(1, 0.5), (7, math.nan)]},
     looks=[LOOK],
     updates=[Updates("float16", {"a.weight": [9, 4], "b": [0, 0]}, 2), Updates("float16", {"a.weight": [1, 1]}, 4)],
-    advice=["pad it"],
     modules=["head"],
 )
 
@@ -105,8 +103,6 @@ def test_events_fold_into_a_run():
         {"event": "log", "step": 2, "name": "accuracy", "value": 0.5},
         {"event": "memory", "step": 2, "activations": 6, "step_peak": None},
         {"event": "note", "text": "no batch"},
-        {"event": "advice", "lines": ["pad it", "and it"]},
-        {"event": "advice", "lines": ["pad it"]},
         {"event": "modules", "names": ["body.0", "body"]},
         {"event": "modules", "names": ["body", "head"]},
         {"event": "end", "weights": 1, "masters": 2, "gradients": 3, "state": 4, "peak_memory": 5},
@@ -137,7 +133,6 @@ def test_events_fold_into_a_run():
         peak_memory=5,
         logged={"accuracy": [(1, 0.25), (2, 0.5)]},
         looks=[Look(1, 128.0, 256.0, errors={"a": 0.5})],
-        advice=["pad it", "and it"],
         modules=["body.0", "body", "head"],
     )
     assert run.steps == 2
@@ -158,7 +153,7 @@ def test_a_failed_run_says_why_and_where_in_one_line():
 def test_an_event_of_no_known_kind_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"event is 'stop'; wanted begin, step, log, look, updates, memory, advice, modules, note, end or outcome",
+        match=r"event is 'stop'; wanted begin, step, log, look, updates, memory, modules, note, end or outcome",
     ):
         Run("O0").add({"event": "stop"})
 
