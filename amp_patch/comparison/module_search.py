@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult, seeds_change_nothing
@@ -255,29 +254,3 @@ def _costs(first: Trial, answer: Trial) -> str:
     unit, (cost, whole) = wording.sizes([abs(sizes[1] - sizes[0]), sizes[1]])
     what = "more" if sizes[1] >= sizes[0] else "less"
     return f"It takes {cost} {unit} {what} than without, {whole} {unit} in all."
-
-
-def to_dict(level: str, found: Found) -> dict[str, Any]:
-    """Return the content of search.json."""
-
-    def told(each: Trial) -> dict[str, Any]:
-        has = each.level
-        return {
-            "kept": list(each.kept),
-            "passes": each.passes,
-            "text": each.text,
-            "kind": has.finding.kind if has is not None else "failed",
-            "gap": has.finding.gap.to_dict() if has is not None and has.finding.gap is not None else None,
-            "memory_bytes": has.memory_bytes if has is not None else None,
-            "memory_ratio": has.memory if has is not None else None,
-        }
-
-    answer = found.answer
-    return {
-        "level": level,
-        "argument": argument(level),
-        "kept": list(answer.kept) if answer is not None else None,
-        "complete": found.complete,
-        "no_use": found.no_use,
-        "trials": [told(each) for each in found.tried],
-    }

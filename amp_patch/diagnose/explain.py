@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.rules import PRODUCT, Rule
-from amp_patch.diagnose import native_autocast, products
 from amp_patch.diagnose.call_log import CallLog
 from amp_patch.diagnose.explanation import EMULATED, UNDECIDED, Explanation, OpCall, Types
 from amp_patch.diagnose.trial_forward import state_restored
@@ -35,9 +34,6 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None
     """Report the resolved policy of `model` and, for one forward, each function with its types::
 
         print(amp.explain(model, images))
-
-    If this is called in a torch.autocast block, its casts are reported too. The last lines name sizes of layers that
-    should be multiples of 8; see `shapes.advice`.
 
     With inputs, `model(*inputs, **kwargs)` runs once without gradients, in the model's present mode (train or eval),
     and the result is an `Explanation`. Compiled code runs eagerly. Hooks of the model are called. Buffers and the
@@ -159,9 +155,8 @@ class _TypeLog(CallLog):
         self.model = model
         # A wrapper (DistributedDataParallel) has no policy: take that of the first module inside that has one.
         policy = next((found for inner in model.modules() if (found := policy_of(inner)) is not None), None)
-        self.explanation = Explanation(policy, _kept(model, policy), autocast=native_autocast.state())
-        self.calls, self.products = self.explanation.calls, self.explanation.products
-        self.products_before: dict[int, int] = {}  # index of a call -> `len(self.products)` when it began
+        self.explanation = Explanation(policy, _kept(model, policy))
+        self.calls = self.explanation.calls
         self.emulated_before: dict[int, int] = {}  # index of a call -> `emulated_calls()` when it began
         self.inside = False  # whether a function runs whose inner calls are not logged
         self.expected: Any = None  # the function that a spy is about to call: the mode must not log it a second time
@@ -200,15 +195,7 @@ class _TypeLog(CallLog):
     def log(self, func: Any, args: Any, kwargs: Any) -> Any:
         index = self._begin(_address(func), (args, kwargs))
         result = func(*args, **kwargs)
-        name, decided = getattr(func, "__name__", ""), None
-        with torch._C.DisableTorchFunction():
-            inside = native_autocast.type_inside(name, args, kwargs, result)
-        if inside is not None and not any(p.decided != UNDECIDED for p in self.calls[index + 1 :]):
-            call, decided = self.calls[index], native_autocast.AUTOCAST
-            ran = tuple(inside if dtype.is_floating_point else dtype for dtype in call.got)
-            self.calls[index] = replace(call, ran=ran)
-        self._note_products(index, name, args, kwargs, result)
-        self._end(index, args[0] if func is Tensor.__setitem__ else result, decided)
+        self._end(index, args[0] if func is Tensor.__setitem__ else result)
         return result
 
     def _frame(self, place: install.Place) -> Any:
@@ -259,7 +246,6 @@ class _TypeLog(CallLog):
             ran = tuple(policy.dtype if dtype.is_floating_point else dtype for dtype in call.got)
             self.calls[index] = replace(call, ran=ran)
         given = args[0] if place.name == "__setitem__" else result
-        self._note_products(index, place.name, args, kwargs, result)
         self._end(index, given, why, parts_count=rule.for_users)
         return result
 
@@ -296,21 +282,8 @@ class _TypeLog(CallLog):
     def _begin(self, op: str, given: Any) -> int:
         types = _types(given)
         self.calls.append(OpCall(self.module_name() or "", op, types, types, (), self._kept_by() or UNDECIDED))
-        self.products_before[len(self.calls) - 1] = len(self.products)
         self.emulated_before[len(self.calls) - 1] = casts_state.in_use.emulated_calls()
         return len(self.calls) - 1
-
-    def _note_products(self, index: int, op: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the matrix products of call `index`, in place of those that its inner calls have recorded.
-
-        Without this, a product would count twice. If no product of the call itself is found, those of the inner calls
-        stay.
-        """
-        with torch._C.DisableTorchFunction():
-            found = products.of_call(self.calls[index].module, op, args, kwargs, result)
-            self.explanation.on_gpu |= any(tensor.is_cuda for tensor in tree.tensors(result))
-        if found:
-            self.products[self.products_before[index] :] = found
 
     def _end(self, index: int, result: Any, decided: str | None = None, parts_count: bool = False) -> None:
         """Log the types of the result of call `index`, and drop logged calls that would show the same work twice.

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from amp_patch.diagnose import native_autocast, shapes
-from amp_patch.diagnose.shapes import Product
 from amp_patch.diagnose.tables import Part, Table, as_html, as_text
 from amp_patch.diagnose.wording import type_name
 from amp_patch.policy import Policy
@@ -39,7 +37,6 @@ class OpCall:
             - "your register_half_function" and the like;
             - "keep_fp32", "keep_batchnorm_fp32", "buffers alone": the module stays FP32;
             - "cast_model_type", "cast_model_outputs": the argument of `initialize` behind a "cast";
-            - "torch.autocast";
             - "none: torch's own promotion": nothing else.
             "emulated FP16", alone or after a rule, means that a CPU computed in FP32 and rounded the result to FP16.
     """
@@ -62,22 +59,11 @@ class Explanation:
             shares a weight with one), "keep_batchnorm_fp32", or "buffers alone" (it has no parameters). At O1 and O4
             all weights are FP32, so batch norms are not listed.
         calls: in the order of their beginning. Functions that a function of the op lists calls are left out.
-        autocast: the torch.autocast blocks around the forward, in words; "" if there is none.
-        products: the matrix products and convolutions among the calls.
-        on_gpu: whether a call ran on a GPU.
     """
 
     policy: Policy | None
     kept: dict[str, str] = field(default_factory=dict)
     calls: list[OpCall] = field(default_factory=list)
-    autocast: str = ""
-    products: list[Product] = field(default_factory=list, repr=False)
-    on_gpu: bool = field(default=False, repr=False)
-
-    @property
-    def advice(self) -> list[str]:
-        """Lines on layer sizes that slow a GPU down, with better sizes; see `shapes.advice`."""
-        return shapes.advice(self.products)
 
     def __str__(self) -> str:
         return as_text(self._parts())
@@ -86,26 +72,17 @@ class Explanation:
         return as_html(self._parts())
 
     def _parts(self) -> Iterator[Part]:
-        yield from _policy_parts(self.policy, self.autocast)
+        if self.policy is None:
+            yield "no policy: the model never went through amp.initialize()"
+        else:
+            yield Table(
+                [(each.name, _short(getattr(self.policy, each.name))) for each in fields(self.policy)], title="policy"
+            )
         if self.kept:
             yield ""
             yield Table([(name or "(model)", why) for name, why in self.kept.items()], title="stay FP32")
         yield ""
         yield from _call_parts(self.calls)
-        if advice := self.advice:
-            yield ""
-            on_cpu = "" if self.on_gpu else "; this forward ran on a CPU, which gains little by them"
-            yield f"sizes: in FP16 and BF16 a GPU is fastest at multiples of {shapes.MULTIPLE}{on_cpu}"
-            yield from advice
-
-
-def _policy_parts(policy: Policy | None, autocast: str) -> Iterator[Part]:
-    if policy is not None:
-        yield Table([(entry.name, _short(getattr(policy, entry.name))) for entry in fields(policy)], title="policy")
-    elif not autocast:
-        yield "no policy: the model never went through amp.initialize()"
-    if autocast:
-        yield f"{native_autocast.AUTOCAST}: {autocast}"
 
 
 def _short(value: Any) -> str:

@@ -28,7 +28,6 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(command, devi
 @pytest.fixture
 def gpus(monkeypatch):
     """A function that gives torch the GPUs (kind, name, capability), at most one of Apple's."""
-    monkeypatch.setattr("amp_patch.run.machine.products_in_words", lambda dtype: "")  # takes a second
 
     def there(*given):
         for kind in ("cuda", "xpu"):

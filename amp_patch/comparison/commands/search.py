@@ -89,9 +89,6 @@ def _report(args: argparse.Namespace, level: str, found: Found) -> None:
     device = [] if args.device is None else ["--device", args.device]
     command = shlex.join([*device, *(["-m"] if args.module else []), args.script, *args.arguments])
     print("\n".join(["", *module_search.report(level, found, command)]))
-    path = args.out / "search.json"
-    write_whole(path, dumps({"script": args.script, **module_search.to_dict(level, found)}, indent=1) + "\n")
-    print(f"report: {path}")
 
 
 class _Cut(SystemExit):

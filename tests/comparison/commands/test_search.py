@@ -11,7 +11,7 @@ from scripts import start_script
 from amp_patch.__main__ import main
 from amp_patch.comparison.commands import compare_folder, search
 from amp_patch.comparison.other_work import OtherWork
-from amp_patch.diagnose.recording.run import PARTS, Run, dumps, loads
+from amp_patch.diagnose.recording.run import PARTS, Run, dumps
 
 MODULES = ["0", "1", "2", "3"]
 
@@ -87,9 +87,6 @@ def test_a_search_prints_each_trial_and_the_code_to_paste(capsys):
     ]
     assert '    amp.initialize(model, optimizer, opt_level="O4", keep_fp32=["2"])' in shown
     assert "    AMP_PATCH_OPT_LEVEL=O4 AMP_PATCH_KEEP_FP32=2 python -m amp_patch run train.py --lr 1" in shown
-    assert shown[-1] == "report: amp_search/search.json"
-    report = loads(Path("amp_search/search.json").read_text())
-    assert (report["level"], report["kept"], len(report["trials"])) == ("O4", ["2"], 4)
     # O0 is trained once.
     assert [made[2] for made in Trainings.made if made[1] == "O0"] == [0, 1, 2]
     assert len(Trainings.made) == 3 * 5
@@ -107,7 +104,7 @@ def test_a_search_tries_the_modules_of_the_survey_first(modules, trials, capsys,
     shown = capsys.readouterr().out
     assert f"the survey of the first step names lines in {', '.join(modules)}: tried first" in shown
     assert [line.split(": ")[1] for line in shown.splitlines() if line.startswith("trial")] == trials
-    assert loads(Path("amp_search/search.json").read_text())["kept"] == ["2"]
+    assert 'keep_fp32=["2"]' in shown
 
 
 def test_a_search_at_o6_is_not_surveyed(capsys, monkeypatch):
@@ -124,8 +121,6 @@ def test_a_search_ends_at_once_for_a_cause_that_no_module_removes(capsys):
     reason = "its optimizer's eps 1e-08 is 0 in FP16; take eps=1e-4 or more, or O2"
     assert "O3: keeping modules does not make it as good as O0: diverged with seeds 0, 1 and 2 at step 0" in shown
     assert f"{reason}.\n" in shown and "keep_fp32" not in shown
-    report = loads(Path("amp_search/search.json").read_text())
-    assert report["kept"] is None and report["no_use"].endswith(reason)
 
 
 @pytest.mark.parametrize("cut_at", [2, pytest.param(5, marks=pytest.mark.slow), 9])
@@ -135,7 +130,7 @@ def test_an_interrupted_search_resumes_without_repeating_runs(cut_at, capsys):
     assert "To continue: python -m amp_patch search --resume amp_search" in capsys.readouterr().out
     assert run("--resume", "amp_search") == 0
     assert len(Trainings.made) == len(set(Trainings.made)) == 2 * 5, "no run is made twice"
-    assert loads(Path("amp_search/search.json").read_text())["kept"] == ["2"]
+    assert 'keep_fp32=["2"]' in capsys.readouterr().out
     # A new search reuses nothing.
     assert run("train.py", "--seeds", "2") == 0 and len(Trainings.made) == 2 * 2 * 5
 
@@ -197,5 +192,3 @@ def test_a_search_of_an_unedited_script_finds_its_module(tmp_path):
     assert done.returncode == 0, done.stderr
     assert 'opt_level="O2", keep_fp32=["1"])' in done.stdout, done.stdout
     assert "the survey of the first step names lines in 1: tried first" in done.stdout
-    report = loads((tmp_path / "amp_search" / "search.json").read_text())
-    assert report["trials"][0]["kind"] == "differs" and report["trials"][-1]["passes"]
