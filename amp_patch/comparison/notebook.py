@@ -20,12 +20,13 @@ from amp_patch.casts import install
 from amp_patch.comparison import page
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.finding import Finding
+from amp_patch.comparison.measures import LOSS
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.outcome import failure
 from amp_patch.comparison.plan import BASELINE, LEVELS, MARGIN, MIN_GAIN, Plan, name_as_asked, progress_line
 from amp_patch.comparison.seeds import seeded
 from amp_patch.diagnose.recording.recorder import Enough, Recorder, log
-from amp_patch.diagnose.recording.run import Run
+from amp_patch.diagnose.recording.run import Failure, Run
 from amp_patch.diagnose.survey.first_step import FirstStep, FirstStepOver
 from amp_patch.frontend import initialize, restored
 from amp_patch.run.machine import machine
@@ -206,11 +207,16 @@ class _Job(NamedTuple):
         try:
             for name, value in self.plan.environment(run).items():
                 environment.set_item(os.environ, name, value)
-            with seeded(run.seed), restored(), around, suppress(Enough, FirstStepOver):
-                built = self.build_fn()
+            with seeded(run.seed), restored(), around, suppress(FirstStepOver):
+                built = None
+                with suppress(Enough):
+                    built = self.build_fn()
                 if built is not None:
                     model, optimizer, loss_fn, batches = _checked(built, known)
                     _train(model, optimizer, loss_fn, batches, self.plan.steps, self.evaluate)
+                elif self.evaluate is not None:
+                    words = "evaluate has no model: build_fn trained it by itself; give its figure to amp.log there"
+                    raise _Misuse(ValueError(f"compare: {words}"))
         finally:
             environment.remove()
 
@@ -232,7 +238,8 @@ def _train_all(
 ) -> list[Run]:
     """Make the runs of the plan. After an interrupt, return the runs that had begun.
 
-    If `decided` returns True for the runs so far, at the end of a seed, no further seed is trained.
+    If `decided` returns True for the runs so far, at the end of a seed, no further seed is trained. With `decided`, an
+    interrupt is raised: the runs so far are no answer.
     """
     runs = job.plan.runs()
     known: list[weakref.ref[nn.Module]] = []
@@ -242,6 +249,8 @@ def _train_all(
         try:
             _train_once(job, run, known)
         except KeyboardInterrupt:
+            if decided is not None:
+                raise
             runs = runs[: index + 1]
         of_run.read()
         run.other_work = of_run.share
@@ -268,10 +277,15 @@ def _train_once(job: _Job, run: Run, known: list[weakref.ref[nn.Module]]) -> Non
         if run.device == "cpu":
             run.peak_memory = None  # the peak of the process may come from an earlier run
     name_as_asked(run, asked)
-    if (failed := failure(recorder, run, error)) is not None:
+    failed = Failure(str(error)) if isinstance(error, _NoFigure) else failure(recorder, run, error)
+    if failed is not None:
         run.error, run.error_kind, run.error_where = failed
     if isinstance(error, KeyboardInterrupt):
         raise error
+
+
+class _NoFigure(Exception):
+    """The error of a run whose `evaluate` has raised, or returned no number: its training is not judged without it."""
 
 
 class _Misuse(Exception):
@@ -303,15 +317,30 @@ def _train(
         if not _epoch(model, optimizer, loss_fn, batches):
             words = "nothing; an iterator is used up by one run: make a new one at each call"
             raise _Misuse(ValueError(f"compare: the batches of build_fn gave {words}"))
-        while steps is not None and _epoch(model, optimizer, loss_fn, batches):
-            pass
+        passes = 1
+        while steps is not None:
+            if not _epoch(model, optimizer, loss_fn, batches):
+                words = (
+                    f"nothing after pass {passes}, and steps is {steps}; an iterator ends: return a list or a loader"
+                )
+                raise _Misuse(ValueError(f"compare: the batches of build_fn gave {words}"))
+            passes += 1
     if evaluate is None:
         return
     model.eval()
-    with torch.no_grad():
-        found = evaluate(model)
-    figures = found if isinstance(found, dict) else {_EVALUATION: found}
-    log(**{name: float(value) for name, value in figures.items()})
+    try:
+        with torch.no_grad():
+            found = evaluate(model)
+    except (Exception, SystemExit) as error:
+        raise _NoFigure(f"evaluate raised {type(error).__name__}: {error}") from error
+    figures = found if isinstance(found, dict) and found else {_EVALUATION: found}
+    if LOSS in figures:
+        words = "a figure named 'loss', which is the training loss; name it otherwise, as held_out_loss"
+        raise _Misuse(ValueError(f"compare: evaluate returned {words}"))
+    try:
+        log(**figures)
+    except (TypeError, ValueError) as error:
+        raise _NoFigure(f"evaluate returned no number: {error}") from error
 
 
 def _epoch(model: nn.Module, optimizer: Any, loss_fn: Callable[..., Tensor], batches: Iterable[Any]) -> bool:

@@ -89,12 +89,12 @@ class Plan:
             raise ValueError(f"compare: levels is {','.join(self.levels) or 'empty'}; wanted one beside O0, as O0,O2")
         if BASELINE not in self.levels:
             object.__setattr__(self, "levels", (BASELINE, *self.levels))
-        for name, value in ("seeds", self.seeds), ("steps", self.steps):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        for name, value in ("seeds", self.seeds), ("steps", 1 if self.steps is None else self.steps):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"compare: {name} is {value!r}; wanted a positive integer")
-        if isinstance(self.min_gain, bool) or not 0 <= self.min_gain < 100:
+        if not _is_number(self.min_gain) or not 0 <= self.min_gain < 100:
             raise ValueError(f"compare: min_gain is {self.min_gain!r}; wanted per cent of the memory, 0 to below 100")
-        if isinstance(self.margin, bool) or not 0 < self.margin < 100:
+        if not _is_number(self.margin) or not 0 < self.margin < 100:
             raise ValueError(f"compare: margin is {self.margin!r}; wanted per cent of O0's result, above 0, below 100")
         if self.seeds > _MOST_SEEDS:
             raise ValueError(f"compare: seeds is {self.seeds}; wanted at most {_MOST_SEEDS} repetitions")
@@ -129,6 +129,10 @@ class Plan:
         if self.keep is not None and level != BASELINE:
             environment[keep_variable(level)] = ",".join(self.keep) or NONE_KEPT
         return environment if self.dtype is None else {**environment, DTYPE: self.dtype}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def variables(level: str, dtype: str | None = None) -> str:

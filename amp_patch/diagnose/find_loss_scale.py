@@ -118,14 +118,15 @@ def _gradients(
                 f"find_loss_scale: the loss has shape {list(loss.shape)} and values {loss.detach().tolist()}; "
                 "wanted one finite number"
             )
-        if not loss.requires_grad:
+        grads = []
+        if loss.requires_grad:
+            found = torch.autograd.grad((loss.float() * scale).reshape(()), params, allow_unused=True)
+            grads = [grad.detach() for grad in found if grad is not None]
+        if not grads:
             raise ValueError(
                 "find_loss_scale: the loss does not depend on a parameter that requires grad; is something in "
                 "the model or in loss_fn detached, or grad mode off?"
             )
-        scaled = loss.float() * scale
-        found = torch.autograd.grad(scaled.reshape(()), params, allow_unused=True)
-        grads = [grad.detach() for grad in found if grad is not None]
         return [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
 
 

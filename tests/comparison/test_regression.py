@@ -211,3 +211,83 @@ def pytester_in(tmp_path):
         assert ran.returncode == 0, ran.stdout + ran.stderr
 
     return run
+
+
+# --- what gates: evaluations, interrupts, and what was not compared ---
+
+
+@pytest.mark.parametrize(("evaluate", "said"), [
+    (lambda model: [][1], "evaluate raised IndexError: list index out of range"),
+    (lambda model: None, "evaluate returned no number: log: evaluation is None"),
+    (lambda model: "0.5", "evaluate returned no number: log: evaluation is '0.5'"),
+    (lambda model: {}, "evaluate returned no number: log: evaluation is {}"),
+    (lambda model: {"accuracy": None}, "evaluate returned no number: log: accuracy is None"),
+    (lambda model: torch.ones(2), "evaluate returned no number: log: evaluation is a tensor of shape [2]"),
+    (lambda model: 10**400, "evaluate returned no number: log: evaluation is larger than any float"),
+    (lambda model: exit(), "evaluate raised SystemExit"),
+])  # fmt: skip
+@pytest.mark.parametrize("steps", [None, 3])
+def test_an_evaluation_without_a_number_fails_the_test(evaluate, said, steps):
+    with pytest.raises(AssertionError, match="assert_level: ") as failed:
+        amp.assert_level(regression_net(), "O5", steps=steps, seeds=1, evaluate=evaluate)
+    assert said in str(failed.value)
+    compared = amp.compare(regression_net(), ["O5"], steps=steps, seeds=1, evaluate=evaluate, verbosity=0)
+    assert not compared.comparable and all(said in run.error for run in compared.runs)
+
+
+def test_an_evaluation_that_fails_at_the_level_alone_fails_the_level():
+    def evaluate(model):
+        return 1.0 if model[0].weight.dtype is torch.float32 else [][1]
+
+    with pytest.raises(AssertionError, match=r"O5.*evaluate raised IndexError"):
+        amp.assert_level(regression_net(), "O5", steps=3, seeds=2, evaluate=evaluate)
+
+
+def test_figures_named_loss_and_evaluations_of_other_trainings_are_refused():
+    with pytest.raises(ValueError, match="evaluate returned a figure named 'loss', which is the training loss"):
+        amp.assert_level(regression_net(), "O5", steps=3, evaluate=lambda model: {"loss": 1.0})
+
+    def trains():
+        model, optimizer, loss_fn, [(inputs, targets)] = regression_net()()
+        model, optimizer = amp.initialize(model, optimizer, verbosity=0)
+        for _ in range(3):
+            with amp.scale_loss(loss_fn(model(inputs), targets), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    for steps in (None, 2):
+        with pytest.raises(ValueError, match="evaluate has no model: build_fn trained it by itself"):
+            amp.assert_level(trains, "O5", steps=steps, evaluate=lambda model: 1.0)
+
+
+def test_an_interrupt_reaches_the_caller_of_assert_level():
+    def build():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        amp.assert_level(build, "O5", steps=3)
+
+    def evaluate(model):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        amp.assert_level(regression_net(), "O5", steps=3, evaluate=evaluate)
+
+
+def test_batches_that_end_before_the_steps_are_refused():
+    def build():
+        *rest, batches = regression_net()()
+        return (*rest, iter(batches * 3))
+
+    assert amp.compare(build, ["O5"], seeds=1, steps=3, verbosity=0).steps == 3
+    with pytest.raises(ValueError, match="batches of build_fn gave nothing after pass 1, and steps is 5"):
+        amp.compare(build, ["O5"], seeds=1, steps=5, verbosity=0)
+
+
+@pytest.mark.parametrize("arguments", [{"margin": "0.2"}, {"margin": None}, {"seeds": None}, {"seeds": 1.5}])
+def test_arguments_of_other_types_are_refused_by_name(arguments):
+    (name,) = arguments
+    for call in (lambda: amp.assert_level(regression_net(), "O5", **arguments),
+                 lambda: amp.compare(regression_net(), ["O5"], **arguments)):  # fmt: skip
+        with pytest.raises(ValueError, match=f"compare: {name} is {arguments[name]!r}; wanted"):
+            call()

@@ -157,3 +157,11 @@ def test_find_loss_scale_restores_a_buffer_that_forward_replaces():
     amp.find_loss_scale(model, F.mse_loss, (torch.ones(1, 2), torch.ones(1, 1)))
     assert model.average is before
     assert model.average == 0
+
+
+def test_a_loss_of_another_tensor_than_the_parameters_is_refused():
+    """It requires a gradient, and none of the model's parameters has one."""
+    model = amp.initialize(torch.nn.Linear(2, 1), opt_level="O2", verbosity=0)
+    other = torch.ones((), requires_grad=True)
+    with pytest.raises(ValueError, match="does not depend on a parameter that requires grad"):
+        amp.find_loss_scale(model, lambda output, target: 2 * other, (torch.ones(4, 2), torch.ones(4, 1)))

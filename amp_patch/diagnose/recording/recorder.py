@@ -94,12 +94,17 @@ def log(**scalars: Any) -> None:
 
     Raises:
         TypeError: a scalar is something else.
+        ValueError: a number is too large for a float.
     """
     for name, value in scalars.items():
         number = isinstance(value, Real)
         if not (number or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())):
             what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
             raise TypeError(f"log: {name} is {what}; wanted a number or a tensor of one element")
+        try:
+            _ = float(value) if number else value
+        except OverflowError:
+            raise ValueError(f"log: {name} is larger than any float; wanted a number that a float can hold") from None
     for recorder in tuple(_recorders):
         if recorder.is_recording():
             recorder.log(scalars)

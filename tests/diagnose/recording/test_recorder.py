@@ -360,3 +360,9 @@ def test_a_recording_inside_of_another_leaves_that_its_peak():
             hold(2**26)
     assert outer.peak_memory > 0.95 * 2**28
     assert 0.95 * 2**26 < inner.peak_memory < 2**27
+
+
+def test_log_refuses_a_number_that_no_float_can_hold():
+    with amp.record() as run, pytest.raises(ValueError, match="log: acc is larger than any float"):
+        amp.log(acc=10**400)
+    assert run.logged == {}
