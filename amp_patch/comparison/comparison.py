@@ -15,7 +15,7 @@ from amp_patch.comparison.measures import ALIKE, LOSS
 from amp_patch.comparison.plan import BASELINE, MARGIN, MIN_GAIN, SEEDS
 from amp_patch.comparison.recommendation import Recommendation, recommend, summary
 from amp_patch.comparison.verdict import failures_in_words, verdict
-from amp_patch.diagnose.recording.run import INTERRUPTED, NATIVE, Run
+from amp_patch.diagnose.recording.run import INTERRUPTED, NATIVE, Run, check_types
 from amp_patch.diagnose.wording import counted, fine_percent, lacks, listed, metric_in_words, type_name, whole_percent
 
 _MOST_TO_TELL = 20  # the most seeds that an advised command asks for
@@ -384,6 +384,7 @@ class Comparison:
         """Load a comparison from the result of `to_dict`. All figures are computed from its runs again."""
         given = {name: values[name] for name in _GIVEN}
         given.update((name, values[name]) for name in _GIVEN_LATER if name in values)
+        check_types(cls, given)
         return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
 
     @cached_property

@@ -10,7 +10,7 @@ from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.gap import CONFIDENCE, Gap
 from amp_patch.comparison.level_result import LevelResult, failures, same_losses
 from amp_patch.diagnose.recording.run import Run
-from amp_patch.diagnose.wording import percent
+from amp_patch.diagnose.wording import percent, signed_percents
 
 SKIPPED = 0.01  # a level regresses if it skips a share of the steps that is larger by more than this
 FALLEN = 8.0  # a level regresses if its loss scale ends lower by this factor
@@ -26,32 +26,76 @@ class Regression(NamedTuple):
     what: str
 
 
+class Answers(NamedTuple):
+    """What is known of the levels since an earlier comparison.
+
+    Attributes:
+        worse: the regressions.
+        undecided: levels of whose gap the seeds decide nothing, with the growth in words.
+        missing: levels whose results were not compared, with the reason.
+        as_good: the names of the other levels.
+    """
+
+    worse: list[Regression]
+    undecided: list[Regression]
+    missing: list[Regression]
+    as_good: list[str]
+
+
 def regressions(before: Comparison, now: Comparison) -> list[Regression]:
     """Return what has become worse since `before`, by more than the margin of `now`.
 
-    A level regresses if it fails or diverges and did not before; if its gap to the baseline has grown by more than the
-    margin, by Student's interval of the differences at the same seeds; if its weights, masters or optimizer state have
-    another size, or its gradients or activations a larger one; if it skips 1 % more of its steps; or if its loss scale
-    ends at an eighth of its earlier one or lower. Times are not compared. With one seed gaps are not compared.
+    A level regresses if it fails, diverges or collapses and did not before; if it was as good and is not to be used
+    now; if its gap to the baseline has grown by more than the margin, by Student's interval of the differences at the same
+    seeds; if its weights, masters or optimizer state have another size, or its gradients or activations a larger one;
+    if it skips 1 % more of its steps; or if its loss scale ends at an eighth of its earlier one or lower. Times are not
+    compared. With one seed gaps are not compared.
     """
     pairs = _pairs(before, now)
     return [Regression(one.level, what) for one, other in pairs for what in _of_level(one, other, before, now)]
 
 
+def answers(before: Comparison, now: Comparison, named: str = "") -> Answers:
+    """Return the answer for each level except the baseline; `named` is the name of the earlier comparison.
+
+    Results are compared by the growth of the gap at the same seeds. Results of one seed are compared if every run of
+    the level and the baseline has the losses, to the bit, and the metric of the earlier run with its level and seed.
+    """
+    found = Answers(regressions(before, now), [], [], [])
+    regressed = {each.level for each in found.worse}
+    known = {(run.level, run.seed): run for run in before.runs}
+    pairs = {level.level: (level, later) for level, later in _pairs(before, now)}
+    for later in now.levels:
+        name = later.level
+        if name in regressed or later is now.baseline:
+            continue
+        if name not in pairs:
+            found.missing.append(Regression(name, f"not in {named}"))
+            continue
+        growth = _growth(pairs[name][0], later, before, now)
+        runs = [*later.all_runs, *(now.baseline.runs if now.baseline is not None else [])]
+        earlier = [known.get((run.level, run.seed), Run("")) for run in runs]
+        same = all(same_losses(*each) for each in zip(runs, earlier, strict=True))
+        if same and [run.logged.get(now.metric) for run in runs] == [run.logged.get(now.metric) for run in earlier]:
+            found.as_good.append(name)
+        elif growth is None:
+            found.missing.append(Regression(name, "one seed says nothing of its gap; compare three seeds or more"))
+        elif growth.told is None:
+            grown = f"its gap has grown by {signed_percents(growth.mean)[0]} %"
+            found.undecided.append(Regression(name, f"after {growth.seeds} seeds: {grown}"))
+        else:
+            found.as_good.append(name)
+    return found
+
+
 def are_decided(before: Comparison, now: Comparison) -> bool:
     """Return whether further seeds would change no level's answer: the test of `amp.assert_level`, on growths of gaps.
 
-    A level is decided if it has regressed, or if Student's interval of the growth of its gap is within the margin. All
-    are decided if every run has the losses, to the bit, and the metric of the earlier run with its level and seed.
+    A level is decided if it has regressed, if Student's interval of the growth of its gap is within the margin, or if
+    its losses are the earlier ones. Levels that the earlier comparison lacks do not count.
     """
-    known = {(run.level, run.seed): run for run in before.runs}
-    pairs = [(run, known.get((run.level, run.seed), Run(""))) for run in now.runs]
-    if all(same_losses(*pair) and pair[0].logged.get(now.metric) == pair[1].logged.get(now.metric) for pair in pairs):
-        return True
-    regressed = {each.level for each in regressions(before, now)}
-    open_ = [pair for pair in _pairs(before, now) if pair[0].level not in regressed and pair[1] is not now.baseline]
-    growths = [None if later is None else _growth(level, later, before, now) for level, later in open_]
-    return all(growth is not None and growth.told is not None for growth in growths)
+    found, trained = answers(before, now), {level.level for level in before.levels}
+    return not (found.undecided or any(each.level in trained for each in found.missing))
 
 
 def _pairs(before: Comparison, now: Comparison) -> list[tuple[LevelResult, LevelResult | None]]:
@@ -86,6 +130,9 @@ def _of_level(level: LevelResult, later: LevelResult | None, before: Comparison,
     scales = [measures.median(each.scales) for each in (level, later)]
     if scales[0] and scales[1] and scales[1] <= scales[0] / FALLEN:
         found.append(f"its loss scale ended at {scales[1]:g}, and at {scales[0]:g} before")
+    was, is_now = level.finding, later.finding
+    if not found and ((is_now.collapsed and not was.collapsed) or (is_now.rejected and was.usable)):
+        found.append(f"do not use it: {later.verdict.reason}")
     return found
 
 

@@ -291,3 +291,18 @@ def test_arguments_of_other_types_are_refused_by_name(arguments):
                  lambda: amp.compare(regression_net(), ["O5"], **arguments)):  # fmt: skip
         with pytest.raises(ValueError, match=f"compare: {name} is {arguments[name]!r}; wanted"):
             call()
+
+
+COLLAPSED = 1000.0
+
+
+@pytest.mark.parametrize("was", [1, 3])
+@pytest.mark.parametrize("finals", [(1.001, 2.001, COLLAPSED), (COLLAPSED,) * 3])
+def test_a_level_that_collapses_now_is_worse(was, finals):
+    before, now = compare(O0[:was], BEFORE[:was]), later(*finals)
+    assert now.levels[1].finding.collapsed
+    assert [each.level for each in regressions(before, now)] == ["O2"]
+
+
+def test_a_level_that_was_not_to_be_used_is_no_regression():
+    assert regressions(later(COLLAPSED, 2.0, 3.0), later(COLLAPSED, 2.0, 3.0)) == []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.measures import LOSS
-from amp_patch.comparison.regression import regressions
+from amp_patch.comparison.regression import answers, regressions
 from amp_patch.diagnose.recording.run import loads
 
 STATUS = 3  # the exit status after a regression
@@ -38,8 +39,8 @@ def read(args: argparse.Namespace) -> Comparison | None:
         raise ValueError("compare: --baseline takes the levels and seeds of its file, and --quick contradicts it")
     try:
         before = Comparison.from_dict(loads(args.baseline.read_text(encoding="utf-8")))
-        levels = before.levels
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        regressions(before, before)  # computes every figure that is compared later
+    except Exception as error:  # figures of numbers that no training records may end in any error
         raise ValueError(
             f"compare: --baseline {args.baseline} has no comparison ({error!r}); wanted the report.json that `compare` "
             "wrote into its --out"
@@ -49,7 +50,7 @@ def read(args: argparse.Namespace) -> Comparison | None:
     if args.resume is not None:  # the folder has its own levels, seeds, steps and metric
         return before
     if args.levels is None:
-        args.levels = ",".join(level.level for level in levels)
+        args.levels = ",".join(level.level for level in before.levels)
     if args.seeds is None:
         args.seeds = len({run.seed for run in before.runs})
     if args.steps is None:
@@ -60,10 +61,30 @@ def read(args: argparse.Namespace) -> Comparison | None:
 
 
 def tell(before: Comparison, now: Comparison, args: argparse.Namespace) -> int:
-    """Print what has become worse. Return the exit status: STATUS, or 0 if nothing."""
-    found = regressions(before, now)
-    for each in found:
-        print(f"worse than in {args.baseline}: {each.level}: {each.what}")
-    if not found:
-        print(f"no level is worse than in {args.baseline}")
-    return STATUS if found else 0
+    """Print what has become worse, what is not decided, what was not compared, and what is as good.
+
+    Return the exit status: STATUS if a level is worse, 1 if no level was compared, else 0.
+    """
+    found = answers(before, now, str(args.baseline))
+    for words in _differences(before, now):
+        print(f"Note: {args.baseline} {words}")
+    for level, what in found.worse:
+        print(f"worse than in {args.baseline}: {level}: {what}")
+    for level, what in found.undecided:
+        print(f"not decided: {level} {what}; take a larger margin, more steps or more seeds")
+    for level, what in found.missing:
+        print(f"not compared: {level}: {what}")
+    if found.as_good:
+        print(f"no worse than in {args.baseline}: {', '.join(found.as_good)}")
+    return STATUS if found.worse else int(not (found.as_good or found.undecided))
+
+
+def _differences(before: Comparison, now: Comparison) -> Iterator[str]:
+    """Yield in words how the script, its arguments or the machine differ from the earlier ones."""
+    scripts = [each.command or each.title for each in (before, now)]
+    if scripts[0] != scripts[1]:
+        yield f"is of {scripts[0]}, this is {scripts[1]}"
+    for name in ("cpu", "gpu", "torch"):
+        was, found = before.machine.get(name, ""), now.machine.get(name, "")
+        if was and found and was != found:
+            yield f"has the {name} {was}, this has {found}"

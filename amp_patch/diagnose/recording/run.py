@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from types import UnionType
+from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from amp_patch.diagnose.lost_updates import Updates, share_lost
 from amp_patch.diagnose.wording import figure
@@ -262,13 +263,51 @@ class Run:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Run:
-        """Make a run from the result of `to_dict`, as it is or written to JSON and read back."""
+        """Make a run from the result of `to_dict`, as it is or written to JSON and read back.
+
+        Raises:
+            ValueError: a value has another type.
+        """
         known = {each.name for each in fields(cls)}  # an older report has more
         values = {name: value for name, value in values.items() if name in known}
+        check_types(cls, values)
         values["looks"] = [Look(**look) for look in values.get("looks", [])]
         values["updates"] = [Updates(**each) for each in values.get("updates", [])]
         values["logged"] = {name: [(s, v) for s, v in pairs] for name, pairs in values.get("logged", {}).items()}
         return cls(**values)
+
+
+def check_types(owner: type, values: dict[str, Any]) -> None:
+    """Check that values, as JSON has them, have the types of the fields of the dataclass `owner`.
+
+    Raises:
+        ValueError: a value has another type.
+    """
+    hints = get_type_hints(owner)
+    for name, value in values.items():
+        if name not in hints or not _has_type(value, hints[name]):
+            raise ValueError(
+                f"{name} of a {owner.__name__} is {value!r:.60}; wanted {hints.get(name, 'no such field')}"
+            )
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    inner = get_args(hint)
+    if isinstance(hint, UnionType):
+        return any(_has_type(value, each) for each in inner)
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_has_type(each, inner[0]) for each in value)
+    if get_origin(hint) is tuple:
+        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(_has_type, value, inner))
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(_has_type(each, inner[1]) for each in value.values())
+    if is_dataclass(hint):
+        if isinstance(value, dict):
+            check_types(cast(type, hint), value)
+        return isinstance(value, dict)
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, hint)
 
 
 # JSON has no literal for a number that is not finite; Python's float() reads these strings.
