@@ -46,10 +46,10 @@ def regressions(before: Comparison, now: Comparison) -> list[Regression]:
     """Return what has become worse since `before`, by more than the margin of `now`.
 
     A level regresses if it fails, diverges or collapses and did not before; if it was as good and is not to be used
-    now; if its gap to the baseline has grown by more than the margin, by Student's interval of the differences at the same
-    seeds; if its weights, masters or optimizer state have another size, or its gradients or activations a larger one;
-    if it skips 1 % more of its steps; or if its loss scale ends at an eighth of its earlier one or lower. Times are not
-    compared. With one seed gaps are not compared.
+    now; if its gap to the baseline has grown by more than the margin, by Student's interval of the differences at the
+    same seeds; if its weights, masters or optimizer state have another size, or its gradients or activations a larger
+    one; if it skips 1 % more of its steps; or if its loss scale ends at an eighth of its earlier one or lower. Times
+    are not compared. With one seed gaps are not compared.
     """
     pairs = _pairs(before, now)
     return [Regression(one.level, what) for one, other in pairs for what in _of_level(one, other, before, now)]
