@@ -34,8 +34,8 @@ output goes to runs/LEVEL-seedN.log in the folder of --out. When a run ends, the
 Ctrl-C, SIGTERM and SIGHUP end the runs, and the finished ones are reported; a second signal does not wait for the
 script. `compare --resume FOLDER` makes the missing runs, `python -m amp_patch report FOLDER` reports the present ones.
 The exit status is 0 if two levels can be compared, 1 if not, if the script fails before its first step or if nothing
-can be compared with --baseline, 2 for invalid arguments, 3 if a level has become worse since --baseline, and 130, 143 or 129 if Ctrl-C, SIGTERM or SIGHUP has ended
-runs.
+can be compared with --baseline, 2 for invalid arguments, 3 if a level has become worse since --baseline, and 130, 143
+or 129 if Ctrl-C, SIGTERM or SIGHUP has ended runs.
 """
 
 
