@@ -144,14 +144,15 @@ def speedup(pairs: Sequence[tuple[Run, Run]], by_cpu_time: bool = False) -> Rati
     pairs. With one pair they come from the quartiles of its step times: the baseline's lower quartile over the level's
     upper one, and the reverse. None without times.
 
-    With `by_cpu_time` the times are CPU times. Without it, if other work took more of the cores during one run of a
+    With `by_cpu_time` the times are CPU times, and the lower quartile of a run replaces its median: other work only
+    lengthens steps, as it takes caches and memory. Without it, if other work took more of the cores during one run of a
     pair than during the other, it may have slowed that run by as much, and the range has both speeds.
     """
     times = [(step_times(base, by_cpu_time), step_times(run, by_cpu_time), _slowed(base, run)) for base, run in pairs]
     times = [(base, run, by) for base, run, by in times if base and run]
     if not times:
         return None
-    medians = [(statistics.median(base), statistics.median(run)) for base, run, _ in times]
+    medians = [(_typical(base, by_cpu_time), _typical(run, by_cpu_time)) for base, run, _ in times]
     whole = statistics.median(base for base, _ in medians) / statistics.median(run for _, run in medians)
     ranges = [(base / run, base / run) for base, run in medians]
     if len(times) == 1:
@@ -160,6 +161,10 @@ def speedup(pairs: Sequence[tuple[Run, Run]], by_cpu_time: bool = False) -> Rati
     slowed = [1.0 if by_cpu_time else by for _, _, by in times]
     low = min(low * min(1.0, by) for (low, _), by in zip(ranges, slowed, strict=True))
     return Ratio(whole, low, max(high * max(1.0, by) for (_, high), by in zip(ranges, slowed, strict=True)))
+
+
+def _typical(times: Sequence[float], by_cpu_time: bool) -> float:
+    return _quartiles(times)[0] if by_cpu_time else statistics.median(times)
 
 
 def _slowed(base: Run, run: Run) -> float:

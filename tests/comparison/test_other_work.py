@@ -73,6 +73,17 @@ def test_cpu_times_are_compared_if_other_work_took_more_than_a_tenth(share, devi
     assert Comparison("t.py", runs).levels[1].speedup.median == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_steps_that_other_work_has_lengthened_do_not_count(level):
+    """Both levels take 10 ms. Other work adds up to a half to two thirds of the steps of one of them."""
+    runs = [made_up_run(name, seed) for seed in range(2) for name in ("O0", "O2")]
+    for run in runs:
+        run.device, run.other_work, run.cpu_seconds = "cpu", 0.5, [0.01] * run.steps
+        if run.level == level:
+            run.cpu_seconds = [0.01 if step % 3 == 0 else 0.012 + 0.003 * (step % 2) for step in range(run.steps)]
+    assert Comparison("t.py", runs).levels[1].speedup == (1.0, 1.0, 1.0)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
 def test_readings_count_the_cpu_time_of_child_processes():
     load = OtherWork()
