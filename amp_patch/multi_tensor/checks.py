@@ -7,7 +7,7 @@ error with a message, and before every kernel in plain torch.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, SupportsFloat, SupportsIndex
@@ -19,6 +19,8 @@ from amp_patch.support.words import of_class
 
 Tensors = Sequence[Tensor]
 Number = float | Tensor
+Error = ValueError | TypeError | None  # None: the value is accepted
+Errors = Iterator[tuple[str, Error]]  # (the name of an argument or tensor, an error that begins behind this name)
 FP32, BF16, INT32, INT16 = (torch.float32,), (torch.bfloat16,), (torch.int32,), (torch.int16,)
 SIGNED, UNSIGNED = (torch.int8,), (torch.uint8,)  # types of codes (`steps.multi_tensor_encode`)
 CODES = (*SIGNED, *UNSIGNED)
@@ -119,185 +121,139 @@ class Contract:
 
     def check(self, lists: Sequence[Any], arguments: Sequence[Any]) -> torch.device:
         """Raise ValueError or TypeError if a call breaks this contract; return the device of its tensors."""
-        named = dict(zip(self.arguments, arguments, strict=False))
+        given, named = dict(zip(self.lists, lists, strict=True)), list(zip(self.arguments, arguments, strict=False))
+        self._raise_first((wanted.name, _of_sequence(tensors)) for wanted, tensors in given.items())
         # Flags (found_inf) decide the device of empty lists. Tensors given for numbers do not: they must be on it.
-        flags = [value for argument, value in named.items() if argument.dtypes and argument.number is None]
-        try:
-            for wanted, tensors in zip(self.lists, lists, strict=True):
-                _check_sequence(wanted.name, tensors)
-            first = (t for t in (*(lists[self.lead] if lists else ()), *flags) if isinstance(t, Tensor))
-            device = next((t.device for t in first), torch.device("cpu"))
-            if lists:
-                self._check_lists(dict(zip(self.lists, lists, strict=True)), device, flags)
-            for argument, value in named.items():
-                self._check_argument(argument, value, device)
-            if self.rounds:
-                _check_draws(self.lists[self.lead].name, lists[self.lead], *arguments[-3:])
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"{self.name}: {error}") from None
+        flags = [value for wanted, value in named if wanted.dtypes and wanted.number is None and value is not None]
+        leading = lists[self.lead] if lists else ()
+        device = next((t.device for t in (*leading, *flags) if isinstance(t, Tensor)), torch.device("cpu"))
+        if lists:
+            self._raise_first(self._of_lists(given, device, bool(flags)))
+        self._raise_first(self._of_arguments(named, device))
+        if self.rounds:
+            self._raise_first(_of_draws(self.lists[self.lead].name, leading, *arguments[-3:]))
         return device
 
-    def _check_lists(self, lists: dict[TensorList, Tensors], device: torch.device, flags: Sequence[object]) -> None:
+    def _raise_first(self, errors: Iterable[tuple[str, Error]]) -> None:
+        for name, error in errors:
+            if error is not None:
+                raise type(error)(f"{self.name}: {name} {error}")
+
+    def _of_lists(self, given: dict[TensorList, Tensors], device: torch.device, has_flag: bool) -> Errors:
         lead = self.lists[self.lead]
         # The leading list is checked first: the others are compared with its tensors.
-        given = {wanted: ts for wanted, ts in {lead: lists[lead], **lists}.items() if ts or not wanted.optional}
-        for wanted, tensors in given.items():
+        lists = {wanted: ts for wanted, ts in {lead: given[lead], **given}.items() if ts or not wanted.optional}
+        by_name = {wanted.label: tensors for wanted, tensors in lists.items()}
+        for name, tensors in by_name.items():
             if len(tensors) != len(given[lead]):
-                raise ValueError(f"{wanted.name} has {len(tensors)} tensors, {lead.name} has {len(given[lead])}")
-        for wanted, tensors in given.items():
-            if wanted.is_counts:
-                self._check_counts(wanted, tensors, device, flags)
-                continue
-            if wanted.scales_of:
-                continue
-            for i, (t, first) in enumerate(zip(tensors, given[lead], strict=True)):
-                which = f"tensor {i} of {wanted.name}"
-                _check_tensor(which, t, device, f"tensor 0 of {lead.name}", wanted.dtypes)
-                _check_alike(which, t, "its parameter" if self.dense else lead.name, first)
-                if self.dense:
-                    _check_strides(which, t, first)
-                if wanted.written:
-                    self._check_unrecorded(which, t)
-        self._check_scales({wanted.label: tensors for wanted, tensors in lists.items()}, device)
-        outs = {wanted.label: tensors for wanted, tensors in given.items() if wanted.written}
-        if self.dense:
-            _check_apart(outs, {wanted.name: tensors for wanted, tensors in given.items() if not wanted.written})
-        else:
-            _check_places(outs, {wanted.name: tensors for wanted, tensors in given.items()})
-            _check_apart(outs, {})
-        if lead.weights:
-            _check_halves(
-                lead, given[lead], next((ts for wanted, ts in given.items() if wanted.name == lead.weights), ())
-            )
-
-    def _check_scales(self, lists: dict[str, Tensors], device: torch.device) -> None:
-        """Raise unless each tensor of codes has a tensor of scales, with one scale for each block of elements."""
-        for wanted in (wanted for wanted in self.lists if wanted.scales_of):
-            states, scales = lists[wanted.scales_of], lists[wanted.label]
-            for i, state in enumerate(states):
-                if state.dtype not in CODES:
-                    continue
+                yield name, ValueError(f"has {len(tensors)} tensors, {lead.name} has {len(given[lead])}")
+        for wanted, tensors in lists.items():
+            # Counts are all on the lists' device, or all on the CPU if no found_inf is given.
+            on_host = wanted.is_counts and isinstance(tensors[0], Tensor) and tensors[0].device.type == "cpu"
+            for i, (t, first) in enumerate(zip(tensors, by_name.get(wanted.scales_of, given[lead]), strict=True)):
                 which = f"tensor {i} of {wanted.label}"
-                if i >= len(scales):
-                    raise ValueError(f"tensor {i} of {wanted.scales_of} is codes, and scales has none for it")
-                _check_tensor(which, scales[i], device, f"tensor {i} of {wanted.scales_of}", FP32)
-                count = -(-state.numel() // BLOCK)
-                if scales[i].shape != (count,) or not scales[i].is_contiguous():
-                    raise ValueError(
-                        f"{which} has shape {list(scales[i].shape)}, [{count}] is wanted, contiguous: one scale for "
-                        f"{BLOCK} of {state.numel()} elements"
-                    )
-                if wanted.written:
-                    self._check_unrecorded(which, scales[i])
+                if wanted.is_counts:
+                    yield which, _of_one(t, torch.device("cpu") if on_host else device, wanted.dtypes)
+                elif not wanted.scales_of:
+                    yield which, _of_tensor(t, device, f"tensor 0 of {lead.name}", wanted.dtypes)
+                    yield which, _of_pair(t, "its parameter" if self.dense else lead.name, first, self.dense)
+                elif first.dtype in CODES:
+                    yield which, _of_tensor(t, device, f"tensor {i} of {wanted.scales_of}", FP32)
+                    yield which, _of_scales(t, first)
+                yield which, self._of_output(t) if wanted.written else None
+            if on_host and device.type != "cpu" and has_flag:
+                reason = "steps that it may leave as they are must be there too"
+                yield wanted.name, ValueError(f"are on the CPU, found_inf is on {device}: {reason}")
+        for wanted in self.lists:
+            for i, state in enumerate(by_name.get(wanted.scales_of, ())):
+                if state.dtype in CODES and wanted.label not in by_name:
+                    yield f"tensor {i} of {wanted.scales_of}", ValueError("is codes, and scales has none for it")
+        for i, t in enumerate(given[lead] if lead.weights else ()):
+            yield f"tensor {i} of {lead.name}", _of_halves(t, lead.weights, by_name.get(lead.weights, ())[i : i + 1])
+        if outputs := {wanted.label for wanted in lists if wanted.written}:  # if not, lazy copies must stay lazy
+            yield from _of_overlaps(by_name, outputs, self.dense)
 
-    def _check_counts(self, wanted: TensorList, counts: Tensors, device: torch.device, flags: Sequence[object]) -> None:
-        """Raise unless the counts are all on the lists' device, or all on the CPU and no found_inf is given."""
-        first = counts[0] if counts else None
-        where = first.device if isinstance(first, Tensor) and first.device.type == "cpu" else device
-        for i, count in enumerate(counts):
-            self._check_one(f"tensor {i} of {wanted.name}", count, where, wanted.dtypes, wanted.written)
-        if counts and where != device and any(flag is not None for flag in flags):
-            raise ValueError(
-                f"steps are on the CPU, found_inf is on {device}: steps that it may leave as they are must be there too"
-            )
+    def _of_arguments(self, arguments: Iterable[tuple[Argument, Any]], device: torch.device) -> Errors:
+        for wanted, value in arguments:
+            name = wanted.name
+            if wanted.several:
+                yield name, _of_sequence(value)
+                if len(value) > MOST_FACTORS:
+                    wanted_count = "two at most are wanted: multiply some together"
+                    yield "there", ValueError(f"are {len(value)} {name}, {wanted_count}")
+                yield from self._of_arguments(((number(f"factor {k}"), each) for k, each in enumerate(value)), device)
+            elif wanted.optional and value is None:
+                continue
+            elif wanted.dtypes and (wanted.number is None or isinstance(value, Tensor)):
+                yield name, _of_one(value, device, wanted.dtypes)
+                yield name, self._of_output(value) if wanted.written else None
+            elif wanted.number is int:
+                if not isinstance(value, SupportsIndex) or not -(2**31) <= operator.index(value) < 2**31:
+                    yield name, TypeError(f"is {value!r}, an int of 32 bits is wanted")
+            elif not _is_number(value):
+                came = of_class(value) if wanted.dtypes else repr(value)
+                tensor = f", or a float32 or float64 tensor of one element on {device}" if wanted.dtypes else ""
+                yield name, TypeError(f"is {came}, a float is wanted{tensor}")
 
-    def _check_argument(self, wanted: Argument, value: Any, device: torch.device) -> None:
-        label = wanted.name
-        if wanted.several:
-            _check_sequence(label, value)
-            if len(value) > MOST_FACTORS:
-                raise ValueError(f"there are {len(value)} {label}, two at most are wanted: multiply some together")
-            for k, factor in enumerate(value):
-                self._check_argument(number(f"factor {k}"), factor, device)
-        elif wanted.optional and value is None:
-            return
-        elif wanted.dtypes and (wanted.number is None or isinstance(value, Tensor)):
-            self._check_one(label, value, device, wanted.dtypes, wanted.written)
-        elif wanted.number is int:
-            if not isinstance(value, (int, SupportsIndex)) or not -(2**31) <= operator.index(value) < 2**31:
-                raise TypeError(f"{label} is {value!r}, an int of 32 bits is wanted")
-        elif not _is_number(value):
-            if not wanted.dtypes:
-                raise TypeError(f"{label} is {value!r}, a float is wanted")
-            choices = f"a float is wanted, or a float32 or float64 tensor of one element on {device}"
-            choices = "a float or a tensor of one is wanted" if self.dense else choices
-            raise TypeError(f"{label} is {of_class(value)}, {choices}")
-
-    def _check_one(
-        self, which: str, t: object, device: torch.device, dtypes: tuple[torch.dtype, ...], written: bool
-    ) -> None:
-        """Raise unless `t` is a plain tensor of one element, on `device` and of one of `dtypes`."""
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        wanted = f"a {names} tensor of one element on {device}"
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{which} is {of_class(t)}, {wanted} is wanted")
-        if t.dtype not in dtypes or t.numel() != 1 or t.device != device or t.layout is not torch.strided or t.is_neg():
-            lazy = "lazily negated " if t.is_neg() else ""
-            raise ValueError(
-                f"{which} is a {lazy}{t.dtype} tensor of shape {list(t.shape)} on {t.device}, {wanted} is wanted"
-            )
-        if _is_wrapper(t) or not _has_memory(t):
-            raise TypeError(f"{which} is {of_class(t)} without memory of its own, {wanted} is wanted")
-        if written:
-            self._check_unrecorded(which, t)
-
-    def _check_unrecorded(self, which: str, written: Tensor) -> None:
-        """Raise if `written` requires grad and grad mode is on: autograd would not record the write."""
-        if written.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{which} requires grad, and autograd would not see the write: call {self.name} under torch.no_grad()"
-            )
+    def _of_output(self, t: Tensor) -> Error:
+        if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+            way_out = "it cannot be written, hand over a `.clone()`"
+            return ValueError(f"overlaps itself (an expanded tensor, strides {list(t.stride())}): {way_out}")
+        if not t.requires_grad or not torch.is_grad_enabled():
+            return None
+        way_out = f"call {self.name} under torch.no_grad()"
+        return ValueError(f"requires grad, and autograd would not see the write: {way_out}")
 
 
-def _check_sequence(label: str, tensors: object) -> None:
-    if not isinstance(tensors, (list, tuple)):
-        raise TypeError(f"{label} is {of_class(tensors)}, a list or tuple of tensors is wanted")
+def _of_sequence(tensors: object) -> Error:
+    if isinstance(tensors, (list, tuple)):
+        return None
+    return TypeError(f"is {of_class(tensors)}, a list or tuple of tensors is wanted")
 
 
-def _check_tensor(which: str, t: object, device: torch.device, first: str, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise unless `t` is a plain tensor of one of `dtypes` on `device`; `first` names the tensor that decided it."""
+def _names(dtypes: Iterable[torch.dtype], between: str) -> str:
+    return between.join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _of_one(t: object, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Error:
+    """Return the error unless `t` is a plain tensor of one element, on `device` and of one of `dtypes`."""
+    wanted = f"a {_names(dtypes, ' or ')} tensor of one element on {device} is wanted"
     if not isinstance(t, Tensor):
-        raise TypeError(f"{which} is {of_class(t)}, a tensor is wanted")
+        return TypeError(f"is {of_class(t)}, {wanted}")
+    if t.dtype not in dtypes or t.numel() != 1 or t.device != device or t.layout is not torch.strided or t.is_neg():
+        lazy = "lazily negated " if t.is_neg() else ""
+        return ValueError(f"is a {lazy}{t.dtype} tensor of shape {list(t.shape)} on {t.device}, {wanted}")
+    return TypeError(f"is {of_class(t)} without memory of its own, {wanted}") if _is_wrapper(t) or _is_void(t) else None
+
+
+def _of_tensor(t: object, device: torch.device, first: str, dtypes: tuple[torch.dtype, ...]) -> Error:
+    """Return the error unless `t` is a plain tensor of one of `dtypes` on `device`, where `first` is."""
+    if not isinstance(t, Tensor):
+        return TypeError(f"is {of_class(t)}, a tensor is wanted")
     if t.layout is torch.sparse_coo:
-        raise TypeError(
-            f"{which} is sparse ({t.layout}), a dense one is wanted: hand over its coalesced values "
-            "(`t.coalesce().values()`)"
-        )
+        wanted = "a dense one is wanted: hand over its coalesced values (`t.coalesce().values()`)"
+        return TypeError(f"is sparse ({t.layout}), {wanted}")
     if t.layout is not torch.strided:
-        raise TypeError(
-            f"{which} is {t.layout}, a dense one is wanted: hand over its values (`t.values()`) or a dense copy"
-        )
+        return TypeError(f"is {t.layout}, a dense one is wanted: hand over its values (`t.values()`) or a dense copy")
     if _is_wrapper(t):
-        raise TypeError(
-            f"{which} is {of_class(t)}, a plain tensor is wanted: hand over the one inside it "
-            "(`t.to_local()` of a DTensor)"
-        )
+        wanted = "a plain tensor is wanted: hand over the one inside it (`t.to_local()` of a DTensor)"
+        return TypeError(f"is {of_class(t)}, {wanted}")
     if t.dtype not in dtypes:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        wanted = f"one of {names}" if len(dtypes) > 1 else names
-        raise TypeError(f"{which} is {t.dtype}, {wanted} is wanted: convert it or leave it out")
-    if not _has_memory(t):
-        raise TypeError(
-            f"{which} has no memory of its own (nested, a lazy zero, seen through torch.func, or its storage "
-            "was freed), a plain tensor is wanted: hand over a copy (`t.clone()`), or call this outside the transform"
-        )
+        one_of = "one of " if len(dtypes) > 1 else ""
+        return TypeError(f"is {t.dtype}, {one_of}{_names(dtypes, ', ')} is wanted: convert it or leave it out")
+    if _is_void(t):
+        wanted = "a plain tensor is wanted: hand over a copy (`t.clone()`), or call this outside of torch.func"
+        return TypeError(f"has no memory of its own (nested, a lazy zero, of torch.func, or freed), {wanted}")
     if t.is_neg():
-        raise ValueError(f"{which} is a lazily negated view, call `.resolve_neg()` on it first")
-    if t.device.type != "meta" and t.numel() and t.untyped_storage().nbytes() < _end(t) * t.element_size():
-        raise ValueError(
-            f"{which} has shape {list(t.shape)} but its storage holds {t.untyped_storage().nbytes()} bytes: "
-            "its memory was given back (a sharded parameter outside its forward?), hand over tensors that have theirs"
-        )
+        return ValueError("is a lazily negated view, call `.resolve_neg()` on it first")
+    end = t.storage_offset() + 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    if t.device.type != "meta" and t.numel() and t.untyped_storage().nbytes() < end * t.element_size():
+        came = f"has shape {list(t.shape)} but its storage holds {t.untyped_storage().nbytes()} bytes"
+        return ValueError(f"{came}: its memory was given back, as a sharded parameter's outside of its forward")
     if t.device != device:
-        raise ValueError(
-            f"{which} is on {t.device}, {first} on {device}: one call takes one device, group the tensors by device"
-        )
-
-
-def _end(t: Tensor) -> int:
-    """Return the number of elements from the start of the storage to the last element of `t`, included."""
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return int(t.storage_offset() + last + 1)
+        way_out = "one call takes one device, group the tensors by device"
+        return ValueError(f"is on {t.device}, {first} on {device}: {way_out}")
+    return None
 
 
 def _is_wrapper(t: Tensor) -> bool:
@@ -305,76 +261,75 @@ def _is_wrapper(t: Tensor) -> bool:
     return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-def _has_memory(t: Tensor) -> bool:
-    """Tell whether `t` has a storage with its elements, which a kernel can read."""
+def _is_void(t: Tensor) -> bool:
+    """Tell whether `t` has no storage with its elements, which a kernel could read."""
     if t.is_nested or t._is_zerotensor() or torch._is_functional_tensor(t):
-        return False
+        return True
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
-        return False
+        return True
     # `data_ptr()` is not used here, because it materializes a copy-on-write tensor.
-    return t.device.type not in ("cpu", "cuda") or not t.numel() or t.untyped_storage().nbytes() != 0
+    return t.device.type in ("cpu", "cuda") and t.numel() != 0 and t.untyped_storage().nbytes() == 0
 
 
-def _check_alike(which: str, t: Tensor, of: str, first: Tensor) -> None:
-    """Raise unless `t` has the shape of `first`, and both or neither are float64. `of` names `first` in the error."""
+def _of_pair(t: Tensor, of: str, first: Tensor, dense: bool) -> Error:
+    """Return the error unless `t` has the shape, kind of type and memory order of `first`, which is called `of`."""
     if t.shape != first.shape:
-        raise ValueError(f"{which} has shape {list(t.shape)}, {of} has {list(first.shape)}")
+        return ValueError(f"has shape {list(t.shape)}, {of} has {list(first.shape)}")
     if (t.dtype == torch.float64) != (first.dtype == torch.float64):
-        raise TypeError(
-            f"{which} is {t.dtype}, {of} has {first.dtype}: float64 stays float64, convert one of the two first"
-        )
-
-
-def _check_strides(which: str, t: Tensor, param: Tensor) -> None:
-    if t.is_contiguous() and param.is_contiguous():
-        return
-    came = f"{which} has strides {list(t.stride())}"
+        return TypeError(f"is {t.dtype}, {of} has {first.dtype}: float64 stays float64, convert one of the two first")
+    if not dense or (t.is_contiguous() and first.is_contiguous()):
+        return None
+    came = f"has strides {list(t.stride())}"
     if not torch.ops.aten.is_non_overlapping_and_dense(t):
-        raise ValueError(f"{came}, with gaps or overlaps: a dense tensor is wanted, hand over a `.clone()`")
-    if any(size != 1 and a != b for size, a, b in zip(t.shape, t.stride(), param.stride(), strict=True)):
-        raise ValueError(
-            f"{came}, its parameter has {list(param.stride())}: one memory order is wanted, hand over a copy in the "
-            "parameter's"
+        return ValueError(f"{came}, with gaps or overlaps: a dense tensor is wanted, hand over a `.clone()`")
+    if any(size != 1 and a != b for size, a, b in zip(t.shape, t.stride(), first.stride(), strict=True)):
+        wanted = "one memory order is wanted, hand over a copy in the parameter's"
+        return ValueError(f"{came}, {of} has {list(first.stride())}: {wanted}")
+    return None
+
+
+def _of_scales(scales: Tensor, codes: Tensor) -> Error:
+    count = -(-codes.numel() // BLOCK)
+    if scales.shape == (count,) and scales.is_contiguous():
+        return None
+    wanted = f"[{count}] is wanted, contiguous: one scale for {BLOCK} of {codes.numel()} elements"
+    return ValueError(f"has shape {list(scales.shape)}, {wanted}")
+
+
+def _of_halves(t: Tensor, name: str, weights: Tensors) -> Error:
+    """Return the error if `t` is int16 (a low half) without a bfloat16 weight, or bfloat16 with a weight."""
+    if t.dtype == torch.bfloat16 and weights:
+        return TypeError(
+            f"is torch.bfloat16, a weight without master, and {name} has another: hand over None for {name}"
         )
+    if t.dtype == torch.int16 and [weight.dtype for weight in weights] != [torch.bfloat16]:
+        came = weights[0].dtype if weights else None
+        return TypeError(
+            f"is torch.int16, half of a split master, and its weight in {name} is {came}: bfloat16 is wanted"
+        )
+    return None
 
 
-def _check_draws(name: str, tensors: Tensors, seed: object, draws: object, starts: object) -> None:
-    """Raise unless `draws` and `starts` are empty or have one int for each tensor; bfloat16 tensors require draws."""
+def _of_draws(name: str, tensors: Tensors, seed: object, draws: Any, starts: Any) -> Errors:
+    """Yield an error unless `draws` and `starts` are empty or have one int for each tensor; bfloat16 requires draws."""
     if not _is_int64(seed):
-        raise TypeError(f"seed is {seed!r}, an int of 64 bits is wanted")
+        yield "seed", TypeError(f"is {seed!r}, an int of 64 bits is wanted")
     for what, numbers in (("draws", draws), ("starts", starts)):
         if not isinstance(numbers, (list, tuple)) or not all(map(_is_int64, numbers)):
-            raise TypeError(f"{what} is {numbers!r}, a list or tuple of ints of 64 bits is wanted")
+            yield what, TypeError(f"is {numbers!r}, a list or tuple of ints of 64 bits is wanted")
         if numbers and len(numbers) != len(tensors):
-            raise ValueError(f"there are {len(numbers)} {what}, {name} has {len(tensors)} tensors: one each is wanted")
-        if what == "starts" and min(numbers, default=0) < 0:
-            raise ValueError(f"starts is {numbers!r}, places of elements from 0 on are wanted")
+            wanted = f"{name} has {len(tensors)} tensors: one each is wanted"
+            yield "there", ValueError(f"are {len(numbers)} {what}, {wanted}")
+    if min(starts, default=0) < 0:
+        yield "starts", ValueError(f"is {starts!r}, places of elements from 0 on are wanted")
     for i, t in enumerate(tensors):
         if t.dtype == torch.bfloat16 and not draws:
-            raise ValueError(
-                f"tensor {i} of {name} is torch.bfloat16, to be rounded stochastically, and there are no draws: hand "
-                "over a seed and a draw for each tensor"
-            )
+            wanted = "there are no draws: hand over a seed and a draw for each tensor"
+            yield f"tensor {i} of {name}", ValueError(f"is torch.bfloat16, to be rounded stochastically, and {wanted}")
 
 
 def _is_int64(value: object) -> bool:
     return isinstance(value, int) and -(2**63) <= value < 2**63
-
-
-def _check_halves(halves: TensorList, tensors: Tensors, weights: Tensors) -> None:
-    """Raise if an int16 tensor (a low half) has no bfloat16 weight in `weights`, or a bfloat16 tensor has a weight."""
-    for i, t in enumerate(tensors):
-        if t.dtype == torch.bfloat16 and weights:
-            raise TypeError(
-                f"tensor {i} of {halves.name} is torch.bfloat16, a weight without master, and {halves.weights} has "
-                f"another: hand over None for {halves.weights}"
-            )
-        weight = weights[i].dtype if weights else None
-        if t.dtype == torch.int16 and weight != torch.bfloat16:
-            raise TypeError(
-                f"tensor {i} of {halves.name} is torch.int16, half of a split master, and its weight in "
-                f"{halves.weights} is {weight}: bfloat16 is wanted"
-            )
 
 
 def _is_number(value: object) -> bool:
@@ -386,60 +341,36 @@ def _is_number(value: object) -> bool:
         return False
 
 
-def _overlap(t: Tensor, out: Tensor) -> bool:
-    """Tell whether `out` overlaps `t` in memory, for tensors where this is cheap to decide.
+def _of_overlaps(lists: Mapping[str, Tensors], outputs: set[str], dense: bool) -> Errors:
+    """Yield an error if an output shares memory with another output, or with a tensor that is read.
 
-    False if both are exactly the same elements, or if one of them has gaps.
+    If not `dense`, an output is compared only with the tensors that are read at its index. It may have exactly their
+    elements. Of an output with gaps, only the first element is known.
     """
-    if t is out or not t.numel() or t.is_meta:
-        return False
-    if t.data_ptr() == out.data_ptr() and t.dtype == out.dtype and t.stride() == out.stride():
-        return False
-    if not all(torch.ops.aten.is_non_overlapping_and_dense(x) for x in (t, out)):
-        return False
-    ends = [x.data_ptr() + x.numel() * x.element_size() for x in (t, out)]
-    return t.data_ptr() < ends[1] and out.data_ptr() < ends[0]
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + (t.numel() if is_dense(t) else 1) * t.element_size(), name, i)
+        for name, tensors in lists.items()
+        for i, t in enumerate(tensors)
+        if t.numel() and not t.is_meta and (name in outputs or is_dense(t))
+    )
+    begun: list[tuple[int, str, int]] = []  # (end, name, index) of each span that reaches beyond the present begin
+    for begin, end, name, i in spans:
+        begun = [span for span in begun if span[0] > begin]
+        for _, other, j in begun:
+            (a, k), (b, m) = sorted(((other, j), (name, i)))
+            if (dense and {a, b} & outputs) or {a, b} <= outputs:
+                pair = f"tensors {k} and {m} of {a} overlap" if a == b else f"tensor {k} of {a} overlaps {m} of {b}"
+                yield pair, ValueError("in memory: hand over each element once")
+            elif {a, b} & outputs and k == m and not _may_be_both(lists[a][k], lists[b][k]):
+                a, b = (a, b) if a in outputs else (b, a)
+                way_out = "they must be the same elements or apart, hand over a `.clone()`"
+                yield f"tensor {k} of {a}", ValueError(f"overlaps tensor {k} of {b} in memory: {way_out}")
+        begun.append((end, name, i))
 
 
-def _check_places(outs: Mapping[str, Tensors], lists: Mapping[str, Tensors]) -> None:
-    """Raise if an output overlaps itself, or overlaps a tensor at its index partly. The keys are names of lists."""
-    for name, tensors in outs.items():
-        for i, out in enumerate(tensors):
-            if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-                raise ValueError(
-                    f"tensor {i} of {name} overlaps itself (an expanded tensor, strides {list(out.stride())}): it "
-                    "cannot be written, hand over a `.clone()`"
-                )
-            for other, read in lists.items():
-                if _overlap(read[i], out):
-                    raise ValueError(
-                        f"tensor {i} of {name} overlaps tensor {i} of {other} in memory: they must be the same "
-                        "elements or apart, hand over a `.clone()`"
-                    )
-
-
-def _check_apart(outs: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> None:
-    """Raise if an output shares memory with another output or with a tensor of `read`. The keys are names of lists."""
-
-    # The number of elements from `data_ptr()` on that certainly belong to `t`: 1 if `t` has gaps.
-    def known(t: Tensor) -> int:
-        return t.numel() if torch.ops.aten.is_non_overlapping_and_dense(t) else 1
-
-    def spans(lists: Mapping[str, Tensors], is_read: bool) -> list[tuple[int, int, bool, tuple[str, int]]]:
-        return [
-            (t.data_ptr(), t.data_ptr() + known(t) * t.element_size(), is_read, (label, i))
-            for label, tensors in lists.items()
-            for i, t in enumerate(tensors)
-            if t.numel() and not t.is_meta
-        ]
-
-    ends = {False: 0, True: 0}  # is_read -> the highest end of a span so far
-    last = {False: ("", 0), True: ("", 0)}  # is_read -> (list, index) of that span
-    for begin, end, is_read, place in sorted(spans(outs, False) + spans(read, True)):
-        for other in (False, True):
-            if begin < ends[other] and not (is_read and other):
-                (a, i), (b, j) = sorted((last[other], place))
-                both = f"tensors {i} and {j} of {a} overlap" if a == b else f"tensor {i} of {a} overlaps {j} of {b}"
-                raise ValueError(f"{both} in memory: hand over each element once")
-        if end > ends[is_read]:
-            ends[is_read], last[is_read] = end, place
+def _may_be_both(one: Tensor, other: Tensor) -> bool:
+    """Tell whether tensors that overlap are the same elements, or one has gaps, where this is expensive to decide."""
+    if not all(map(torch.ops.aten.is_non_overlapping_and_dense, (one, other))):
+        return True
+    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.stride() == other.stride()
