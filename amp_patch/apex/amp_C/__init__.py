@@ -13,44 +13,8 @@ unscaled gradients.)
 
 from __future__ import annotations
 
-from amp_patch.apex.amp_C.steps import (
-    multi_tensor_adagrad,
-    multi_tensor_adam,
-    multi_tensor_adam_capturable,
-    multi_tensor_adam_capturable_master,
-    multi_tensor_lamb,
-    multi_tensor_lamb_stage1_cuda,
-    multi_tensor_lamb_stage2_cuda,
-    multi_tensor_novograd,
-    multi_tensor_sgd,
-)
-from amp_patch.apex.amp_C.tensor_lists import (
-    multi_tensor_axpby,
-    multi_tensor_l2norm,
-    multi_tensor_l2norm_mp,
-    multi_tensor_l2norm_scale,
-    multi_tensor_norm_out,
-    multi_tensor_scale,
-    multi_tensor_unscale_l2norm,
-    update_scale_hysteresis,
-)
+from amp_patch.apex.amp_C import steps, tensor_lists
+from amp_patch.apex.amp_C.steps import *  # noqa: F403
+from amp_patch.apex.amp_C.tensor_lists import *  # noqa: F403
 
-__all__ = [
-    "multi_tensor_adagrad",
-    "multi_tensor_adam",
-    "multi_tensor_adam_capturable",
-    "multi_tensor_adam_capturable_master",
-    "multi_tensor_axpby",
-    "multi_tensor_l2norm",
-    "multi_tensor_l2norm_mp",
-    "multi_tensor_l2norm_scale",
-    "multi_tensor_lamb",
-    "multi_tensor_lamb_stage1_cuda",
-    "multi_tensor_lamb_stage2_cuda",
-    "multi_tensor_norm_out",
-    "multi_tensor_novograd",
-    "multi_tensor_scale",
-    "multi_tensor_sgd",
-    "multi_tensor_unscale_l2norm",
-    "update_scale_hysteresis",
-]
+__all__ = [name for module in (steps, tensor_lists) for name in module.__all__]

@@ -16,6 +16,10 @@ from amp_patch.optimizers.common import computable
 from amp_patch.optimizers.lamb import lamb, lamb_apply, lamb_update
 from amp_patch.optimizers.novograd import novograd
 
+__all__ = ["multi_tensor_adagrad", "multi_tensor_adam", "multi_tensor_adam_capturable"]
+__all__ += ["multi_tensor_adam_capturable_master", "multi_tensor_lamb", "multi_tensor_lamb_stage1_cuda"]
+__all__ += ["multi_tensor_lamb_stage2_cuda", "multi_tensor_novograd", "multi_tensor_sgd"]
+
 
 @torch.no_grad()
 def multi_tensor_sgd(
@@ -104,14 +108,6 @@ def _adam(
         )
 
 
-def _adam_capturable(name: str, noop_flag: Tensor, lists: list[list[Tensor]], *rest: Any) -> Tensor:
-    grads, params, *states = lists
-    *settings, inv_scale = rest
-    skipped = skip_flag(name, noop_flag, params)
-    _adam([multiplied(grads, inv_scale, like=params), params, *states], skipped, *settings)
-    return skipped
-
-
 @torch.no_grad()
 def multi_tensor_adam_capturable(
     chunk_size: int,
@@ -126,42 +122,30 @@ def multi_tensor_adam_capturable(
     bias_correction: int,
     weight_decay: float,
     inv_scale: Tensor,
+    *,
+    masters: bool = False,
 ) -> None:
     """Do `multi_tensor_adam` with gradients times `inv_scale`; lr, step and inv_scale are tensors on the device.
 
-    If the flag is set, nothing is written.
+    If the flag is set, nothing is written. `masters` makes `multi_tensor_adam_capturable_master` of it.
     """
-    name = "multi_tensor_adam_capturable"
-    lists = lists_of(name, tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
-    numbers = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
-    _adam_capturable(name, noop_flag, lists, *numbers)
+    name = f"multi_tensor_adam_capturable{'_master' if masters else ''}"
+    wanted = ("grads", "params", "exp_avgs", "exp_avg_sqs", *(["masters"] if masters else []))
+    grads, params, *states = lists_of(name, tensor_lists, *wanted)
+    stepped = states.pop() if masters else params
+    skipped = skip_flag(name, noop_flag, stepped)
+    lists = [multiplied(grads, inv_scale, like=stepped), stepped, *states]
+    _adam(lists, skipped, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
+    if masters:
+        publish_unless(stepped, params, skipped)
 
 
-@torch.no_grad()
-def multi_tensor_adam_capturable_master(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
-) -> None:
+def multi_tensor_adam_capturable_master(*arguments: Any, **named: Any) -> None:
     """Do `multi_tensor_adam_capturable` on masters: the lists are [grads, params, exp_avgs, exp_avg_sqs, masters].
 
     The masters are stepped and rounded into params.
     """
-    name = "multi_tensor_adam_capturable_master"
-    wanted = ("grads", "params", "exp_avgs", "exp_avg_sqs", "masters")
-    grads, params, exp_avgs, exp_avg_sqs, masters = lists_of(name, tensor_lists, *wanted)
-    numbers = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
-    skipped = _adam_capturable(name, noop_flag, [grads, masters, exp_avgs, exp_avg_sqs], *numbers)
-    publish_unless(masters, params, skipped)
+    multi_tensor_adam_capturable(*arguments, **named, masters=True)
 
 
 @torch.no_grad()

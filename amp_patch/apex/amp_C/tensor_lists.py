@@ -11,6 +11,9 @@ from amp_patch import multi_tensor
 from amp_patch.apex.amp_C.arguments import Lists, flag_of, lists_of, multiplied, raising
 from amp_patch.optimizers.novograd import NORMS, blend_norms, norms_of
 
+__all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_l2norm_mp", "multi_tensor_l2norm_scale"]
+__all__ += ["multi_tensor_norm_out", "multi_tensor_scale", "multi_tensor_unscale_l2norm", "update_scale_hysteresis"]
+
 _CHECK: dict[int, Literal["both", "x", "y"]] = {-1: "both", 0: "x", 1: "y"}
 
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from amp_patch.support import tree
+
 __all__ = [
     "FusedLayerNorm",
     "FusedLayerNormAffineFunction",
@@ -42,65 +44,7 @@ __all__ = [
 ]
 
 Shape = int | Sequence[int]
-
-
-def fused_layer_norm(
-    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    """Return `(input - mean) / sqrt(var + eps)`, in the input's type.
-
-    The mean and variance are over the last dimensions, of shape `normalized_shape`.
-    """
-    (input,) = _autocast(input)
-    return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
-
-
-def fused_layer_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    """Return `fused_layer_norm(input) * weight + bias`, rounded once to the input's type."""
-    input, weight, bias = _autocast(input, weight, bias)
-    return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
-
-
-def mixed_dtype_fused_layer_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    """Return `fused_layer_norm(input) * weight + bias`, rounded once to the weight's type."""
-    input, weight, bias = _autocast(input, weight, bias)
-    return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
-
-
-def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
-    """Return `input / sqrt(mean(input**2) + eps)`, with the mean over the last dimensions, in the input's type."""
-    (input,) = _autocast(input)
-    return _rms_norm(input, normalized_shape, None, eps, input.dtype)
-
-
-def fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    """Return `fused_rms_norm(input) * weight`, rounded once to the input's type."""
-    input, weight = _autocast(input, weight)
-    return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
-
-
-def mixed_dtype_fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    """Return `fused_rms_norm(input) * weight`, rounded once to the weight's type."""
-    input, weight = _autocast(input, weight)
-    return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
+_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
@@ -139,14 +83,6 @@ def _as_shape(shape: Shape) -> tuple[int, ...]:
     return (int(shape),) if isinstance(shape, numbers.Integral) else tuple(shape)  # type: ignore[arg-type]
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in tensors)
-
-
 # Classes with the names of Apex's autograd functions. Other code calls their `apply`, and tests whether `forward` has a
 # parameter `memory_efficient`. They are no autograd functions: torch differentiates the functions that they call.
 
@@ -162,16 +98,25 @@ class _Function:
 
 
 class FusedLayerNormFunction(_Function):
-    """`fused_layer_norm` as `apply(input, normalized_shape, eps, memory_efficient=False)`."""
+    """`(input - mean) / sqrt(var + eps)` in the input's type.
+
+    `apply(input, normalized_shape, eps=1e-6, memory_efficient=False)`, and `fused_layer_norm`. The mean and variance
+    are over the last dimensions, of shape `normalized_shape`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    ) -> Tensor:
         """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
         return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
 
 
 class FusedLayerNormAffineFunction(_Function):
-    """`fused_layer_norm_affine` as `apply(input, weight, bias, normalized_shape, eps, memory_efficient=False)`."""
+    """`fused_layer_norm(input) * weight + bias`, rounded once, to the input's type.
+
+    `apply(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False)`, and `fused_layer_norm_affine`.
+    """
 
     @classmethod
     def forward(
@@ -181,7 +126,7 @@ class FusedLayerNormAffineFunction(_Function):
         weight: Tensor,
         bias: Tensor,
         normalized_shape: Shape,
-        eps: float,
+        eps: float = 1e-6,
         memory_efficient: bool = False,
     ) -> Tensor:
         """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
@@ -189,22 +134,30 @@ class FusedLayerNormAffineFunction(_Function):
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
-    """As FusedLayerNormAffineFunction, but the result has the weight's type."""
+    """As FusedLayerNormAffineFunction and `fused_layer_norm_affine`, but the result has the weight's type."""
 
     mixed = True
 
 
 class FusedRMSNormFunction(_Function):
-    """`fused_rms_norm` as `apply(input, normalized_shape, eps, memory_efficient=False)`."""
+    """`input / sqrt(mean(input**2) + eps)`, with the mean over the last dimensions, in the input's type.
+
+    `apply(input, normalized_shape, eps=1e-6, memory_efficient=False)`, and `fused_rms_norm`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    ) -> Tensor:
         """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
         return _rms_norm(input, normalized_shape, None, eps, input.dtype)
 
 
 class FusedRMSNormAffineFunction(_Function):
-    """`fused_rms_norm_affine` as `apply(input, weight, normalized_shape, eps, memory_efficient=False)`."""
+    """`fused_rms_norm(input) * weight`, rounded once, to the input's type.
+
+    `apply(input, weight, normalized_shape, eps=1e-6, memory_efficient=False)`, and `fused_rms_norm_affine`.
+    """
 
     @classmethod
     def forward(
@@ -213,7 +166,7 @@ class FusedRMSNormAffineFunction(_Function):
         input: Tensor,
         weight: Tensor,
         normalized_shape: Shape,
-        eps: float,
+        eps: float = 1e-6,
         memory_efficient: bool = False,
     ) -> Tensor:
         """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
@@ -221,9 +174,35 @@ class FusedRMSNormAffineFunction(_Function):
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
-    """As FusedRMSNormAffineFunction, but the result has the weight's type."""
+    """As FusedRMSNormAffineFunction and `fused_rms_norm_affine`, but the result has the weight's type."""
 
     mixed = True
+
+
+def _function(name: str, kind: type[_Function]) -> Callable[..., Tensor]:
+    """Return `kind.apply` as a function that casts tensors to the type of torch.autocast first, inside of one."""
+
+    def function(*args: Any, **kwargs: Any) -> Tensor:
+        device = tree.tensors((args, kwargs))[0].device.type
+        if torch.is_autocast_enabled(device):
+            args, kwargs = tree.cast_floats((args, kwargs), torch.get_autocast_dtype(device), _CASTABLE)
+        return kind.apply(*args, **kwargs)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = kind.__doc__
+    return function
+
+
+fused_layer_norm = _function("fused_layer_norm", FusedLayerNormFunction)
+fused_layer_norm_affine = _function("fused_layer_norm_affine", FusedLayerNormAffineFunction)
+mixed_dtype_fused_layer_norm_affine = _function(
+    "mixed_dtype_fused_layer_norm_affine", FusedLayerNormAffineMixedDtypesFunction
+)
+fused_rms_norm = _function("fused_rms_norm", FusedRMSNormFunction)
+fused_rms_norm_affine = _function("fused_rms_norm_affine", FusedRMSNormAffineFunction)
+mixed_dtype_fused_rms_norm_affine = _function(
+    "mixed_dtype_fused_rms_norm_affine", FusedRMSNormAffineMixedDtypesFunction
+)
 
 
 class _Norm(nn.Module):
