@@ -72,47 +72,47 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Collection[torch.dtype] | 
             done[id(tensor)] = tensor.to(dtype)
         return done[id(tensor)]
 
-    inside: list[Any] = []  # the objects that enclose the present one
-
-    def convert(other: Any) -> Any:
-        if isinstance(other, (nn.Module, type)):
-            return other
+    def converted(other: Any) -> Any:
         if callable(getattr(other, "to", None)):
             try:
                 return other.to(dtype)
             except TypeError:  # `.to` takes something else, for instance a device only
                 pass
-        if is_dynamo_compiling() or not _has_attributes(other) or len(inside) == _DEEP or _is_among(other, inside):
-            return other
-        inside.append(other)
-        try:
-            return _object(other, cast, convert)
-        finally:
-            inside.pop()
+        return None
 
-    return _map(value, cast, convert)
+    return _map_attributes(value, cast, converted)
 
 
 def batch_tensors(value: Any) -> list[Tensor]:
     """Return the tensors in `value`, also those in attributes of objects of a user's class, as `cast_floats` finds."""
     found: list[Tensor] = []
-    inside: list[Any] = []  # the objects that enclose the present one
 
     def note(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    def enter(other: Any) -> Any:
-        if isinstance(other, nn.Module) or not _has_attributes(other) or len(inside) == _DEEP:
-            return other
-        if not _is_among(other, inside):
-            inside.append(other)
-            _object(other, note, enter)
-            inside.pop()
-        return other
-
-    _map(value, note, enter)
+    _map_attributes(value, note, lambda other: None)
     return found
+
+
+def _map_attributes(value: Any, fn: TensorFn, converted: ObjectFn) -> Any:
+    """Do `map_tensors`, also in the attributes of objects of a user's class that `converted` returns None for."""
+    inside: list[Any] = []  # the objects that enclose the present one
+
+    def enter(other: Any) -> Any:
+        if isinstance(other, (nn.Module, type)):
+            return other
+        if (new := converted(other)) is not None:
+            return new
+        if is_dynamo_compiling() or not _has_attributes(other) or len(inside) == _DEEP or _is_among(other, inside):
+            return other
+        inside.append(other)
+        try:
+            return _object(other, fn, enter)
+        finally:
+            inside.pop()
+
+    return _map(value, fn, enter)
 
 
 def edited_places(given: Any, passed: Any) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
