@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -179,13 +179,8 @@ def _asked_level() -> NamedLevel | None:
 def with_asked_methods(methods: Iterable[str], models: Iterable[Any]) -> tuple[str, ...]:
     """Return `methods`, extended by the names in ``AMP_PATCH_METHODS`` ("encode,decode") that one of `models` has."""
     methods, models = tuple(methods), list(models)
-    names = (each.strip() for each in os.environ.get(METHODS, "").split(","))
-    asked = [name for name in names if name and name not in methods]
-    found = [name for name in asked if any(callable(getattr(model, name, None)) for model in models)]
-    if (missing := [name for name in asked if name not in found]) and is_first_rank():
-        kinds = ", ".join(type(model).__name__ for model in models)
-        logger.info("amp_patch: %s names %s, which %s does not have", METHODS, ", ".join(missing), kinds)
-    return (*methods, *found)
+    found = _names_in(METHODS, models, lambda name: any(callable(getattr(model, name, None)) for model in models))
+    return (*methods, *(name for name in found if name not in methods))
 
 
 def with_asked_modules(keep_fp32: Any, keep_high: Any, models: Iterable[Any]) -> tuple[Any, Any]:
@@ -205,15 +200,20 @@ def with_asked_modules(keep_fp32: Any, keep_high: Any, models: Iterable[Any]) ->
 
 
 def _modules_in(variable: str, models: list[Any]) -> list[str]:
-    named = os.environ.get(variable, "")
-    asked = [] if named == NONE_KEPT else [name for each in named.split(",") if (name := each.strip())]
-    has = {name for model in models for name, _ in model.named_modules()} if asked else set()
+    has = {name for model in models for name, _ in model.named_modules()} if os.environ.get(variable) else set()
     if variable == KEEP_FP32:
         has.add("buffers")  # a word of `keep_fp32`
-    if (missing := [name for name in asked if name not in has]) and is_first_rank():
+    return [] if os.environ.get(variable) == NONE_KEPT else _names_in(variable, models, has.__contains__)
+
+
+def _names_in(variable: str, models: list[Any], has: Callable[[str], bool]) -> list[str]:
+    """Return the names in an environment variable that one of `models` has; log the others."""
+    asked = [name for each in os.environ.get(variable, "").split(",") if (name := each.strip())]
+    found = [name for name in asked if has(name)]
+    if (missing := [name for name in asked if name not in found]) and is_first_rank():
         kinds = ", ".join(type(model).__name__ for model in models)
         logger.info("amp_patch: %s names %s, which %s does not have", variable, ", ".join(missing), kinds)
-    return [name for name in asked if name in has]
+    return found
 
 
 def per_parameter_optimizers() -> dict[str, list[str]]:

@@ -55,6 +55,7 @@ class FusedAdagrad(FusedOptimizer):
     State: `sum` (FP32).
     """
 
+    settings = ("lr", "eps", "weight_decay")
     pickled_settings = (*FusedOptimizer.pickled_settings, "adagrad_w_mode")
 
     def __init__(
@@ -67,7 +68,7 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: bool = False,
     ) -> None:
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, set_grad_none)
+        super().__init__(params, locals(), set_grad_none)
 
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         for group, batches in work:
@@ -76,8 +77,6 @@ class FusedAdagrad(FusedOptimizer):
                     params,
                     gradients(params),
                     self.averages(params, "sum"),
-                    lr=group["lr"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
+                    **{name: group[name] for name in self.settings},
                     decoupled=bool(self.adagrad_w_mode),
                 )

@@ -53,6 +53,7 @@ class FusedAdam(FusedOptimizer):
     `master_weights` does not require `capturable`.
     """
 
+    settings = ("lr", "bias_correction", "betas", "eps", "weight_decay")
     pickled_settings = (*FusedOptimizer.pickled_settings, "adam_w_mode", "capturable", "master_weights")
 
     def __init__(
@@ -69,19 +70,10 @@ class FusedAdam(FusedOptimizer):
         capturable: bool = False,
         master_weights: bool = False,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError("FusedAdam: amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True)")
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.capturable = capturable
         self.master_weights = master_weights
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, locals(), set_grad_none)
 
     @property
     def counts_on_host(self) -> bool:  # type: ignore[override]
@@ -148,14 +140,14 @@ class FusedAdam(FusedOptimizer):
                 masters = self._masters(params) if self.master_weights else params
                 lists = [masters, self.averages(params, "exp_avg"), self.averages(params, "exp_avg_sq")]
                 lists, lr = [*lists, gradients(params)], group["lr"]
+                numbers = {name: group[name] for name in self.settings}
                 written = 3 if grad_scale is None else 4  # the step unscales gradients in place
                 with computable(lists[:written], lists[written:]) as (outputs, inputs):
                     p, m, v, g = outputs + inputs
                     fused_adam(
                         *(p, g, m, v),
                         step=step,
-                        lr=lr.to(device) if isinstance(lr, Tensor) else lr,
-                        **{name: group[name] for name in ("betas", "eps", "weight_decay", "bias_correction")},
+                        **numbers | {"lr": lr.to(device) if isinstance(lr, Tensor) else lr},
                         decoupled=bool(self.adam_w_mode),
                         grad_scale=None if grad_scale is None else grad_scale.to(device),
                         found_inf=None if found_inf is None else found_inf.to(device),

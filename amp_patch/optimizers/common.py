@@ -114,14 +114,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     changes nothing, the count of steps included. amp relies on this to skip steps.
     """
 
+    settings: tuple[str, ...] = ()  # the arguments of the constructor that are entries of a group; (): all of `given`
     # Attributes to add to pickles and copies: torch's `Optimizer.__getstate__` has only the groups and the state.
     pickled_settings: tuple[str, ...] = ("set_grad_none",)
     norms_of_tensors = False  # whether updates depend on norms of whole tensors; if so, DTensors are refused
     computes_in_fp32 = True  # read by `initialize`, which then does not warn of an eps that is 0 in low precision
     counts_on_host = False  # whether updates depend on a step count on the host; if so, CUDA graph capture is refused
 
-    def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
-        name = type(self).__name__
+    def __init__(self, params: Any, given: dict[str, Any], set_grad_none: bool) -> None:
+        name, defaults = type(self).__name__, {setting: given[setting] for setting in self.settings or given}
+        if given.get("amsgrad"):
+            raise RuntimeError(f"{name}: amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True)")
         lr, betas = defaults["lr"], defaults.get("betas", ())
         for which in ("eps", "weight_decay", "momentum"):
             if defaults.get(which, 0) < 0:

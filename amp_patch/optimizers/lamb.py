@@ -178,6 +178,7 @@ class FusedLAMB(FusedOptimizer):
     `group["step"]`. Gradients are not changed; Apex overwrites them.
     """
 
+    settings = ("lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "max_grad_norm")
     pickled_settings = (*FusedOptimizer.pickled_settings, "adam_w_mode", "use_nvlamb")
     norms_of_tensors = True
     counts_on_host = True
@@ -197,8 +198,6 @@ class FusedLAMB(FusedOptimizer):
         max_grad_norm: float | None = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError("FusedLAMB: amsgrad=True is not supported")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(
                 f"FusedLAMB: max_grad_norm={max_grad_norm} would make every gradient 0, a number above 0 is wanted, or "
@@ -206,16 +205,7 @@ class FusedLAMB(FusedOptimizer):
             )
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, locals(), set_grad_none)
 
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         norm = global_norm([grad for _, batches in work for params in batches for grad in gradients(params)])

@@ -57,6 +57,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         use_nvlamb: bool = False,
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:
+        given = locals()
         if reduced_precision_dtype not in (None, torch.float16, torch.bfloat16):
             raise ValueError(
                 f"FusedMixedPrecisionLamb: reduced_precision_dtype={reduced_precision_dtype!r}, torch.float16, "
@@ -64,19 +65,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             )
         self.reduced_precision_dtype = reduced_precision_dtype
         self.first_step = step
-        super().__init__(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            adam_w_mode=adam_w_mode,
-            grad_averaging=grad_averaging,
-            max_grad_norm=max_grad_norm,
-            use_nvlamb=use_nvlamb,
-        )
+        own = ("self", "step", "reduced_precision_dtype", "__class__")
+        super().__init__(**{name: value for name, value in given.items() if name not in own})
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:

@@ -22,7 +22,6 @@ from amp_patch.optimizers.common import (
     wide,
 )
 
-_SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging")
 NORMS = (0, 2)  # values of `norm_type`, as in Apex: 0 for the largest absolute value, 2 for the 2-norm
 
 
@@ -104,6 +103,8 @@ class FusedNovoGrad(FusedOptimizer):
     may change their type or have no gradient. A state in Apex's form is converted.
     """
 
+    computed_with = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging")
+    settings = (*computed_with, "norm_type", "init_zero")
     pickled_settings = (*FusedOptimizer.pickled_settings, "moment_mode")
     norms_of_tensors = True
     counts_on_host = True
@@ -123,20 +124,8 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError("FusedNovoGrad: amsgrad=True is not supported")
         self.moment_mode = 0 if reg_inside_moment else 1
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, locals(), set_grad_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; refuse a `norm_type` other than 0 and 2."""
@@ -172,7 +161,7 @@ class FusedNovoGrad(FusedOptimizer):
                     self.averages(params, "exp_avg"),
                     norms,
                     step=step,
-                    **{name: group[name] for name in _SETTINGS},
+                    **{name: group[name] for name in self.computed_with},
                     reg_inside_moment=self.moment_mode == 0,
                 )
 

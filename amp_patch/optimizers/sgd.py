@@ -10,8 +10,6 @@ from torch.optim.optimizer import required
 from amp_patch.multi_tensor.plain_steps import fused_sgd
 from amp_patch.optimizers.common import FusedOptimizer, Group, computable, gradients
 
-_SETTINGS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
-
 
 class FusedSGD(FusedOptimizer):
     """Apex's FusedSGD: torch.optim.SGD's formulas.
@@ -27,6 +25,7 @@ class FusedSGD(FusedOptimizer):
     State: `momentum_buffer` (FP32), if momentum is not 0.
     """
 
+    settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
     pickled_settings = (*FusedOptimizer.pickled_settings, "wd_after_momentum", "materialize_master_grads")
     skips_on_device = True  # read by `initialize`: `step` skips if `self.found_inf` is not 0
 
@@ -49,14 +48,7 @@ class FusedSGD(FusedOptimizer):
             )
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, locals(), set_grad_none)
 
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         found_inf = getattr(self, "found_inf", None)
@@ -73,7 +65,7 @@ class FusedSGD(FusedOptimizer):
                     with computable([some, *buffers], [gradients(some)]) as ((p, *b), (g,)):
                         fused_sgd(
                             *(p, g, b[0] if b else []),
-                            **{name: group[name] for name in _SETTINGS},
+                            **{name: group[name] for name in self.settings},
                             wd_after_momentum=self.wd_after_momentum,
                             first_run=first_run,
                             found_inf=None if found_inf is None else found_inf.to(some[0].device),
