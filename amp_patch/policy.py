@@ -418,20 +418,15 @@ def _with_low_precision_norms(policy: Policy, opt_level: str) -> Policy:
 def _refuse_where_weights_stay_fp32(
     policy: Policy, opt_level: str, keep: bool | None, masters: bool | str | None
 ) -> None:
-    if policy.cast_model_type is not None:
+    # On an FP32 model Apex accepts and ignores both options; only at O1 they are an error.
+    if policy.cast_model_type is not None or not policy.patch_torch_functions:
         return
-    if policy.patch_torch_functions:
-        why = {
-            "keep_batchnorm_fp32": "batch norms have FP32 weights and statistics there, and their input's type",
-            "master_weights": "the model's weights are FP32 there and are the masters themselves",
-        }
-    else:
-        why = dict.fromkeys(("keep_batchnorm_fp32", "master_weights"), "the whole model is FP32 there")
-    for name, value in (("keep_batchnorm_fp32", keep), ("master_weights", masters)):
-        # On an FP32 model Apex accepts and ignores both options; only at O1 they are an error.
-        if value is not None and policy.patch_torch_functions:
+    norms = "batch norms have FP32 weights and statistics there, and their input's type"
+    weights = "the model's weights are FP32 there and are the masters themselves"
+    for name, value, why in (("keep_batchnorm_fp32", keep, norms), ("master_weights", masters, weights)):
+        if value is not None:
             raise ValueError(
-                f"initialize: {name}={value} contradicts opt_level {opt_level!r}: {why[name]}; leave {name} at None"
+                f"initialize: {name}={value} contradicts opt_level {opt_level!r}: {why}; leave {name} at None"
             )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
+import pkgutil
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -259,13 +259,8 @@ def in_force(function: Any) -> Any:
 
 def resolve_address(address: str) -> Any:
     """Return the module or class of a dotted name of the op lists, for example "torch.Tensor"."""
-    if address in sys.modules:  # during the import of a submodule its parent does not have it as an attribute yet
-        return sys.modules[address]
-    module, _, rest = address.partition(".")
-    owner: Any = importlib.import_module(module)
-    for name in rest.split(".") if rest else ():
-        owner = getattr(owner, name)
-    return owner
+    # During the import of a submodule its parent does not have it as an attribute yet.
+    return sys.modules.get(address) or pkgutil.resolve_name(address)
 
 
 _rules_of: dict[Any, str] = {}  # filled by `learn_rules`: Dynamo reads a dict, and warns of `functools.cache`
