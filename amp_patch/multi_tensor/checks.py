@@ -157,7 +157,7 @@ class Contract:
                 elif not wanted.scales_of:
                     yield which, _of_tensor(t, device, f"tensor 0 of {lead.name}", wanted.dtypes)
                     yield which, _of_pair(t, "its parameter" if self.dense else lead.name, first, self.dense)
-                elif first.dtype in CODES:
+                elif first.dtype in CODES or not isinstance(t, Tensor):
                     yield which, _of_tensor(t, device, f"tensor {i} of {wanted.scales_of}", FP32)
                     yield which, _of_scales(t, first)
                 yield which, self._of_output(t) if wanted.written else None
@@ -249,7 +249,8 @@ def _of_tensor(t: object, device: torch.device, first: str, dtypes: tuple[torch.
     end = t.storage_offset() + 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     if t.device.type != "meta" and t.numel() and t.untyped_storage().nbytes() < end * t.element_size():
         came = f"has shape {list(t.shape)} but its storage holds {t.untyped_storage().nbytes()} bytes"
-        return ValueError(f"{came}: its memory was given back, as a sharded parameter's outside of its forward")
+        why = "its memory was given back (a sharded parameter outside its forward?)"
+        return ValueError(f"{came}: {why}, hand over tensors that have theirs")
     if t.device != device:
         way_out = "one call takes one device, group the tensors by device"
         return ValueError(f"is on {t.device}, {first} on {device}: {way_out}")

@@ -264,3 +264,7 @@ def test_a_step_whose_codes_have_no_scales_is_refused():
     with pytest.raises(TypeError, match=r"torch\.uint8, one of float32, int8 is wanted"):
         mt.multi_tensor_sgd(*lists[:2], [torch.zeros(5000, dtype=torch.uint8)], scales=[[torch.zeros(20)]], **SGD)
     assert (lists[1][0] == 1).all()
+    fp32 = [*lists[:2], [torch.ones(5000)]]
+    with pytest.raises(TypeError, match="tensor 0 of scales of momentum_buffers is a NoneType, a tensor is wanted"):
+        mt.multi_tensor_sgd(*fp32, scales=[[None]], **SGD)
+    assert (fp32[1][0] == 1).all() and (fp32[2][0] == 1).all()
