@@ -16,6 +16,15 @@ from amp_patch.training import loss_scaler as core
 __all__ = ["LossScaler"]
 
 
+def _bound(name: str, or_else: float | None) -> Any:
+    """Return a property that is the bound `name` of the scale; `or_else` replaces None in a write."""
+
+    def write(scaler: core.LossScaler, value: float | None) -> None:
+        setattr(scaler, name, scale_number(f"LossScaler: _{name}", or_else if value is None else value))
+
+    return property(attrgetter(name), write)
+
+
 class LossScaler(core.LossScaler):
     """amp_patch's loss scaler with Apex's constructor, methods and private names; usable without `initialize`.
 
@@ -99,22 +108,8 @@ class LossScaler(core.LossScaler):
         attrgetter("growth_interval"), lambda self, value: setattr(self, "growth_interval", int(value))
     )
 
-    @property
-    def _max_loss_scale(self) -> float:
-        return self.max_loss_scale
-
-    @_max_loss_scale.setter
-    def _max_loss_scale(self, value: float) -> None:
-        self.max_loss_scale = scale_number("LossScaler: _max_loss_scale", value)
-
-    @property
-    def _min_loss_scale(self) -> float | None:
-        return self.min_loss_scale
-
-    @_min_loss_scale.setter
-    def _min_loss_scale(self, value: float | None) -> None:
-        floor = Policy.min_loss_scale if value is None else value
-        self.min_loss_scale = scale_number("LossScaler: _min_loss_scale", floor)
+    _max_loss_scale = _bound("max_loss_scale", or_else=None)
+    _min_loss_scale = _bound("min_loss_scale", or_else=Policy.min_loss_scale)
 
     @property
     def _has_overflow(self) -> bool:

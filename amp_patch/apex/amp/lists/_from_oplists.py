@@ -21,6 +21,11 @@ def names(address: str, kind: str) -> list[str]:
     return [name for (owner, name), rule in rules if owner == address and rule in KINDS[kind]]
 
 
+def casts_of(address: str) -> tuple[list[str], ...]:
+    """Return FP16_FUNCS, BFLOAT16_FUNCS, FP32_FUNCS and CASTS of `address`."""
+    return tuple(names(address, kind) for kind in KINDS if kind != "BANNED_FUNCS")
+
+
 def banned(address: str) -> list[tuple[str, str]]:
     """Return (banned name, advice what to use instead) for each banned function at `address`."""
     return [(name, INSTEAD_OF_BANNED) for name in names(address, "BANNED_FUNCS")]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch.nn.functional
 
-from amp_patch.apex.amp.lists._from_oplists import banned, names
+from amp_patch.apex.amp.lists._from_oplists import banned, casts_of
 
 __all__ = ["BANNED_FUNCS", "BFLOAT16_FUNCS", "FP16_FUNCS", "FP32_FUNCS", "MODULE"]
 
 ADDRESS = "torch.nn.functional"
 MODULE = torch.nn.functional
 
-FP16_FUNCS = names(ADDRESS, "FP16_FUNCS")
-BFLOAT16_FUNCS = names(ADDRESS, "BFLOAT16_FUNCS")
-FP32_FUNCS = names(ADDRESS, "FP32_FUNCS")
+FP16_FUNCS, BFLOAT16_FUNCS, FP32_FUNCS, _ = casts_of(ADDRESS)
 BANNED_FUNCS = banned(ADDRESS)
