@@ -16,13 +16,10 @@ from amp_patch.support import tree
 OPTIM = torch.optim
 LEVELS = ["O4", "O5", "O5+split", "O5+stochastic"]
 MAKERS = {
-    "Adam": lambda p: OPTIM.Adam(p, lr=1e-2, amsgrad=True),
     "AdamW": lambda p: OPTIM.AdamW(p, lr=1e-2, weight_decay=0.1),
-    "AdamW, fused": lambda p: OPTIM.AdamW(p, lr=1e-2, fused=True),
     "SGD": lambda p: OPTIM.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "NAdam": lambda p: OPTIM.NAdam(p, lr=1e-2, foreach=True),
     "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2),
-    "Adafactor": lambda p: OPTIM.Adafactor(p, lr=1e-2),
 }
 
 

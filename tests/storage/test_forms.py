@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_optimizer import Each
 from coded_states import MAKERS, coded, go_on, loss_of, opened, start, state_of, through_file
 from crossed import crossed
 from torch import Tensor, nn
@@ -24,8 +25,13 @@ FORMS: dict[str, dict[str, Any]] = {
     for masters, given in (("whole", None), ("split", "split"), ("stochastic", "stochastic"))
     for state in (None, "8bit")
 }
-ONE_OF_EACH_WAY = {name: MAKERS[name] for name in ("AdamW", "SGD", "NAdam")}
+ONE_OF_EACH_WAY = {name: MAKERS[name] for name in ("AdamW", "SGD", "NAdam")} | {"registered": Each}
 ways = crossed({"first": FORMS, "second": FORMS, "make": ONE_OF_EACH_WAY})
+
+
+@pytest.fixture(autouse=True)
+def registered(registrations):
+    amp.register_per_parameter_optimizer(Each)
 
 
 def trained(make: Any, form: dict[str, Any], **options: Any) -> tuple[Any, Any]:

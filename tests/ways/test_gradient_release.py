@@ -1,4 +1,7 @@
-"""`gradient_release=True`: parameters are stepped in backward, one after the other, to the bits of a step behind it."""
+"""`gradient_release=True`: parameters are stepped in backward, one after the other, to the bits of a step behind it.
+
+tests/optimizers/test_every_optimizer.py has the numbers of ordinary trainings.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +24,7 @@ from amp_patch.ways import gradient_release
 
 most_bytes = scripts.load("timing").most_bytes
 
-CODED = ["O4+8bit", "O5+split+8bit"]
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS["AdamW"], MAKERS["NAdam"]], ids=["AdamW", "NAdam"])
-
-
-@crossed({"make": MAKERS, "level": [*LEVELS, *CODED]}, meet=1)
-def test_the_bits_equal_a_step_after_backward(make, level, monkeypatch):
-    monkeypatch.setattr(gradient_release, "TOGETHER", 2000)  # two calls
-
-    def train(**options: Any) -> tuple[list[Tensor], list[float]]:
-        torch.manual_seed(0)  # a weight that is large enough for codes
-        model = nn.Sequential(nn.Linear(16, 300), nn.GELU(), nn.LayerNorm(300), nn.Linear(300, 5))
-        model, optimizer = start(make, level, model, **options)
-        schedule = OPTIM.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        losses = []
-        for step in range(6):
-            loss = loss_of(model, step)
-            optimizer.zero_grad()
-            backward(loss, optimizer)
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-        found = numbers(model, optimizer)
-        amp.restore()
-        return found, losses
-
-    released, ordinary = train(), train(gradient_release=False)
-    assert released[1] == ordinary[1] and same(released[0], ordinary[0])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -66,7 +43,6 @@ def test_weights_have_moved_and_gradients_are_gone_when_backward_is_over(make, l
     assert all(master.grad is None for master in amp.master_params(optimizer))
     optimizer.step()
     assert same(model.parameters(), stepped) and called == ["before", "after"]
-    assert optimizer._amp_stash.step is None and not optimizer._amp_stash.step_skipped
 
 
 def bytes_a_parameter(level: str, mark: str, **options: Any) -> float:
@@ -170,41 +146,8 @@ def test_a_gradient_with_another_layout_is_stepped_among_others_like_alone(make,
     assert same(train(1), train(2**16))
 
 
-def test_a_shared_weight_is_stepped_once_with_the_whole_gradient():
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.BatchNorm1d(16)  # which stays FP32
-            self.b.weight = self.a.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.norm(self.a(x)).relu())
-
-    def train(**options: Any) -> list[Tensor]:
-        torch.manual_seed(0)
-        model, optimizer = start(MAKERS["AdamW"], "O5", Tied(), **options)
-        for step in range(3):
-            backward(loss_of(lambda x: model(x)[:, :5], step), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        return numbers(model, optimizer)
-
-    assert same(train(), train(gradient_release=False))
-
-
-def test_a_training_goes_on_from_a_checkpoint_and_restore_takes_the_hooks_away():
-    model, optimizer = start(MAKERS["AdamW"])
-    for step in range(3):
-        backward(loss_of(model, step), optimizer)
-        optimizer.step()
-    states = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    again, its_optimizer = start(MAKERS["AdamW"])
-    again.load_state_dict(states[0])
-    its_optimizer.load_state_dict(states[1])
-    for each in ((model, optimizer), (again, its_optimizer)):
-        backward(loss_of(each[0], 3), each[1])
-        each[1].step()
-    assert same(numbers(again, its_optimizer), numbers(model, optimizer))
+def test_restore_takes_the_hooks_away():
+    model, _ = start(MAKERS["AdamW"])
     amp.restore()
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     loss_of(model, 4).backward()
@@ -365,24 +308,15 @@ def test_gradients_of_another_optimizers_loss_and_of_a_backward_elsewhere_are_no
     assert not same(model.parameters(), before)
 
 
-def reversed_groups(optimizer: Any) -> None:
-    optimizer.param_groups.reverse()
+EDITS: dict[str, Any] = {
+    "reversed": lambda groups: groups.reverse(),
+    "moved": lambda groups: groups[1]["params"].append(groups[0]["params"].pop()),
+    "taken out": lambda groups: groups[0]["params"].pop(0),
+    "without a group": lambda groups: groups.pop(1),
+}
 
 
-def moved(optimizer: Any) -> None:
-    first, second = optimizer.param_groups
-    second["params"].append(first["params"].pop())
-
-
-def taken_out(optimizer: Any) -> None:
-    optimizer.param_groups[0]["params"].pop(0)
-
-
-def without_a_group(optimizer: Any) -> None:
-    del optimizer.param_groups[1]
-
-
-@pytest.mark.parametrize("edit", [reversed_groups, moved, taken_out, without_a_group])
+@pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_groups_that_the_script_has_edited_are_stepped_with_their_settings(level, edit):
     """A parameter that is in no group is not stepped, and its gradient stays, as in torch."""
@@ -396,7 +330,7 @@ def test_groups_that_the_script_has_edited_are_stepped_with_their_settings(level
         for step in range(3):
             if step == 1:
                 optimizer.zero_grad()
-                edit(optimizer)
+                EDITS[edit](optimizer.param_groups)
             backward(loss_of(model, step), optimizer)
             optimizer.step()
             optimizer.zero_grad()
@@ -411,7 +345,7 @@ def test_groups_that_the_script_has_edited_are_stepped_with_their_settings(level
     assert same([g for g in gradients if g is not None], [g for g in wanted if g is not None])
 
 
-def test_checkpoints_that_share_a_weight_are_stepped_once_with_the_whole_gradient():
+def test_a_weight_of_two_checkpoints_is_stepped_once_with_the_whole_gradient():
     """With use_reentrant=False; the other kind is refused (test_gradient_release_refused.py)."""
 
     def train(**options: Any) -> list[Tensor]:

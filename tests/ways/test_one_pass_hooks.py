@@ -13,7 +13,6 @@ from training import linear
 
 from amp_patch import amp
 from amp_patch.multi_tensor import backend
-from amp_patch.ways import one_pass
 
 pytestmark = pytest.mark.skipif(backend() != "cpp", reason="in plain torch optimizers step by themselves")
 MAKES = pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad], ids=["one pass", "portions"])
@@ -90,12 +89,16 @@ def test_a_step_that_replaces_torchs_is_called(make, when, monkeypatch):
     assert model.weight.tolist() == [[1 - step, 2 + step]]
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_a_class_with_a_replaced_step_is_not_in_the_table(replaced, monkeypatch):
-    """Where its first optimizer is initialized afterwards: `initialize` makes a subclass of each class once."""
-    if replaced:
-        monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
-    assert one_pass.IN_ONE_PASS.suits_class(torch.optim.SGD) is not replaced
+@MAKES
+def test_hooks_run_once_a_step_and_see_the_gradients(make):
+    model, optimizer = start_hooked(make)
+    seen = []
+    look = lambda optimizer, *_: seen.append([p.grad.tolist() for p in amp.master_params(optimizer)])  # noqa: E731
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    backward_four(model, optimizer)
+    optimizer.step()
+    assert seen == [[[[4, -4]]]] * 2
 
 
 def test_torch_is_asked_whether_a_graph_is_captured(monkeypatch):
