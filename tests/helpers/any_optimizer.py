@@ -142,6 +142,8 @@ class Net(nn.Module):
             others = [Term(1, 11)] if "Muon" in kind else [Term(11), *[Term(0, 2)] * ("Adafactor" not in kind)]
             terms = [Term(72, 64), Kept(7, 3), *others, Term(3, 5)]
         self.terms = nn.ModuleList(terms)
+        with torch.no_grad():
+            terms[0].weight[0, 0] = 1 + 2.0**-8  # half way between two BF16 numbers
 
     def forward(self, numbers: list[Tensor]) -> Tensor:
         return sum(term(each) for term, each in zip(self.terms, numbers, strict=False))
@@ -237,6 +239,7 @@ def assert_trains_as_alone(kind: str, level: str, device: str = "cpu", **more: A
         net, optimizer, opt_level=named.level, verbosity=0, **named.options, **options, **more
     )
     schedules = [torch.optim.lr_scheduler.StepLR(each, 4, 0.5) for each in (optimizer, alone.optimizer)]
+    compare(params, alone.weights(), "weights at first")
     for step in range(STEPS):
         if step == 6 and adds_groups(alone.optimizer):
             with torch.no_grad():

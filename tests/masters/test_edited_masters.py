@@ -6,20 +6,17 @@ like. Weights are small multiples of 1/8, which both low-precision types hold.
 
 from __future__ import annotations
 
-import copy
 import importlib
-import threading
 
 import pytest
 import torch
 from conftest import DEVICES
 from small_trainings import LEVELS_WITH_MASTERS, output, start_scalar
 from torch import nn
-from training import LEVELS, backward, linear, through_pickle
+from training import LEVELS, backward, linear
 
 from amp_patch import amp
 from amp_patch.masters.master import Master
-from amp_patch.masters.masters import PlainSavedVersion, PlainSavedVersions, SavedVersion, SavedVersions
 
 
 def add(p):
@@ -124,23 +121,6 @@ def test_edits_of_weights_and_edits_of_other_masters_both_count(level):
     assert [p.item() for p in amp.master_params(optimizer)] == [0.5, 4.0]
 
 
-def test_masters_that_come_later_are_seen_too():
-    model = nn.Sequential(linear([[1.0]]))
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O2")
-    assert model(torch.ones(1, 1)).item() == 1.0
-    model.append(linear([[1.0]]).half())
-    optimizer.add_param_group({"params": model[1].weight})
-    list(amp.master_params(optimizer))[1].data.fill_(2.0)
-    assert model(torch.ones(1, 1)).item() == 2.0
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, through_pickle])
-def test_copies_follow_their_own_masters(how):
-    model, optimizer = how(start_scalar())
-    next(amp.master_params(optimizer)).data.fill_(2.0)
-    assert output(model) == 2.0
-
-
 def test_a_method_that_was_named_sees_them():
     class Coder(nn.Linear):
         def encode(self, x):
@@ -151,16 +131,6 @@ def test_a_method_that_was_named_sees_them():
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", methods=("encode",))
     next(amp.master_params(optimizer)).data.fill_(2.0)
     assert model.encode(torch.ones(1, 1)).item() == 2.0
-
-
-def test_a_forward_on_another_thread_sees_them():
-    model, optimizer = start_scalar()
-    next(amp.master_params(optimizer)).data.fill_(2.0)
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(output(model)))
-    thread.start()
-    thread.join()
-    assert seen == [2.0]
 
 
 def test_dataparallel_copies_edited_weights(monkeypatch):
@@ -207,23 +177,3 @@ def test_a_torch_that_keeps_no_such_list_gets_plain_masters(monkeypatch):
     with torch.no_grad():
         master.add_(1.0)
     assert output(model) == 2.0
-
-
-@pytest.mark.parametrize(
-    "kinds", [(SavedVersion, SavedVersions), (PlainSavedVersion, PlainSavedVersions)], ids=["default", "python"]
-)
-def test_versions_tell_which_of_many_tensors_were_written(kinds):
-    of_one, of_several = kinds
-    tensors = [torch.zeros(2) for _ in range(5)]
-    with torch.inference_mode():
-        tensors.append(torch.zeros(2))
-    versions = [of_one(tensor) for tensor in tensors]
-    saved = of_several(versions)
-    assert saved.written() == []
-    tensors[1].add_(1)
-    tensors[3].detach().zero_()
-    assert saved.written() == [1, 3]
-    assert [version.written() for version in versions] == [False, True, False, True, False, False]
-    versions[1].save()
-    assert saved.written() == [3]
-    assert of_several([]).written() == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -14,10 +13,9 @@ import pytest
 import torch
 from conftest import DEVICES
 from torch import Tensor, nn
-from training import iterate, linear
+from training import linear
 
 from amp_patch import amp
-from amp_patch.masters.states import MasterStates
 
 LEVELS: dict[str, dict[str, Any]] = {
     "O2": {"opt_level": "O2"},
@@ -256,25 +254,3 @@ def test_a_property_of_the_class_is_left_alone():
     train(model, optimizer, 1)
     optimizer.state = optimizer.state
     assert optimizer.kept is optimizer.state and len(optimizer.state) == 1
-
-
-@pytest.mark.parametrize(
-    "make", [functools.partial(torch.optim.SGD, momentum=0.5), torch.optim.AdamW, torch.optim.RMSprop]
-)
-def test_a_step_reads_the_state_by_no_call_of_python(make, monkeypatch):
-    model = nn.Linear(4, 4)
-    optimizer = make(model.parameters(), lr=0.25)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-
-    def loss_of(step: int) -> Tensor:
-        return model(torch.ones(1, 4)).sum()
-
-    iterate(optimizer, loss_of, range(2))
-    calls: list[str] = []
-    for name in ("__missing__", "__contains__", "__setitem__", "__delitem__", "get", "pop", "setdefault", "update"):
-        own = vars(MasterStates)[name]
-        noted = lambda *args, own=own, name=name: (calls.append(name), own(*args))[1]  # noqa: E731
-        monkeypatch.setattr(MasterStates, name, noted)
-    iterate(optimizer, loss_of, range(2))
-    assert not calls
-    assert model.weight in optimizer.state and calls

@@ -6,12 +6,9 @@ import pytest
 import torch
 from crossed import crossed
 from small_trainings import LEVELS_WITH_MASTERS, output, start_scalar
-from torch import nn
-from training import LEVELS, backward, convnet, images, linear
+from training import LEVELS, backward, linear
 
 from amp_patch import amp
-
-MASTERED = [level for level in LEVELS if level != "O3"]
 
 
 class Lookahead:
@@ -153,94 +150,3 @@ def test_schedule_free_optimizers_evaluate_their_averages(level):
         assert output(model) == expected / 2
         optimizer.train()
         assert output(model) == expected
-
-
-def assert_alike(level, make, averaged, trained):
-    """Losses of the weights that `averaged(optimizer)` puts into the model, until `trained(optimizer)`: as in FP32."""
-
-    def run(level):
-        model = convnet()
-        optimizer = make(model, level)
-        seen = []
-        for _ in range(6):
-            inputs, targets = images(0)
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-            backward(loss, optimizer) if level is not None else loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            averaged(optimizer)
-            model.eval()
-            with torch.no_grad():
-                seen.append(nn.functional.cross_entropy(model(inputs), targets).item())
-            model.train()
-            trained(optimizer)
-        return seen
-
-    losses, expected = run(level), run(None)
-    if level == "O0":
-        assert losses == expected
-    else:
-        low = torch.bfloat16 if level in ("O4", "O5") else torch.float16
-        assert len(set(expected)) > 2 and losses == pytest.approx(expected, abs=12 * torch.finfo(low).eps)
-
-
-def initialized(model, optimizer, level):
-    if level is not None:
-        amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0)
-    return optimizer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", MASTERED)
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("SGDScheduleFree", {}), ("AdamWScheduleFree", {"eps": 1e-4}), ("RAdamScheduleFree", {"eps": 1e-4})],
-)
-def test_schedulefree_s(name, options, level):
-    library = pytest.importorskip("schedulefree", reason="optimizers of schedulefree are tried where it is installed")
-
-    def make(model, level):
-        optimizer = getattr(library, name)(model.parameters(), lr=0.01, **options)
-        optimizer.train()
-        return initialized(model, optimizer, level)
-
-    assert_alike(level, make, lambda optimizer: optimizer.eval(), lambda optimizer: optimizer.train())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", MASTERED)
-def test_pytorch_optimizer_s_lookahead(level):
-    library = pytest.importorskip("pytorch_optimizer", reason="its Lookahead is tried where it is installed")
-
-    def make(model, level):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return library.Lookahead(initialized(model, optimizer, level), k=2)
-
-    assert_alike(
-        level,
-        make,
-        lambda lookahead: lookahead.backup_and_load_cache(),
-        lambda lookahead: lookahead.clear_and_load_backup(),
-    )
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.[a-z]*` is deprecated")  # at its import
-@pytest.mark.parametrize("level", LEVELS)
-def test_torchs_optimizer_by_names_trains_as_the_one_inside_it(level):
-    from torch.distributed.optim import _NamedOptimizer
-
-    def trained(named):
-        model = linear([[2.0, 3.0]])
-        inside = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-        optimizer = inside
-        if named:
-            optimizer = _NamedOptimizer(model.named_parameters(), torch.optim.SGD, None, model, lr=0.5, momentum=0.5)
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-        for _ in range(3):
-            model.zero_grad()
-            backward(model(torch.ones(2, 2)).sum(), optimizer)
-            optimizer.step()
-        state = optimizer.state_dict()["state"]
-        return model.state_dict()["weight"].tolist(), state["weight" if named else 0]["momentum_buffer"].tolist()
-
-    assert trained(True) == trained(False)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import pytest
 import reference
 import torch
-from conftest import DTYPES
 from torch.profiler import ProfilerActivity, profile
 from training import exact
 
@@ -229,48 +228,6 @@ def test_the_tensors_device_is_used_whichever_is_current(device):
             exact(o, s.float() * 0.5)
         exact(mt.multi_tensor_l2norm(src), mt.multi_tensor_l2norm(src))
     assert scale == 0.5 ** len(DEVICES)
-
-
-@pytest.mark.parametrize("source", DTYPES)
-@pytest.mark.parametrize("target", DTYPES)
-@pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])
-def test_unaligned_slices(source, target, offset):
-    for size in (1, 7, 4095, 4097, 200_001):
-        base = torch.randn(size + offset, device="cuda").to(source)
-        out = torch.full((size + offset + 9,), 77.0, device="cuda", dtype=target)
-        mt.multi_tensor_scale([base[offset:]], [out[offset : offset + size]], 1 / 3)
-        exact(out[offset : offset + size], reference.scale(base[offset:], target, 1 / 3))
-        assert (out[:offset] == 77).all() and (out[offset + size :] == 77).all()
-
-
-def test_more_dimensions_than_index_arithmetic_has():
-    def crowded(dtype):
-        return torch.zeros((2, 3) * 4, device="cuda", dtype=dtype)[(slice(None), slice(0, 3, 2)) * 4]
-
-    x, y, out = crowded(torch.float16), crowded(torch.float32), crowded(torch.bfloat16)
-    x.copy_(torch.randn(x.shape))
-    y.copy_(torch.randn(x.shape))
-    found, version = torch.zeros((), device="cuda"), out._version
-    mt.multi_tensor_axpby(0.5, [x], 2.0, [y], [out], found)
-    exact(out, reference.axpby(0.5, x, 2.0, y, torch.bfloat16))
-    assert out._version > version
-    tracked = x.float().requires_grad_()
-    mt.multi_tensor_scale([tracked], [out], 1.0)  # recorded by nobody, though the copies are torch's
-    exact(out, x.bfloat16())
-    assert not out.requires_grad
-    mt.multi_tensor_unscale([x.fill_(math.inf)], 0.5, found)
-    assert found == 1
-
-
-@pytest.mark.parametrize("tensors", [[], [(0,)], [(3, 0), (0,)]])
-def test_nothing_to_do(tensors, route):
-    found = torch.zeros((), device="cuda")
-    empty = [torch.empty(shape, device="cuda") for shape in tensors]
-    mt.multi_tensor_scale(empty, empty, 2.0, found)
-    mt.multi_tensor_check_finite(empty, found)
-    total, norms = mt.multi_tensor_unscale_l2norm(empty, 2.0, found, per_tensor=True)
-    assert total.device == norms.device == found.device
-    assert total == 0 and norms.tolist() == [0.0] * len(tensors) and found == 0
 
 
 def test_lists_of_two_devices_are_refused():

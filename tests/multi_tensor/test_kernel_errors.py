@@ -20,6 +20,7 @@ from on_every_backend import (
     versions,
 )
 from python_forks import python
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_patch import multi_tensor as mt
 from amp_patch.multi_tensor import backends
@@ -174,36 +175,6 @@ def test_tensors_without_their_memory_are_refused():
     mt.multi_tensor_unscale([empty], 2.0, flag())
 
 
-def test_overlapping_outputs_are_refused():
-    base, twice = torch.zeros(10), torch.ones(4)
-    apart = [base[:3], base[5:], base[3:5]]
-    mt.multi_tensor_scale([torch.ones_like(t) for t in apart], apart, 2.0)
-    assert base.tolist() == [2.0] * 10
-    mt.multi_tensor_scale([base, base[4:4]], [base, base[4:4]], 1.0)  # no elements, none shared
-    for outs, which in [((base[:5], twice, base[4:]), "0 and 2"), ((twice, base, twice), "0 and 2")]:
-        message = f"multi_tensor_scale: tensors {which} of dst overlap in memory: hand over each element once"
-        with pytest.raises(ValueError, match=f"^{message}$"):
-            mt.multi_tensor_scale([torch.ones_like(t) for t in outs], list(outs), 3.0)
-    with pytest.raises(ValueError, match=r"^multi_tensor_unscale: tensors 0 and 1 of grads overlap"):
-        mt.multi_tensor_unscale([twice, twice], 3.0, flag())
-    assert base.tolist() == [2.0] * 10 and twice.tolist() == [1.0] * 4
-
-
-def test_overlapping_lists_are_refused():
-    base = torch.arange(10.0)
-    message = "multi_tensor_scale: tensor 0 of dst overlaps tensor 0 of src in memory"
-    with pytest.raises(ValueError, match=message):
-        mt.multi_tensor_scale([base[:8]], [base[1:9]], 2.0)
-    with pytest.raises(ValueError, match=message):
-        mt.multi_tensor_scale([base[:9].view(3, 3)], [base[:9].view(3, 3).t()], 2.0)
-    assert base.tolist() == list(range(10))
-    mt.multi_tensor_scale([base[:5]], [base[5:]], 2.0)  # neighbours in one buffer are apart
-    assert base.tolist() == [0, 1, 2, 3, 4, 0, 2, 4, 6, 8]
-    halves = base.view(torch.float16)[:10]
-    with pytest.raises(ValueError, match=message):
-        mt.multi_tensor_scale([base], [halves], 2.0)  # one address, two dtypes
-
-
 def test_lists_that_overlap_through_two_storages_are_refused():
     base = torch.arange(200.0)
     one, other, same = base[:100], torch.from_dlpack(base.numpy()[4:104]), torch.from_dlpack(base.numpy()[:100])
@@ -214,78 +185,51 @@ def test_lists_that_overlap_through_two_storages_are_refused():
     assert one.tolist() == list(range(0, 200, 2))
 
 
-@pytest.mark.parametrize(
-    "found, error",
-    [
-        (torch.zeros(2), ValueError),
-        (torch.zeros((), dtype=torch.int32), ValueError),
-        (torch.zeros((), device="meta"), ValueError),
-        (torch.zeros((), dtype=torch.cfloat).conj().imag, ValueError),
-        (0.0, TypeError),
+# Argument -> calls with a wrong value of it, beside a list of tensors that it would write.
+ARGUMENTS = {
+    "found_inf": [
+        lambda t, wrong: mt.multi_tensor_unscale(t, 2.0, wrong),
+        mt.multi_tensor_check_finite,
+        lambda t, wrong: mt.multi_tensor_unscale_l2norm(t, 2.0, wrong),
+        lambda t, wrong: mt.multi_tensor_axpby(2.0, t, 2.0, t, t, wrong),
+        lambda t, wrong: mt.update_scale(*scaler(8.0), wrong),
     ],
-)
-def test_found_inf_is_checked(found, error):
-    tensors = [torch.ones(3)]
-    for call in (
-        lambda: mt.multi_tensor_unscale(tensors, 2.0, found),
-        lambda: mt.multi_tensor_check_finite(tensors, found),
-        lambda: mt.multi_tensor_unscale_l2norm(tensors, 2.0, found),
-        lambda: mt.multi_tensor_axpby(2.0, tensors, 2.0, tensors, tensors, found),
-    ):
-        with pytest.raises(
-            error, match=r"^multi_tensor_\w+: found_inf is a .*, a float32 tensor of one element on cpu"
-        ):
-            call()
-    assert tensors[0].tolist() == [1.0] * 3
-
-
-@pytest.mark.parametrize(
-    "factor, error",
-    [
-        (torch.ones(2), ValueError),
-        (torch.ones((), dtype=torch.float16), ValueError),
-        (torch.ones((), device="meta"), ValueError),
-        (torch.ones((), dtype=torch.cfloat).conj().imag, ValueError),
-        ("2", TypeError),
-        (None, TypeError),
+    "factor": [lambda t, wrong: mt.multi_tensor_scale(t, t, wrong)],
+    "b": [lambda t, wrong: mt.multi_tensor_axpby(1.0, t, wrong, t, t)],
+    "inv_scale": [lambda t, wrong: mt.multi_tensor_unscale(t, wrong, flag())],
+    "(scale|growth_tracker)": [
+        lambda t, wrong: mt.update_scale(wrong, scaler(8.0)[1], flag()),
+        lambda t, wrong: mt.update_scale(scaler(8.0)[0], wrong, flag()),
     ],
-)
-def test_factors_are_checked(factor, error):
-    tensors = [torch.ones(3)]
-    with pytest.raises(error, match=r"^multi_tensor_scale: factor is a "):
-        mt.multi_tensor_scale(tensors, tensors, factor)
-    with pytest.raises(error, match=r"^multi_tensor_axpby: b is a "):
-        mt.multi_tensor_axpby(1.0, tensors, factor, tensors, tensors)
-    assert tensors[0].tolist() == [1.0] * 3
+    "backoff_factor": [lambda t, wrong: mt.update_scale(*scaler(8.0), flag(), backoff_factor=wrong)],
+}
 
 
-def test_a_subclass_without_memory_is_refused():
-    class Wrapper(torch.Tensor):
-        @staticmethod
-        def __new__(cls):
-            return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+def fake_number():
+    with FakeTensorMode():
+        return torch.zeros(())
 
-        @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-            raise AssertionError("nothing may be computed")
 
-    with pytest.raises(
-        TypeError, match=r"^multi_tensor_unscale: tensor 1 of grads is a Wrapper, a plain tensor is wanted"
-    ):
-        mt.multi_tensor_unscale([torch.ones(3), Wrapper()], 2.0, flag())
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_a_wrong_number_or_flag_is_refused_by_name_and_nothing_is_written(argument):
+    wrong = [torch.ones(2), torch.ones((), dtype=torch.float16), torch.ones((), device="meta"), fake_number()]
+    wrong += [torch.ones((), dtype=torch.cfloat).conj().imag, torch._efficientzerotensor(())]
+    wrong = [] if argument == "backoff_factor" else wrong  # which any number may be
+    of_the_device = argument in ("found_inf", "(scale|growth_tracker)")
+    wrong += [0.0, 8] if of_the_device else ["2", None, 10**400, 2j, torch.ones(2).numpy(), [2.0]]
+    for call in ARGUMENTS[argument]:
+        for value in wrong:
+            tensors = [torch.ones(3)]
+            with pytest.raises((TypeError, ValueError), match=rf"^\w+: {argument} is .*wanted"):
+                call(tensors, value)
+                pytest.fail(f"{value!r} was taken")
+            assert tensors[0].tolist() == [1.0] * 3
 
 
 def seen_through_vmap():
     seen = []
     torch.func.vmap(lambda t: (seen.append(t), t)[1])(torch.ones(3, 3))
     return seen[0]
-
-
-def test_wrapped_tensors_without_elements_are_refused():
-    wrapped = []
-    torch.func.vmap(lambda t: (wrapped.append(t), t)[1])(torch.ones(3, 0))
-    with pytest.raises(TypeError, match=r"^multi_tensor_unscale: tensor 0 of grads has no memory of its own"):
-        mt.multi_tensor_unscale(wrapped, 2.0, flag())
 
 
 def freed():
@@ -315,22 +259,6 @@ def test_tensors_without_memory_are_refused(make):
     assert lists[0].tolist() == tensors[0].tolist() == [1.0] * 3 and found == found._version == 0
 
 
-def test_single_tensors_without_memory_are_refused():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    tensors = [torch.ones(3)]
-    with FakeTensorMode():
-        fake = torch.zeros(())
-    for bad in (fake, torch._efficientzerotensor(())):
-        with pytest.raises(TypeError, match=r"^multi_tensor_unscale: found_inf is a \w+ without memory of its own"):
-            mt.multi_tensor_unscale(tensors, 2.0, bad)
-        with pytest.raises(TypeError, match=r"^multi_tensor_unscale: inv_scale is a \w+ without memory of its own"):
-            mt.multi_tensor_unscale(tensors, bad, flag())
-        with pytest.raises(TypeError, match=r"^update_scale: scale is a \w+ without memory of its own"):
-            mt.update_scale(bad, torch.zeros(1, dtype=torch.int32), flag())
-    assert tensors[0].tolist() == [1.0] * 3
-
-
 def test_flags_and_scales_that_require_grad_are_written_under_no_grad_alone():
     tensors, found = [torch.tensor([1.0, INF])], torch.zeros((), requires_grad=True)
     with pytest.raises(ValueError, match=r"^multi_tensor_check_finite: found_inf requires grad.*torch.no_grad\(\)$"):
@@ -344,19 +272,6 @@ def test_flags_and_scales_that_require_grad_are_written_under_no_grad_alone():
         mt.multi_tensor_check_finite(tensors, found)
         mt.update_scale(scale, tracker, found)
     assert (found.item(), scale.item()) == (1.0, 4.0)
-
-
-@pytest.mark.parametrize(
-    "factor", [10**400, 2j, torch.ones(2).numpy(), [2.0]], ids=["huge", "complex", "array", "list"]
-)
-def test_numbers_that_are_no_float_are_refused(factor):
-    tensors = [torch.ones(3)]
-    with pytest.raises(TypeError, match=r"^multi_tensor_unscale: inv_scale is an? \w+, a float is wanted"):
-        mt.multi_tensor_unscale(tensors, factor, flag())
-    scale, tracker = scaler(8.0)
-    with pytest.raises(TypeError, match=r"^update_scale: backoff_factor is .*, a float is wanted$"):
-        mt.update_scale(scale, tracker, flag(), backoff_factor=factor)
-    assert tensors[0].tolist() == [1.0] * 3 and scale.item() == 8.0
 
 
 @pytest.mark.parametrize("count", [2.5, "3", 2**31])

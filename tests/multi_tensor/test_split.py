@@ -135,19 +135,6 @@ def test_a_step_is_the_step_of_the_joined_masters(backend, device, optimizer, dt
     assert all(torch.equal(a, b) for a, b in zip((*weights, *halves), before, strict=True))
 
 
-def test_whole_and_split_masters_in_one_call(backend):
-    generator = torch.Generator().manual_seed(2)
-    masters = [torch.randn(50, generator=generator) for _ in range(3)]
-    grads = [torch.randn(50, generator=generator) for _ in range(3)]
-    weights, halves = split(masters)
-    apart = [m.clone() for m in masters]
-    low = [masters[0].half(), weights[1], masters[2].bfloat16()]
-    mt.multi_tensor_sgd(grads, [masters[0], halves[1], masters[2]], None, low, **SGD | {"momentum": 0.0})
-    mt.multi_tensor_sgd(grads, apart, None, **SGD | {"momentum": 0.0})
-    joined = [masters[0], *join([weights[1]], [halves[1]]), masters[2]]
-    assert all(torch.equal(a, b) for a, b in zip(joined, apart, strict=True))
-
-
 def test_memory_orders(backend):
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     weights, halves = split([x])

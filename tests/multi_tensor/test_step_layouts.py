@@ -138,19 +138,6 @@ def test_momentum_buffers_without_momentum(backend):
         mt.multi_tensor_sgd(state.grads, state.params, None, **SGD)
 
 
-def test_views_of_one_buffer(backend):
-    ours, plain = State([10, 64, 3]), State([10, 64, 3])
-    flats = {}
-    for name in ("params", "m", "v", "grads"):
-        ours.gradients(1) if name == "grads" else None
-        flats[name] = torch.cat(getattr(ours, name))
-        setattr(ours, name, list(flats[name].split([10, 64, 3])))
-    plain.gradients(1)
-    for state in (ours, plain):
-        state.adam(**ADAM)
-    assert torch.equal(flats["params"], torch.cat(plain.params))
-
-
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_change_nothing(backend, threads):
     one, many = State(), State()

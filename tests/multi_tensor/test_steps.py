@@ -104,21 +104,6 @@ def test_half_gradients_and_weights_over_many_steps(backend, device, optimizer, 
     assert_follows(ours, theirs, backend, device)
 
 
-def test_dtypes_mixed_in_a_list(backend):
-    mixed, apart = State([100] * 9), State([100] * 9)
-    dtypes = [F32, F16, BF16] * 3
-    for state in (mixed, apart):
-        state.gradients(1)
-        state.grads = [g.to(t) for g, t in zip(state.grads, dtypes, strict=True)]
-        state.low = [p.to(F16 if i % 2 else BF16) for i, p in enumerate(state.params)]
-    mixed.adam(**ADAM)
-    for i in range(9):
-        one = [[t[i]] for t in (apart.grads, apart.params, apart.m, apart.v)]
-        mt.multi_tensor_adam(*one, None, [apart.steps[i]], [apart.low[i]], **ADAM)
-    for a, b in zip(mixed.everything(), apart.everything(), strict=True):
-        assert torch.equal(a, b)
-
-
 @on_every_set
 @device
 def test_a_weight_that_was_edited_is_adopted(backend, device):
@@ -138,61 +123,39 @@ def test_a_weight_that_was_edited_is_adopted(backend, device):
         assert ours.params[0][0].isnan() and ours.low[0][0].isnan() and not ours.params[0][2].isnan()
 
 
-@device
-def test_masters_keep_their_precision(backend, device):
-    state = State([77], BF16, device)
-    state.gradients(1)
-    before = state.params[0].clone()
-    for _ in range(3):
-        state.sgd(**SGD | {"lr": 0.0, "momentum": 0.0})
-    assert torch.equal(state.params[0], before) and not torch.equal(before, state.low[0].float())
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Counts, numbers, flags
 
 
 @device
-def test_steps_that_differ(backend, device):
-    ours, alone = State([50] * 6, device=device), State([50] * 6, device=device)
-    for state in (ours, alone):
+def test_a_list_of_mixed_types_and_counts_steps_as_each_tensor_alone(backend, device):
+    together, alone = State([100] * 9, device=device), State([100] * 9, device=device)
+    for state in (together, alone):
         state.gradients(1)
+        state.grads = [g.to(t) for g, t in zip(state.grads, [F32, F16, BF16] * 3, strict=True)]
+        state.low = [p.to(F16 if i % 2 else BF16) for i, p in enumerate(state.params)]
         for i, step in enumerate(state.steps):
             step.fill_(i * i)
-    ours.adam(**ADAM)
-    for i in range(6):
+    together.adam(**ADAM)
+    for i in range(9):
         one = [[t[i]] for t in (alone.grads, alone.params, alone.m, alone.v)]
-        mt.multi_tensor_adam(*one, None, [alone.steps[i]], **ADAM)
-    for a, b in zip(ours.everything(), alone.everything(), strict=True):
-        assert torch.equal(a, b)
-    assert [step.item() for step in ours.steps] == [i * i + 1 for i in range(6)]
+        mt.multi_tensor_adam(*one, None, [alone.steps[i]], [alone.low[i]], **ADAM)
+    assert all(map(torch.equal, together.everything(), alone.everything()))
+    assert [step.item() for step in together.steps] == [i * i + 1 for i in range(9)]
 
 
 @device
-def test_one_count_for_all(backend, device):
-    ours, number, tensor = (State([50] * 3, device=device, steps=4) for _ in range(3))
-    for state in (ours, number, tensor):
-        state.gradients(1)
+def test_counts_may_be_one_number_one_tensor_and_on_the_cpu(backend, device):
+    counts = [4, torch.tensor(4.0, device=device), [torch.tensor(4.0) for _ in range(3)]]
+    ours, *others = (State([50] * 3, device=device, steps=4) for _ in range(4))
+    ours.gradients(1)
     ours.adam(**ADAM)
-    number.steps = 4
-    number.adam(**ADAM)
-    tensor.steps = torch.tensor(4.0, device=device)
-    tensor.adam(**ADAM)
-    assert number.steps == 4 and tensor.steps == 4
-    for a, b, c in zip(ours.params, number.params, tensor.params, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
-
-
-@device
-def test_steps_on_the_cpu(backend, device):
-    ours, there = State([50] * 3, device=device, steps=4), State([50] * 3, device=device, steps=4)
-    there.steps = [step.cpu() for step in there.steps]
-    for state in (ours, there):
+    for state, steps in zip(others, counts, strict=True):
         state.gradients(1)
+        state.steps = steps
         state.adam(**ADAM)
-    for a, b in zip(ours.params, there.params, strict=True):
-        assert torch.equal(a, b)
-    assert all(step == 5 for step in there.steps)
+        assert all(map(torch.equal, ours.params, state.params))
+    assert counts[0] == counts[1] == 4 and all(step == 5 for step in counts[2])
 
 
 @on_every_set

@@ -157,19 +157,6 @@ def test_threads_and_the_place_among_other_tensors_change_no_bit():
 
 
 @device
-@pytest.mark.parametrize("start", [0, 4, 7, 8, 128, 2051])
-def test_a_part_of_a_tensor_is_rounded_by_the_bits_of_the_whole(device, start):
-    whole = torch.randn(40_000, generator=torch.Generator().manual_seed(4)).to(device)
-    (wanted,) = rounded(whole, draws=[11])
-    weights = [torch.empty(size, dtype=torch.bfloat16, device=device) for size in SIZES]
-    parts = [whole[start + i : start + i + size] for i, size in enumerate(SIZES)]
-    starts = [start + i for i in range(len(SIZES))]
-    mt.multi_tensor_stochastic_round(parts, weights, 5, [11] * len(SIZES), starts)
-    for weight, first, size in zip(weights, starts, SIZES, strict=True):
-        assert torch.equal(weight, wanted[first : first + size])
-
-
-@device
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_a_step_of_a_part_has_the_bits_of_the_step_of_the_whole(device, optimizer):
     values = [torch.randn(5003, generator=torch.Generator().manual_seed(seed)).to(device) for seed in range(2)]

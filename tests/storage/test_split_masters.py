@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from conftest import DEVICES
 from split_masters import (
     MAKERS,
     OPTIM,
@@ -22,82 +20,13 @@ from split_masters import (
     start_split,
     training_fixture,  # noqa: F401
 )
-from three_ways import rounds_as_torch
 from torch import Tensor, nn
-from training import ADAM, SGD, backward, images, iterate, masters_of, same
+from training import ADAM, backward, images, iterate, masters_of, same
 
-from amp_patch import amp, multi_tensor
-from amp_patch.support import tree
-
-every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-on_every_device = pytest.mark.parametrize("device", DEVICES)
-
+from amp_patch import amp
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The numbers
-
-
-def step_whole(optimizer: Any, make: Any, device: str) -> None:
-    """Step FP32 parameters by the optimizer's own code, or by the kernel of whole masters if that rounds otherwise."""
-    if (
-        make not in (MAKERS["AdamW"], MAKERS["AdamW, amsgrad"])
-        or multi_tensor.backend() != "cpp"
-        or rounds_as_torch(device)
-    ):
-        optimizer.step()
-        return
-    (group,) = optimizer.param_groups
-    names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-    with torch.no_grad():
-        for param in group["params"]:
-            state = optimizer.state[param]
-            if not state:
-                state["step"] = torch.zeros((), device=device)
-                state.update((name, torch.zeros_like(param)) for name in names)
-            lists = [[state[name]] for name in names]
-            multi_tensor.multi_tensor_adam(
-                *([param.grad], [param], lists[0], lists[1], *(lists[2:] or [None]), [state["step"]]),
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                decoupled=True,
-            )
-
-
-@on_every_device
-@every_maker
-def test_a_training_has_the_bits_of_fp32_masters_whose_high_halves_are_the_weights(make, device):
-    model, optimizer = start_split(make, device)
-    plain = net(device)
-    wanted = [nn.Parameter(p.detach().clone()) for p in plain.parameters()]
-    reference, plain = make(wanted), plain.bfloat16()
-    assert model[0].weight[0, 0] == 1 + 2.0**-7
-    for step in range(30):
-        with torch.no_grad():
-            for param, master in zip(plain.parameters(), wanted, strict=True):
-                param.copy_(high_half(master))
-                param.grad = None
-        assert same(model.parameters(), plain.parameters())
-        clips = step % 4 == 1
-        optimizer.zero_grad()
-        loss, expected = loss_of(model, step, device), loss_of(lambda x: plain(x.bfloat16()), step, device)
-        backward(loss, optimizer)
-        expected.backward()
-        for param, master in zip(plain.parameters(), wanted, strict=True):
-            master.grad = param.grad.float()
-        if clips:  # by value: the 2-norm is summed in another order
-            nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-3)
-            nn.utils.clip_grad_value_(wanted, 1e-3)
-        optimizer.step()
-        step_whole(reference, make, device)
-        assert loss.item() == expected.item()
-        assert opened(optimizer) == 0
-    assert same(amp.master_params(optimizer), wanted)
-    for master, param in zip(amp.master_params(optimizer), wanted, strict=True):
-        mine, others = (tree.tensors(o.state[p]) for o, p in ((optimizer, master), (reference, param)))
-        assert same(mine, others)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,38 +92,6 @@ def test_a_tensor_that_shares_a_master_s_memory_sees_each_step_and_is_heard(trai
     assert opened(optimizer) == 0
 
 
-def test_a_graph_that_has_saved_a_master_refuses_after_the_step(training):
-    model, optimizer = training
-    penalty = sum(master.square().sum() for master in amp.master_params(optimizer))
-    iterate_split(model, optimizer, range(3, 4))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        penalty.backward()
-
-
-def test_a_penalty_on_masters_is_stepped(training):
-    model, optimizer = training
-    other, others = start_split(lambda p: OPTIM.SGD(p, lr=0.0))
-    for trained, adds in ((model, True), (other, False)):
-        opt = optimizer if adds else others
-        loss = loss_of(trained, 3)
-        backward(loss, opt)
-    plain = [master.grad.clone() for master in amp.master_params(optimizer)]
-    sum(master.square().sum() for master in amp.master_params(optimizer)).backward()
-    for master, grad in zip(amp.master_params(optimizer), plain, strict=True):
-        torch.testing.assert_close(master.grad, grad + 2 * master.detach())
-
-
-def test_threads_that_look_at_once_all_see_the_value(training):
-    model, optimizer = training
-    wanted = masters_of(optimizer)
-    for _ in range(20):
-        iterate_split(model, optimizer, range(0))
-        model.state_dict()
-        with ThreadPoolExecutor(3) as pool:
-            looks = [pool.submit(same, amp.master_params(optimizer), wanted) for _ in range(3)]
-        assert all(look.result() for look in looks)
-
-
 def test_a_user_s_tensor_class_beside_a_master(training):
     class Mine(Tensor):
         pass
@@ -242,16 +139,6 @@ def test_fp32_copies_and_averages_have_the_masters_values(training):
     average = OPTIM.swa_utils.AveragedModel(model)
     average.update_parameters(model)
     assert same(average.module.parameters(), masters_of(optimizer))
-
-
-def test_a_group_that_comes_later_and_one_that_is_frozen():
-    model, optimizer = start_split(lambda p: SGD(list(p)[:2]))
-    model[0].weight.requires_grad_(False)
-    before = masters_of(optimizer)
-    optimizer.add_param_group({"params": list(model[3].parameters())})
-    assert all(map(is_split, amp.master_params(optimizer)))
-    iterate_split(model, optimizer, range(3))
-    assert [torch.equal(*pair) for pair in zip(masters_of(optimizer), before, strict=False)] == [True, False]
 
 
 def test_shapes_and_orders_of_all_kinds():

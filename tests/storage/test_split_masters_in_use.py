@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -153,32 +151,6 @@ def made_of_a_number(x: Tensor) -> Tensor:
     return x + torch.tensor(2.0)
 
 
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
-@pytest.mark.parametrize("zero", [0.0, -0.0])
-@pytest.mark.parametrize("make", ["SGD", "RMSprop", "FusedAdam"])
-def test_weights_that_are_set_to_zero_have_masters_of_zero_and_stay(make, zero, backend):
-    if backend == "cpp" and multi_tensor.backend() != "cpp":
-        pytest.skip("the extension is not there")
-    with multi_tensor.use_backend(backend):
-        model, optimizer = start_split(MAKERS[make])
-        iterate_split(model, optimizer, range(1))
-        optimizer.state.clear()  # the moments of weights that are set to zero would move them
-        next(amp.master_params(optimizer)).sum()  # one is open
-        with torch.no_grad():
-            model[0].weight[::2] = zero
-            model[3].weight.mul_(0.0)
-        first, *_, last, _ = amp.master_params(optimizer)
-        assert (last == 0).all()
-        model.state_dict()
-        assert (first[::2] == 0).all() and (first[::2].signbit() == torch.tensor(zero).signbit()).all()
-        assert (model.state_dict()["0.weight"][::2] == 0).all() and (first[1::2] != 0).any()
-        mask = torch.arange(33) % 2 == 1
-        model[0].weight.register_hook(lambda grad: grad * mask[:, None])
-        model[3].weight.register_hook(torch.zeros_like)
-        iterate_split(model, optimizer, range(1, 4))
-        assert (first[::2] == 0).all() and (last == 0).all() and (first[1::2] != 0).any()
-
-
 def test_arrays_storages_and_shared_memory(training):
     model, optimizer = training
     master = next(amp.master_params(optimizer))
@@ -215,23 +187,3 @@ def test_weights_with_a_new_layout_leave_masters_laid_out_like_the_state():
 
     for ours, whole in zip(train("split"), train(True), strict=True):
         torch.testing.assert_close(ours, whole, rtol=4e-3, atol=4e-3)
-
-
-def test_a_thread_that_reads_while_another_trains_finds_values(training):
-    model, optimizer = training
-    done = threading.Event()
-
-    def read() -> int:
-        reads = 0
-        while not done.is_set():
-            assert all(bool(master.sum().isfinite()) for master in amp.master_params(optimizer))
-            reads += 1
-        return reads
-
-    with ThreadPoolExecutor(1) as pool:
-        reader = pool.submit(read)
-        iterate_split(model, optimizer, range(3, 60))
-        done.set()
-        assert reader.result() > 0
-    iterate_split(model, optimizer, range(60, 61))
-    assert opened(optimizer) == 0 and same(map(high_half, amp.master_params(optimizer)), model.parameters())

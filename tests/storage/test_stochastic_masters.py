@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 from split_masters import MAKERS, OPTIM, iterate_split, loss_of, net, opened
-from three_ways import rounds_as_torch
 from torch import Tensor, nn
 from training import backward, masters_of, same
 
 from amp_patch import amp, multi_tensor
-from amp_patch.support import tree
 
-every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "NAdam", "FusedLAMB")])
 
 
@@ -46,60 +43,6 @@ def rounded(masters: list[Tensor], step: int, seed: int = 0, edits: int = 0) -> 
 # The numbers
 
 
-@every_maker
-def test_a_step_is_the_optimizer_s_on_fp32_weights_rounded_stochastically(make):
-    if make is MAKERS["AdamW"] and not rounds_as_torch():
-        pytest.skip("torch's fused kernels round otherwise on this machine")
-    model, optimizer = start(make)
-    plain = net().bfloat16()
-    wanted = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
-    reference = make(wanted)
-    assert same(model.parameters(), plain.parameters()), "to the nearest at first"
-    for step in range(20):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        loss, expected = loss_of(model, step), loss_of(lambda x: plain(x.bfloat16()), step)
-        backward(loss, optimizer)
-        expected.backward()
-        for param, master in zip(plain.parameters(), wanted, strict=True):
-            master.grad = param.grad.float()
-        if step % 4 == 1:
-            nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-3)
-            nn.utils.clip_grad_value_(wanted, 1e-3)
-        optimizer.step()
-        reference.step()
-        with torch.no_grad():
-            for param, master, weight in zip(
-                plain.parameters(), wanted, rounded([m.detach() for m in wanted], step), strict=True
-            ):
-                param.copy_(weight)
-                master.copy_(weight)
-        assert loss.item() == expected.item()
-        assert same(model.parameters(), plain.parameters()) and opened(optimizer) == 0
-    assert same(amp.master_params(optimizer), wanted)
-    for master, param in zip(amp.master_params(optimizer), wanted, strict=True):
-        assert same(*(tree.tensors(o.state[p]) for o, p in ((optimizer, master), (reference, param))))
-
-
-@one_of_each_way
-def test_threads_and_a_replay_change_no_bit_and_another_seed_does(make):
-    def train(threads: int, seed: int = 0) -> list[Tensor]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(16, 2500), nn.GELU(), nn.Linear(2500, 5))
-            model, optimizer = start(make, model)
-            amp.load_state_dict({"loss_scaler0": amp.state_dict()["loss_scaler0"] | with_seed(seed)})
-            iterate_split(model, optimizer, range(5))
-        finally:
-            torch.set_num_threads(before)
-        return weights_of(model)
-
-    wanted = train(1)
-    assert same(train(2), wanted) and same(train(1), wanted) and not same(train(1, seed=1), wanted)
-
-
 def with_seed(seed: int) -> dict[str, Any]:
     return {"stochastic_rounding": {"seed": seed, "steps": []}}
 
@@ -125,21 +68,6 @@ def test_updates_that_rounding_to_nearest_loses_are_made_on_average():
     # 50,000 choices with a chance of 1 / 50: the mean of 1,000 elements, and its deviation.
     assert abs((by_chance.mean() - 1).item() * 2**7 - 1) < 4 * (50 * 0.02 * 0.98 / 1000) ** 0.5
     assert len(by_chance.unique()) > 3
-
-
-def test_a_parameter_without_a_gradient_keeps_its_weight_and_its_count():
-    for make in (MAKERS["AdamW"], MAKERS["NAdam"], MAKERS["FusedLAMB"]):
-        model, optimizer = start(make)
-        model[3].requires_grad_(False)
-        before = weights_of(model)
-        for step in range(2):
-            optimizer.zero_grad(set_to_none=True)
-            backward(loss_of(model, step), optimizer)
-            optimizer.step()
-        after = weights_of(model)
-        assert same(after[4:], before[4:]) and not same(after[:4], before[:4])
-        assert chance()["steps"] == [2, 2, 2, 2, 0, 0]
-        amp.restore()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -252,7 +180,3 @@ def test_several_optimizers_and_a_later_group_have_separate_random_draws():
     assert chance()["steps"] == [2, 2, 2, 2, 1, 1]
     draws = [master.draw for optimizer in optimizers for master in amp.master_params(optimizer)]
     assert len({draw >> 40 for draw in draws}) == 6
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Where it is refused

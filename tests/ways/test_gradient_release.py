@@ -267,21 +267,6 @@ def test_small_parameters_are_stepped_in_one_call_and_large_ones_at_once(monkeyp
     assert stepped == [[16, 65536], [4096, 65536], [16, 256] * 4]
 
 
-def test_a_step_passes_over_no_weight_that_backward_has_stepped(monkeypatch):
-    model, optimizer = start(MAKERS["AdamW"], "O5")
-    backward(loss_of(model, 0), optimizer)
-    settled: list[int] = []
-    own = multi_tensor.multi_tensor_adopt
-    monkeypatch.setattr(multi_tensor, "multi_tensor_adopt", lambda *lists: settled.append(len(lists[0])) or own(*lists))
-    optimizer.step()
-    assert not sum(settled)
-    with torch.no_grad():
-        model[0].weight.clamp_(max=0)
-    backward(loss_of(model, 1), optimizer)
-    optimizer.step()
-    assert next(amp.master_params(optimizer)).max() < 0.1, "the edit counts at the next step"
-
-
 def test_a_training_that_is_dropped_in_an_iteration_is_freed():
     model, optimizer = start(MAKERS["AdamW"])
     backward(loss_of(model, 0), optimizer)
