@@ -18,11 +18,11 @@ SOURCES := $(sort $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name 
 # Tests that come to other code without the extension: optimizers step by themselves, gradients of masters are FP32 at
 # once, masters count versions and deny their memory otherwise. (Those of kernels, casts and Apex's lists try both anyway.)
 OF_KERNELS := $(addprefix tests/,masters optimizers storage ways) \
-	$(patsubst %,tests/apex_surface/test_%.py,amp_C amp_C_steps apex_fp16_optimizer apex_scalers apex_stash) \
+	$(patsubst %,tests/apex_surface/test_%.py,amp_C amp_C_steps apex_fp16_optimizer apex_scalers) \
 	$(patsubst %,tests/around/test_%.py,ddp_gradients fsdp_gradients sam several_optimizers shared_weights unowned) \
 	$(patsubst %,tests/frontend/test_%.py,capabilities grad_scaler grad_scaler_as_torchs supported users) \
 	$(patsubst %,tests/model/test_%.py,copies restored_models) \
-	$(patsubst %,tests/training/test_%.py,closures copied_trainings earlier_gradients edited_gradients loss_scaler \
+	$(patsubst %,tests/training/test_%.py,apex_stash closures copied_trainings earlier_gradients edited_gradients loss_scaler \
 		overflow readers_of_gradients scale_loss skip_nonfinite stash steps_in_bodies stories)
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null))
 

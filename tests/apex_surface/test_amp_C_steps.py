@@ -111,13 +111,6 @@ def test_sgd_of_half_gradients_masters_and_copies_obeys_the_flag(after, device):
     assert same(copies, [t.half() for t in masters])
 
 
-def test_sgd_without_momentum_leaves_the_buffers():
-    params, buffers = tensors(), zeros()
-    amp_C.multi_tensor_sgd(CHUNK, buffer(), [tensors(10), params, buffers], 0.0, 0.0, 0.0, 0.5, False, False, False)
-    assert same(buffers, zeros())
-    assert same(params, [p - 0.5 * g for p, g in zip(tensors(), tensors(10), strict=True)])
-
-
 @pytest.mark.parametrize("mode", [0, 1])
 def test_adagrad(mode):
     params, sums = tensors(), zeros()

@@ -119,32 +119,6 @@ def test_the_returned_form_is_that_of_the_arguments(amp, level):
     assert amp._amp_state.loss_scalers[0].loss_scale() == 128.0
 
 
-@pytest.mark.parametrize("fp16", [True, False])
-def test_inference_as_uniter_has_it(amp, fp16):
-    model = convnet().eval()
-    inputs, _ = images(0)
-    expected = model(inputs)
-    model = amp.initialize(model, enabled=fp16, opt_level="O2")
-    assert next(model.parameters()).dtype is (torch.float16 if fp16 else torch.float32)
-    assert torch.allclose(model(inputs), expected, atol=5e-3 if fp16 else 0.0)
-
-
-@pytest.mark.parametrize("loss_scale", [0, 64])
-def test_o2_with_half_batch_norms_and_a_scale_from_argparse(amp, loss_scale):
-    model = convnet()
-    optimizer = ADAM(model.parameters())
-    amp.initialize(
-        model,
-        optimizers=optimizer,
-        opt_level="O2",
-        keep_batchnorm_fp32=False,
-        loss_scale="dynamic" if loss_scale == 0 else loss_scale,
-    )
-    assert model.body[1].weight.dtype is torch.float16
-    assert amp._amp_state.loss_scalers[0].dynamic is (loss_scale == 0)
-    assert train_by(amp, model, optimizer)[-1] < 1.7
-
-
 def test_disabled_leaves_everything_as_it_is(amp):
     model = linear([[1.0]])
     plain = SGD(model.parameters())
@@ -183,13 +157,6 @@ def test_contradictions_of_o1_are_errors_or_by_hard_override_messages(amp, name,
     amp.initialize(model, opt_level="O1", **{name: value})
     assert f"Warning:  initialize: {name}=" in capsys.readouterr().out
     assert model.weight.dtype is torch.float32
-
-
-def test_arguments_of_amp_patch_pass_too(amp):
-    model = convnet()
-    amp.initialize(model, ADAM(model.parameters()), opt_level="O2", dtype=torch.bfloat16, keep_fp32="head")
-    assert (model.body[0].weight.dtype, model.head.weight.dtype) == (torch.bfloat16, torch.float32)
-    assert amp._amp_state.opt_properties.cast_model_type is torch.bfloat16
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -114,13 +114,6 @@ def test_an_overflow_changes_nothing_and_the_next_step_goes_on(dtype, caplog):
     assert not torch.equal(before[0]["1.weight"], model[1].weight)
 
 
-def test_a_static_scale_checks_nothing():
-    model = layer(torch.float16)
-    optimizer = FP16_Optimizer(sgd(model), static_loss_scale=2.0)
-    optimizer.backward(loss_of(model, factor=math.inf))
-    assert not optimizer.overflow and optimizer.loss_scale == 2.0
-
-
 def test_clipping_is_of_the_masters():
     model = layer(torch.float16)
     optimizer = FP16_Optimizer(sgd(model), static_loss_scale=64.0)

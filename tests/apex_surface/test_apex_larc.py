@@ -12,7 +12,7 @@ import training
 from conftest import DEVICES, DTYPES
 from crossed import crossed
 from torch import nn
-from training import backward, convnet, images, linear
+from training import backward, convnet, images, linear, skipped
 
 from amp_patch import amp
 from amp_patch.apex.fp16_utils import FP16_Optimizer
@@ -56,18 +56,6 @@ def test_larc_is_the_paper_s(device, dtype, clip, trust, decay):
     for param, want in zip(params, wanted, strict=True):
         torch.testing.assert_close(param.detach().double(), want, rtol=8 * eps, atol=8 * eps)
     assert optimizer.param_groups[0]["weight_decay"] == decay
-
-
-def test_larc_without_gradients_and_with_a_learning_rate_of_zero():
-    params, grads = weights_and_grads()
-    before = [p.detach().clone() for p in params]
-    optimizer = LARC(torch.optim.SGD([{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.1}], lr=0.0))
-    optimizer.step()
-    params[0].grad = grads[0].clone()
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
-    assert torch.equal(params[0].grad, grads[0]), "min(local / 0, 1) is 1"
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 0.1]
 
 
 def test_larc_gives_weight_decay_back_when_a_step_fails():
@@ -130,7 +118,7 @@ def larc_training(order, level, steps=6, bad=(), **kwargs):
         backward(loss, optimizer)
         before = training.weights(model), copy.deepcopy(optimizer.state_dict())
         optimizer.step()
-        assert optimizer._amp_stash.step_skipped is (step in bad)
+        assert skipped(optimizer) is (step in bad)
         if step in bad:
             assert training.same(before[0], training.weights(model))
             assert str(before[1]) == str(optimizer.state_dict())
@@ -168,20 +156,6 @@ def test_at_o2_larc_acts_on_the_masters(order):
     assert torch.equal(model.weight, master.half())
 
 
-def test_a_step_while_gradients_are_still_scaled_unscales_them_before_larc_sees_them():
-    model = linear([[3.0, 4.0]])
-    optimizer = LARC(torch.optim.SGD(model.parameters(), lr=1.0), 0.5, clip=False)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
-    optimizer.zero_grad()
-    optimizer.step()  # before any backward
-    with amp.scale_loss(model(torch.tensor([[0.375, 0.5]])).sum() / 64, optimizer, delay_unscale=True) as scaled_loss:
-        scaled_loss.backward()
-    (master,) = amp.master_params(optimizer)
-    wanted = larc_by_hand(master.detach(), torch.tensor([[0.375, 0.5]]) / 64, 1.0, 0.0, 0.5, False)
-    optimizer.step()
-    torch.testing.assert_close(master.detach().double(), wanted, rtol=1e-6, atol=1e-6)
-
-
 def test_larc_inside_of_fp16_optimizer():
     model = linear([[3.0, 4.0]]).half()
     optimizer = FP16_Optimizer(
@@ -191,10 +165,3 @@ def test_larc_inside_of_fp16_optimizer():
     optimizer.step()
     wanted = larc_by_hand(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.375, 0.5]]), 1.0, 0.0, 0.5, False)
     torch.testing.assert_close(model.weight.detach().double(), wanted, rtol=1e-3, atol=1e-3)
-
-
-def test_restore_gives_the_optimizer_inside_of_larc_back():
-    model, optimizer = larc_training("LARC first", "O2", steps=2)
-    amp.restore()
-    assert type(optimizer.optim) is torch.optim.SGD and not hasattr(optimizer, "_amp_stash")
-    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())

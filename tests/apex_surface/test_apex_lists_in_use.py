@@ -14,7 +14,6 @@ from conftest import DEVICES, original
 from crossed import crossed
 from op_calls import (
     APEXS,
-    BF16,
     DOUBLE,
     FULL,
     HALF,
@@ -29,10 +28,8 @@ from op_calls import (
     sample,
 )
 from torch import Tensor, nn
-from training import run_in_thread
 
 from amp_patch.casts import cpu_half, install, regions
-from amp_patch.casts import state as casts_state
 from amp_patch.casts.apex_oplists import APEX
 from amp_patch.casts.oplists import rules_by_name
 from amp_patch.policy import Policy
@@ -138,23 +135,6 @@ def test_policies_of_both_kinds_take_turns(owner: str, name: str) -> None:
                 assert result_types(call(owner, name, [given], "cpu")) == {given}
 
 
-def test_threads_have_each_their_own() -> None:
-    x = torch.rand(3, dtype=HALF)
-    with inside:
-        casts_state.set_default(NATIVE)
-        assert x.softmax(0).dtype is HALF
-        assert run_in_thread(lambda: x.softmax(0).dtype) is FULL
-        casts_state.set_default(APEXS)
-        assert run_in_thread(lambda: x.softmax(0).dtype) is HALF
-
-
-def test_o4_follows_the_same_lists() -> None:
-    x = torch.rand(2, 3)
-    with regions.region(replace(APEXS, dtype=BF16)):
-        assert (x @ x.T).dtype is BF16 and torch.cat([x.bfloat16(), x]).dtype is FULL
-        assert (x.bfloat16() * torch.tensor(1.0)).dtype is FULL and x.bfloat16().softmax(0).dtype is BF16
-
-
 EMULATING = replace(APEXS, cpu_half="emulate")
 
 
@@ -169,14 +149,6 @@ def test_fp16_on_a_cpu_is_emulated_here_too(policy: Policy, name: str) -> None:
     with regions.region(policy):
         assert half_kernels(lambda: found.append(call_of("torch", name, list(args), kwargs))) == []
     torch.testing.assert_close(found[0].float(), expected, atol=2e-3, rtol=2e-3)  # two roundings to FP16
-
-
-@pytest.mark.parametrize("given", [HALF, FULL])
-def test_einsum_of_one_operand_is_a_view_under_emulation(given: torch.dtype) -> None:
-    matrix = torch.ones(3, 3, dtype=given)
-    with regions.region(EMULATING):
-        torch.einsum("ii->i", matrix).zero_()
-    assert matrix.sum() == 6
 
 
 @pytest.mark.parametrize(("owner", "names", "expected"), ROWS)

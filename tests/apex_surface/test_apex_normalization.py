@@ -215,13 +215,6 @@ def test_the_types_at_each_level(level, fused, mixed, make):
     loss = model(torch.randn(3, 4)).square().mean()
     training.backward(loss, optimizer)
     optimizer.step()
-    assert not optimizer._amp_stash.step_skipped
+    assert not training.skipped(optimizer)
     assert model.types == (mixed if make.__name__.startswith("Mixed") else fused)
     assert not torch.equal(next(p for p in amp.master_params(optimizer) if p.shape == (8,)), before)
-
-
-def test_a_frozen_weight_and_an_input_without_grad_are_legal():
-    module = FusedLayerNorm(4)
-    module.weight.requires_grad_(False)
-    module(torch.randn(2, 4)).sum().backward()
-    assert module.weight.grad is None and module.bias.grad.tolist() == [2.0] * 4

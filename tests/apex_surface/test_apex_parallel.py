@@ -17,12 +17,9 @@ from amp_patch import amp
 from amp_patch.apex import parallel
 from amp_patch.apex.parallel import (
     DistributedDataParallel,
-    Reducer,
     SyncBatchNorm,
     convert_syncbn_model,
-    create_syncbn_process_group,
 )
-from amp_patch.apex.parallel.distributed import flat_dist_call
 from amp_patch.apex.parallel.LARC import LARC
 
 
@@ -159,40 +156,3 @@ def test_the_arguments_of_ddp(world_of_one):
         DistributedDataParallel(module, gradient_predivide_factor=0)
     with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):
         amp.initialize(ddp, opt_level="O2")
-
-
-def test_needs_refresh_and_a_frozen_module(world_of_one):
-    ddp = DistributedDataParallel(nn.Linear(1, 1))
-    assert ddp.needs_refresh
-    with torch.no_grad():
-        ddp(torch.ones(1, 1))
-    assert ddp.needs_refresh
-    ddp(torch.ones(1, 1)).sum().backward()
-    assert not ddp.needs_refresh
-    frozen = nn.Linear(1, 1).requires_grad_(False)
-    assert torch.equal(DistributedDataParallel(frozen)(torch.ones(1, 1)), frozen(torch.ones(1, 1)))
-
-
-def test_reducer_and_flat_dist_call_alone(world_of_one):
-    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).half(), nn.Linear(1, 1)])
-    reducer = Reducer(model)
-    grads = []
-    for layer in model[:2]:  # the last has none
-        layer.weight.grad = torch.full_like(layer.weight, 3.0)
-        grads.append(layer.weight.grad)
-    reducer.reduce()
-    nested = Reducer([grads[0], (grads[1], [])])
-    assert [id(g) for g in nested.grads] == [id(g) for g in grads]
-    nested.reduce()
-    assert all(layer.weight.grad is g and (g == 3.0).all() for layer, g in zip(model, grads, strict=False))
-    flat_dist_call(grads, dist.broadcast, (0,))
-    flat_dist_call([], dist.all_reduce)
-    assert model[2].weight.grad is None
-
-
-def test_create_syncbn_process_group_alone(world_of_one):
-    assert create_syncbn_process_group(0) is None
-    assert dist.get_world_size(create_syncbn_process_group(group_size=1)) == 1
-    for size in (2, -1):
-        with pytest.raises(ValueError, match=f"group_size is {size}; wanted a divisor of the 1 processes"):
-            create_syncbn_process_group(size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -15,34 +14,6 @@ from training import SGD, convnet, linear, same, weights
 def test_a_state_dict_is_a_name_of_the_module(amp):
     """timm's ApexScaler looks into the module's own dict."""
     assert {"state_dict", "load_state_dict", "scale_loss", "initialize", "master_params"} <= amp.__dict__.keys()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_c_scale_loss_is_looked_up_on_the_module_and_the_stash_is_probed(amp, level):
-    """pytorch-lr-finder and its test."""
-    model = linear([[1.0]])
-    optimizer = SGD(model.parameters())
-    assert not hasattr(optimizer, "_amp_stash")
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
-    assert hasattr(optimizer, "_amp_stash")
-    loss = model(torch.ones(1, 1)).sum() / 8
-    with mock.patch.object(amp, "scale_loss", wraps=amp.scale_loss) as spy, amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    spy.assert_called_once()
-    optimizer.step()
-    assert model.weight.item() < 1.0
-
-
-def test_h_a_parameter_that_only_the_first_micro_batch_used_is_not_taken_for_removed(amp):
-    model = nn.ModuleList([linear([[1.0]]), linear([[1.0]])])
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level="O2", loss_scale=4.0
-    )
-    for used in model:
-        with amp.scale_loss(used(torch.ones(1, 1).half()).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-    optimizer.step()
-    assert [part.weight.item() for part in model] == [0.75, 0.75]
 
 
 @pytest.mark.parametrize("level", LEVELS)

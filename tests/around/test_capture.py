@@ -5,8 +5,6 @@ What a GPU then makes of it is in test_cuda_graphs.py.
 
 from __future__ import annotations
 
-import logging
-
 import captured_steps
 import pytest
 import torch
@@ -20,6 +18,7 @@ from amp_patch import amp, multi_tensor, optimizers
 from amp_patch.masters.closed_master import ClosedMaster
 from amp_patch.support import device_sync
 from amp_patch.training import overflow, stash
+from amp_patch.training.training import scalers_of
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def capturing(monkeypatch):
 def persistent(model, optimizer):
     """What a graph reads and writes at each replay: where it lies."""
     state = [value for entry in optimizer.state.values() for value in entry.values()]
-    scaler = vars(optimizer._amp_stash.scalers[0]).values()
+    scaler = vars(scalers_of(optimizer, "a test")[0]).values()
     masters = [m if (half := low_half(m)) is None else half for m in amp.master_params(optimizer)]
     tensors = [*model.parameters(), *masters, *state, *scaler]
     return [t.data_ptr() for t in tensors if isinstance(t, torch.Tensor)]
@@ -60,7 +59,7 @@ def test_a_captured_step_asks_nothing_and_does_what_another_does(maker, level, s
         for index in range(3):
             bad = skipped_before and index == 2
             iteration(model, optimizer, *training.images(index), float("inf") if bad and level in SCALED else 1.0)
-        assert optimizer._amp_stash.step_skipped is (skipped_before and level in SCALED)
+        assert training.skipped(optimizer) is (skipped_before and level in SCALED)
         capturing["on"] = captured
         before = persistent(model, optimizer)
         batch = training.images(7)
@@ -161,53 +160,6 @@ def test_a_first_loss_is_refused_where_its_scale_is_copied_to_the_device(level, 
         scaled.sum().backward()
 
 
-def test_a_first_step_that_was_skipped_is_none(capturing):
-    model, optimizer = start_capturable(MAKERS["FusedSGD"], "O2")
-    iteration(model, optimizer, *training.images(0), float("inf"))
-    capturing["on"] = True
-    with pytest.raises(RuntimeError, match="the first step of"):
-        iteration(model, optimizer, *training.images(1))
-
-
-def test_the_first_step_of_a_parameter_that_joins_is_refused(capturing):
-    model, optimizer = start_capturable(FIRST["torch's SGD"], "O5")
-    late = training.linear([[1.0, 2.0]])
-    iteration(model, optimizer, *training.images(0))
-    optimizer.add_param_group({"params": list(late.parameters())})
-    capturing["on"] = True
-    iteration(model, optimizer, *training.images(1))  # it has no gradient
-    late.weight.grad = torch.ones(1, 2)
-    with pytest.raises(RuntimeError, match="the first step of group 1, parameter 0,"):
-        optimizer.step()
-
-
-def test_optimizers_without_state_need_no_first_step(capturing):
-    model, optimizer = start_capturable(lambda params: torch.optim.SGD(params, lr=0.1), "O5")
-    twin, its = start_capturable(lambda params: torch.optim.SGD(params, lr=0.1), "O5")
-    iteration(twin, its, *training.images(0))
-    capturing["on"] = True
-    iteration(model, optimizer, *training.images(0))
-    assert training.same(training.weights(model), training.weights(twin))
-
-
-class Sign(torch.optim.Optimizer):
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad.sign(), alpha=group["lr"])
-
-
-def test_an_optimizer_that_made_no_state_in_a_step_keeps_none(capturing):
-    model, optimizer = start_capturable(Sign, "O5")
-    iteration(model, optimizer, *training.images(0))
-    capturing["on"] = True
-    iteration(model, optimizer, *training.images(1))
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_learning_rate_of_the_host_that_a_scheduler_moves_is_named(level, capturing):
     def captured(lr):
@@ -228,20 +180,6 @@ def test_a_learning_rate_of_the_host_that_a_scheduler_moves_is_named(level, capt
         captured(0.01)
     assert [warning.filename for warning in warned] == [captured_steps.__file__]
     captured(torch.tensor(0.01))  # of the device, which `capturing` says the CPU is
-
-
-def test_verdicts_from_before_the_capture_are_heard_after_it(capturing, caplog):
-    model, optimizer = start_capturable(MAKERS["FusedSGD"], "O2")
-    optimizer._amp_stash.scalers[0].verbosity = 1
-    iteration(model, optimizer, *training.images(0))
-    with caplog.at_level(logging.WARNING, "amp_patch"):
-        iteration(model, optimizer, *training.images(1), factor=float("inf"))
-        capturing["on"] = True
-        iteration(model, optimizer, *training.images(2))
-        assert not caplog.records
-        capturing["on"] = False
-        assert optimizer._amp_stash.step_skipped
-    assert "skip 1 of loss scaler 0" in caplog.text
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -8,6 +8,7 @@ import training
 from captured_steps import LEVELS, MAKERS, SCALED, iteration, loss_and_gradients, start_capturable
 
 from amp_patch import amp
+from amp_patch.training.training import scalers_of
 
 OVERFLOWS = range(7, 1000, 50)  # which of the steps
 
@@ -15,7 +16,7 @@ OVERFLOWS = range(7, 1000, 50)  # which of the steps
 def run_on_gpu(maker, level, captured, replays=1000):
     """The weights after 20 steps, those after all, and the scale; of a graph, or of the loop that it holds."""
     model, optimizer = start_capturable(maker, level, "cuda")
-    optimizer._amp_stash.scalers[0].growth_interval = 30  # so that the scale rises between two overflows
+    scalers_of(optimizer, "a test")[0].growth_interval = 30  # so that the scale rises between two overflows
     images, classes = (t.clone() for t in training.images(0, "cuda"))
     factor = torch.ones((), device="cuda")
     side = torch.cuda.Stream()  # as torch's documentation of CUDA graphs has it
@@ -75,35 +76,6 @@ def test_captured_forward_and_backward_follow_the_batch_and_the_weights(level):
         graph.replay()
         for one, other in zip(captured, loss_and_gradients(model, images, classes), strict=True):
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_optimizers_that_cannot_skip_on_the_device_are_refused_by_name(level):
-    model, optimizer = start_capturable(lambda params: torch.optim.SGD(params, lr=0.1), level, "cuda")
-    batch = training.images(0, "cuda")
-    iteration(model, optimizer, *batch)
-    refused = pytest.raises(RuntimeError, match=r"^SGD\.step: a CUDA graph is being captured")
-    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        iteration(model, optimizer, *batch)
-
-
-def test_a_first_step_is_refused():
-    model, optimizer = start_capturable(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), "O5", "cuda")
-    batch = training.images(0, "cuda")
-    loss_and_gradients(model, *batch)  # cuBLAS and cuDNN begin outside of the capture
-    refused = pytest.raises(RuntimeError, match=r"^SGD\.step: a CUDA graph is being captured, .* the first step of")
-    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        iteration(model, optimizer, *batch)
-
-
-@pytest.mark.parametrize("level", SCALED)
-def test_a_first_loss_is_refused(level):
-    model, optimizer = start_capturable(MAKERS["FusedSGD"], level, "cuda")
-    batch = training.images(0, "cuda")
-    loss_and_gradients(model, *batch)
-    refused = pytest.raises(RuntimeError, match=r"^scale_loss: a CUDA graph is being captured, .* first loss on cuda:0")
-    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        iteration(model, optimizer, *batch)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -5,18 +5,15 @@ Ranks are told apart by their data alone, and what both must hold alike is compa
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ddp_trainings import SCALED, both_alike, close, learned, loss_of, mine, mlp, sgd, train_ranks
-from ranks import RankError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, masters_of, same
+from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, masters_of, same, skipped
 
 from amp_patch import amp
 
@@ -84,30 +81,6 @@ def test_a_communication_hook_that_compresses(ranks, level):
     assert same(compressed, plain) == (level == "O2"), "O2's gradients are FP16 as they are; O1's were rounded"
 
 
-def checkpointed(level: str, use_reentrant: bool | None) -> list[Tensor]:
-    from torch.utils.checkpoint import checkpoint
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            hidden = self.body[1](self.body[0](inputs))
-            if use_reentrant is None:
-                return self.body[3](self.body[2](hidden))
-            return checkpoint(lambda x: self.body[3](self.body[2](x)), hidden, use_reentrant=use_reentrant)
-
-    return train_ranks(level, 4, make=lambda seed: Checkpointed())
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_activation_checkpointing_changes_no_bit(ranks, level):
-    plain = both_alike(ranks(checkpointed, level, None))
-    for use_reentrant in (True, False):
-        assert same(both_alike(ranks(checkpointed, level, use_reentrant)), plain)
-
-
 def halves(level: str) -> dict[str, Any]:
     """Each rank trains another part of the model, and the second rank overflows in the second step."""
     model = linear([[1.0]])
@@ -125,7 +98,7 @@ def halves(level: str) -> dict[str, Any]:
         value = float("inf") if step == 1 and dist.get_rank() == 1 else 0.25
         backward(model(torch.full((1, 1), value)).sum() / 4, optimizer)
         optimizer.step()
-        seen["skipped"].append(optimizer._amp_stash.step_skipped)
+        seen["skipped"].append(skipped(optimizer))
         seen["scales"].append(amp.state_dict()["loss_scaler0"]["loss_scale"])
     return seen
 
@@ -158,37 +131,6 @@ def test_gradients_averaged_inside_scale_loss_train_like_under_ddp(ranks, level)
     assert same(
         both_alike(ranks(reduced_by_hand, level)), both_alike(ranks(train_ranks, level, 5, optim=sgd, **SCALED))
     )
-
-
-def native_halves(grouped: bool, kind: str) -> list[Any]:
-    model = linear([[1.0]])
-    optimizer = {"SGD": SGD, "fused": lambda p: torch.optim.Adam(p, fused=True), "O2": SGD}[kind](model.parameters())
-    if kind == "O2":
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=1.0)
-    scaler = amp.GradScaler("cpu", process_group=dist.group.WORLD if grouped else None)
-    seen = []
-    for step in range(4):
-        optimizer.zero_grad()
-        value = float("inf") if step == 1 and dist.get_rank() == 1 else 0.25
-        loss = scaler.scale(model(torch.full((1, 1), value)).sum() / 4)
-        if step != 2 or dist.get_rank() == 1:  # one without gradients takes part
-            loss.backward()
-        if step == 3:
-            scaler.unscale_(optimizer)
-        before = masters_of(optimizer)[0]
-        scaler.step(optimizer)
-        scaler.update()
-        seen.append((not torch.equal(before, masters_of(optimizer)[0]), scaler.get_scale()))
-    return seen
-
-
-@pytest.mark.parametrize("kind", ["SGD", "fused", "O2"])
-def test_native_scaling_over_a_process_group(ranks, kind):
-    apart = ranks(native_halves, False, kind)
-    assert apart[0][1] == (True, 65536.0) and apart[1][1] == (False, 32768.0)
-    for seen in ranks(native_halves, True, kind):
-        assert [scale for _, scale in seen] == [65536.0, 32768.0, 32768.0, 32768.0]
-        assert not seen[1][0] and seen[3][0]
 
 
 def native(dtype: torch.dtype) -> dict[str, Any]:
@@ -247,40 +189,3 @@ def test_join_takes_uneven_inputs_and_leaves_the_ranks_alike(ranks, level):
     both_alike([result["masters"] for result in results])
     for result in results:  # the second rank's, which has seen all: a gradient averaged has one scale
         assert result["scale"] == {"loss_scale": 16384.0, "unskipped": 0}
-
-
-def killable(level: str, folder: str, killed: tuple[int, int] | None) -> list[Tensor]:
-    """Train twenty steps with a checkpoint after every fifth, from the last existing checkpoint on."""
-    path = os.path.join(folder, "checkpoint.pt")
-    model = mlp()
-    model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level=level)
-    wrapped, first = DistributedDataParallel(model), 0
-    if os.path.exists(path):
-        checkpoint = torch.load(path)
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        amp.load_state_dict(checkpoint["amp"])
-        first = checkpoint["step"]
-    for step in range(first, 20):
-        optimizer.zero_grad()
-        loss = loss_of(wrapped, mine(step))
-        if (dist.get_rank(), step) == killed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        backward(loss, optimizer)
-        optimizer.step()
-        if step % 5 == 4 and dist.get_rank() == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
-            torch.save({**state, "step": step + 1}, path + ".new")
-            os.replace(path + ".new", path)
-    return learned(model)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(ranks, level, tmp_path):
-    (tmp_path / "straight").mkdir()
-    (tmp_path / "killed").mkdir()
-    straight = both_alike(ranks(killable, level, str(tmp_path / "straight"), None))
-    with pytest.raises(RankError, match="rank 1: died, exit code -9"):
-        ranks(killable, level, str(tmp_path / "killed"), (1, 12))
-    assert torch.load(tmp_path / "killed" / "checkpoint.pt")["step"] == 10
-    assert same(both_alike(ranks(killable, level, str(tmp_path / "killed"), None)), straight)

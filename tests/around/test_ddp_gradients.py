@@ -23,7 +23,7 @@ from ddp_trainings import (
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import ADAM, LEVELS, SGD, backward, masters_of, same
+from training import ADAM, LEVELS, SGD, backward, masters_of, same, skipped
 
 from amp_patch import amp
 
@@ -130,32 +130,6 @@ def test_an_overflow_without_a_reduction_moves_the_scale_alike_on_all_ranks(rank
     assert ranks(overflow_before_the_reduction, level, rank, way) == [{"loss_scaler0": HALVED}] * 2
 
 
-def never_reduced(level: str, way: str) -> list[Tensor]:
-    """Each rank makes a step without a reduction. Averaging the weights later is user code's part."""
-    wrapped, optimizer = begin(level, way, **SCALED)
-    with micro_batch(wrapped, way, True):
-        backward(loss_of(wrapped, mine(0)), optimizer)
-        optimizer.step()
-    return masters_of(optimizer)
-
-
-def stepped_alone(level: str) -> list[Tensor]:
-    model = mlp()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
-    backward(loss_of(model, mine(0)), optimizer)
-    optimizer.step()
-    return masters_of(optimizer)
-
-
-@pytest.mark.parametrize("way", ["no_sync", "flag"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_without_a_reduction_is_each_ranks_own(ranks, level, way):
-    steps = ranks(never_reduced, level, way)
-    assert not same(*steps)
-    for rank, alone in enumerate(ranks(stepped_alone, level)):
-        assert same(steps[rank], alone)
-
-
 def overflow(level: str, dtype: torch.dtype) -> dict[str, Any]:
     return overflow_on_one_rank(level, ADAM, float("inf"), dtype=dtype)[0]
 
@@ -189,7 +163,7 @@ def two_losses(level: str | None, options: dict[str, Any], apart: bool, bad: boo
         **seen,
         "weights": masters_of(optimizer),
         "scales": None if level is None else [tuple(state.values()) for state in amp.state_dict().values()],
-        "skipped": level is not None and optimizer._amp_stash.step_skipped,
+        "skipped": level is not None and skipped(optimizer),
     }
 
 
@@ -263,24 +237,3 @@ def test_a_gan_under_two_ddps(ranks, level, options):
     """Gradients of the generator's loss in the discriminator are added up, as in torch; masters do not receive them."""
     plain = both_alike(ranks(gan, None, {}, dropping=level in ("O2", "O5")))
     close(both_alike(ranks(gan, level, options)), plain, {"O0": 1e-6, "O5": 3e-2}.get(level, 5e-3))
-
-
-def clipped(level: str | None) -> tuple[float, list[Tensor]]:
-    model = mlp()
-    optimizer = SGD(model.parameters())
-    if level is not None:
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, **SCALED)
-    wrapped = DistributedDataParallel(model)
-    loss = loss_of(wrapped, mine(0))
-    loss.backward() if level is None else backward(loss, optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
-    optimizer.step()
-    return norm.item(), masters_of(optimizer)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_clipping_by_the_norm_of_the_reduced_gradients(ranks, level):
-    (norm, plain), _ = ranks(clipped, None)
-    results = ranks(clipped, level)
-    assert norm > 0.5 and results[0][0] == results[1][0] == pytest.approx(norm, rel=0 if level == "O0" else 1e-2)
-    close(both_alike([weights for _, weights in results]), plain, 0 if level == "O0" else 1e-3)

@@ -51,19 +51,6 @@ KINDS = [
 ]
 
 
-def sliced(level: str) -> None:
-    model, optimizer = sharded_training(level, None, "SGD")
-    inner = model[3:]
-    assert type(inner) is nn.Sequential and list(inner) == list(model)[3:]
-    backward(loss_of(model, 0, dist.get_rank()), optimizer)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_a_part_of_a_sharded_container_is_one_of_torchs(ranks, level):
-    ranks(sliced, level)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Two ranks and one process.
 
@@ -322,7 +309,7 @@ def tensor_parallel(level: str, sharded: bool) -> str:
     optimizer, kind = torch.optim.SGD(model.parameters(), lr=0.5), type(model)
     with pytest.raises(ValueError, match="initialize") as refused:
         amp.initialize(model, optimizer, opt_level=level)
-    assert type(model) is kind and not hasattr(optimizer, "_amp_stash")
+    assert type(model) is kind
     return str(refused.value)
 
 

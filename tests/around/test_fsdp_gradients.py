@@ -24,7 +24,7 @@ from fsdp_trainings import (
     weights,
 )
 from torch import Tensor, nn
-from training import backward, same
+from training import backward, same, skipped
 
 from amp_patch import amp
 
@@ -70,14 +70,14 @@ def overflow_in_one_shard(level: str, dtype: Any, form: str, where: int, mesh: A
         if form == "scale_loss":
             backward(model(rows), optimizer)
             optimizer.step()
-            skipped, scale = optimizer._amp_stash.step_skipped, amp.state_dict()["loss_scaler0"]["loss_scale"]
+            skip, scale = skipped(optimizer), amp.state_dict()["loss_scaler0"]["loss_scale"]
         else:
             scaler.scale(model(rows).float()).backward()
-            skipped = not scaler.step(optimizer)
+            skip = not scaler.step(optimizer)
             scaler.update()
             scale = scaler.get_scale()
         finite = all(torch.isfinite(p.grad.to_local()).all().item() for p in model.parameters())
-        seen.append((skipped, scale, finite, weights(model)[0]))
+        seen.append((skip, scale, finite, weights(model)[0]))
     return seen
 
 
@@ -135,7 +135,7 @@ def tensor_parallel(level: str) -> list[Any]:
     backward(model(torch.ones(1, 2)).float().sum(), optimizer)
     finite = torch.isfinite(model[0].weight.grad.to_local()).all().item()
     optimizer.step()
-    return [finite, optimizer._amp_stash.step_skipped, full(model[0].weight).detach()]
+    return [finite, skipped(optimizer), full(model[0].weight).detach()]
 
 
 def test_an_overflow_is_skipped_by_all_where_tensors_are_parallel(ranks):
@@ -157,7 +157,7 @@ def overflow_that_is_told(where: int) -> list[str]:
     backward(model(rows), optimizer)
     optimizer.step()
     logging.getLogger("amp_patch").removeHandler(handler)
-    assert optimizer._amp_stash.step_skipped
+    assert skipped(optimizer)
     return told
 
 
@@ -179,7 +179,7 @@ def overflow_in_the_reduction(reduce_dtype: torch.dtype) -> tuple[bool, bool]:
     backward(model(torch.tensor([40000.0, 1.0])), optimizer)
     finite = torch.isfinite(model.weight.grad.to_local()).all().item()
     optimizer.step()
-    return finite, optimizer._amp_stash.step_skipped
+    return finite, skipped(optimizer)
 
 
 def test_an_overflow_of_the_half_reduction_is_seen(ranks):
@@ -244,7 +244,7 @@ def two_losses(level: str | None, dtype: Any, held_back: bool, bad: bool) -> dic
         "gradients": grads,
         "moved": not same(weights(model), start),
         "scales": None if level is None else [tuple(state.values()) for state in amp.state_dict().values()],
-        "skipped": level is not None and optimizer._amp_stash.step_skipped,
+        "skipped": level is not None and skipped(optimizer),
     }
 
 
@@ -277,31 +277,3 @@ def two_scales() -> str:
 
 def test_two_losses_cannot_be_held_back_at_two_scales(ranks):
     assert all("one loss_id" in message for message in ranks(two_scales))
-
-
-def two_models(scaled: bool) -> list[Tensor]:
-    """The second model takes a step, its gradients clipped, while the first one's are held back."""
-    models = [shard(network()), shard(network())]
-    first, second = optimizers = [SGD(model.parameters()) for model in models]
-    if scaled:
-        amp.initialize(models, optimizers, opt_level="O0", loss_scale=1024.0, verbosity=0)
-
-    def pass_back(micro: int, model: nn.Module, optimizer: Any) -> None:
-        loss = loss_of(model, micro, dist.get_rank())
-        backward(loss, optimizer) if scaled else loss.backward()
-
-    models[0].set_requires_gradient_sync(False)
-    pass_back(0, models[0], first)
-    pass_back(1, models[1], second)
-    torch.nn.utils.clip_grad_norm_(models[1].parameters(), 0.25)
-    second.step()
-    models[0].set_requires_gradient_sync(True)
-    pass_back(2, models[0], first)
-    first.step()
-    return weights(models[0]) + weights(models[1])
-
-
-def test_gradients_that_are_held_back_are_no_matter_of_another_models_optimizer(ranks):
-    plain = ranks(two_models, False)
-    for mine, theirs in zip(ranks(two_models, True), plain, strict=True):
-        assert same(mine, theirs), "a power of two changes no bit"

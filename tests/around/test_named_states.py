@@ -176,24 +176,6 @@ def test_several_optimizers_of_one_model(options):
     assert same(steps(model, optimizers, range(2, 4)), wanted)
 
 
-@every_level
-def test_gradients_of_a_delayed_exit_stay(options):
-    def after(saves: bool) -> list[Tensor]:
-        model, optimizer = start(MAKERS["AdamW"], options)
-        for delay in (True, False):
-            loss = model(torch.ones(1, 64)).float().sum()
-            with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
-                scaled_loss.backward()
-            if saves:
-                get_optimizer_state_dict(model, optimizer)
-        optimizer.step()
-        found = tensors(model, optimizer)
-        amp.restore()
-        return found
-
-    assert same(after(True), after(False))
-
-
 def test_restore_gives_torchs_functions_back():
     module = importlib.import_module("torch.distributed.checkpoint.state_dict")
     before = module._get_optim_state_dict, module._load_optim_state_dict

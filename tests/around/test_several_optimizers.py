@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from small_trainings import EVERY, SCALED, master_grads, setup, sgd, x
+from small_trainings import EVERY, LEVELS_WITH_MASTERS, SCALED, master_grads, setup, sgd, x
 from torch import nn
-from training import backward, linear
+from training import backward, linear, skipped
 
 from amp_patch import amp
 
@@ -57,7 +57,7 @@ class Gan(nn.Module):
         return self.layers(inputs)
 
 
-def gan_losses(level, zero_at, steps=12, plant=lambda optimizer: None):
+def gan_losses(level, zero_at, steps=12):
     """A GAN whose generator's loss also fills the discriminator's gradients; each optimizer clears only its own."""
     netd, netg = Gan(1), Gan(2)
     models, optimizers = [netd, netg], [sgd(netd, 0.02, momentum=0.9), sgd(netg, 0.02, momentum=0.9)]
@@ -65,7 +65,6 @@ def gan_losses(level, zero_at, steps=12, plant=lambda optimizer: None):
     generator, losses = torch.Generator().manual_seed(0), []
     for _ in range(steps):
         real, noise = torch.randn(2, 16, 4, generator=generator)
-        plant(optd)
         if zero_at == "before backward":
             optd.zero_grad()
         loss_real = netd(real).pow(2).mean()
@@ -100,21 +99,6 @@ def test_gradients_that_another_loss_left_are_no_part_of_the_next_backward():
     assert master_grads(optd) == [[[3.0]]]
 
 
-def test_a_stale_scaled_gradient_planted_as_known_is_caught_by_the_gan_test():
-    from amp_patch.training.stash import Pending
-
-    def plant(optimizer):
-        scaler = optimizer._amp_stash.scalers[0]  # as if the optimizer's own delayed exit had left the gradients
-        optimizer.zero_grad = lambda: None
-        optimizer._amp_stash.pending = Pending(scaler)
-        optimizer._amp_stash.route_grads()
-        for param in optimizer._amp_stash.masters.links.params:
-            param.grad = torch.full_like(param, 30000.0)
-
-    losses = gan_losses("O2", "after step", plant=plant)
-    assert not torch.allclose(losses, gan_losses("O0", "before backward"), atol=0.02)
-
-
 @pytest.mark.parametrize("level", SCALED)
 def test_other_optimizers_of_the_training_see_unscaled_gradients(level):
     first, second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
@@ -137,7 +121,7 @@ def test_optimizers_that_share_a_parameter_unscale_it_once_and_skip_together(lev
     backward(model(x(math.inf)).sum(), optimizers)
     for optimizer in optimizers:
         optimizer.step()
-        assert optimizer._amp_stash.step_skipped
+        assert skipped(optimizer)
     assert model.weight.item() == 1.0
 
 
@@ -158,24 +142,6 @@ def test_nested_bodies_unscale_once(level):
         assert list(amp.master_params(optimizer))[1].grad.item() == 2.0
 
 
-def test_optimizers_of_two_trainings_in_one_body_are_unscaled_alike():
-    first, second = linear([[1.0]]), linear([[1.0]])
-    first, scaled = amp.initialize(first, sgd(first), opt_level="O2", loss_scale=64.0)
-    second, unscaled = amp.initialize(second, sgd(second), opt_level="O5")
-    loss = first(x(0.5)).sum() + second(x(0.5)).sum()
-    backward(loss, [scaled, unscaled])
-    assert master_grads(scaled) == master_grads(unscaled) == [[[0.5]]]
-
-
-def test_an_optimizer_whose_sibling_moved_to_another_level_trains_on():
-    netd, netg = linear([[1.0]]), linear([[1.0]])
-    (netd, netg), (optd, _) = amp.initialize([netd, netg], [sgd(netd), sgd(netg)], opt_level="O2", loss_scale=64.0)
-    netg, _ = amp.initialize(netg, sgd(netg), opt_level="O1")
-    netg, _ = amp.initialize(netg, sgd(netg), opt_level="O2")
-    backward(netd(x(0.5)).sum(), optd)
-    assert master_grads(optd) == [[[0.5]]]
-
-
 @pytest.mark.parametrize("level", EVERY)
 @pytest.mark.parametrize("how", ["restore", "initialize"])
 def test_delayed_gradients_are_unscaled_when_the_training_ends_early(level, how):
@@ -194,7 +160,7 @@ def test_a_delayed_iteration_is_not_disturbed_by_another_loss(level):
     optimizers = [sgd(model) for model in models]
     (netd, netg), (optd, optg) = amp.initialize(models, optimizers, opt_level=level, num_losses=2, loss_scale=64.0)
     backward(netd(x(0.5)).sum(), optd, delay_unscale=True)
-    optd._amp_stash.scalers[1].load_state_dict({"loss_scale": 1024.0, "unskipped": 0})
+    amp.load_state_dict({"loss_scaler1": {"loss_scale": 1024.0, "unskipped": 0}})
     backward(netd(netg(x(0.25))).sum(), optg, loss_id=1)
     backward(netd(x(0.25)).sum(), optd)
     assert master_grads(optd) == [[[0.75]]]
@@ -207,7 +173,7 @@ def test_an_overflow_that_reaches_another_optimizer_is_known_to_it():
     backward(model(x(math.inf)).sum(), optimizers[0])
     for optimizer in optimizers:
         optimizer.step()
-        assert optimizer._amp_stash.step_skipped
+        assert skipped(optimizer)
     assert [p.item() for p in model.parameters()] == [1.0, 1.0]
 
 
@@ -220,6 +186,6 @@ def test_optimizers_that_share_a_parameter_both_step(level):
         optimizer.step()
     assert model.weight.item() == 0.5
     before = model.weight.item()
-    for optimizer in optimizers if level in ("O2", "O5") else ():  # no later step takes what these were for
+    for optimizer in optimizers if level in LEVELS_WITH_MASTERS else ():  # no later step takes what these were for
         optimizer.step()
     assert model.weight.item() == before

@@ -11,7 +11,7 @@ import torch
 from conftest import DEVICES
 from crossed import crossed
 from torch import nn
-from training import linear
+from training import linear, skipped
 
 from amp_patch import amp
 
@@ -38,7 +38,7 @@ def test_an_overflow_is_not_in_the_norm_of_later_steps(level, bad, earlier, spar
     weight = model.trained.weight.item()
     backward(bad)
     optimizer.step()
-    assert optimizer._amp_stash.step_skipped and model.trained.weight.item() == weight
+    assert skipped(optimizer) and model.trained.weight.item() == weight
     optimizer.zero_grad()
     backward(1.0)
     assert table.weight.grad.to_dense().tolist() == [[0.0], [weight]]
@@ -72,7 +72,7 @@ def test_clipping_by_the_norm_of_an_overflow_leaves_no_nan_for_later_steps(level
     assert trained.weight.grad.isnan().all() and unowned.weight.grad.isnan().all()
     if skip == "step":
         optimizer.step()
-        assert optimizer._amp_stash.step_skipped
+        assert skipped(optimizer)
     assert backward(1.0) == pytest.approx(math.sqrt(2.0))
     assert unowned.weight.grad.item() == 1.0
     optimizer.step()
@@ -141,15 +141,3 @@ def test_a_frozen_module_is_freed_while_its_optimizer_is_there():
     del model[0]
     gc.collect()
     assert weight() is None and optimizer is not None
-
-
-def test_finite_gradients_accumulate():
-    model = nn.Sequential(linear([[2.0]]), linear([[3.0]]))
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model[1].parameters(), lr=0.0), opt_level="O2", loss_scale=4.0, verbosity=0
-    )
-    for expected in (3.0, 6.0):
-        with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        assert model[0].weight.grad.item() == expected

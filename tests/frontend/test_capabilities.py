@@ -147,9 +147,3 @@ def test_a_copied_scaler_continues_separately(name, change, result, duplicate):
     scaler = VALUES[name]()
     assert [change(duplicate(scaler)) for _ in range(2)] == [result] * 2
     assert change(scaler) == result
-
-
-def test_a_grad_scaler_whose_state_dict_is_loaded_goes_on():
-    scaler = amp.GradScaler("cpu", hysteresis=3)
-    scaler.load_state_dict(grad_scaler().state_dict())
-    assert overflow(scaler) == 32.0

@@ -180,54 +180,6 @@ def test_the_setup_is_closed_by_the_first_call():
             call()
 
 
-def test_forms_that_do_not_mix_are_refused():
-    model, plain = convnet(), convnet()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", verbosity=0)
-    with pytest.raises(RuntimeError, match=r"some of its optimizers went through amp\.initialize"):
-        Step(model, optimizer, SGD(plain.parameters()))(*images(0))
-    with pytest.raises(TypeError, match="torch's GradScaler does not know"):
-        Step(model, optimizer, scaler=torch.amp.GradScaler("cpu"))(*images(0))
-    outer = Step(plain, SGD(plain.parameters()))
-    outer.inner = Step(plain)
-    with pytest.raises(TypeError, match="attribute 'inner' is a Graph, and graphs cannot be nested"):
-        outer(*images(0))
-
-
-def test_names_debugging_and_repr(capsys):
-    model = linear([[1.0]])
-
-    class Named(Step):
-        def build(self, x: Tensor) -> Any:
-            print("a graph break", end="")
-            loss = self.model(x).sum()
-            loss.backward()
-            return loss
-
-    first, second = (Named(model, SGD(model.parameters())) for _ in range(2))
-    assert first.name != second.name and {first.name[:6], second.name[:6]} == {"Named_"}
-    first.debug(1)
-    first(torch.ones(1, 1))
-    printed = capsys.readouterr().out
-    assert f"{first.name}: compiled 1 graph(s)" in printed and "1 graph break(s)" in printed
-    assert f"{first.name}: graph break:" in printed
-    first(torch.ones(1, 1))
-    assert "compiled" not in capsys.readouterr().out
-    for part in (first.name, "training=True", "(model): Linear", "(optimizer): SGD"):
-        assert part in repr(first)
-    in_parts = Step(model, SGD(model.parameters()), dtype=torch.bfloat16, steps=2)
-    assert "amp=torch.bfloat16, gradient_accumulation_steps=2" in repr(in_parts.config)
-
-
-@pytest.mark.parametrize(("ranks", "prints"), [(0, True), (1, False), ([1, 0], True), ([1, 2], False), (-1, True)])
-def test_debugging_prints_on_the_named_ranks(ranks, prints, capsys):
-    """Without a process group the process is rank 0."""
-    plain = convnet()
-    graph = Step(plain, SGD(plain.parameters()))
-    graph.debug(0, ranks=ranks)
-    graph(*images(0))
-    assert ("compiled 1 graph(s)" in capsys.readouterr().out) is prints
-
-
 class Fails(torch.optim.SGD):
     """Its first step is an exception."""
 

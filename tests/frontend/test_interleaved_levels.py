@@ -13,7 +13,6 @@ from training import ADAM, LEVELS, SGD, convnet, same, train
 
 from amp_patch import amp
 from amp_patch.casts import oplists
-from amp_patch.masters.masters import master_of
 
 
 class Checkpointed(training.ConvNet):
@@ -56,44 +55,6 @@ def test_interleaved_trainings_give_the_losses_that_each_gives_alone(reentrant):
     assert interleaved(LEVELS, 6, make_model) == alone
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_checkpoints_where_casts_are_off_or_backward_is_plain(level, reentrant):
-    class Head(nn.Linear):
-        def forward(self, x):
-            if self.reentrant is None:
-                return super().forward(x)
-            return checkpoint(super().forward, x, use_reentrant=self.reentrant)
-
-    class Model(nn.Module):
-        def __init__(self, how):
-            super().__init__()
-            self.kept, self.free, self.last = (Head(5, 5) for _ in range(3))
-            self.kept.reentrant = self.free.reentrant = self.last.reentrant = how
-
-        def forward(self, x):
-            x = self.last(self.kept(x))
-            with amp.disable_casts():
-                return self.free(x.to(self.free.weight.dtype))
-
-    def gradients(how, plain):
-        torch.manual_seed(0)
-        model = Model(how)
-        optimizer = SGD(model.parameters())
-        amp.initialize(model, optimizer, opt_level=level, keep_fp32="kept", cpu_half="emulate", loss_scale=1.0)
-        loss = model(torch.randn(3, 5, requires_grad=True)).float().square().sum()
-        if plain:
-            loss.backward()
-        else:
-            training.backward(loss, optimizer)
-        found = [p.grad.clone() for p in (model.parameters() if plain else amp.master_params(optimizer))]
-        amp.restore()
-        return found
-
-    for plain in (False, True):
-        assert same(gradients(reentrant, plain), gradients(None, plain))
-
-
 def test_interleaved_trainings_keep_their_own_fp16_arithmetic():
     levels = [f"{level} {mode}" for level in ("O0", "O1", "O2", "O3") for mode in ("native", "emulate")] + ["O4", "O5"]
 
@@ -120,15 +81,6 @@ def test_a_model_never_given_to_initialize_is_untouched_at_o2_and_o3(level):
     expected = bystander(inputs)
     amp.initialize(convnet(), opt_level=level)
     assert torch.equal(bystander(inputs), expected)
-
-
-def test_a_model_never_given_to_initialize_is_untouched_under_o1_with_disable_casts():
-    bystander, inputs = convnet(seed=5).eval(), training.images(0)[0]
-    expected = bystander(inputs)
-    amp.initialize(convnet(), opt_level="O1")
-    assert not torch.equal(bystander(inputs), expected)
-    with amp.disable_casts():
-        assert torch.equal(bystander(inputs), expected)
 
 
 def namespaces():
@@ -190,17 +142,6 @@ def test_restore_midway_carries_gradients_back(level):
     training.backward(model(torch.tensor([[3.0, 4.0]])).sum(), optimizer)
     amp.restore()
     assert model.weight.grad.tolist() == [[3.0, 4.0]] and model.weight.grad.dtype is torch.float32
-
-
-def test_restore_works_on_a_model_whose_optimizer_is_gone():
-    model = convnet()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2")
-    train(model, optimizer, 2)
-    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
-    del optimizer
-    amp.restore()
-    assert same([p.detach() for p in model.parameters()], masters)
-    assert all(master_of(p) is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("first", LEVELS)

@@ -187,20 +187,6 @@ def test_optimizers_of_initialize_enabled_false_have_no_scales():
     assert amp.state_dict(optimizers) == {}
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_a_state_dict_loads_where_two_layers_share_a_weight(level):
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    second.weight = first.weight
-    model = nn.Sequential(first, second, first)
-    optimizer = SGD(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
-    state = {name: torch.full_like(value, 0.1) for name, value in model.state_dict().items()}
-    model.load_state_dict(state)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items()) is (level != "O3")
-    low = torch.bfloat16 if level == "O5" else torch.float16
-    assert all(torch.equal(p, torch.full_like(p, 0.1)) and p.dtype is low for p in model.parameters())
-
-
 @pytest.mark.parametrize("target", ["O0", "O1", "O4"])
 def test_an_o2_checkpoint_continues_elsewhere_from_the_masters_exact_values(target):
     model = convnet()
@@ -216,12 +202,3 @@ def test_an_o2_checkpoint_continues_elsewhere_from_the_masters_exact_values(targ
     assert same([p.detach() for p in model.parameters()], masters)
     assert optimizer.state_dict()["state"][0]["exp_avg"].dtype is torch.float32
     train(model, optimizer, 2)
-
-
-def test_an_o2_checkpoint_loads_into_the_plain_model():
-    model = convnet()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2")
-    train(model, optimizer, 3)
-    plain = convnet(seed=1)
-    assert plain.load_state_dict(model.state_dict()) == nn.Module().load_state_dict({})
-    assert same([p.detach() for p in plain.parameters()], [p.detach() for p in amp.master_params(optimizer)])

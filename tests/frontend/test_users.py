@@ -11,11 +11,11 @@ import math
 import pytest
 import torch
 import training
+from small_trainings import LEVELS_WITH_MASTERS, SCALED
 from torch import nn
-from training import LEVELS, SGD, backward, convnet, linear
+from training import LEVELS, SGD, backward, convnet, linear, skipped
 
 from amp_patch import amp
-from amp_patch.multi_tensor import inverse_of
 from amp_patch.support.generated_class import base_class
 
 
@@ -41,15 +41,6 @@ def test_initialize_can_be_called_once_for_each_batch(level):  # 815, 626
         losses.append(step(model, optimizer))
     assert losses[-1] < losses[0] and math.isfinite(losses[-1])
     assert not optimizer._optimizer_step_pre_hooks and base_class(optimizer) is torch.optim.SGD
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_state_is_found_from_the_optimizer_wherever_scale_loss_is_called(level):  # 1408
-    first, second = linear([[1.0]]), linear([[1.0]])
-    first, opt1 = amp.initialize(first, SGD(first.parameters()), opt_level=level, loss_scale=8.0)
-    second, _ = amp.initialize(second, SGD(second.parameters()), opt_level="O1", loss_scale=4.0)
-    with amp.scale_loss(torch.ones(()), opt1) as scaled:
-        assert scaled.item() == 8.0
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -85,7 +76,7 @@ def test_a_growing_net_adds_a_param_group_before_or_after_the_first_backward(lev
     optimizer.add_param_group(group)
     assert optimizer.param_groups[1] is group
     added = list(amp.master_params(optimizer))[1]
-    assert (added is layer.weight) == (level not in ("O2", "O5"))
+    assert (added is layer.weight) == (level not in LEVELS_WITH_MASTERS)
     optimizer.zero_grad()
     backward(model(torch.ones(1, 1)).sum(), optimizer)
     optimizer.step()
@@ -113,18 +104,6 @@ def test_parameters_can_be_frozen_and_thawed_in_mid_run(level):  # 643
     assert not training.same(training.weights(model.head), head)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_new_optimizer_over_a_trained_model_keeps_the_masters_precision(level):  # 643
-    model = convnet()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
-    step(model, optimizer)
-    values = training.weights(model)
-    model, optimizer = amp.initialize(model, training.ADAM(model.parameters()), opt_level=level)
-    assert training.same(training.weights(model), values)
-    step(model, optimizer)
-    assert not training.same(training.weights(model), values)
-
-
 class Homemade:
     """No torch Optimizer at all, only its shape."""
 
@@ -147,31 +126,14 @@ def test_optimizers_by_shape_alone_are_accepted(level):
     optimizer = Homemade(model.parameters())
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
     for value, expected in ((0.5, 0.5), (math.inf, 0.5), (0.25, 0.25)):
-        if level in ("O0", "O3", "O4", "O5") and math.isinf(value):
-            assert not optimizer._amp_stash.step_skipped
+        if level not in SCALED and math.isinf(value):
+            assert not skipped(optimizer)
         backward(model(torch.full((1, 1), value)).sum(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
         assert model.weight.item() == expected
     amp.restore()
     assert type(optimizer) is Homemade and vars(optimizer).keys() == {"param_groups"}
-
-
-def test_extra_attributes_and_methods_of_an_optimizer_stay():  # horovod 1089
-    class Distributed(torch.optim.SGD):
-        def synchronize(self):
-            return self.tag
-
-    model = linear([[1.0]])
-    optimizer = Distributed(model.parameters(), lr=1.0)
-    optimizer.tag = "here"
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0)
-    with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        assert optimizer.synchronize() == "here"
-        assert model.weight.grad.item() == 64.0  # the raw scaled gradient: Horovod reduces it here
-        model.weight.grad.mul_(0.5)
-    assert next(amp.master_params(optimizer)).grad.item() == 0.5
 
 
 # --- the forms that public scripts use -------------------------------------------------------------------------------
@@ -186,7 +148,7 @@ def test_a_script_that_clears_only_the_model_s_gradients_never_accumulates(level
     )
     backward(model(torch.full((1, 1), math.inf)).sum(), optimizer)
     optimizer.step()
-    assert optimizer._amp_stash.step_skipped
+    assert skipped(optimizer)
     for expected in (0.75, 0.5, 0.25):
         if clear == "model.zero_grad":
             model.zero_grad()
@@ -196,57 +158,6 @@ def test_a_script_that_clears_only_the_model_s_gradients_never_accumulates(level
         backward(model(torch.full((1, 1), 0.25)).sum(), optimizer)
         optimizer.step()
         assert model.weight.item() == expected
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_script_may_go_on_with_its_own_name_for_the_model(level):  # UNet3plus
-    net = convnet()
-    optimizer = SGD(net.parameters())
-    amp.initialize(net, optimizer, opt_level=level)
-    before = training.weights(net)
-    step(net, optimizer)
-    assert not training.same(training.weights(net), before)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_masters_can_be_saved_and_restored_through_master_params(level):  # NVIDIA's BERT
-    model = convnet()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
-    step(model, optimizer)
-    saved = {"model": {k: v.clone() for k, v in model.state_dict().items()}}
-    saved["masters"] = [p.detach().clone() for p in amp.master_params(optimizer)]
-    step(model, optimizer, 1)
-    model.load_state_dict(saved["model"])
-    for p, s in zip(amp.master_params(optimizer), saved["masters"], strict=True):
-        p.data.copy_(s.data)
-    assert training.same([p.detach() for p in amp.master_params(optimizer)], saved["masters"])
-    optimizer.step()  # no gradients: publishes, changes nothing
-    assert training.same([p.detach() for p in amp.master_params(optimizer)], saved["masters"])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_inference_needs_no_optimizer_and_makes_no_masters(level):  # 199, 750, 809
-    from amp_patch.masters.masters import master_of
-
-    model = amp.initialize(convnet().eval(), opt_level=level)
-    with torch.no_grad():
-        out = model(training.images(0)[0])
-    assert out.shape == (8, 5) and out.isfinite().all()
-    assert all(master_of(p) is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_evaluate_load_evaluate_sees_the_new_weights(level):  # 796
-    model, inputs = amp.initialize(convnet().eval(), opt_level=level), training.images(0)[0]
-    with torch.no_grad():
-        old = model(inputs)
-        model.load_state_dict(convnet(seed=9).state_dict())
-        new = model(inputs)
-        model.load_state_dict(convnet().state_dict())
-        assert torch.equal(model(inputs), old) and not torch.equal(new, old)
-        for p in model.parameters():
-            p.data.copy_(torch.zeros_like(p))  # an edit that no version counter tells
-        assert model(inputs).abs().sum() == 0
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -262,34 +173,3 @@ def test_the_loss_scale_may_be_below_1_only_when_asked(level):  # 452, 654
     _, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=0.25)
     with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
         assert scaled_loss.item() == 0.25
-
-
-def test_the_scale_never_reaches_zero():  # 834, 777: 4e-313, then ZeroDivisionError
-    model = linear([[1.0]])
-    _, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", verbosity=0)
-    for _ in range(60):
-        backward(model(torch.full((1, 1), math.nan)).sum(), optimizer)
-        optimizer.step()
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**-24
-    assert torch.isfinite(inverse_of(optimizer._amp_stash.scalers[0].scale_tensor))
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_binary_cross_entropy_on_half_is_refused_with_the_way_out_and_can_be_allowed(level):  # 504, 1017
-    probabilities = torch.full((2,), 0.5, dtype=torch.bfloat16 if level == "O4" else torch.float16)
-    amp.initialize(linear([[1.0]]), opt_level=level)
-    with pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
-        nn.functional.binary_cross_entropy(probabilities, torch.ones(2))
-    amp.initialize(linear([[1.0]]), opt_level=level, allow_banned=True)
-    assert nn.functional.binary_cross_entropy(probabilities, torch.ones(2)).dtype is torch.float32
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_training_with_a_loss_module_and_a_metric_outside_of_forward(level):
-    model, criterion = convnet(), nn.CrossEntropyLoss()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
-    inputs, targets = training.images(0)
-    loss = criterion(model(inputs), targets) / 8
-    assert loss.dtype is torch.float32
-    backward(loss, optimizer)
-    optimizer.step()

@@ -90,12 +90,6 @@ def rows(name: str) -> list[dict[str, Tensor]]:
     return [{key: value[i] for key, value in each.items()} for each in batches for i in range(4)]
 
 
-def prompt(step: int) -> dict[str, Any]:
-    """Arguments of `generate`."""
-    ids = batch("Llama", step)["input_ids"][:, :4]
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
-
-
 def adamw(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, eps=1e-4)
 
@@ -114,14 +108,6 @@ def iterate(
         if between is not None:
             between(model, step)
     return losses
-
-
-def count_calls(model: nn.Module) -> list[str]:
-    """Return a list that gets an entry at each later call of the first layer that computes queries."""
-    calls: list[str] = []
-    name, layer = next((name, module) for name, module in model.named_modules() if name.endswith(".q_proj"))
-    layer.register_forward_pre_hook(lambda *_: calls.append(name))
-    return calls
 
 
 def types(model: nn.Module) -> dict[str, torch.dtype]:

@@ -11,7 +11,7 @@ from coded_states import MAKERS as CODED_MAKERS
 from coded_states import state_of as whole_state_of
 from fsdp_trainings import fully_shard, load_checkpoint, save_checkpoint
 from torch import Tensor, nn
-from training import backward, iterate
+from training import backward, iterate, skipped
 
 from amp_patch import amp, multi_tensor
 from amp_patch.storage.coded_state import codes_of
@@ -147,8 +147,8 @@ def overflows(make: Any, options: Any) -> dict[str, Any]:
             model[0].weight.grad.to_local()[0, 0] = float("inf")
     optimizer.step()
     after = [*here(model.parameters()), *state_of(optimizer)]
-    skipped, of_amp = optimizer._amp_stash.step_skipped, amp.state_dict()
+    skip, of_amp = skipped(optimizer), amp.state_dict()
     go_on(model, optimizer, range(3, 4))
     end = [*here(model.parameters()), *state_of(optimizer)]
     found = {"before": before, "after": after, "end": end}
-    return found | {"skipped": skipped, "amp": of_amp, "coded": coded(optimizer)}
+    return found | {"skipped": skip, "amp": of_amp, "coded": coded(optimizer)}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import ADAM, SGD, backward, images, same
+from training import ADAM, SGD, backward, images, same, skipped
 
 from amp_patch import amp
 
@@ -101,7 +101,7 @@ def overflow_on_one_rank(level: str, make: Any, value: float, **options: Any) ->
         optimizer.zero_grad()
         backward(loss_of(wrapped, (inputs, targets)), optimizer)
         optimizer.step()
-        seen["skipped"].append(optimizer._amp_stash.step_skipped)
+        seen["skipped"].append(skipped(optimizer))
         seen["scales"].append(amp.state_dict()["loss_scaler0"]["loss_scale"])
         seen["weights"].append(learned(model))
     return seen, optimizer

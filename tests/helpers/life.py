@@ -24,6 +24,7 @@ from training import check, check_state
 from amp_patch import amp
 from amp_patch.masters.masters import has_gradient
 from amp_patch.multi_tensor import backend
+from amp_patch.training.training import scalers_of
 
 # Step as if fused, whatever they were told, at levels with casts or masters.
 IN_ONE_PASS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -92,7 +93,7 @@ class Life:
     def initialize(self, options: dict[str, Any]) -> None:
         losses = self.story.losses
         amp.initialize(self.model, self.optimizers, num_losses=losses, keep_fp32=is_kept, verbosity=0, **options)
-        for scaler in self.optimizers[0]._amp_stash.scalers:
+        for scaler in scalers_of(self.optimizers, "a story"):
             scaler.growth_interval = self.story.interval
 
     def live_by_hand(self, options: dict[str, Any] | None, stack: Stack, values: dict[str, Tensor]) -> None:

@@ -18,7 +18,7 @@ from reference_model import WIDTH, Plant, Stack, sown
 from stories import RATES, Story
 from torch import Tensor
 from torch_optimizers import RECIPES
-from training import check, check_state
+from training import check, check_state, skipped
 
 from amp_patch import amp
 
@@ -156,7 +156,7 @@ class Lives(Edits):
             optimizer.step()
             with amp.disable_casts():  # which the newest O1 training would have done in all of the process
                 self.now.trainer.step(owner)
-            assert optimizer._amp_stash.step_skipped is owner.skipped, f"skipped: {owner.skipped}"
+            assert skipped(optimizer) is owner.skipped, f"skipped: {owner.skipped}"
             self.now.check()
 
     def zero_grad(self, by: str, to_none: bool) -> None:

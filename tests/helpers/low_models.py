@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training import iterate
+from training import LEVELS, iterate
 
+from amp_patch.policy import OPT_LEVELS
 from amp_patch.support import tree
 
 HALVES = {"BF16": torch.bfloat16, "FP16": torch.float16}
-CAST = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+CAST = {level: low for level in LEVELS if (low := OPT_LEVELS[level].cast_model_type) is not None}
 every_half = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from training import SGD, backward, convnet, linear
+from training import LEVELS, SGD, backward, convnet, linear
 
 from amp_patch import amp
+from amp_patch.policy import OPT_LEVELS
 
-SCALED = ["O1", "O2"]
-EVERY = ["O0", "O1", "O2", "O3", "O4", "O5"]
+SCALED = [level for level in LEVELS if OPT_LEVELS[level].loss_scale == "dynamic"]
+EVERY = list(LEVELS)
 
 
 def sgd(model, lr=1.0, **kwargs):
@@ -43,7 +44,7 @@ def master_of(optimizer):
     return optimizer.param_groups[0]["params"][0]
 
 
-LEVELS_WITH_MASTERS = ("O2", "O5")
+LEVELS_WITH_MASTERS = [level for level in LEVELS if OPT_LEVELS[level].master_weights]
 
 
 def start_scalar(level="O2", weight=1.0, device="cpu", optimizer=torch.optim.SGD):

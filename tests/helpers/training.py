@@ -14,8 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import amp
+from amp_patch.policy import OPT_LEVELS
+from amp_patch.training.innermost import innermost
+from amp_patch.training.observers import count_skips, last_skip
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+# The levels of 16 bits and FP32: those whose products are of no format of fewer bits.
+LEVELS = tuple(level for level, policy in OPT_LEVELS.items() if policy.product_format is None)
 
 SGD = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)  # noqa: E731
 ADAM = lambda params: torch.optim.Adam(params, lr=1e-2, eps=1e-4)  # noqa: E731  eps that FP16 can hold, for O3
@@ -154,6 +158,12 @@ def assert_unchanged(before: Any, after: Any) -> None:
         assert_unchanged(vars(before), vars(after))
     else:
         assert before == after
+
+
+def skipped(optimizer: Any) -> bool:
+    """Tell whether the optimizer's last step, or that of the one inside of it, was skipped. Syncs."""
+    count_skips(inner := innermost(optimizer))
+    return bool(last_skip(inner))
 
 
 def through_pickle(value: Any) -> Any:

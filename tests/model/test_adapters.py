@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import crossed
+from low_models import CAST
 from torch import nn
 from training import LEVELS, SGD, backward
 
@@ -14,7 +15,6 @@ from amp_patch import amp
 from amp_patch.masters.masters import master_of
 
 TYPES = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
-CAST = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 
 
 class Adapted(nn.Module):

@@ -91,24 +91,6 @@ def test_a_copied_training_unscales_the_gradients_of_parameters_in_no_optimizer(
     assert model[1].bias.grad.tolist() == [3.0]
 
 
-def test_an_optimizer_copied_alone_has_no_other() -> None:
-    model = ones(nn.Linear(2, 2), nn.Linear(2, 1))
-    model, optimizers = start_all(model, [sgd(layer.parameters()) for layer in model], opt_level="O1")
-    alone = copy.deepcopy(optimizers[0])
-    assert [ref() for ref in alone._amp_stash.neighbours.siblings] == [alone]
-    assert [ref() for ref in optimizers[0]._amp_stash.neighbours.siblings] == optimizers
-
-
-def test_a_copy_of_two_optimizers_with_one_parameter_knows_that_they_share_it() -> None:
-    model = ones(nn.Linear(1, 1, bias=False))
-    both = [sgd(model.parameters()), sgd(model.parameters())]
-    model, both = copy.deepcopy(start_all(model, both, opt_level="O2", loss_scale=4.0))
-    backward(model(torch.ones(1, 1)).sum(), both)
-    both[0].step()
-    both[1].step()
-    assert model[0].weight.item() == 1 - 0.5 - 0.5
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Edits that weights and masters have not told each other yet
 
@@ -127,18 +109,6 @@ def test_writes_into_masters_are_in_a_copy(copied: Any, options: dict[str, Any])
             options.get("master_weights") != "stochastic"
         )  # else the write is rounded as a step is, to 1 by chance
         torch.testing.assert_close(masters_of(optimizer), [torch.tensor([[1.001 if is_kept else 1.0]])], rtol=0, atol=0)
-
-
-@both_ways
-@every_master
-def test_a_large_edit_of_masters_reaches_the_weights_of_a_copy(copied: Any, options: dict[str, Any]) -> None:
-    model = ones(nn.Linear(1, 1, bias=False))
-    pair = start_all(model, sgd(model.parameters()), **options)
-    for master in amp.master_params(pair[1]):
-        master.data.fill_(3.0)
-    model = copied(pair)[0]
-    assert model(torch.ones(1, 1)).item() == 3.0
-    assert model.state_dict()["0.weight"].item() == 3.0 and model[0].weight.item() == 3.0
 
 
 @both_ways

@@ -73,35 +73,6 @@ def test_only_the_overflowed_loss_of_two_is_scaled_down(level, order, way):
     assert optimizer._amp_stash.step_skipped and model.weight.item() == 1.0
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_third_loss_after_an_overflow_is_checked_separately(level):
-    model = linear([[1.0]])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, num_losses=3, verbosity=0, loss_scale="dynamic", max_loss_scale=1024.0
-    )
-    for loss_id, value in enumerate((math.inf, 0.25, math.nan)):
-        backward(model(torch.full((1, 1), value)).sum() / 4, optimizer, loss_id=loss_id)
-    assert [tuple(s.values()) for s in amp.state_dict().values()] == [(512.0, 0), (1024.0, 1), (512.0, 0)]
-    assert next(iter(amp.master_params(optimizer))).grad.isnan().all()
-    optimizer.step()
-    assert optimizer._amp_stash.step_skipped and model.weight.item() == 1.0
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_optimizers_that_share_a_parameter_both_skip_after_a_loss_that_did_not_overflow(level):
-    model = linear([[1.0]])
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
-    model, optimizers = amp.initialize(model, optimizers, opt_level=level, num_losses=2, verbosity=0)
-    backward(model(torch.full((1, 1), math.inf)).sum(), optimizers, loss_id=0)
-    backward(model(torch.full((1, 1), 0.25)).sum() / 4, optimizers, loss_id=1)
-    assert [tuple(s.values()) for s in amp.state_dict().values()] == [(2.0**15, 0), (2.0**16, 1)]
-    for optimizer in optimizers:
-        optimizer.step()
-        assert optimizer._amp_stash.step_skipped
-    assert model.weight.item() == 1.0
-
-
 def overflowed_earlier(kind, scale=64.0):
     """A parameter that is its own master, with a gradient that overflowed in loss 0, and a clean loss 1 for it."""
     num_losses = {"num_losses": 2, "verbosity": 0, "opt_level": "O1", "loss_scale": scale}
@@ -256,17 +227,3 @@ def test_gradients_cleared_in_the_body_or_while_they_wait_do_not_come_back(level
     clear(set_to_none=True)
     backward(model(torch.full((1, 1), 0.25)).sum(), optimizer)
     assert next(iter(amp.master_params(optimizer))).grad.item() == 0.25
-
-
-def test_gradients_of_a_bystander_cleared_in_the_body_do_not_come_back():
-    models = [linear([[1.0]]), linear([[1.0]])]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    models, optimizers = amp.initialize(models, optimizers, opt_level="O1", loss_scale=64.0, verbosity=0)
-    for clear in (optimizers[1].zero_grad, models[1].zero_grad):
-        backward(models[1](torch.full((1, 1), 3.0)).sum(), optimizers[1])
-        loss = models[1](models[0](torch.full((1, 1), 0.5))).sum()
-        with amp.scale_loss(loss, optimizers[0]) as scaled_loss:
-            clear()
-            scaled_loss.backward()
-        assert models[1].weight.grad.item() == 0.5
-        optimizers[1].zero_grad()

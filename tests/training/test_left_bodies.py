@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import INPUTS, TARGETS, Training, network, surroundings
-from torch import Tensor, nn
+from interrupts import Training, surroundings
+from torch import Tensor
 
 from amp_patch import amp
 from amp_patch.training.scaled_backward import ScaledBackward
@@ -98,18 +98,6 @@ def test_a_training_goes_on_after_a_signal_at_the_exit(level, options, where, ke
     assert all(map(torch.equal, training.weights(), alone.weights()))
 
 
-def test_a_batch_is_repeated_in_the_handler_of_the_exception():
-    training, alone = Training("O2"), Training("O2")
-    try:
-        sys.setprofile(lambda frame, event, _: 1 / 0 if frame.f_code is EXIT.__code__ else None)
-        training.iteration("first")
-    except ZeroDivisionError:
-        sys.setprofile(None)
-        training.iteration("first")
-    alone.iteration("first")
-    assert all(map(torch.equal, training.weights(), alone.weights()))
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])  # at O5 autograd has added to gradients of FP32 parameters
 def test_gradients_of_earlier_bodies_stay(level):
     training, alone = Training(level), Training(level)
@@ -119,14 +107,6 @@ def test_gradients_of_earlier_bodies_stay(level):
     for each in (training, alone):
         each.step()
     assert all(map(torch.equal, training.weights(), alone.weights()))
-
-
-def test_a_step_right_after_the_signal_changes_nothing():
-    training = Training("O2")
-    before = training.weights()
-    _held = terminated(EXIT, lambda: training.backward("first"))
-    training.optimizer.step()
-    assert all(map(torch.equal, training.weights(), before))
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["traceback kept", "traceback freed"])
@@ -143,36 +123,6 @@ def test_a_body_on_an_exit_stack(keeps, next_call):
     terminated(contextlib.ExitStack.__exit__, lambda: on_stack(training))
     gc.collect()
     training.iteration("second")
-
-
-def test_a_context_manager_that_a_variable_keeps():
-    training = Training("O2")
-    scaling = amp.scale_loss(training.loss("first"), training.optimizer)
-
-    def run() -> None:
-        with scaling as scaled_loss:
-            scaled_loss.backward()
-
-    terminated(EXIT, run)
-    training.iteration("second")
-    with pytest.raises(RuntimeError, match="was entered before"):
-        run()
-
-
-def test_a_sibling_optimizer_steps():
-    model = network()
-    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in model]
-    amp.initialize(model, optimizers, opt_level="O2", keep_fp32=nn.LayerNorm, verbosity=0, loss_scale=128.0)
-
-    def backward(optimizer: Any) -> None:
-        with amp.scale_loss(nn.functional.mse_loss(model(INPUTS["first"]), TARGETS["first"]), optimizer) as scaled_loss:
-            scaled_loss.backward()
-
-    backward(optimizers[1])
-    before = model[1].weight.detach().clone()
-    _held = terminated(EXIT, lambda: backward(optimizers[0]))
-    optimizers[1].step()
-    assert not torch.equal(model[1].weight, before)
 
 
 @pytest.mark.parametrize("way", ["generator", "stack", "by hand", "thread", "nested"])

@@ -152,33 +152,3 @@ def test_torchs_averager_averages_after_the_step(ranks, level):
     expected, _ = ranks(averaged, "O0")
     for found, plain in zip(first, expected, strict=True):
         torch.testing.assert_close(found, plain, rtol=2**-6, atol=2**-6)
-
-
-def clipped_in_parallel(level: str, foreach: bool | None) -> tuple[float, float]:
-    """Return the norm of sharded and whole gradients before clipping, and the norm after it."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    model = parallelize_module(
-        nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)),
-        init_device_mesh("cpu", (2,)),
-        {"0": ColwiseParallel(), "1": RowwiseParallel()},
-    )
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(1.0)
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), verbosity=0, opt_level=level, loss_scale=4.0
-    )
-    backward_ones(model, optimizer)
-    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
-    left: Any = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
-    return norm.full_tensor().item(), left.full_tensor().item()
-
-
-@crossed({"level": ["O0", "O1", "O4"], "foreach": [None, False, True]}, meet=1)
-def test_clipping_where_tensors_are_parallel(ranks, level, foreach):
-    # Of the first weight every gradient is 2, of the second 4: sums over two rows of ones, halved.
-    expected = (16 * 2.0**2 + 8 * 4.0**2) ** 0.5
-    for norm, left in ranks(clipped_in_parallel, level, foreach):
-        assert norm == pytest.approx(expected, rel=1e-6) and left == pytest.approx(0.5, rel=1e-5)

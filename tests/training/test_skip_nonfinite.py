@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 from training import assert_unchanged, backward, linear, same, snapshot
 
 from amp_patch import amp
-from amp_patch.casts.cpu_half import resolve_cpu_half
-from amp_patch.masters.held_gradients import can_wait
 from amp_patch.policy import resolve
 
 OPTIM = torch.optim
@@ -217,29 +214,6 @@ def test_a_gradient_that_is_only_checked_is_not_written(level):
         assert param.grad is grad and grad._version == version and torch.equal(grad, value)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [TRAININGS["O5"], TRAININGS["O5, split"], TRAININGS["O5, stochastic"]],
-    ids=["whole", "split", "stochastic"],
-)
-def test_gradients_wait_in_low_precision_as_without(options):
-    model, optimizer = start_convnet(training.SGD, **options, **ON)
-    backward(loss_of(model, 0), optimizer)
-    waiting = optimizer._amp_stash.masters.waiting
-    assert (waiting is not None and len(waiting.grads) > 0 and waiting.factors == []) or not can_wait()
-
-
-@every_training
-def test_only_the_loss_that_was_not_finite_is_named(options, caplog):
-    model, optimizer = start_convnet(training.SGD, num_losses=2, **options, skip_nonfinite=True, verbosity=1)
-    with caplog.at_level(logging.WARNING, "amp_patch"):
-        backward(loss_of(model, 0) * math.nan, optimizer, loss_id=1)
-        backward(loss_of(model, 1), optimizer)
-        optimizer.step()
-    assert skipped(optimizer)
-    assert caplog.messages == ["A gradient is not finite: skipped the step (skip 1 of loss 1)"]
-
-
 @every_training
 def test_messages_come_ever_more_rarely_and_name_the_parameters_in_the_end(options, caplog):
     model, optimizer = start_convnet(training.SGD, **options, skip_nonfinite=True, verbosity=1)
@@ -250,23 +224,6 @@ def test_messages_come_ever_more_rarely_and_name_the_parameters_in_the_end(optio
     assert caplog.messages[:-1] == [said.format(number) for number in (1, 2, 4, 8)]
     assert caplog.messages[-1].startswith(said.format(10) + "; 10 in a row; not finite: ")
     assert "head.weight (NaN)" in caplog.messages[-1]
-
-
-def test_verbosity_0_says_nothing(caplog):
-    model, optimizer = start_convnet(training.SGD, opt_level="O5", **ON)
-    with caplog.at_level(logging.WARNING, "amp_patch"):
-        iterate(model, optimizer, 0, math.nan)
-    assert skipped(optimizer) and not caplog.messages
-
-
-@every_training
-def test_a_recording_counts_them(options):
-    with amp.record() as run:
-        model, optimizer = start_convnet(training.SGD, **options, **ON)
-        for step in range(4):
-            iterate(model, optimizer, step, math.nan if step in (1, 2) else 1.0)
-    assert run.skipped == [False, True, True, False]
-    assert run.scale == [1.0] * 4
 
 
 @every_training
@@ -286,17 +243,6 @@ def test_the_state_has_the_form_of_any_and_a_loaded_scale_multiplies_nothing(opt
         iterate(*each, 2)
     assert not skipped(optimizer)
     assert_unchanged(snapshot(other, plain), snapshot(model, optimizer))
-
-
-@every_training
-def test_the_overflow_of_a_delayed_micro_batch_is_found_at_the_step(options):
-    model, optimizer = start_convnet(training.SGD, **options, **ON)
-    before = snapshot(model, optimizer)
-    backward(loss_of(model, 0) * math.inf, optimizer, delay_unscale=True)
-    backward(loss_of(model, 1), optimizer, delay_unscale=True)
-    optimizer.step()
-    assert skipped(optimizer)
-    assert_unchanged(before, snapshot(model, optimizer))
 
 
 def test_a_parameter_that_no_optimizer_holds_loses_a_gradient_that_is_not_finite():
@@ -348,24 +294,3 @@ def test_the_field_of_the_policy():
         amp.initialize(linear([[1.0]]), skip_nonfinite=3)
     with pytest.raises(TypeError, match="positional"):
         amp.initialize(linear([[1.0]]), None, True, "O5", None, None, None, None, None, None, 1, 1, None, 1.0, True)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_where_the_loss_is_scaled_it_changes_nothing(level):
-    seen = []
-    for on in (False, True):
-        model, optimizer = start_convnet(training.SGD, opt_level=level, skip_nonfinite=on)
-        for step in range(4):
-            iterate(model, optimizer, step, math.inf if step == 1 else 1.0)
-        seen.append((snapshot(model, optimizer), amp.state_dict()))
-    assert_unchanged(*seen)
-    assert seen[0][1]["loss_scaler0"]["loss_scale"] < 65536.0
-
-
-def test_the_environment_s_o0_is_the_script_without_it(monkeypatch):
-    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O0")
-    _, optimizer = start_convnet(training.SGD, opt_level="O5", **ON)
-    assert optimizer._amp_stash.policy == replace(resolve("O0"), cpu_half="native")
-    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O4")
-    _, optimizer = start_convnet(training.SGD, opt_level="O5", **ON)
-    assert optimizer._amp_stash.policy == resolve_cpu_half(resolve("O4", skip_nonfinite=True), on_cpu=True)

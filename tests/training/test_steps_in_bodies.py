@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_trainings import EVERY, SCALED, master_grads, setup, sgd, x
+from small_trainings import EVERY, LEVELS_WITH_MASTERS, SCALED, master_grads, setup, sgd, x
 from torch import nn
 from training import backward, linear
 
 from amp_patch import amp
 
-REFUSED = {"O1": "scaled and unchecked", "O2": "scaled and unchecked", "O5": "on the low-precision parameters"}
+REFUSED = {
+    level: "scaled and unchecked" if level in SCALED else "on the low-precision parameters"
+    for level in EVERY
+    if level in SCALED or level in LEVELS_WITH_MASTERS
+}
 
 
 @pytest.mark.parametrize("level", EVERY)
@@ -63,7 +67,7 @@ def test_optimizers_that_step_in_hooks_of_backward(level, whose):
     hooks = [p.register_post_accumulate_grad_hook(lambda p: owner[id(p)].step()) for p in model.parameters()]
     mine = optimizers if whose == "all" else optimizers[0]
     loss = model(x(0.5)).sum()
-    if level in ("O0", "O3", "O4"):
+    if level not in REFUSED:
         backward(loss, mine)
         assert [p.item() for p in model.parameters()] == [0.5, 0.5]
         return
@@ -90,13 +94,15 @@ def test_a_sibling_may_not_step_in_the_body_where_it_may_be_filled(level, delaye
     )
     backward(netd(x(0.5)).sum(), optd, delay_unscale=delayed)
     with amp.scale_loss(netd(netg(x(0.25))).sum(), optg, loss_id=1) as scaled_loss:
-        if level in ("O2", "O5") and not delayed:  # its gradients are its masters', which this body does not touch
+        if (
+            level in LEVELS_WITH_MASTERS and not delayed
+        ):  # its gradients are its masters', which this body does not touch
             scaled_loss.backward()
             optd.step()
         else:
             with pytest.raises(RuntimeError, match="its own gradients are away until that ends"):
                 optd.step()
-    if delayed or level not in ("O2", "O5"):
+    if delayed or level not in LEVELS_WITH_MASTERS:
         optd.step()
     assert netd.weight.item() == 0.5
 

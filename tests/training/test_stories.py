@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import lives
 import pytest
 import torch
 from lives import tell
-from stories import DESERVED, Event, Story, complaint, drawn, shortest
+from stories import DESERVED, Event, Story, complaint, drawn
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{pattern}") for pattern in DESERVED]
 FEW, MANY, CHAPTER = range(40), range(40, 200), 40
@@ -121,16 +120,6 @@ def test_a_step_with_another_losss_gradient_of_a_weight_without_a_master_is_refu
     tell(replace(two, options={**options, "cpu_half": "native"}, events=events))
 
 
-def test_a_failing_story_is_shrunk_to_few_events() -> None:
-    story = drawn(3)
-
-    def fails(story: Story) -> bool:
-        return {"backward", "step"} <= {event.what for event in story.events}
-
-    assert fails(story) and len(story.events) > 4
-    assert sorted(event.what for event in shortest(story, fails).events) == ["backward", "step"]
-
-
 def test_a_story_that_fails_is_a_script() -> None:
     def fails(story: Story) -> None:
         assert all(event.what != "step" for event in story.events), "told"
@@ -138,10 +127,3 @@ def test_a_story_that_fails_is_a_script() -> None:
     text = complaint(drawn(3), fails)
     assert text.startswith("seed 3: AssertionError: told") and text.count("Event(") == 1
     assert not complaint(drawn(3), lambda story: None)
-
-
-def test_a_script_tells_the_story_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Story] = []
-    monkeypatch.setattr(lives, "tell", told.append)
-    exec(drawn(3).script(), {})
-    assert told == [drawn(3)]

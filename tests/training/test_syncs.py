@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import training
 from conftest import DEVICES
 from crossed import crossed
-from syncs import Syncs, count, hear_the_notice
+from syncs import Syncs, count
 
 from amp_patch import amp, multi_tensor
 from amp_patch.multi_tensor import backends
@@ -22,17 +20,6 @@ def test_the_counter_counts(device):
         assert count(device, ask) == 1
     assert count(device, lambda: x[x > 1]) >= 1
     assert count(device, lambda: (x * 2).sum().sqrt()) == 0
-
-
-def test_the_detector_s_own_notice_is_no_sync(monkeypatch):
-    """Give torch's warnings on any machine. The notice comes once in a process, at the detector's first use."""
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    notice = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: warnings.warn(notice, stacklevel=2))
-    sync = "called a synchronizing CUDA operation"
-    assert count("cuda", lambda: warnings.warn(sync, stacklevel=2)) == 1
-    assert count("cuda", lambda: None) == 0
-    hear_the_notice()
 
 
 def a_step(level, device, clip, **options):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+from unittest import mock
 
 import pytest
 import torch
 from apexed import INF, LEVELS, apex_amp, backward_by, make, train_by  # noqa: F401  the fixture `amp`
 from torch import nn
-from training import ADAM, convnet, linear, same, weights
+from training import ADAM, SGD, convnet, linear, same, weights
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -103,6 +104,86 @@ def test_resume_as_nvidias_bert_does(amp, level):
     amp.load_state_dict(checkpoint["amp"])
     assert train_by(amp, resumed, optimizer, 5) == expected
     assert same(weights(resumed), weights(model))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_shows_in_the_scaler_and_in_the_stash_until_it_is_over(amp, level):
+    """NVIDIA's BERT counts steps by `_has_overflow` after the step; other scripts read `already_patched` before it."""
+    model, optimizer = make(amp, level)
+    loss_scaler = amp._amp_state.loss_scalers[0]
+    for grad, overflow in ((0.125, False), (INF, True), (0.125, False)):
+        before = model.weight.item()
+        optimizer.zero_grad()
+        backward_by(amp, model, optimizer, grad)
+        assert optimizer._amp_stash.already_patched is overflow
+        optimizer.step()
+        assert optimizer._amp_stash.already_patched is False
+        assert loss_scaler._has_overflow is overflow and bool(loss_scaler._overflow_buf.item()) is overflow
+        assert (model.weight.item() == before) is overflow
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("overflow", [False, True])
+def test_overflow_checked_by_the_script_after_its_own_reduction(amp, level, overflow):
+    """NVIDIA's BERT with allreduce_post_accumulation: its buffer in the scaler's place, then update_scale()."""
+    _amp_state = importlib.import_module("apex.amp._amp_state")._amp_state
+    model, optimizer = make(amp, level)
+    overflow_buf = torch.zeros(1, dtype=torch.int32)
+    steps = 0
+    for iteration in range(3):
+        for _ in range(2):
+            backward_by(amp, model, optimizer, delay_overflow_check=True)
+        loss_scale = _amp_state.loss_scalers[0].loss_scale()
+        master_grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
+        flat = torch.cat([g.reshape(-1) for g in master_grads]).float() * loss_scale
+        if overflow and iteration == 1:
+            flat.fill_(INF)
+        overflow_buf.zero_()
+        overflow_buf.copy_((~torch.isfinite(flat)).any())
+        master_grads[0].copy_((flat / loss_scale).view_as(master_grads[0]))
+        scaler = _amp_state.loss_scalers[0]
+        scaler._overflow_buf = overflow_buf
+        had_overflow = scaler.update_scale()
+        if had_overflow == 0:
+            optimizer.step()
+            steps += 1
+        elif _amp_state.opt_properties.master_weights:
+            for param in optimizer._amp_stash.all_fp32_from_fp16_params:
+                param.grad = None
+        for param in model.parameters():
+            param.grad = None
+    assert steps == (2 if overflow else 3)
+    assert model.weight.item() == 1.0 - steps * 0.25 * 0.25
+    assert scaler.loss_scale() == (2.0**15 if overflow else 2.0**16)
+    assert scaler._unskipped == (1 if overflow else 3)
+
+
+def test_already_patched_can_be_written(amp):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level="O2", verbosity=0)
+    for factor, written, moved in ((1.0, True, 0.0), (1.0, False, 0.25)):
+        with amp.scale_loss(model(torch.ones(1, 1)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer._amp_stash.already_patched = written
+        assert optimizer._amp_stash.already_patched is written
+        optimizer.step()
+        assert model.weight.item() == 1.0 - moved
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_scale_loss_is_looked_up_on_the_module_and_the_stash_is_probed(amp, level):
+    """pytorch-lr-finder and its test."""
+    model = linear([[1.0]])
+    optimizer = SGD(model.parameters())
+    assert not hasattr(optimizer, "_amp_stash")
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+    assert hasattr(optimizer, "_amp_stash")
+    loss = model(torch.ones(1, 1)).sum() / 8
+    with mock.patch.object(amp, "scale_loss", wraps=amp.scale_loss) as spy, amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    spy.assert_called_once()
+    optimizer.step()
+    assert model.weight.item() < 1.0
 
 
 def test_a_lazy_init_of_the_scripts_own_is_called_when_asked_for(amp):
